@@ -1,4 +1,4 @@
-"""The command `jinfer`, and `python -m jinfer`: a word for each program that comes with jinfer."""
+"""Command line interface: the program `jinfer` (and `python -m jinfer`) with its subcommands."""
 
 from jinfer.cli.entry_point import enter, main
 

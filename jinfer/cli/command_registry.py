@@ -1,4 +1,4 @@
-"""The words that `jinfer` knows, and which module does what each says."""
+"""Subcommands of `jinfer`: the table of their names, modules and help texts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """A word of the command line.
+    """A subcommand.
 
     Attributes:
-        name: one word, or two, of which the first names a group.
-        module: its function `main` runs the command.
-        about: a line of the help.
-        first: arguments that go before the user's own.
+        name: one word, or two words of which the first names a group.
+        module: the module whose function `main` runs the command.
+        about: one line of help.
+        first: arguments inserted before the user's.
     """
 
     name: str

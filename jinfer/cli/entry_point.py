@@ -1,4 +1,4 @@
-"""From the words of a command line to the program that they name."""
+"""Command line entry point: dispatches to the subcommand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jinfer.xla.later import imported
 from jinfer.xla.undisturbed import paused
 
 _TOOLS = "jinfer.tools."
-# What Ollama, llama.cpp, vLLM and shells call it.
+# Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.
 _INSTEAD = {
     "run": "chat MODEL",
     "start": "serve MODEL",
@@ -43,12 +43,12 @@ _NAMES = {command.name: command for command in COMMANDS}
 
 
 def enter() -> NoReturn:
-    """The whole of the command `jinfer`."""
+    """The console script `jinfer`; exits the process."""
     leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program that the first words name; returns its exit status."""
+    """Runs a subcommand; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     match words:
         case [] | ["-h" | "--help" | "help"]:
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Command, words: Sequence[str]) -> int:
-    # Here: with logging it takes a tenth of what a help text takes.
+    # Imported here, because logging would slow down help texts.
     from jinfer.progress import task
 
     provide_tools()
     with command(chosen.name):
-        # Programs that answer import what they need themselves, once they know what is asked.
+        # Programs import the engine themselves, after they have parsed their arguments.
         with task("starting"), imported() if chosen.module.startswith(_TOOLS) else paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
@@ -105,7 +105,7 @@ def _group_help(group: str) -> str:
 
 
 def _about() -> dict[str, str]:
-    """A line of help for every word; a group stands where its first command does."""
+    """A line of help for each command; a group stands in place of its first command."""
     lines: dict[str, str] = {}
     for each in COMMANDS:
         group, _, rest = each.name.partition(" ")
@@ -122,7 +122,7 @@ def _columns(lines: dict[str, str]) -> list[str]:
 
 
 def _unknown(word: str) -> str:
-    """What is said of a word that names no command."""
+    """The error message for an unknown command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
         return f"{word} is no command; did you mean '{jinfer()} generate {word}'?"
     if word in _INSTEAD:

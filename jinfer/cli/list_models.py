@@ -1,4 +1,4 @@
-"""`jinfer list`: the models whose specifications come with jinfer."""
+"""`jinfer list`: the table of models whose specifications are bundled."""
 
 from __future__ import annotations
 

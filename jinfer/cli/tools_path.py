@@ -1,4 +1,4 @@
-"""The folder `tools` of a checkout, which an installation has as the package `jinfer.tools`."""
+"""Import path of tools: the folder `tools` of a checkout as the package `jinfer.tools`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def provide_tools() -> None:
-    """Makes `jinfer.tools` importable in a checkout, where the folder lies beside the package."""
+    """Makes `jinfer.tools` importable in a checkout, where the folder is beside the package."""
     name = "jinfer.tools"
     if name in sys.modules or find_spec(name) is not None:
         return

@@ -1,1 +1,1 @@
-"""What is read or run for a stranger: regular files up to a size, and processes with bounds."""
+"""Sandbox: bounded file reads and child processes for untrusted input."""

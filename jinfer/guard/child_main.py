@@ -1,4 +1,4 @@
-"""The other end of `child.Child`: bounds itself, then answers until nobody asks any more."""
+"""Sandbox child process: sets its own limits, then answers questions from standard input."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def serve(module: str, memory: int) -> None:
-    """Answers questions from the standard input, for `Child` alone.
+    """Answers questions of a `SandboxedProcess`.
 
     Args:
-        module: whose `answer` is asked.
-        memory: bytes of address space from now on.
+        module: the module whose `answer` is called.
+        memory: bytes of address space that may be allocated from now on.
     """
-    # What a library prints must not be taken for an answer.
+    # Output of a library must not be mistaken for an answer.
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answer: Callable[[Any], Any] = importlib.import_module(module).answer
@@ -32,7 +32,7 @@ def serve(module: str, memory: int) -> None:
         _bound(bound, limit)
     while len(head := source.read(8)) == 8:
         seconds, question = json.loads(source.read(int.from_bytes(head, "little")))
-        # Whole seconds are all that there is; the end of the process, so one more.
+        # RLIMIT_CPU has whole seconds and kills the process, so one more.
         _bound(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds) + 1)
         try:
             said = {"value": answer(question)}
@@ -47,7 +47,7 @@ def serve(module: str, memory: int) -> None:
 
 
 def _bound(kind: int, value: int) -> None:
-    """Sets the bound that counts; the outer one stays, as it cannot be raised again."""
+    """Sets a soft limit, and never raises a lower outer one."""
     _, hard = resource.getrlimit(kind)
     within = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (within, hard))

@@ -1,7 +1,7 @@
-"""What a start would else make anew, kept in a folder of the user's: whole, and as it was written.
+"""Disk cache: hash-checked entries in a folder of the user's.
 
-Each entry begins with a hash of its key and its content. One that is damaged, cut short, of another
-key, or that somebody else could have written, is not believed but removed.
+Each entry begins with a hash of its key and content. An entry that is damaged, truncated, of
+another key, or writable by other users is removed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Shelf:
     """Entries by key.
 
     Attributes:
-        folder: which only this user can write to.
-        maker: what all entries depend on: the versions of whatever makes and reads them.
-        limit: bytes of all entries; those that were used least recently go first.
+        folder: writable by this user only.
+        maker: what all entries depend on: versions of the software that writes and reads them.
+        limit: bytes of all entries; the least recently used are removed first.
     """
 
     folder: Path
@@ -36,7 +36,7 @@ class Shelf:
     limit: int = 4 << 30
 
     def get(self, key: str) -> bytes | None:
-        """What is kept under a key."""
+        """The content of a key; None if it is missing or invalid."""
         path = self._path(key)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -55,7 +55,7 @@ class Shelf:
         return rest
 
     def put(self, key: str, content: bytes) -> None:
-        """Keeps something, if that can be: a full disk or a closed folder is no error."""
+        """Stores an entry if possible: a full disk or a read-only folder is no error."""
         with suppress(OSError):
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=_NEW)
             try:
@@ -77,7 +77,7 @@ class Shelf:
         return digest.digest()
 
     def _shrink(self) -> None:
-        for left in self.folder.glob(f"{_NEW}*"):  # by a process that was killed
+        for left in self.folder.glob(f"{_NEW}*"):  # of a process that was killed
             if time.time() - left.stat().st_mtime > _STALE:
                 left.unlink(missing_ok=True)
         entries = [(entry.stat(), entry) for entry in self.folder.glob(f"*{_END}")]

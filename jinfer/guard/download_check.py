@@ -1,4 +1,4 @@
-"""Downloads that went wrong: what lies under a file's name in place of the file."""
+"""Failed downloads: detects HTML pages and error messages saved in place of a file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from jinfer.guard.safe_files import FileRefused, read_regular
 
-HEAD = 512  # bytes that are enough to tell
-MAX_ANSWER = 4096  # bytes of an answer that is an error
+HEAD = 512  # bytes that are enough to detect one
+MAX_ANSWER = 4096  # bytes of an error message
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE)
-# What hubs answer, as the whole of a file.
+# Error messages of hubs, as a whole file.
 _ANSWERS = re.compile(
     r"(?:entry|repository|revision|file|page)? ?not found|(?:404|403|401|5\d\d)\b.*|"
     r"invalid (?:username or password|credentials).*|unauthorized|forbidden|"
@@ -21,11 +21,11 @@ _ANSWERS = re.compile(
 
 
 def failed_download(data: bytes, size: int) -> str:
-    """What a file is instead of what it is called, and what to do; "" if nothing tells.
+    """What a file really is, and what to do; "" if nothing is suspicious.
 
     Args:
-        data: its beginning, `HEAD` bytes or more; all of it where it is shorter.
-        size: bytes of the whole.
+        data: its beginning, at least `HEAD` bytes or all of it.
+        size: size of the file in bytes.
     """
     if data.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself: run `git lfs pull`"
@@ -36,7 +36,7 @@ def failed_download(data: bytes, size: int) -> str:
 
 
 def read_downloaded(path: Path, most: int) -> bytes:
-    """As `read_regular`; a download that went wrong is refused as well."""
+    """As `read_regular`; rejects a failed download too."""
     data = read_regular(path, most)
     if told := failed_download(data, len(data)):
         raise FileRefused(told)
@@ -44,7 +44,7 @@ def read_downloaded(path: Path, most: int) -> bytes:
 
 
 def _answer(data: bytes, size: int) -> str:
-    """The error that is all there is in a short text."""
+    """The error message that is the whole of a short text."""
     try:
         text = data.decode().strip()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""Limits on a process (`ulimit`, a container's) at which XLA would abort: said before it starts.
+"""Process limits (`ulimit`, cgroups): checked before XLA would abort the process.
 
-XLA ends a process with a stack of C++ where it gets no address space or no thread. What it needs of
-either depends on processors, and hardly on the model, whose weights come in addition.
+XLA aborts with a C++ stack trace if it cannot get address space or threads. Its needs depend on the
+number of processors and hardly on the model, whose weights come on top.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# XLA and its compiler, with a pool of memory and stacks for the threads of each processor.
+# XLA and its compiler, with a memory pool and stacks for the threads of each processor.
 _ADDRESSES, _ADDRESSES_EACH = 1920 << 20, 64 << 20
 _THREADS, _THREADS_EACH = 8, 2
-_FEW = 4096  # threads; a limit above needs no look
+_FEW = 4096  # threads; a higher limit need not be checked
 _PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
 class LimitError(RuntimeError):
-    """The system allows this process too little: says what, and how to allow more."""
+    """The process limits are too low; says which, and how to raise it."""
 
 
 def check() -> None:
-    """Whether XLA can start here. Raises `LimitError`."""
+    """Checks that XLA can start. Raises `ProcessLimitError`."""
     own = getattr(os, "sched_getaffinity", None)
     cores = len(own(0)) if own is not None else os.cpu_count() or 1
     needed = _ADDRESSES + _ADDRESSES_EACH * cores
@@ -46,7 +46,7 @@ def check() -> None:
 
 
 def reason(error: BaseException) -> str | None:
-    """One line of an error that comes of such limits; None: it does not."""
+    """A one-line reason if an error is due to such limits, else None."""
     text = str(error)
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return f"no thread can be started; {_bound_of_threads()}"
@@ -68,7 +68,7 @@ def _bound_of_threads() -> str:
 
 
 def _soft_limit(name: str) -> int | None:
-    """A limit of this process; None: there is none, or the system does not keep it."""
+    """A soft limit of this process; None if it is unlimited or unsupported."""
     if sys.platform != "linux":
         return None
     import resource
@@ -78,7 +78,7 @@ def _soft_limit(name: str) -> int | None:
 
 
 def _thread_limits() -> Iterator[int]:
-    """How many threads the user and the container may have."""
+    """The limits on threads of the user and the container."""
     if (allowed := _soft_limit("RLIMIT_NPROC")) is not None:
         yield allowed
     for path in _PIDS:
@@ -87,7 +87,7 @@ def _thread_limits() -> Iterator[int]:
 
 
 def _can_start(count: int) -> bool:
-    """Whether so many threads can be started besides; they end at once."""
+    """Whether that many threads can be started; they end at once."""
     end, started = threading.Event(), list[threading.Thread]()
     try:
         for _ in range(count):

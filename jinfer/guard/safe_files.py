@@ -1,4 +1,4 @@
-"""Files that may be anything: only regular ones are read, and never more of them than is asked."""
+"""Safe file reads: regular files only, up to a size limit."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _PIECE = 1 << 20
 
 
 class FileRefused(OSError):
-    """A file that is not read; its text is the reason, without the path."""
+    """A file that was not read; the message is the reason, without the path."""
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """What a file holds.
+    """Reads a file.
 
     A pipe would block, a device would never end, and a file may grow while it is read.
 
     Args:
-        most: bytes that it may have.
+        most: maximum size in bytes.
 
     Raises:
-        FileRefused: it is missing, no regular file, or larger.
+        FileRefused: it is missing, not a regular file, or too large.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise FileRefused(f"cannot be read: {error.strerror}") from None
@@ -51,7 +51,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def dangling(path: Path) -> str:
-    """What to say of a link that leads nowhere; "" of anything else."""
+    """An error message for a dangling link; "" for anything else."""
     try:
         lost = path.is_symlink() and not path.exists()
         return f"is a link to {path.readlink()}, which is not there: fetch it again" * lost
@@ -60,7 +60,7 @@ def dangling(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has this name, be it readable or not; no name is an error."""
+    """Whether a path exists, readable or not; an invalid name does not."""
     try:
         return os.path.lexists(path)
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""A process beside this one, with bounds on memory and time, that answers questions.
+"""Sandboxed process: a child process with memory and time limits that answers questions.
 
 For what cannot be bounded from inside: a library in C or Rust, a regular expression, one step of an
-interpreter. The process runs a function of the project on JSON and gives JSON back, so that nothing
-it says can do more than be wrong. Past its bounds it ends, and the next question starts another.
+interpreter. The process runs a function of jinfer on JSON and returns JSON, so its output can be
+wrong but not dangerous. Beyond its limits it is killed, and the next question starts another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WALL_SECONDS = 60.0  # a bound for what uses no time of its own; a busy machine is not a reason
+WALL_SECONDS = 60.0  # a limit on waiting that uses no CPU time; generous, for busy machines
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# Packages of jinfer are taken as folders: their own code would import much that is not needed.
+# Parent packages are imported as bare folders, because their own code imports much that is not
+# needed.
 _START = """
 import json, sys, types
 path, folder, module = json.loads(sys.argv[1])
@@ -40,22 +41,22 @@ serve(module, *map(int, sys.argv[2:]))
 
 
 class ChildError(Exception):
-    """The child ended, or had to be ended, before it answered; its text says why."""
+    """The child process ended, or was killed, before it answered; the message is the reason."""
 
 
 class Child:
-    """Asks a function of a module, in a process of its own.
+    """Calls a function of a module in a process of its own.
 
-    The process is started by the first question and is kept; questions of several threads wait for
-    each other.
+    The first question starts the process, which is then reused; questions of several threads are
+    serialized.
     """
 
     def __init__(self, module: str, *, memory: int, answer_bytes: int) -> None:
         """
         Args:
-            module: has a function `answer` of a JSON value that gives another one.
-            memory: bytes of address space the process may have.
-            answer_bytes: how long an answer may be.
+            module: has a function `answer` from a JSON value to another one.
+            memory: bytes of address space.
+            answer_bytes: maximum size of an answer.
         """
         self._module, self._memory, self._most = module, memory, answer_bytes
         self._lock = threading.Lock()
@@ -63,26 +64,26 @@ class Child:
         self._end: weakref.finalize[..., Any] | None = None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer to a question.
+        """Answers a question.
 
         Args:
-            seconds: of processor time for it.
+            seconds: CPU time limit.
 
         Raises:
-            ChildError: there is none within the bounds.
+            SandboxError: there was no answer within the limits.
         """
         message = json.dumps([seconds, question]).encode()
         with self._lock:
             try:
                 return self._asked(message)
             except BaseException:
-                # An answer that was not waited for must not be the next one's, and a child without
-                # memory lets go of what it has only at its end.
+                # A late answer must not be taken for the next one's, and a child that ran out of
+                # memory frees it only when it exits.
                 self._stop()
                 raise
 
     def close(self) -> None:
-        """Ends the process; another question starts one again."""
+        """Ends the process; the next question starts another."""
         with self._lock:
             self._stop()
 
@@ -123,7 +124,7 @@ class Child:
     def _died(self) -> ChildError:
         assert self._process is not None
         code = self._process.wait()
-        if code == -24:  # SIGXCPU
+        if code == -24:  # killed by SIGXCPU
             return ChildError("takes too long")
         return ChildError("needs too much memory or makes a library fail")
 
@@ -154,6 +155,6 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # of a question that was never read
+        with suppress(OSError):  # a question that was never read
             pipe.close()
     process.wait()

@@ -1,15 +1,15 @@
-"""Texts of strangers in messages: one line, of a length that somebody reads."""
+"""Sanitizing untrusted text for messages: one line of bounded length."""
 
 from __future__ import annotations
 
 _MOST = 2000  # characters
-_END = 300  # of them at the end, where what to do is said
+_END = 300  # characters at the end, which often say what to do
 
 
 def shown(text: str, most: int = _MOST) -> str:
-    """A text as one line without control characters; a long one is cut in its middle.
+    """A text as one line without control characters; a long one is cut in the middle.
 
-    A name in a file may have line breaks in it, or what a terminal takes for a command.
+    A name in a file may contain line breaks or terminal escape sequences.
     """
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

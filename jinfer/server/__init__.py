@@ -1,1 +1,1 @@
-"""The HTTP service: routes that clients of OpenAI, vLLM, llama.cpp and Inferflow know."""
+"""HTTP server: the APIs of OpenAI, vLLM, llama.cpp and Inferflow (Starlette, uvicorn)."""

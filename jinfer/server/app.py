@@ -1,4 +1,4 @@
-"""The service put together: its routes, and what surrounds them."""
+"""ASGI application (Starlette): routes, middleware and the lifespan that loads models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jinfer.server.routes import ENDPOINTS, PAGE
 from jinfer.server.server_settings import Settings, Source
 from jinfer.server.service import Service
 
-_MOMENT, _FLUSH = 1.0, 0.02  # seconds for all clients, and for what is on its way to one
+_MOMENT, _FLUSH = 1.0, 0.02  # seconds to notify all clients; seconds to flush to one client
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
@@ -40,11 +40,11 @@ def build_app(
     failed: Callable[[BaseException], Any] = lambda error: None,
     made: Callable[[Service], Any] = lambda service: None,
 ) -> ASGIApp:
-    """The service as an ASGI application; its models are loaded when it starts.
+    """Builds the ASGI application. Its models are loaded when the lifespan starts.
 
     Args:
-        failed: is told why a model could not be loaded at the start.
-        made: is given what the application is made of.
+        on_load_error: called with the error if a model cannot be loaded at startup.
+        on_service: called with the `Service` once it is built.
     """
     metrics = Metrics()
     models = Models(
@@ -95,7 +95,7 @@ def build_app(
 
 
 def _farewell(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-    """Tells clients why the process ends at once; gives them a moment to be told."""
+    """Ends open streams with the reason why the process exits, and waits for them to be flushed."""
 
     async def tell() -> None:
         service.models.admit_nobody()
@@ -116,7 +116,7 @@ async def _start(models: Models, failed: Callable[[BaseException], Any]) -> None
 
 
 def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
-    """One route for each path, with its methods."""
+    """One Starlette route for each path, dispatching on the HTTP method."""
     by_path: dict[str, dict[str, ASGIApp]] = {}
     for one in endpoints:
         for path in one.paths:
@@ -128,7 +128,7 @@ def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
 
 
 class _ByMethod:
-    """The endpoints of one path."""
+    """Dispatches the requests of one path to the endpoint of their method."""
 
     def __init__(self, endpoints: dict[str, ASGIApp]) -> None:
         self.endpoints = endpoints
@@ -143,7 +143,7 @@ class _ByMethod:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """What the routing refuses, in the form of all errors."""
+    """Answers routing errors (404, 405) in the error format of all routes."""
     assert isinstance(error, HTTPException)
     known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return Response(

@@ -1,4 +1,4 @@
-"""Who may ask: keys, compared in constant time."""
+"""Authentication: API keys, compared in constant time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jinfer.server.http_errors import ApiError
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file: one a line; empty lines and those that begin with # are none.
+    """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
 
     Raises:
-        SourceError: it cannot be read, or has no key.
+        SourceError: the file cannot be read, or has no key.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
@@ -27,16 +27,16 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check(keys: Sequence[str], authorization: str, api_key: str) -> None:
-    """Raises `ApiError` where a key is needed and none of them is there.
+    """Raises `ApiError` (401) if keys are required and the request has none of them.
 
     Args:
-        authorization: the header, "Bearer KEY".
-        api_key: the header X-Api-Key.
+        authorization: value of the Authorization header, "Bearer KEY".
+        api_key: value of the X-Api-Key header.
     """
     scheme, _, key = authorization.partition(" ")
     given = key.strip() if scheme.lower() == "bearer" else api_key
-    # All of them are compared, so that the time says nothing of which is near.
-    sent = given.encode("latin-1", "replace")  # which is how bytes of a header are read
+    # Every key is compared, so that the time does not reveal which one nearly matches.
+    sent = given.encode("latin-1", "replace")  # headers are decoded as latin-1
     found = [hmac.compare_digest(sent, known.encode()) for known in keys]
     if keys and not any(found):
         message = "a valid API key is needed: send the header Authorization: Bearer KEY"

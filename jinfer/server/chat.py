@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Chat completions: /v1/chat/completions, whole and streamed (server-sent events)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
 
 
 async def chat(call: Call[ChatRequest]) -> Reply | Stream:
-    """Answers a conversation."""
+    """Handles a chat completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
     refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
@@ -53,13 +53,13 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
         (answers,) = await it.run.completions()
         if not more and not body.logprobs:
             return Reply(it.whole(answers))
-        # Of many tokens they take long to write.
+        # Serializing many tokens takes long, so it runs in a worker thread.
         return Reply(await call.service.beside(lambda: dumps(it.whole(answers) | more)))
 
 
 @contextlib.asynccontextmanager
 async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
-    """A request with its model, which it keeps meanwhile."""
+    """Runs a request on its model, which stays loaded meanwhile."""
     body, service = call.body, call.service
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
@@ -75,13 +75,13 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
 def prepare_chat(
     service: Service, body: ChatRequest, hosted: Hosted, ignore: Ignore
 ) -> tuple[Job, Tooling]:
-    """The prompt of a conversation, and what becomes of its answers; takes its time.
+    """Builds a conversation's prompt and output parser. Slow: call it in a worker thread.
 
     Args:
-        ignore: is told of fields that change nothing.
+        ignore: records fields that have no effect.
 
     Raises:
-        ApiError: it cannot be answered.
+        ApiError: the request cannot be answered.
     """
     frontend, settings = hosted.frontend, service.settings
     try:
@@ -90,7 +90,7 @@ def prepare_chat(
         raise as_api_error(error, param="messages") from error
     read = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
     if read.changes and body.response_format is not None and body.response_format.type != "text":
-        # It is about words, of which there will be none.
+        # The format concerns the content, and a forced tool call has none.
         ignore("response_format", "it cannot be used where tools have to be called")
         body = body.model_copy(update={"response_format": None})
     changes: dict[str, Any] = dict(read.changes)
@@ -106,7 +106,7 @@ def prepare_chat(
 
 
 def _bound(how: Asked, read: Tooling) -> tuple[Asked, Tooling]:
-    """An answer that has to be something: there are no calls in it, and thoughts before JSON."""
+    """Applies a constraint to the answer: no tool calls, and reasoning only before JSON."""
     schema = how.params.json_schema
     if schema is None or read.bound is None:
         return how, Tooling()
@@ -123,7 +123,7 @@ def _bound(how: Asked, read: Tooling) -> tuple[Asked, Tooling]:
 
 @dataclass
 class _Chat:
-    """A conversation while it is answered."""
+    """A chat request that is being answered."""
 
     call: Call[ChatRequest]
     hosted: Hosted
@@ -134,7 +134,7 @@ class _Chat:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: list[Completion]) -> dict[str, Any]:
-        """All answers in one."""
+        """The response body with all choices."""
         more: dict[str, Any] = {}
         if self.job.asked.token_ids:
             more["prompt_token_ids"] = self.job.ids
@@ -176,7 +176,7 @@ class _Chat:
         return choice
 
     def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """Tokens as this conversation shows them."""
+        """Log-probabilities in the format of chat completions."""
         as_ids = self.call.body.return_tokens_as_token_ids
         return usage.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
 
@@ -186,23 +186,23 @@ class _Chat:
     def chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
-        """A piece of one answer."""
+        """A streamed chunk of one choice."""
         return self.frame([stream_frames.choice(index, {"delta": delta}, reason, more)])
 
     def told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
-        """A piece with the figures that it is to have."""
+        """A chunk with the usage and timings that the request asked for."""
         options = self.call.body.stream_options
         return chunk | stream_frames.so_far(self.job, options, self.run.so_far(index))
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What every piece has."""
+        """The fields that every chunk has."""
         head = (self.id, "chat.completion.chunk", self.created, self.hosted.name)
         return framed(*head, self.call.body.stream_options, choices)
 
 
 @dataclass
 class _Reading:
-    """One answer as its parser understands it."""
+    """One answer, parsed incrementally into content, reasoning and tool calls."""
 
     parser: Parser
     content: str = ""
@@ -211,11 +211,11 @@ class _Reading:
     begun: bool = False
 
     def take(self, text: str) -> Delta:
-        """A piece of text."""
+        """Parses more text."""
         return self._keep(self.parser.push(text))
 
     def finish(self, reason: str) -> Delta:
-        """The end of it, for this reason."""
+        """Parses the end of the answer, given its finish reason."""
         return self._keep(self.parser.finish(reason == "length"))
 
     def _keep(self, delta: Delta) -> Delta:
@@ -254,7 +254,7 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
-    """The events of a stream."""
+    """The server-sent events of a streamed answer."""
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         readings = [_Reading(it.read.parser()) for _ in it.job.prepared]
         async for batch in pieces:
@@ -272,7 +272,7 @@ async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
 
 
 def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
-    """The events that a piece of an answer becomes."""
+    """The events of one engine chunk."""
     found: list[dict[str, Any]] = []
     how, options = it.job.asked, it.call.body.stream_options
     if not reading.begun:
@@ -296,7 +296,7 @@ def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict
         more["logprobs"] = {"content": entries, "refusal": None}
     if how.token_ids:
         more["token_ids"] = list(piece.token_ids)
-    # vLLM's pieces with usage have a token more each, so that the last one has the reason too.
+    # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
     together = options is not None and options.continuous_usage_stats
     if delta or more or how.timings:
         found.append(it.told(index, it.chunk(index, delta, reason if together else None, **more)))

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""Text completions: /v1/completions, whole and streamed (server-sent events)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fi
 
 
 async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
-    """Continues texts."""
+    """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
     refuse(
@@ -47,13 +47,13 @@ async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
         groups = await it.run.completions()
         if body.logprobs is None and body.prompt_logprobs is None:
             return Reply(it.whole(groups))
-        # Of many tokens they take long to write.
+        # Serializing many tokens takes long, so it runs in a worker thread.
         return Reply(await call.service.beside(lambda: dumps(it.whole(groups))))
 
 
 @contextlib.asynccontextmanager
 async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
-    """A request with its model, which it keeps meanwhile."""
+    """Runs a request on its model, which stays loaded meanwhile."""
     service = call.service
     call.note(user=call.body.user)
     async with service.models.use(call.body.model) as hosted:
@@ -69,7 +69,7 @@ async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
 
 
 def _prepared(call: Call[CompletionRequest], hosted: Hosted) -> list[Job]:
-    """The prompts, ready to be run; takes its time."""
+    """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
     how = asked(body, frontend, COMPLETIONS, changes, _ROUTE)
@@ -83,10 +83,10 @@ def _prepared(call: Call[CompletionRequest], hosted: Hosted) -> list[Job]:
 
 @dataclass
 class _Texts:
-    """Some texts while they are continued.
+    """A completion request that is being answered.
 
     Attributes:
-        scored: how likely each token of each prompt was, where it is asked for.
+        scored: log-probabilities of each prompt's tokens, if requested.
     """
 
     call: Call[CompletionRequest]
@@ -99,11 +99,11 @@ class _Texts:
 
     @property
     def _as_ids(self) -> bool:
-        """Whether log-probabilities have ids for tokens."""
+        """Whether log-probabilities show token ids in place of texts."""
         return bool(self.call.body.return_tokens_as_token_ids)
 
     async def score(self) -> None:
-        """Computes how likely the prompts are, where that is asked for."""
+        """Computes the prompts' log-probabilities, if requested."""
         body = self.call.body
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
         wanted = [top for top in tops if top is not None]
@@ -116,7 +116,7 @@ class _Texts:
             self.scored.append(found)
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
-        """All answers in one."""
+        """The response body with all choices."""
         answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
         return {
             "id": self.id,
@@ -158,7 +158,7 @@ class _Texts:
         return choice
 
     def echoed(self, prompt: int) -> str:
-        """The prompt's text, where the answer begins with it."""
+        """The prompt's text, if the answer echoes it; else ""."""
         if not self.call.body.echo:
             return ""
         given = self.call.body.prompt
@@ -171,11 +171,11 @@ class _Texts:
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
     def _offsets(self, prompt: int) -> Offsets:
-        """Of an answer that begins."""
+        """Text offsets for a new answer to a prompt."""
         return Offsets(self.hosted.llm.tokenizer, self.jobs[prompt].prepared[0].request)
 
     def _prompt_offsets(self, prompt: int) -> list[int]:
-        """Where the tokens of an echoed prompt begin in its text."""
+        """The text offset of each token of an echoed prompt."""
         ids, tokenizer = self.jobs[prompt].ids, self.hosted.llm.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
@@ -191,7 +191,7 @@ class _Texts:
     def _logprobs(
         self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]
     ) -> dict[str, Any]:
-        """Tokens as completions show them; before the first of a prompt there is nothing."""
+        """Log-probabilities in the format of completions; the first token of a prompt has none."""
         tokenizer = self.hosted.llm.tokenizer
         ids = [*first, *(one.id for one in entries)]
         unknown: list[None] = [None] * len(first)
@@ -204,7 +204,7 @@ class _Texts:
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         tokenizer, as_ids = self.hosted.llm.tokenizer, self._as_ids
-        # The token itself is there too, though it is none of the likeliest.
+        # The sampled token is listed too, even if it is not among the likeliest.
         return {
             usage.token_key(tokenizer, each.id, as_ids): usage.finite(each.logprob)
             for each in (*one.top, one)
@@ -213,19 +213,19 @@ class _Texts:
     def chunk(
         self, number: int, text: str, reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
-        """A piece of one answer."""
+        """A streamed chunk of one choice."""
         return self.frame([stream_frames.choice(number, {"text": text}, reason, more)])
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What every piece has."""
+        """The fields that every chunk has."""
         head = (self.id, "text_completion", self.created, self.hosted.name)
         return framed(*head, self.call.body.stream_options, choices)
 
     def events(self, index: int, piece: Chunk, begun: dict[int, Offsets]) -> list[dict[str, Any]]:
-        """The events that a piece of an answer becomes.
+        """The events of one engine chunk.
 
         Args:
-            begun: of the answers so far.
+            begun: text offsets of the answers that have begun, by index.
         """
         body = self.call.body
         found: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ class _Texts:
         return found
 
     def progress(self, *, first: bool) -> list[bytes]:
-        """How far the prompts are, where that is asked for; as `Run.progress`."""
+        """Prefill progress events, if requested; see `RequestRunner.progress`."""
         if not self.call.body.return_progress:
             return []
         return [
@@ -258,7 +258,7 @@ class _Texts:
         ]
 
     def _told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
-        """A piece with the figures that it is to have."""
+        """A chunk with the usage and timings that the request asked for."""
         job, options = self._job(index), self.call.body.stream_options
         return chunk | stream_frames.so_far(job, options, self.run.so_far(index))
 
@@ -275,7 +275,7 @@ class _Texts:
 
 
 async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
-    """The events of a stream."""
+    """The server-sent events of a streamed answer."""
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         begun: dict[int, Offsets] = {}
         async for batch in pieces:

@@ -1,4 +1,4 @@
-"""/v1/embeddings, and /v1/rerank, /score, /fill-mask beside it."""
+"""Embeddings API: /v1/embeddings, and /rerank, /score and /fill-mask, which build on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jinfer.server.service import Call, Service
 
 
 async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
-    """The vectors of texts."""
+    """Handles an embedding request."""
     body = call.body
     call.note(user=body.user)
     texts, param = _either(body, "input", "content")
@@ -58,7 +58,7 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
 
 
 def _either(body: BaseModel, *names: str) -> tuple[Any, str]:
-    """The one of some fields that is given, and its name. Raises `ApiError`."""
+    """The one field of several that is set, and its name. Raises `ApiError`."""
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
         raise invalid(f"give one of {' and '.join(names)}", names[0])
@@ -66,7 +66,7 @@ def _either(body: BaseModel, *names: str) -> tuple[Any, str]:
 
 
 def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
-    """Vectors as answers show them: numbers, or texts."""
+    """Vectors in the response format: lists of numbers, or base64."""
     for i, row in enumerate(vectors):
         yield {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
 
@@ -76,7 +76,7 @@ def _base64(row: np.ndarray) -> str:
 
 
 def _shortened(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
-    """The first numbers of each vector, brought to length 1 again where the whole had that."""
+    """Truncates vectors to their first dimensions (Matryoshka), renormalized where they were."""
     if dimensions is None:
         return vectors
     width = vectors.shape[1]
@@ -100,9 +100,9 @@ async def _embedded(
     prompt_name: str | None = None,
     **how: Any,
 ) -> tuple[Vectors, int]:
-    """Vectors of texts, a few at a time, and how many tokens these have."""
+    """Embeds texts in batches. Returns the vectors and the number of tokens."""
     given = await service.beside(_tokens, service, hosted, texts, param, truncate, prompt_name)
-    # Texts of like length go together, so that little is computed for nothing.
+    # Texts of similar length are batched together, so that little padding is computed.
     order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
     most = hosted.frontend.engine.scheduler.slots
     rows: dict[int, np.ndarray] = {}
@@ -121,7 +121,7 @@ def _tokens(
     truncate: int | None,
     prompt_name: str | None,
 ) -> list[Tokens]:
-    """Texts behind a prompt of the model's, as tokens; takes its time."""
+    """Tokenizes texts, each after the model's prompt of that name. Slow: use a worker thread."""
     frontend, pooling = hosted.frontend, hosted.frontend.opened.pooling
     try:
         prompt, skipped = prompt_of(frontend, prompt_name)
@@ -140,7 +140,7 @@ def _tokens(
 def _ids(
     service: Service, hosted: Hosted, texts: str | Sequence[Any], param: str, truncate: int | None
 ) -> list[list[int]]:
-    """The tokens of texts that the model can read; takes its time."""
+    """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
     frontend = hosted.frontend
     if frontend.engine.model.has_cross_attention:
         raise unsupported("an encoder-decoder gives no vectors of texts", "model")
@@ -161,7 +161,7 @@ def _ids(
 
 
 def _cut(ids: list[int], most: int) -> list[int]:
-    """The first tokens of a text, and its last one, which may stand for its end."""
+    """Truncates token ids, keeping the last one, which may be an end token."""
     return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
 
 
@@ -174,13 +174,13 @@ async def _fits(
     truncate: int | None,
     prompts: tuple[str | None, str | None] = (None, None),
 ) -> tuple[list[float], int]:
-    """How near the vectors of pairs of texts are, and how many tokens the texts have.
+    """The similarity of pairs of texts, and the number of tokens.
 
     Args:
-        prompts: names of what stands before the first texts, and before the second ones.
+        prompts: names of the model's prompts for the first and for the second texts.
 
     Raises:
-        ApiError: the model was not made to compare texts.
+        ApiError: the model was not trained to compare texts.
     """
     pooling = hosted.frontend.opened.pooling
     if hosted.llm.spec.generates and not pooling.declared:
@@ -197,12 +197,12 @@ async def _fits(
 
 
 def _named(hosted: Hosted, *names: str) -> str | None:
-    """The first of these prompts that the model has; None: its default one."""
+    """The first of these prompt names that the model has; None: its default prompt."""
     return next((name for name in names if name in hosted.frontend.opened.pooling.prompts), None)
 
 
 async def rerank(call: Call[RerankRequest]) -> Reply:
-    """Documents by how well they fit a query."""
+    """Ranks documents by their similarity to a query."""
     body = call.body
     call.note(user=body.user)
     documents, param = _either(body, "documents", "texts")
@@ -253,7 +253,7 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
 
 
 async def score(call: Call[ScoreRequest]) -> Reply:
-    """How well pairs of texts fit."""
+    """Scores the similarity of pairs of texts."""
     body = call.body
     call.note(user=body.user)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
@@ -286,14 +286,14 @@ async def score(call: Call[ScoreRequest]) -> Reply:
 
 
 async def classify(call: Call[ClassifyRequest]) -> Reply:
-    """Refused: no family has a head for classes."""
+    """Rejects classification: no family has a classification head."""
     hosted = call.service.models.meant(call.body.model)
     message = f"the model {hosted.name} has no head that puts texts into classes"
     raise ApiError(501, message, param="model", code="not_supported")
 
 
 async def fill_mask(call: Call[MaskRequest]) -> Reply:
-    """The likeliest tokens at the masks of texts."""
+    """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
     body = call.body
     call.note(user=body.user)
     async with call.service.models.use(body.model) as hosted:

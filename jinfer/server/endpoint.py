@@ -1,4 +1,4 @@
-"""One route: reads a request, runs its handler, sends the answer; ends it when the client goes."""
+"""Endpoint: reads a request, runs its handler, sends the response; cancels it on disconnect."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _log = logging.getLogger("jinfer.server")
 
 
 class Empty(BaseModel):
-    """A request without a body."""
+    """The body of a request that has none."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A route of the service.
+    """A route of the server.
 
     Attributes:
-        method: of HTTP.
-        paths: where it is; the first is the one in the description.
-        handler: answers a `Call` with a `Reply` or a `Stream`.
-        summary: one line for the description.
-        takes: what its body is.
-        gives: what a whole answer is; None: no JSON.
-        streams: media type of an answer in pieces; "": it has none.
-        group: of routes in the description.
-        public: whether it needs no key.
-        media_type: of a whole answer.
+        method: HTTP method.
+        paths: URL paths; OpenAPI lists the first.
+        handler: async function that turns a `RequestContext` into a response or a stream.
+        summary: one line for OpenAPI.
+        takes: schema of the request body.
+        gives: schema of a whole response; None: not JSON.
+        streams: media type of a streamed response; "": it cannot stream.
+        group: OpenAPI tag.
+        public: whether it needs no API key.
+        media_type: media type of a whole response.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Endpoint:
 
 
 class Answering:
-    """An endpoint as Starlette runs it."""
+    """An endpoint as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint, service: Service) -> None:
         self.endpoint, self.service = endpoint, service
@@ -113,7 +113,7 @@ class Answering:
                 notes["error"] = as_api_error(failure).code
                 _note(failure)
         except TimeoutError:
-            # Nobody reads it: the connection is of no use.
+            # A client that does not read its response keeps the connection unusable.
             notes["gone"] = True
         except asyncio.CancelledError as error:
             if (reason := ended_by(error)) is None:
@@ -124,7 +124,7 @@ class Answering:
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:
         known = as_api_error(error, self.service.settings.retry_after)
-        # A message may have the client's own words in it.
+        # An error message may quote the prompt.
         notes["error"] = known.message if self.service.settings.log_prompts else known.code
         notes["param"] = known.param
         if known.status == 500:
@@ -134,12 +134,12 @@ class Answering:
 
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
-    """A body, and which of its fields change nothing."""
+    """Parses a body. Returns it and its fields that have no effect, with the reasons."""
     parsed = request_body.parse(data, takes)
     return parsed, list(ignored_fields(parsed))
 
 
-_LARGE = 16384  # bytes that are checked beside the event loop
+_LARGE = 16384  # bytes from which a body is parsed in a worker thread
 
 
 def _note(error: BaseException) -> None:
@@ -148,6 +148,6 @@ def _note(error: BaseException) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

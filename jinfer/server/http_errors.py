@@ -1,4 +1,4 @@
-"""Every error that a client sees, in OpenAI's form: one place."""
+"""HTTP errors: every error response, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TYPES: Mapping[int, str] = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response, as an exception.
 
     Attributes:
-        status: of HTTP.
-        message: what is wrong, and what to do.
-        param: the field that is wrong.
-        code: a word for programs.
-        headers: of the answer.
+        status: HTTP status code.
+        message: what is wrong, and how to fix it.
+        param: the request field at fault.
+        code: a machine-readable error code.
+        headers: extra response headers.
     """
 
     def __init__(
@@ -46,26 +46,27 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The JSON body of the response."""
         kind = TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be answered as it is."""
+    """A bad request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiError:
-    """A text that a model's context has no room for.
+    """A prompt that exceeds the model's context.
 
-    Clients know it by words of OpenAI's: LiteLLM by the first sentence, LangChain by the second.
+    Clients recognize it by OpenAI's wording: LiteLLM by the first sentence, LangChain by the
+    second.
 
     Args:
-        what: the text, such as "the prompt".
-        count, most: its tokens, and those of the context.
-        advice: what to do.
+        what: what is too long, such as "the prompt".
+        count, most: its number of tokens, and the context's size.
+        advice: how to fix it.
     """
     return invalid(
         f"This model's maximum context length is {most} tokens, but {what} has {count}. "
@@ -76,18 +77,18 @@ def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiEr
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
-    """A field that asks for something that there is not.
+    """A field that asks for an unsupported feature.
 
-    No 501: clients send a request again that fails with one.
+    Not status 501: clients retry a request that fails with a 5xx status.
     """
     return invalid(message, param, "not_supported")
 
 
 def as_api_error(error: BaseException, retry_after: int = 1, param: str | None = None) -> ApiError:
-    """What a client is told of an exception.
+    """The error response for an exception.
 
     Args:
-        param: the field that it is about, where it does not say.
+        param: the request field at fault, if the exception does not name one.
     """
     if isinstance(error, ApiError):
         return error
@@ -104,7 +105,7 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
 
 
 def busy(retry_after: int) -> ApiError:
-    """More requests wait than are allowed to."""
+    """Too many requests are queued (429, with Retry-After)."""
     return ApiError(
         429,
         "too many requests wait already; try again later",
@@ -114,18 +115,18 @@ def busy(retry_after: int) -> ApiError:
 
 
 def ended_by(cancelled: asyncio.CancelledError) -> ApiError | None:
-    """Why the service has ended an answer, as its client is told; None: the client has."""
+    """Why the server cancelled a request; None if the client did."""
     reason = cancelled.args[0] if cancelled.args else None
     return reason if isinstance(reason, ApiError) else None
 
 
 def lost(reason: str) -> ApiError:
-    """The service ends at once: a process of its job is lost."""
+    """The server exits: a process of a distributed job has died."""
     return ApiError(503, reason, code="process_lost")
 
 
 def silent(reason: str, retry_after: int = 1) -> ApiError:
-    """A process of the job does not answer, and no request is answered until it does."""
+    """A process of a distributed job does not respond; requests are refused until it does."""
     return ApiError(
         503,
         f"{reason}; try again later",
@@ -135,7 +136,7 @@ def silent(reason: str, retry_after: int = 1) -> ApiError:
 
 
 def closing(retry_after: int = 1) -> ApiError:
-    """The service ends: another one may answer, or the next one here."""
+    """The server is shutting down; another replica, or the next start, may answer."""
     return ApiError(
         503,
         "the service is closing; try again later",
@@ -145,12 +146,12 @@ def closing(retry_after: int = 1) -> ApiError:
 
 
 def loading() -> ApiError:
-    """A model that is not there yet."""
+    """The model is still loading."""
     return ApiError(503, "Loading model", code="loading", headers={"retry-after": "1"})
 
 
 def unknown_model(name: str, known: list[str]) -> ApiError:
-    """A model that nobody serves."""
+    """No model of that name is served."""
     names = ", ".join(known)
     message = f"there is no model {name[:200]!r}; there is: {names}"
     return ApiError(404, message, param="model", code="model_not_found")

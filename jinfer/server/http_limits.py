@@ -1,8 +1,7 @@
-"""HTTP connections: uvicorn's protocol with bounds on what comes before a request is known.
+"""HTTP limits: uvicorn's protocol with bounds on connections and request heads.
 
-Everything else that a request may take is bounded where it is answered. What comes before, its line
-and headers, is seen by nobody but the protocol, needs no key, and costs httptools time that grows
-with the square of a header's length.
+The body is bounded where it is read. The request line and headers reach only the protocol, need no
+API key, and cost httptools time quadratic in a header's length.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _log = logging.getLogger("jinfer.server")
-HEAD_BYTES = 64 << 10  # of a request's line and headers together
+HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_HEADERS = 128
-HEAD_SECONDS = 10.0  # until they are whole, from the connection's or the request's begin
+HEAD_SECONDS = 10.0  # to receive the whole head, from the start of the connection or request
 MAX_CONNECTIONS = 1000
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection whose requests' heads are bounded in bytes, number and time.
+    """A connection that bounds the size, header count and time of request heads.
 
     Attributes:
-        head_seconds, max_connections: of all connections; tests lower them.
+        head_seconds, max_connections: limits of all connections; tests lower them.
     """
 
     head_seconds = HEAD_SECONDS
     max_connections = MAX_CONNECTIONS
-    _said_full = -1.0  # when the log was told, in the loop's seconds
+    _said_full = -1.0  # time of the last log line about full connections, in event loop seconds
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._in_head = True  # what comes next belongs to a request's line or headers
+        self._in_head = True  # whether the next bytes belong to a request line or headers
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: tuple[int, str] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Counts connections; one too many is closed without a word."""
+        """Counts connections; closes one above the limit without a response."""
         if len(self.connections) >= self.max_connections:
             self.transport = transport
             self._say_full()
@@ -50,12 +49,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the time limit."""
+        """Cancels the head timer."""
         self._cancel_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what belongs to a head."""
+        """Counts the bytes of a head."""
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -63,13 +62,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"a request's line and headers have more than {HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        """Another request begins on the connection, maybe while one is answered."""
+        """Starts the next head, perhaps while a response is still being sent (pipelining)."""
         super().on_message_begin()
         if self._head_timer is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """The head is whole: its bounds are checked before anything is started for it."""
+        """Checks the limits of a complete head before the request is dispatched."""
         self._cancel_timer()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > HEAD_BYTES:
@@ -77,24 +76,24 @@ class BoundedProtocol(HttpToolsProtocol):
         elif len(self.headers) > MAX_HEADERS:
             self._refusal = 431, f"a request has more than {MAX_HEADERS} headers"
         if self._refusal is not None:
-            raise ValueError(self._refusal[1])  # the parser stops, see `send_400_response`
+            raise ValueError(self._refusal[1])  # stops the parser; see `send_400_response`
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """What follows is another request's."""
+        """The next bytes belong to the next request."""
         self._in_head = True
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Says why a request cannot be read, and closes the connection."""
+        """Responds with the reason why a request cannot be parsed, and closes the connection."""
         if self.transport.is_closing():
             return
         status, message = self._refusal or (400, msg)
         self._refuse(status, message)
 
     def _say_full(self) -> None:
-        """A line in the log, at most one a second: whoever fills connections would fill it too."""
+        """Logs that connections are full, at most once a second, so that the log does not grow."""
         if (now := self.loop.time()) - BoundedProtocol._said_full >= 1:
             BoundedProtocol._said_full = now
             _log.warning("too many connections", extra={"connections": len(self.connections)})
@@ -112,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_head()  # it is answered still, and may be slow to send the next
+            self._expect_head()  # its response is still being sent
         elif self._head_bytes:
             self._refuse(408, f"the headers did not come within {self.head_seconds:g} seconds")
         else:
@@ -124,6 +123,6 @@ class BoundedProtocol(HttpToolsProtocol):
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         ) % len(body)
-        if self.cycle is None or self.cycle.response_complete:  # else in the middle of an answer
+        if self.cycle is None or self.cycle.response_complete:  # otherwise it was sent already
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()

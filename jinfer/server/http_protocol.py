@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, and HTTP/1.0, whose clients know no chunks."""
+"""HTTP protocol: uvicorn's, with HTTP/1.0 clients, which do not know chunked encoding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jinfer.server.http_limits import BoundedProtocol
 
 
 class Protocol(BoundedProtocol):
-    """A connection, with whose end an answer of unknown length ends where HTTP/1.0 is spoken."""
+    """A connection that ends responses of unknown length by closing, for HTTP/1.0 clients."""
 
     def on_headers_complete(self) -> None:
-        """A request has begun; its task has not yet run."""
+        """Wraps the response of a request before its task runs."""
         super().on_headers_complete()
         if self.cycle is None or self.cycle.scope is not self.scope:
-            return  # it is to become something else than HTTP
+            return  # the connection is upgraded to another protocol
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _Closing(self.cycle)  # type: ignore[method-assign]
 
 
 class _Closing:
-    """Sends an answer, as it comes if it has no length."""
+    """Sends a response unchunked; without a known length, it ends with the connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -36,7 +36,7 @@ class _Closing:
             if not self._measured:
                 self._cycle.chunked_encoding = False
         elif not self._measured:
-            # uvicorn compares the lengths of what was sent and of what was announced.
+            # uvicorn checks the number of bytes sent against Content-Length.
             rest = 1 if message.get("more_body", False) else 0
             self._cycle.expected_content_length = len(message.get("body", b"")) + rest
         await self._send(message)

@@ -1,4 +1,4 @@
-"""Answers on their way to a client: JSON, and streams of events."""
+"""HTTP responses: JSON, and streams of server-sent events (SSE)."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ PING = b": ping\n\n"
 
 
 def dumps(value: Any) -> bytes:
-    """JSON; numbers that are none become null."""
+    """Serializes to JSON; NaN and infinity become null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """JSON of an object with a long list under a name, an item at a time.
+    """JSON of an object with a long list under one key, serialized item by item.
 
-    Other threads may run between two of them, which they could not while the whole is written.
+    The GIL can be released between two items, which it is not during one long `dumps`.
     """
     text = b",".join([dumps(one) for one in items])
     return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One event of a stream."""
+    """One server-sent event."""
     data = b"data: " + dumps(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer.
+    """A response that is sent whole.
 
     Attributes:
-        content: what becomes JSON; or bytes, as they are.
+        content: serialized to JSON, unless it is bytes.
     """
 
     content: Any
@@ -53,10 +53,10 @@ class Reply:
     media_type: str = JSON
 
     async def send(self, send: Send, seconds: float) -> None:
-        """Sends it, within some time."""
+        """Sends the response, within a time limit."""
         data = self.content if isinstance(self.content, bytes) else dumps(self.content)
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
-        if self.status == 304:  # whose length would have to be that of what was not sent
+        if self.status == 304:  # Content-Length would have to be that of the omitted body
             del headers["content-length"]
         start = _start(self.status, {**headers, **self.headers})
         async with asyncio.timeout(seconds):
@@ -65,22 +65,22 @@ class Reply:
 
 
 def refusal(error: ApiError) -> Reply:
-    """An error as an answer."""
+    """The response for an error."""
     return Reply(error.body(), error.status, error.headers)
 
 
 def told(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
+    """The server-sent event for an error in the middle of a stream."""
     return event(error.body())
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer in pieces.
+    """A streamed response.
 
     Attributes:
-        pieces: bytes as they come. With the first ones the status is sent, even if they are none.
-        failed: what becomes of an error in the middle.
+        pieces: bytes as they come. The status is sent with the first, even if it is empty.
+        failed: formats an error in the middle of the stream.
     """
 
     pieces: AsyncGenerator[bytes]
@@ -88,10 +88,10 @@ class Stream:
     failed: Callable[[ApiError], bytes] = told
 
     async def send(self, send: Send, seconds: float) -> BaseException | None:
-        """Sends it as it comes; an error before the first piece, empty or not, is raised.
+        """Sends pieces as they come. An error before the first piece, even an empty one, is raised.
 
         Returns:
-            An error in the middle, which the client was told of.
+            The error in the middle of the stream that was sent to the client, if any.
         """
         begun = False
         failure: Exception | None = None

@@ -1,9 +1,9 @@
-"""What a request asks that changes nothing here: told in a header and in the log, or refused.
+"""Ignored request fields: those without effect are named in a header and the log, or rejected.
 
-Clients send what another service reads: how much a model should say, whether an answer is to be
-kept. A service that refuses each such field answers few of them; one that drops them without a word
-is no better. So the schemas mark them (`Ignored`), the answer names them in `HEADER`, and the log
-in `ignored`; with `--strict` they are refused.
+Clients send fields that other servers read (verbosity, whether to store the answer). Rejecting each
+of them would break most clients; dropping them silently would mislead. So schemas mark them with
+`Ignored`, responses list them in the header `HEADER`, the log in `ignored`, and with `--strict`
+they are rejected.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jinfer.server.schemas.schema_base import Ignored, Replayed
 
 HEADER = "x-jinfer-ignored"
 MOST_NAMED = 32  # fields of one request
-_MOST_LETTERS = 128  # of a name in the header
+_MOST_LETTERS = 128  # characters of a name in the header
 _SIGN = re.compile(r"[^A-Za-z0-9_.:/$-]")
 
-# Tells of a field, and why it changes nothing. Raises `ApiError` where the service is strict.
+# Records a field without effect and the reason. Raises `ApiError` if the server is strict.
 type Ignore = Callable[[str, str], None]
 
 
 def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a request that change nothing, by their schemas, and why.
+    """The fields of a request that have no effect according to their schemas, with the reasons.
 
     Raises:
-        ApiError: a field that is not known, where a message is no earlier answer.
+        ApiError: an unknown field in a message that is not an earlier answer.
     """
     marks = _marks(type(body))
     for name in type(body).model_fields:
@@ -67,12 +67,12 @@ def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
 
 
 def header(names: Sequence[str]) -> str:
-    """The header's value: names, of which a client may have chosen parts."""
+    """The header's value; parts of the names may be chosen by the client."""
     return ", ".join(_SIGN.sub("?", name[:_MOST_LETTERS]) for name in names)
 
 
 def note(notes: dict[str, Any], name: str) -> None:
-    """Keeps a field's name for the header and the log."""
+    """Records a field's name for the header and the log."""
     names: list[str] = notes.setdefault("ignored", [])
     if name not in names and len(names) < MOST_NAMED:
         names.append(name)

@@ -1,4 +1,4 @@
-"""Inferflow's own interface: POST to / with its fields, and its stream of JSON in chunks."""
+"""Inferflow API: POST / with its fields, and its stream of JSON chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fie
 
 
 async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
-    """Answers a text."""
+    """Handles an Inferflow request."""
     body = call.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
@@ -57,7 +57,7 @@ def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[s
 
 
 def _failed(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
+    """Formats an error in the middle of a stream."""
     code = "error.busy" if error.status == 429 else "error"
     shown = {"text": "", "ret_code": code, "error_text": error.message, "time_cost": 0.0}
     return dumps({**shown, "is_end": 1}) + b"\n\n"
@@ -65,7 +65,7 @@ def _failed(error: ApiError) -> bytes:
 
 @dataclass
 class _Inferflow:
-    """A text while it is answered."""
+    """An Inferflow request that is being answered."""
 
     job: Job
     run: Run
@@ -86,7 +86,7 @@ async def _running(call: Call[InferflowRequest]) -> AsyncIterator[_Inferflow]:
 
 def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
-    if body.random_seed == 0:  # its word for a new one
+    if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
     how = asked(body, frontend, INFERFLOW, None, _ROUTE)
     conversation = _conversation(call, hosted)
@@ -107,7 +107,7 @@ def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
 
 
 def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
-    """The model's prompt format, or the request's own."""
+    """The model's prompt format, or the one in the request."""
     body, conversation = call.body, hosted.frontend.opened.conversation
     cross = hosted.frontend.engine.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
@@ -124,7 +124,7 @@ def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
 
 
 async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
-    """Pieces, each followed by an empty line; the last one says that it is."""
+    """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
     async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
         async for batch in pieces:

@@ -1,4 +1,4 @@
-"""What a service says of itself."""
+"""Server information: health, version, metrics and the list of models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinfer.server.service import Call
 
 
 async def health(call: Call[Any]) -> Reply:
-    """Whether requests are answered: the model is there, and all processes of a job answer."""
+    """Health check: whether the models are loaded and all processes of a job respond."""
     message = call.service.models.complaint() if call.service.models.ready else "Loading model"
     if not message:
         return Reply({"status": "ok"})
@@ -22,7 +22,7 @@ async def health(call: Call[Any]) -> Reply:
 
 
 def own_version() -> str:
-    """The version that is installed."""
+    """The installed version of jinfer."""
     try:
         return version("jinfer")
     except PackageNotFoundError:
@@ -30,28 +30,28 @@ def own_version() -> str:
 
 
 async def show_version(call: Call[Any]) -> Reply:
-    """Which jinfer this is."""
+    """The versions of jinfer and JAX."""
     return Reply({"version": own_version(), "jax": version("jax")})
 
 
 async def metrics(call: Call[Any]) -> Reply:
-    """Figures for Prometheus."""
+    """Metrics in Prometheus's text format."""
     return Reply(call.service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def models(call: Call[Any]) -> Reply:
-    """What is served."""
+    """Lists the served models."""
     listed = [describe(one) for one in call.service.models.hosted]
     return Reply({"object": "list", "data": listed})
 
 
 async def model(call: Call[Any]) -> Reply:
-    """One of the models."""
+    """Describes one model."""
     return Reply(describe(call.service.models.named(call.request.path_params["model"])))
 
 
 def describe(one: Hosted) -> dict[str, Any]:
-    """A model as lists show it; sizes are known while it is in memory."""
+    """A model as in `/v1/models`; sizes are known only while it is loaded."""
     shown: dict[str, Any] = {
         "id": one.name,
         "object": "model",
@@ -80,7 +80,7 @@ def describe(one: Hosted) -> dict[str, Any]:
 
 
 def capabilities(one: Hosted) -> list[str]:
-    """What a model can be asked for."""
+    """What a model can do: embeddings, completion, chat, fill-mask."""
     spec = one.llm.spec
     found = ["embeddings"]
     if spec.generates:
@@ -94,6 +94,6 @@ def capabilities(one: Hosted) -> list[str]:
 
 
 def needs(one: Hosted, what: str, how: str) -> None:
-    """Raises `ApiError` where a model cannot be asked for something."""
+    """Raises `ApiError` if a model lacks a capability."""
     if what not in capabilities(one):
         raise ApiError(400, f"the model {one.name} gives no {what}; {how}", param="model")

@@ -1,4 +1,4 @@
-"""llama.cpp's own /completion, and what its clients ask a server about itself."""
+"""llama.cpp API: /completion, and /props and /slots, which its clients query."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(Sampling.model_fields)
 
 
 async def complete(call: Call[LlamaRequest]) -> Reply | Stream:
-    """Continues texts."""
+    """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
@@ -69,7 +69,7 @@ def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
-    """A prompt as other routes have it."""
+    """A prompt in the format of the other routes."""
     if isinstance(prompt, list):
         return [one.prompt_string if isinstance(one, LlamaText) else one for one in prompt]
     return prompt.prompt_string if isinstance(prompt, LlamaText) else prompt
@@ -77,7 +77,7 @@ def _plain(prompt: LlamaPrompt) -> str | list[Any]:
 
 @dataclass
 class _Llama:
-    """Some texts while they are continued."""
+    """A llama.cpp completion request that is being answered."""
 
     call: Call[LlamaRequest]
     hosted: Hosted
@@ -86,11 +86,11 @@ class _Llama:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one answer, which is then no list."""
+        """Whether there is a single answer, which is then not in a list."""
         return is_one(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
 
     def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
-        """A whole answer."""
+        """The response body of one answer."""
         shown = {
             "index": index,
             "content": answer.text,
@@ -124,7 +124,7 @@ class _Llama:
         return self.hosted.frontend.tokenizer.decode(job.ids, skip_special=False)
 
     def _stopped(self, job: Job, answer: Completion) -> tuple[str, str]:
-        """Why an answer ended, and by which text."""
+        """The stop type of an answer, and the stop text that it ended with."""
         if answer.finish_reason == "length":
             return "limit", ""
         params = job.asked.params
@@ -138,7 +138,7 @@ class _Llama:
         return ("word", words[0]) if words else ("eos", "")
 
     def _chosen(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """The fields that were asked for."""
+        """Only the requested response fields."""
         wanted = self.call.body.response_fields
         if not wanted:
             return shown
@@ -152,7 +152,7 @@ class _Llama:
         return chosen
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
-        """Log-probabilities in llama.cpp's form."""
+        """Log-probabilities in llama.cpp's format."""
         return [
             {**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in entries
         ]
@@ -167,7 +167,7 @@ class _Llama:
         }
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """A piece that is not the last."""
+        """A streamed chunk other than the last."""
         self.run.show(index, chunk)
         so_far = self.run.so_far(index)
         shown = {
@@ -184,7 +184,7 @@ class _Llama:
         return shown | self._timings(index)
 
     def progress(self, *, first: bool) -> list[bytes]:
-        """How far the prompts are; as `Run.progress`."""
+        """Prefill progress events; see `RequestRunner.progress`."""
         shown = {"content": "", "tokens": [], "stop": False}
         return [
             event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
@@ -192,14 +192,14 @@ class _Llama:
         ]
 
     def _timings(self, index: int) -> dict[str, Any]:
-        """Of what came so far, where they are asked for."""
+        """The timings so far, if requested."""
         if not self.call.body.timings_per_token:
             return {}
         return {"timings": figures.timings(self.run.so_far(index))}
 
 
 async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
-    """The events of a stream; the last one of an answer says how it went."""
+    """The server-sent events of a stream; the last one of an answer has its statistics."""
     async with _running(call) as it:
         chunks: list[list[Chunk]] = [[] for _ in it.run.prepared]
         owners = [number for number, job in enumerate(it.jobs) for _ in job.prepared]
@@ -221,7 +221,7 @@ async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
 
 
 def _end(it: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
-    """The last piece, whose text came before it."""
+    """The final event of an answer; its text came in the events before."""
     whole = it.whole(index, prompt, completion(chunks, it.run.usages[index]))
     said: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
@@ -229,7 +229,7 @@ def _end(it: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """How an answer's tokens are chosen, in llama.cpp's words and in ours."""
+    """The generation settings of a request, under llama.cpp's names and jinfer's."""
     params = asdict(job.asked.params)
     return {
         **{name: value for name, value in params.items() if value not in (None, ())},
@@ -241,7 +241,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 async def props(call: Call[Any]) -> Reply:
-    """What a server says of a model."""
+    """Properties of a model, as llama.cpp's /props."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         frontend, opened = hosted.frontend, hosted.frontend.opened
         tokenizer = opened.tokenizer
@@ -276,7 +276,7 @@ async def props(call: Call[Any]) -> Reply:
 
 
 async def slots(call: Call[Any]) -> Reply:
-    """What each slot of a model does, without its words."""
+    """The state of each slot, without prompts."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         frontend = hosted.frontend
         running = {sequence.slot: sequence for sequence in list(frontend.engine.scheduler.running)}

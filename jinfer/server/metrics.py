@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names with the prefix jinfer."""
+"""Prometheus metrics, under vLLM's names with the prefix `jinfer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = "model_name"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
-_PERIOD = 0.05  # seconds between two looks at the event loop
+_PERIOD = 0.05  # seconds between two measurements of the event loop's lag
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "from a request's arrival to its first token",
@@ -58,10 +58,10 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
 
 
 class Metrics:
-    """What a service has done, and does.
+    """Counters, gauges and histograms of the server.
 
     Attributes:
-        stats: figures of each model that is in memory.
+        stats: engine statistics of each loaded model.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Metrics:
         self.registry.register(_Gathered(self))
 
     async def watch_loop(self) -> None:
-        """Keeps the figures of the event loop that it runs on, until it is cancelled."""
+        """Measures the event loop's lag until it is cancelled."""
         slowest = 0.0
         while True:
             before = time.perf_counter()
@@ -113,15 +113,15 @@ class Metrics:
             self.tasks.set(len(asyncio.all_tasks()))
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """Metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def unloaded(self, model: str, last: Stats) -> None:
-        """Keeps the counts of a model that leaves memory, so that they never fall."""
+        """Keeps the counts of an unloaded model, so that counters never decrease."""
         self._before[model] = self._summed(model, last)
 
     def gathered(self) -> dict[str, Stats]:
-        """The figures of each model, with those of the times before it was last loaded."""
+        """The statistics of each model, including its earlier loads."""
         return self._before | {name: self._summed(name, s) for name, s in self.stats().items()}
 
     def _summed(self, model: str, now: Stats) -> Stats:
@@ -136,7 +136,7 @@ class Metrics:
 
 
 class _Gathered(Collector):
-    """Reads the engines' own figures when they are asked for."""
+    """Reads the engines' statistics on each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -160,13 +160,13 @@ class _Gathered(Collector):
 
 @dataclass
 class Watch:
-    """Keeps the times of one request's answers.
+    """Measures the latencies of one request's answers: time to first token, time per output token.
 
     Attributes:
-        metrics: where they go.
-        model: whose answers they are.
-        reasons: why each ended.
-        counts: tokens of each so far.
+        metrics: receives the measurements.
+        model: name of the model.
+        reasons: finish reason of each answer.
+        counts: tokens of each answer so far.
     """
 
     metrics: Metrics
@@ -178,11 +178,11 @@ class Watch:
     _last: dict[int, float] = field(default_factory=dict)
 
     def begin(self, index: int) -> None:
-        """An answer is asked for."""
+        """Starts the clock of an answer."""
         self._begun[index] = time.perf_counter()
 
     def piece(self, index: int, chunk: Chunk) -> None:
-        """A piece of it has come."""
+        """Records a chunk of an answer."""
         now = time.perf_counter()
         if (last := self._last.get(index)) is None:
             self._first[index] = now
@@ -195,13 +195,13 @@ class Watch:
             self.reasons[index] = chunk.finish_reason
 
     def seconds(self, index: int) -> tuple[float, float]:
-        """From an answer's start to its first token, and from there to its last one so far."""
+        """Seconds to an answer's first token, and from there to its latest token."""
         now = time.perf_counter()
         begun, first = self._begun.get(index, now), self._first.get(index, now)
         return first - begun, self._last.get(index, first) - first
 
     def end(self, index: int, usage: Usage) -> None:
-        """It is complete."""
+        """Records a complete answer."""
         queued = usage.queue_seconds
         self._observe("e2e_request_latency_seconds", time.perf_counter() - self._begun[index])
         self._observe("request_queue_time_seconds", queued)
@@ -210,7 +210,7 @@ class Watch:
         self.metrics.success.labels(self.model, self.reasons.get(index, "stop")).inc()
 
     def abort(self, index: int) -> None:
-        """Nobody wants the rest of it."""
+        """Records an answer whose client has gone."""
         self.reasons[index] = "abort"
         self.metrics.success.labels(self.model, "abort").inc()
 

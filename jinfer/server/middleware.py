@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: its id, the key, the log, the counts."""
+"""Middleware (ASGI): request id, API key, access log, metrics and traces of every request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class Gate:
-    """Wraps the routes of a service."""
+    """Wraps the application."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Gate:
         metrics: Metrics,
         public: Iterable[tuple[str, str]],
     ) -> None:
-        """The gate before an app.
+        """Wraps an application.
 
         Args:
-            public: methods and paths that need no key.
+            public: methods and paths that need no API key.
         """
         self.app, self.settings, self.metrics = app, settings, metrics
         self._public = [(method, compile_path(path)[0]) for method, path in public]
@@ -46,7 +46,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"].endswith("/"):  # the same route, without a redirection
+        if scope["path"].endswith("/"):  # a trailing slash names the same route, without a redirect
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         id = headers.get("x-request-id", "")
@@ -75,7 +75,7 @@ class Gate:
                 await refusal(error).send(noted, self.settings.send_seconds)
             else:
                 await self.app(scope, receive, noted)
-        # Probes come every few seconds, and the page's files by the dozen.
+        # Health checks come every few seconds, and page assets by the dozen.
         usual = logging.DEBUG if open_to_all else logging.INFO
         self._count(scope, notes, time.perf_counter() - begun, usual)
 

@@ -1,4 +1,4 @@
-"""The models that are served: which are in memory, and which have to go."""
+"""Model manager: loads models on demand and unloads the least recently used."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from jinfer.server.server_settings import Source
 from jinfer.weights.model_size import sizes_of
 
 _log = logging.getLogger("jinfer.server")
-_FIRST = 33  # tokens of a first prompt
+_FIRST = 33  # tokens of the warm-up prompt
 _WORKERS = 4
 State = Literal["absent", "loading", "ready", "failed"]
 
 
 @dataclass(eq=False)
 class Hosted:
-    """A model of the service.
+    """A model that the server offers.
 
     Attributes:
-        source: what it is.
-        state: where it is.
-        users: requests that use it at the moment.
-        used: when one last did.
+        source: its name and path.
+        state: whether it is loaded.
+        users: number of requests that are using it.
+        used: when a request last used it.
         error: why it could not be loaded.
-        parameters: how many it has.
-        created: when the service began to offer it.
+        parameters: number of parameters.
+        created: when the server began to offer it.
     """
 
     source: Source
@@ -54,27 +54,26 @@ class Hosted:
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """The name that requests use."""
         return self.source.name
 
     @property
     def llm(self) -> LLM:
-        """The model, which has to be in memory."""
+        """The loaded model."""
         assert self._llm is not None, f"{self.name} is not loaded"
         return self._llm
 
     @property
     def frontend(self) -> Frontend:
-        """What its requests go through."""
+        """The engine session of the loaded model."""
         return self.llm.frontend
 
 
 class Models:
-    """All models of a service.
+    """All models of a server.
 
     Attributes:
-        hosted: in the order they were named; the first is the one that a request without a name
-            means.
+        hosted: the models in the order of the command line; requests without a name use the first.
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class Models:
         warm_up: bool = True,
         unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
     ) -> None:
-        """Nothing is loaded yet.
+        """Loads nothing yet.
 
         Args:
-            max_loaded: models in memory at a time; None: all.
-            strict: a model that is alone is not called by any other name.
-            warm_up: make all programs in the background, once a model is there.
-            unloaded: is told of a model that leaves memory, with its last figures.
+            max_loaded: number of models in memory at a time; None: all.
+            strict: a single model does not answer for other names.
+            warm_up: compile all programs in the background after loading.
+            unloaded: called with the name and last statistics of a model that is unloaded.
         """
         self.hosted = [Hosted(source) for source in sources]
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
@@ -102,20 +101,20 @@ class Models:
         self._started = self._closing = False
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        # What takes long, such as the tokens of a long text, is done beside the event loop.
+        # Slow work, such as tokenizing a long text, must not block the event loop.
         self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
-        # Some grammars take seconds to compile, which keeps none but others with grammars.
+        # Compiling a grammar can take seconds; a pool of its own delays only other grammars.
         self.compilers = ThreadPoolExecutor(2, thread_name_prefix="compiler")
-        # Who waits for an engine would keep the workers from those who need none.
+        # Threads that wait for an engine must not occupy the workers of other requests.
         self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
 
     @property
     def ready(self) -> bool:
-        """Whether the models that are loaded at the start are there."""
+        """Whether the models that are loaded at startup are there."""
         return self._started
 
     def complaint(self) -> str:
-        """Why no model answers although they are there: another process of the job; "": they do."""
+        """Why loaded models do not answer (a process of the job is silent); "": they do."""
         group = current()
         return "" if group is None else group.complaint()
 
@@ -123,9 +122,9 @@ class Models:
         """Loads as many models as may be in memory.
 
         Raises:
-            USER_ERRORS: one cannot be loaded.
+            USER_ERRORS: a model cannot be loaded.
         """
-        # The event loop would wait for each while others compute.
+        # Loading in the event loop would block other requests.
         start_threads(self.workers, _WORKERS)
         for one in self.hosted[: self._most]:
             async with self._changed:
@@ -136,13 +135,13 @@ class Models:
         self._started = True
 
     def admit_nobody(self) -> None:
-        """From now on every request is refused; those that run go on."""
+        """Refuses new requests; running ones continue."""
         self._closing = True
         if (group := current()) is not None:
             group.parting = True
 
     async def close(self) -> None:
-        """Ends every model."""
+        """Unloads every model."""
         loop = asyncio.get_running_loop()
         for one in self.hosted:
             if one.state == "ready":
@@ -153,11 +152,11 @@ class Models:
         self.compilers.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
-        """The figures of each model in memory."""
+        """The statistics of each loaded model."""
         return {one.name: one.llm.stats() for one in self.hosted if one.state == "ready"}
 
     def named(self, name: str | None) -> Hosted:
-        """The model of a name; None: the first. Raises `ApiError` where there is none."""
+        """The model of that name; None: the first. Raises `ApiError` if there is none."""
         if name is None:
             return self.hosted[0]
         for one in self.hosted:
@@ -166,21 +165,21 @@ class Models:
         raise unknown_model(name, [one.name for one in self.hosted])
 
     def meant(self, name: str | None) -> Hosted:
-        """The model that a request means. Raises `ApiError` where there is none."""
+        """The model that a request means. Raises `ApiError` if there is none."""
         return self.hosted[0] if self._any_name else self.named(name)
 
     def stands_in_for(self, name: str) -> bool:
-        """Whether the one model that is served answers for another that a client thinks of."""
+        """Whether the only model answers requests for another name."""
         one = self.hosted[0]
         return self._any_name and name not in (one.name, one.source.path)
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Hosted]:
-        """A model, which stays in memory meanwhile; loaded first where it is not.
+        """The model for a request, loaded if needed and kept in memory meanwhile.
 
         Raises:
-            ApiError: there is no such model, or it is not there yet, or could not be loaded, or the
-                service is closing, or another process of the job does not answer.
+            ApiError: the name is unknown, the model is still loading or could not be loaded, the
+                server is shutting down, or a process of the job does not respond.
         """
         one = self.meant(name)
         if self._closing:
@@ -203,7 +202,7 @@ class Models:
                     self._changed.notify_all()
 
     async def _fetch(self, one: Hosted) -> None:
-        """Brings a model into memory, where another one may have to leave."""
+        """Loads a model, unloading another one if there is no room."""
         async with self._changed:
             while one.state in ("absent", "loading"):
                 loaded = [each for each in self.hosted if each.state in ("ready", "loading")]
@@ -217,12 +216,12 @@ class Models:
                     continue
                 await self._changed.wait()
             if one.state == "failed":
-                # Whoever asks next has another try: the file may have been mended.
+                # The next request tries again: the file may have been repaired.
                 one.state = "absent"
                 raise ApiError(503, f"{one.name} could not be loaded: {one.error}")
 
     async def _load(self, one: Hosted) -> None:
-        """Loads a model beside the event loop."""
+        """Loads a model in a worker thread."""
         begun = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
@@ -254,13 +253,13 @@ class Models:
 
 
 def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
-    """The model that nobody uses, and that nobody has used for longest."""
+    """The least recently used model among those without requests."""
     idle = [one for one in loaded if one.state == "ready" and not one.users]
     return min(idle, key=lambda one: one.used, default=None)
 
 
 def _opened(source: Source) -> LLM:
-    # The programs of a first request are made while the weights are read.
+    # The warm-up's programs are compiled while the weights are read.
     llm = LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
     if llm.spec.engine.warm_up:
         _learn_words(llm)
@@ -268,8 +267,8 @@ def _opened(source: Source) -> LLM:
 
 
 def _learn_words(llm: LLM) -> None:
-    """Does what the first constraint does for a vocabulary, while nobody else can compute."""
-    from jinfer.sampling.structured import compile_constraint  # not needed to be ready
+    """Builds the vocabulary tables of structured outputs before the first constraint needs them."""
+    from jinfer.sampling.structured import compile_constraint  # not needed at startup
 
     if llm.tokenizer is not None and llm.spec.generates:
         with contextlib.suppress(ConstraintError):

@@ -1,4 +1,4 @@
-"""The description of the routes, made of the same models that check requests, and a page of it."""
+"""OpenAPI: the description of the routes, generated from the request schemas, and an HTML page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BY_QUERY = ("/props", "/slots")
 
 @cache
 def description(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
-    """OpenAPI's JSON: what every route takes and gives."""
+    """The OpenAPI document: requests and responses of every route."""
     models = _models(endpoints)
     references, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF
@@ -113,7 +113,7 @@ _NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
 
 @cache
 def page(endpoints: tuple[Endpoint, ...]) -> bytes:
-    """The description as HTML, without a script and without another host."""
+    """The documentation as HTML, without scripts or external resources."""
     made = description(endpoints)
     schemas = made["components"]["schemas"]
     parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]

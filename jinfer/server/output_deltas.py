@@ -1,4 +1,4 @@
-"""What of a model's text is answer, what is reasoning, and what is a call of a tool."""
+"""Output parser protocol: splits generated text into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, Literal, Protocol
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A piece of a call of a tool.
+    """A piece of a tool call.
 
     Attributes:
-        index: which of the answer's calls.
-        id, name: on its first piece.
-        arguments: more of its JSON text.
-        end: on its last piece: it is whole ("done"), has a part of its arguments because the limit
-            cut the answer ("cut"), or turned out to be none ("void"); then its text comes as
-            content.
+        index: number of the call within the answer.
+        id, name: set on its first piece.
+        arguments: more of the arguments' JSON text.
+        end: set on its last piece: "done" (complete), "cut" (the token limit cut its arguments), or
+            "void" (it was no call after all; its text follows as content).
     """
 
     index: int
@@ -29,12 +28,12 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a piece of text turned out to be.
+    """What a piece of text was parsed into.
 
     Attributes:
-        content: of the answer.
-        reasoning: of what the model thought before it.
-        calls: of tools.
+        content: more of the answer.
+        reasoning: more of the reasoning before the answer.
+        calls: pieces of tool calls.
     """
 
     content: str = ""
@@ -46,44 +45,44 @@ class Delta:
 
 
 class Parser(Protocol):
-    """Takes one answer's text as it comes."""
+    """Parses one answer's text incrementally."""
 
     def push(self, text: str) -> Delta:
-        """What is certain once this text is known; what is not is kept."""
+        """Parses more text; returns what is certain and holds back the rest."""
 
     def finish(self, cut: bool = False) -> Delta:
-        """What was kept, at the answer's end.
+        """Returns what was held back, at the end of the answer.
 
         Args:
-            cut: the limit of tokens ended it.
+            cut: the token limit ended the answer.
         """
 
 
 class Plain:
-    """All of it is the answer."""
+    """All text is content."""
 
     def push(self, text: str) -> Delta:
-        """The text."""
+        """The text as content."""
         return Delta(content=text)
 
     def finish(self, cut: bool = False) -> Delta:
-        """Nothing is kept."""
+        """Nothing is held back."""
         return Delta()
 
 
 class Settled:
-    """Keeps each call back until it has ended, for answers that are shown whole."""
+    """Holds each call back until it is complete, for responses that are not streamed."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
         self._kept: list[CallDelta] = []
 
     def push(self, text: str) -> Delta:
-        """As the parser has it, less what is open."""
+        """As the wrapped parser, without incomplete calls."""
         return self._settled(self._parser.push(text))
 
     def finish(self, cut: bool = False) -> Delta:
-        """As the parser has it: nothing is open any more."""
+        """As the wrapped parser; no call is incomplete any more."""
         return self._settled(self._parser.finish(cut))
 
     def _settled(self, delta: Delta) -> Delta:
@@ -98,14 +97,14 @@ class Settled:
 
 @dataclass(frozen=True)
 class Tooling:
-    """How the answers to a request are read.
+    """How the answers to a request are parsed.
 
     Attributes:
-        parser: makes one for each answer.
-        changes: of `SamplingParams`: a constraint that makes calls come.
-        shown: special tokens that the parser has to see in the text.
-        bound: the same where the answer has to keep to a JSON schema, or be a call of a tool;
-            without one, such an answer is all content.
+        parser: makes the parser of one answer.
+        changes: changes to `SamplingParams`, such as a grammar that forces tool calls.
+        shown: ids of special tokens that the parser needs to see in the text.
+        bound: makes the same for an answer that must match a JSON schema or be a tool call; None:
+            such an answer is all content.
     """
 
     parser: Callable[[], Parser] = Plain

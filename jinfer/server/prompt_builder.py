@@ -1,4 +1,4 @@
-"""How what a request has becomes the tokens of a prompt."""
+"""Prompt builder: chat messages and texts of a request to token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from jinfer.server.tool_parsers.parser_registry import format_of
 from jinfer.server.tool_parsers.prompted_tools import IN_SYSTEM, beside_system, written
 from jinfer.server.tool_parsers.template_shape import shape_of, shaped, takes_system
 
-# What `Conversation.encode` takes itself; "special" would make a stranger's words count.
+# Variables that `Conversation.encode` sets itself; "special" would parse special tokens in
+# messages.
 _RESERVED = frozenset(
     {"messages", "tokenizer", "special", "tools", "documents", "add_generation_prompt", CONTINUE}
 )
@@ -33,13 +34,13 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 def conversation_of(
     body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore
 ) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
-    """The template, the messages and the variables of a conversation.
+    """The chat template, messages and template variables of a request.
 
     Args:
-        ignore: is told of variables that the template does not read.
+        ignore: records variables that the template does not read.
 
     Raises:
-        ApiError: something in it that this model's template has no place for.
+        ApiError: the request has something that the model's template does not support.
     """
     conversation = frontend.opened.conversation
     if body.chat_template is not None:
@@ -78,7 +79,7 @@ def conversation_of(
 
 
 def _variables(body: Rendering, conversation: Conversation, ignore: Ignore) -> dict[str, Any]:
-    """What the template is told beside the messages."""
+    """The template variables besides the messages."""
     given = dict(body.chat_template_kwargs or {})
     places = {name: f"chat_template_kwargs.{name[:80]}" for name in given}
     if body.reasoning_effort is not None:
@@ -94,14 +95,14 @@ def _variables(body: Rendering, conversation: Conversation, ignore: Ignore) -> d
 
 
 def functions_of(body: Rendering) -> list[Tool]:
-    """The tools of a request that can be called here."""
+    """The function tools of a request."""
     return [one for one in body.tools or () if isinstance(one, Tool)]
 
 
 def _with_calls(
     conversation: Conversation, messages: list[dict[str, Any]], tools: list[Any]
 ) -> list[dict[str, Any]]:
-    """Messages with calls as the template wants them; in words where it has no place for them."""
+    """Earlier tool calls as the template reads them; as text if it does not support them."""
     template = conversation.jinja or ""
     way = shape_of(template) if template else None
     if way is None or (tools and not conversation.reads("tools")):
@@ -113,14 +114,14 @@ def _with_calls(
 
 
 def chat_ids(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> list[int]:
-    """The tokens of a conversation. Raises `ApiError`, `TemplateError`."""
+    """The token ids of a conversation. Raises `ApiError`, `TemplateError`."""
     conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
     _can_chat(conversation)
     return conversation.encode(frontend.tokenizer, messages, **variables)
 
 
 def chat_text(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> str:
-    """The text of a conversation. Raises `ApiError`, `TemplateError`."""
+    """The rendered text of a conversation. Raises `ApiError`, `TemplateError`."""
     conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
     _can_chat(conversation)
     return conversation.text(frontend.tokenizer, messages, **variables)
@@ -135,7 +136,7 @@ def _can_chat(conversation: Conversation) -> None:
 
 
 def messages_of(messages: Sequence[Message], conversation: Conversation) -> list[dict[str, Any]]:
-    """Messages as templates read them."""
+    """Messages as chat templates read them."""
     return [_message(one, f"messages.{i}", conversation) for i, one in enumerate(messages)]
 
 
@@ -172,12 +173,12 @@ def _call(call: ToolCall, place: str) -> dict[str, Any]:
 
 
 def called_with(text: str, place: str) -> dict[str, Any]:
-    """The arguments of an earlier call, which templates write as JSON themselves.
+    """The arguments of an earlier tool call as an object; templates write the JSON themselves.
 
-    Servers write a call without any as nothing, or as null.
+    Servers write missing arguments as an empty string or null.
 
     Raises:
-        ApiError: they are no object.
+        ApiError: they are not an object.
     """
     try:
         said = json.loads(text) if text.strip() else {}
@@ -210,7 +211,7 @@ def _content(message: Message, place: str) -> str:
 
 
 def _plain(tool: Tool) -> Any:
-    """What templates read of a tool: what was sent, but for what is meant for servers."""
+    """A tool as chat templates read it, without fields that are meant for servers."""
     without: Any = {"cache_control": True, "function": {"cache_control"}}
     return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True, exclude=without))
 
@@ -223,15 +224,16 @@ def prompts_of(
     special: bool | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """The tokens of each prompt of a request: a text, ids, both in a list, or a list of such.
+    """The token ids of each prompt of a request: a text, a list of ids, or a list of either.
 
     Args:
-        most: prompts that a request may have.
-        special: whether the tokenizer puts around a text what the model wants; None: it does.
-        param: the field that they are in.
+        most: the maximum number of prompts.
+        special: whether to add special tokens (BOS, EOS); None: yes.
+        param: the request field, for errors.
 
     Raises:
-        ApiError: none or too many, an id outside of the vocabulary, a text without a tokenizer.
+        ApiError: none or too many prompts, an id outside the vocabulary, a text without a
+            tokenizer.
     """
     listed = [given] if is_one(given) else given
     if not listed:
@@ -247,7 +249,7 @@ def prompts_of(
 
 
 def is_one(given: str | Sequence[Any]) -> bool:
-    """Whether it is one prompt: a text, or a list with an id in it."""
+    """Whether a value is a single prompt: a text, or a list that contains an id."""
     return isinstance(given, str) or any(isinstance(part, int) for part in given)
 
 

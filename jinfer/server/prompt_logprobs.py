@@ -1,4 +1,4 @@
-"""How likely the tokens of a prompt are."""
+"""Prompt log-probabilities (`prompt_logprobs`, `echo`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jinfer.server.http_errors import invalid, unsupported
 
 
 def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Every token of a prompt but the first, and the likeliest ones at its place; takes its time.
+    """Log-probabilities of a prompt's tokens but the first, with the likeliest alternatives. Slow.
 
     Raises:
-        ApiError: more of them than are computed, or the model's prompt is an encoder's.
+        ApiError: `top` is too large, or the prompt is an encoder's.
     """
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")

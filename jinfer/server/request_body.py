@@ -1,4 +1,4 @@
-"""What a client sends: read within bounds, and checked field by field."""
+"""Request body: read with size limits, parsed and validated against its schema (pydantic)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jinfer.modelspec.spec_errors import nearest
 from jinfer.server.http_errors import ApiError, invalid
 from jinfer.server.server_settings import Settings
 
-_SHOWN = 200  # characters of a client's own words in an error
-# Values in a body. What has more would be taken apart in one go that nothing else runs beside.
+_SHOWN = 200  # characters of client input quoted in an error
+# Values in a body. Parsing holds the GIL, so larger bodies would block all other threads.
 MOST_VALUES = 1 << 18
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 async def read(request: Request, settings: Settings) -> bytes:
-    """The body of a request.
+    """Reads the body of a request.
 
     Raises:
-        ApiError: it is too long, or encoded, or does not come.
-        ClientDisconnect: the client has gone.
+        ApiError: it is too long, compressed, or does not arrive in time.
+        ClientDisconnect: the client has disconnected.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -58,7 +58,7 @@ async def read(request: Request, settings: Settings) -> bytes:
     except ClientDisconnect:
         raise
     data = b"".join(parts)
-    for begin, name in _PACKED.items():  # where the header was forgotten
+    for begin, name in _PACKED.items():  # sent without the header
         if data.startswith(begin):
             raise _encoded(name)
     return data.removeprefix(BOM_UTF8)
@@ -74,7 +74,7 @@ def _encoded(name: str) -> ApiError:
 
 
 def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
-    """A body as its model. Raises `ApiError` that names the first field that is wrong."""
+    """Parses a body. Raises `ApiError` that names the first wrong field."""
     if data.count(b",") > MOST_VALUES:
         _check_values(data)
     try:
@@ -84,7 +84,7 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
     if model.model_config.get("extra") == "forbid":
-        # One is enough to know; that all others are wrong too would take long to tell.
+        # One error is enough; collecting all of them would take long.
         names = _names(model)
         sent = (name for name, one in value.items() if one is not None)
         if (unknown := next((name for name in sent if name not in names), None)) is not None:
@@ -93,12 +93,12 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
 
 
 def _check_values(data: bytes) -> None:
-    """Counts the values of a body between its texts, whose commas part nothing."""
+    """Counts the values of a body by its commas outside strings."""
     count = end = 0
     while count <= MOST_VALUES and (begin := data.find(b'"', end)) >= 0:
         count += data.count(b",", end, begin)
         text = _TEXT.match(data, begin)
-        # A text without an end is no JSON, as its reader will say.
+        # An unterminated string is left to the JSON parser's error.
         end = len(data) if text is None else text.end()
     if count + data.count(b",", end) > MOST_VALUES:
         raise ApiError(
@@ -109,7 +109,7 @@ def _check_values(data: bytes) -> None:
 
 
 def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
-    """Values as their model. Raises `ApiError` that names the first field that is wrong."""
+    """Validates values. Raises `ApiError` that names the first wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -117,7 +117,7 @@ def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
 
 
 def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
-    """The error of the first field that is wrong, of all its alternatives."""
+    """The error for the first wrong field, over all alternatives of a union."""
     found: dict[str, list[str]] = {}
     kinds: dict[str, str] = {}
     for one in error.errors(include_url=False, include_context=False, include_input=False):
@@ -126,7 +126,7 @@ def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiErr
         texts = found.setdefault(place, [])
         if one["msg"] not in texts:
             texts.append(one["msg"])
-    # Of a field with alternatives, the deepest place says most: the others are what it is not.
+    # In a union, the deepest error is the relevant one: the others are alternatives not meant.
     place = next(iter(found))
     deeper = [other for other in found if other.startswith(f"{place}.")]
     place = deeper[0] if deeper else place
@@ -147,10 +147,10 @@ def _names(model: type[BaseModel]) -> Mapping[str, None]:
 
 
 def _place(path: tuple[int | str, ...], value: Any, named: bool) -> str:
-    """The path to a field, without what names an alternative of its type.
+    """The path to a field, without the steps that name an alternative of a union.
 
     Args:
-        named: whether its last step is a field that is not there, or should not be.
+        named: whether the last step is a field that is missing or forbidden.
     """
     names: list[str] = []
     for number, step in enumerate(path, 1):

@@ -1,4 +1,4 @@
-"""Logs: a line for each thing that happens, of JSON or for a person, without anybody's words."""
+"""Logging: one line per event, as JSON or for a terminal, without prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orjson
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 _REQUEST = {"method", "path", "status"}
-# Words of a request's line for a person: the record's name of each.
+# Field names of a request's line in a terminal -> attribute of the log record.
 _SHORT = {
     "seconds": "seconds",
     "prompt": "prompt_tokens",
@@ -25,10 +25,10 @@ _SHORT = {
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Formats a record."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -43,10 +43,10 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """The same for a person in a terminal: 14:03:07 model loaded: seconds 1.2, model m."""
+    """Formats a record for a terminal: `14:03:07 model loaded: seconds 1.2, model m`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Formats a record."""
         more = {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
         event = record.getMessage()
         if more.keys() >= _REQUEST:
@@ -59,7 +59,7 @@ class PlainLines(logging.Formatter):
 
 
 def _request(given: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """A request in few columns: its id, for other programs' logs, only where the server failed."""
+    """A request in a few columns; its id, for correlating logs, only for server errors."""
     more = dict(given)
     method, path, status = (more.pop(name) for name in ("method", "path", "status"))
     if not isinstance(status, int) or status < HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -75,19 +75,19 @@ def _shown(value: object) -> str:
 
 
 class _Queued(QueueHandler):
-    """Hands records on as they are."""
+    """Queues records unchanged."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
 
 
 def set_up(*, plain: bool, level: str) -> QueueListener:
-    """Sends what is logged to standard error, from a thread of its own.
+    """Logs to standard error from a thread of its own.
 
-    A terminal or a pipe that nobody reads from would hold up the event loop else.
+    A terminal or pipe that is not read would otherwise block the event loop.
 
     Returns:
-        What has to be stopped at the end, so that the last lines come out.
+        The listener; stop it at exit to flush the last lines.
     """
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(PlainLines() if plain else JsonLines())
@@ -99,6 +99,6 @@ def set_up(*, plain: bool, level: str) -> QueueListener:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
-    # uvicorn's own lines say little beside ours.
+    # uvicorn's own access lines add little.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("jinfer").level))
     return listener

@@ -1,4 +1,4 @@
-"""Requests on their way through an engine, as an event loop sees them."""
+"""Request runner: submits a request's prompts to the engine and collects its output in asyncio."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jinfer.server.http_errors import as_api_error, invalid, too_long
 from jinfer.server.metrics import Watch
 from jinfer.server.request_params import Asked
 
-# Seconds after its deadline until an answer is given up here, where the engine, which may wait for
-# another process, has not given it up.
+# Seconds after its deadline until a request is abandoned here, in case the engine, waiting for
+# another process, has not ended it.
 _GRACE = 1.0
-_PROGRESS_SECONDS = 0.25  # between two words on how far a prompt is
+_PROGRESS_SECONDS = 0.25  # between two prefill progress events
 
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, and the requests that answer it.
+    """A prompt and its engine requests, one for each answer.
 
     Attributes:
         ids: the prompt.
-        asked: how it is answered.
-        prepared: one for each answer.
+        asked: the request's sampling parameters.
+        prepared: one engine request for each answer.
     """
 
     ids: list[int]
@@ -51,20 +51,20 @@ def prepare(
     timeout: float | None = None,
     shown: tuple[int, ...] = (),
 ) -> Job:
-    """A prompt made ready; to be called where it may take its time.
+    """Validates a prompt and makes its engine requests. Slow: call it in a worker thread.
 
     Args:
-        param: the field that the prompt is in.
-        timeout: seconds after which it is given up.
-        shown: special tokens that its text has all the same.
+        param: the request field of the prompt, for errors.
+        timeout: seconds until the request is cancelled.
+        shown: ids of special tokens to show in the text.
 
     Raises:
-        ApiError: it cannot be run.
+        ApiError: the request cannot be run.
     """
     ids = shortened(ids, asked.truncate, frontend.opened.context - 1)
     context = frontend.opened.context
     if len(ids) >= context:
-        # One that fills it leaves no room for an answer.
+        # A prompt that fills the context leaves no room for an answer.
         advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
         raise too_long("the prompt", len(ids), context, advice, param)
     if not ids and not frontend.engine.model.has_cross_attention:
@@ -81,12 +81,12 @@ def prepare(
 
 
 def _field(error: Exception, asked: Asked) -> str | None:
-    """The field of a request that an error is about, which begins with the engine's word for it."""
+    """The request field that an error is about; the error begins with the engine's name for it."""
     return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
 
 
 def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
-    """The last tokens of a prompt, as far as a request wants it cut. Raises `ApiError`."""
+    """Truncates a prompt to its last tokens, if requested. Raises `ApiError`."""
     if most is None:
         return ids
     if most < -1 or most == 0:
@@ -96,14 +96,14 @@ def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
 
 @dataclass
 class Run:
-    """The answers to some prompts, while they come.
+    """Runs the answers to some prompts and yields them as they come.
 
     Attributes:
-        frontend: what runs them.
+        frontend: the engine session.
         jobs: the prompts.
-        most: answers that are computed at a time.
-        ping: seconds after which an empty list says that nothing has come.
-        watch: keeps the figures.
+        most: number of answers computed at a time.
+        ping: seconds of silence after which an empty list is yielded.
+        watch: measures latencies.
     """
 
     frontend: Frontend
@@ -122,11 +122,11 @@ class Run:
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
-        """Lists of (number of the answer, piece) as they come; `usages` are known at the end.
+        """Yields lists of (answer index, chunk); `usages` is complete at the end.
 
-        None comes once, when the engine has taken in what can be taken in: from then on an answer
-        may wait, but is not refused. An empty list says that nothing has come for some time. What
-        still runs when the iterator is closed is cancelled.
+        None is yielded once, when the engine has accepted the requests: from then on an answer may
+        wait, but is not refused. An empty list means that nothing has come for some time. Closing
+        the iterator cancels what still runs.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -135,7 +135,7 @@ class Run:
 
         def sink(index: int) -> Callable[[Any], None]:
             def put(piece: Any) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                with contextlib.suppress(RuntimeError):  # the event loop was closed meanwhile
                     loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
             return put
@@ -167,7 +167,7 @@ class Run:
                         if isinstance(piece, ConstraintError):
                             failure = as_api_error(piece, param=_field(piece, self._asked[index]))
                         break
-                    # Where no token is wanted, the engine has chosen one all the same.
+                    # With max_tokens 0, the engine has sampled one token all the same.
                     nothing = self._asked[index].nothing
                     if isinstance(piece, Usage):
                         running.discard(index)
@@ -181,7 +181,7 @@ class Run:
                 if taken and failure is None:
                     yield None
                 if failure is not None:
-                    if batch:  # what came before it, however soon it followed
+                    if batch:  # chunks that came before the error
                         yield batch
                     raise failure
                 start()
@@ -194,17 +194,17 @@ class Run:
                     self.frontend.thread.cancel(self.prepared[index].request.id)
 
     def _left(self, running: Iterable[int]) -> float:
-        """Seconds until the first of the answers that run is given up here."""
+        """Seconds until the first running answer is abandoned."""
         deadlines = (self.prepared[index].request.deadline for index in running)
         end = min((one for one in deadlines if one is not None), default=math.inf)
         return end + _GRACE - time.monotonic()
 
     def show(self, index: int, chunk: Chunk) -> None:
-        """A piece is about to be shown, of several perhaps that came together."""
+        """Records a chunk as shown; several may have come together."""
         self._shown[index] += len(chunk.token_ids)
 
     def so_far(self, index: int) -> Usage:
-        """Tokens and seconds of an answer that is on its way, as far as it was shown."""
+        """The usage and times of an unfinished answer, up to the chunk shown last."""
         prefill, decode = self.watch.seconds(index)
         request = self.prepared[index].request
         cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
@@ -212,12 +212,12 @@ class Run:
         return _without_token(usage) if self._asked[index].nothing else usage
 
     def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
-        """How far each prompt is that has no answer yet, in llama.cpp's words.
+        """Prefill progress of each prompt without an answer yet, in llama.cpp's format.
 
-        The first word on a prompt is what of it was cached.
+        The first event of a prompt has its number of cached tokens.
 
         Args:
-            first: only first words, also of prompts whose answers have begun.
+            first: only first events, even if the answers have begun.
         """
         found = []
         for index, prepared in enumerate(self.prepared):
@@ -240,7 +240,7 @@ class Run:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """What the log says of it."""
+        """Fields for the access log."""
         return {
             "prompt_tokens": sum(len(job.ids) for job in self.jobs),
             "completion_tokens": sum(self.watch.counts.values()),
@@ -248,7 +248,7 @@ class Run:
         }
 
     async def completions(self) -> list[list[Completion]]:
-        """The whole answers to each prompt, the best ones where more were computed."""
+        """The complete answers to each prompt; the best ones with `best_of`."""
         chunks: list[list[Chunk]] = [[] for _ in self.prepared]
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for batch in pieces:
@@ -263,7 +263,7 @@ def _without_token(usage: Usage) -> Usage:
 
 
 async def _ready(queue: asyncio.Queue[Any], ping: float) -> Iterator[Any]:
-    """All that has come, once something has; nothing after some seconds without."""
+    """Everything in the queue once something is there; nothing after some seconds of silence."""
     try:
         async with asyncio.timeout(ping):
             found = [await queue.get()]

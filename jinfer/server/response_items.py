@@ -1,4 +1,4 @@
-"""The output items of a response: messages, thoughts and calls, and the events of each."""
+"""Responses API output items: messages, reasoning and function calls, and their stream events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call"
 
 @dataclass
 class _Open:
-    """The item that grows at the moment."""
+    """The item that is being streamed."""
 
     kind: Kind
     place: int
@@ -26,7 +26,7 @@ class _Open:
         self.id = f"{_PREFIX[self.kind]}_{uuid.uuid4().hex}"
 
     def part(self, done: bool) -> dict[str, Any]:
-        """Its one part."""
+        """Its single content part."""
         text = self.text if done else ""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -34,7 +34,7 @@ class _Open:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def item(self, status: str) -> dict[str, Any]:
-        """The item itself."""
+        """The item's JSON."""
         head = {"id": self.id, "type": self.kind, "status": status}
         done = status != "in_progress"
         match self.kind:
@@ -48,11 +48,11 @@ class _Open:
 
 @dataclass
 class Items:
-    """What a response has so far.
+    """The output items of a response so far.
 
     Attributes:
-        done: items that are complete.
-        thought: pieces of text that were thoughts; as good as tokens.
+        done: complete items.
+        thought: number of reasoning deltas, which approximates reasoning tokens.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Items:
     _open: _Open | None = None
 
     def push(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The events of a piece of the answer."""
+        """The events of a parsed delta."""
         current = self._open
         going = [c for c in delta.calls if current is not None and c.index == current.call.index]
         events = [event for call in going for event in self._called(call)]
@@ -73,14 +73,14 @@ class Items:
         return [*events, *(event for call in rest for event in self._called(call))]
 
     def _called(self, call: CallDelta) -> list[dict[str, Any]]:
-        """The events of a piece of a call."""
+        """The events of a piece of a tool call."""
         events = self._grow("function_call", call.arguments, call=call)
         if call.end:
             events += self._end("completed" if call.end == "done" else "incomplete")
         return events
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Ends the item that grows; an answer without any has an empty message."""
+        """Ends the open item; an answer without items gets an empty message."""
         events: list[dict[str, Any]] = []
         if self._open is None and not self.done:
             events += self._begin("message", None)

@@ -1,4 +1,4 @@
-"""/v1/responses."""
+"""Responses API: /v1/responses, whole and streamed (server-sent events)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jinfer.server.schemas.sampling_fields import Sampling
 from jinfer.server.service import Call
 from jinfer.server.stream_frames import refuse, sent
 
-# A field of a chat completion -> what a response calls it.
+# Chat completion field -> its name in the Responses API.
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -43,7 +43,7 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-# Fields of other routes that an answer here has no place for.
+# Fields of other routes that this API does not support.
 _ELSEWHERE: Mapping[str, str] = {
     "response_format": "text.format says it",
     "n_probs": f"log-probabilities are given with include: [{LOGPROBS}]",
@@ -55,7 +55,7 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
-    """Answers a conversation."""
+    """Handles a response request."""
     body = call.body
     if body.stream_options is not None and not body.stream:
         raise invalid("it needs stream: true", "stream_options")
@@ -79,13 +79,13 @@ async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
 
 
 def _failed(error: ApiError) -> bytes:
-    """An error in the middle of a stream."""
+    """Formats an error in the middle of a stream."""
     shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return event({**shown, "sequence_number": 0}, "error")
 
 
 def shows_logprobs(body: ResponseRequest) -> bool:
-    """Whether an answer has log-probabilities."""
+    """Whether the answer has log-probabilities."""
     return LOGPROBS in (body.include or ())
 
 
@@ -104,7 +104,7 @@ async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
 
 
 def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling]:
-    """The prompt; with truncation, of as many of the latest messages as fit. Takes its time."""
+    """Builds the prompt; with truncation, from the latest messages that fit. Slow."""
     asked = as_chat(call.body)
 
     def ignore(field: str, why: str) -> None:
@@ -128,13 +128,13 @@ def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling
 
 
 def _named(field: str) -> str:
-    """What a response calls a field of a chat completion."""
+    """The Responses API's name of a chat completion field."""
     tool = field.replace(".function.", ".", 1) if field.startswith("tools.") else field
     return _NAMES.get(field, tool)
 
 
 def as_chat(body: ResponseRequest) -> ChatRequest:
-    """The same as a chat completion. Raises `ApiError`."""
+    """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
         **{name: one for name, one in body.given().items() if name in Sampling.model_fields},
         "messages": _messages(body),
@@ -166,7 +166,7 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """Items as messages; calls, and what was thought, belong to one turn of the assistant."""
+    """Input items as chat messages; calls and reasoning join one assistant message."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -231,7 +231,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 @dataclass
 class _Response:
-    """A response while it is made."""
+    """A response that is being generated."""
 
     call: Call[ResponseRequest]
     hosted: Hosted
@@ -248,7 +248,7 @@ class _Response:
         self.items = Items()
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """A piece of the answer; gives the events that it becomes."""
+        """Parses a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
         if shows_logprobs(self.call.body):
             entries = figures.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
@@ -256,12 +256,12 @@ class _Response:
         return self.items.push(self._parser.push(chunk.text), entries)
 
     def finish(self) -> list[dict[str, Any]]:
-        """The end of it."""
+        """Parses the end of the answer; returns its events."""
         rest = self._parser.finish(self.status == "incomplete")
         return [*self.items.push(rest, []), *self.items.close(self.status)]
 
     def response(self, status: str) -> dict[str, Any]:
-        """The whole as far as it is known."""
+        """The response object as far as it is known."""
         body = self.call.body
         params = self.job.asked.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -318,7 +318,7 @@ class _Response:
 
 
 async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
-    """The events of a stream, numbered."""
+    """The server-sent events of a stream, with sequence numbers."""
     number = 0
 
     def numbered(one: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The table of routes."""
+"""Routes: the table of all HTTP endpoints."""
 
 from __future__ import annotations
 

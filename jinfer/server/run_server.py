@@ -1,4 +1,4 @@
-"""The process: its socket, its signals, how it begins and ends."""
+"""Server process: sockets, TLS, signals, startup and graceful shutdown (uvicorn)."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from jinfer.server.service import Service
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
-_TELLING = 3  # seconds in which clients are told that their answers end
-_LOOK = 0.1  # seconds between two looks for another signal
-# Seconds that a thread computes while others wait. Five milliseconds, as Python has it, would be
-# twenty for the event loop beside the engine and three workers.
+_TELLING = 3  # seconds to notify clients at shutdown
+_LOOK = 0.1  # seconds between two checks for another signal
+# Interpreter switch interval. Python's default of 5 ms delays the event loop by up to 20 ms when
+# the engine and three workers compute.
 _TURN = 0.001
 
 
 def serve(found: Mapping[str, Any]) -> int:
-    """Runs the service until a signal ends it; returns the exit status.
+    """Runs the server until a signal stops it; returns the exit status.
 
     Raises:
-        SourceError, SpecError: a flag that cannot be.
+        SourceError, SpecError: an invalid flag.
     """
     sys.setswitchinterval(_TURN)
     sources, settings = sources_of(found), settings_of(found)
@@ -55,7 +55,7 @@ def serve(found: Mapping[str, Any]) -> int:
         server.should_exit = True
 
     _check_tls(found)
-    for one in sources:  # before the first of them is loaded
+    for one in sources:  # fails before the first model is loaded
         check(one.path, one.overrides)
     with _listener(found) as listener:
         config = uvicorn.Config(
@@ -76,14 +76,14 @@ def serve(found: Mapping[str, Any]) -> int:
         server = _Server(config, services[0], found["stop_timeout"])
         plain = _is_plain(found["log_format"])
         log = request_log.set_up(plain=plain, level=found["log_level"])
-        progress.show(False)  # what takes long is in the log
+        progress.show(False)  # progress goes to the log instead
         where = _where(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
         if plain and settings.page and not found["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
         if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
             _log.warning("anybody who reaches the port may use it; set --api-key")
-        # uvicorn ends the process by the signal that stopped it, unless somebody handles that.
+        # uvicorn re-raises the signal that stopped it, unless a handler is installed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
@@ -100,9 +100,9 @@ def serve(found: Mapping[str, Any]) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Tells clients whose answers are not done in time, before it lets go of them.
+    """A uvicorn server that ends unfinished streams with an error before it closes connections.
 
-    A second signal ends that time at once.
+    A second signal skips the grace period.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float | None) -> None:
@@ -111,12 +111,12 @@ class _Server(uvicorn.Server):
         self._hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes a signal; uvicorn would go at the second SIGINT, without closing models."""
+        """Records a signal; uvicorn would exit at the second SIGINT without closing the models."""
         self._hurried = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers come to their end, for some time."""
+        """Lets responses finish, within the grace period."""
         self._service.models.admit_nobody()
         ending = asyncio.ensure_future(self._end())
         try:
@@ -131,13 +131,13 @@ class _Server(uvicorn.Server):
         self._service.end_answers()
         while not self._hurried:
             await asyncio.sleep(_LOOK)
-        await asyncio.sleep(_LOOK)  # in which they are told
+        await asyncio.sleep(_LOOK)  # time to send the error
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def _protocol() -> Any:
-    """How HTTP is spoken; without httptools uvicorn takes h11, which speaks HTTP/1.0 too."""
+    """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"
     from jinfer.server.http_protocol import Protocol
@@ -146,23 +146,23 @@ def _protocol() -> Any:
 
 
 def _is_plain(form: str) -> bool:
-    """Whether the log is for a person."""
+    """Whether the log is formatted for a terminal."""
     return form == "text" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
 
 
 def _local(where: str) -> str:
-    """An address as this machine's browser can open it."""
+    """An address that a browser on this machine can open."""
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _last_end(seconds: float | None) -> int | None:
-    """When whoever has not read by then what it was told is cut off."""
+    """The shutdown timeout after which connections are closed."""
     return None if seconds is None else math.ceil(seconds) + _TELLING
 
 
 @contextlib.contextmanager
 def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
-    """A socket that listens. Raises `SourceError`."""
+    """A listening socket. Raises `SourceError`."""
     path = found["uds"]
     where = path or f"{found['host']}:{found['port']}"
     try:
@@ -172,12 +172,12 @@ def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
     own = _identity(Path(path)) if path else None
     with listener:
         yield listener
-    if path and own == _identity(Path(path)):  # not one that somebody has put there since
+    if path and own == _identity(Path(path)):  # unless another process has replaced it since
         Path(path).unlink(missing_ok=True)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file there is."""
+    """Device and inode of a file."""
     with contextlib.suppress(OSError):
         found = path.stat()
         return found.st_dev, found.st_ino
@@ -198,7 +198,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 
 def _unix(path: Path) -> socket.socket:
-    """A socket that this user and group may use; one that a former process left is replaced."""
+    """A Unix socket for this user and group; a stale one is replaced."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
             path.unlink()
@@ -216,7 +216,7 @@ def _unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens at a socket."""
+    """Whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as trial:
         try:
             trial.connect(str(path))
@@ -234,7 +234,7 @@ def _where(listener: socket.socket, tls: bool) -> str:
 
 
 def _check_tls(found: Mapping[str, Any]) -> None:
-    """Raises `SourceError` for files that are missing, or given without a certificate."""
+    """Raises `SourceError` for missing TLS files, or a key without a certificate."""
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
         if found[key] is not None and found[_TLS[0]] is None:
@@ -245,9 +245,9 @@ def _check_tls(found: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
-    """Raises `SourceError` for certificates and keys that cannot be used."""
+    """Raises `SourceError` for unusable certificates and keys."""
     try:
         yield
-    except OSError as error:  # of which SSL's are a kind
+    except OSError as error:  # SSLError is a subclass
         files = ", ".join(found[key] for key in _TLS if found[key])
         raise SourceError(f"{files}: {error}") from None

@@ -1,4 +1,4 @@
-"""Flags of the command line, each of which may come from the environment too."""
+"""Server flags: the command line of `jinfer serve`, and the environment variables beside it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """A command-line flag.
 
     Attributes:
-        names: as on the command line; the first long one gives the environment's name.
+        names: as on the command line; the environment variable is named after the first long one.
         help: one line.
-        kind: makes a value of a text; bool: it is on where it stands; list: any number of them.
-        default: where it is not given.
-        choices: what it may be.
+        kind: converts a text; bool: a switch; list: may be repeated.
+        default: the value if it is not given.
+        choices: the allowed values.
     """
 
     names: tuple[str, ...]
@@ -48,13 +48,13 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """Its name among the options."""
+        """Its key among the parsed options."""
         long = next(name for name in self.names if name.startswith("--"))
         return long.removeprefix("--").replace("-", "_")
 
     @property
     def variable(self) -> str:
-        """Its name in the environment."""
+        """Its environment variable."""
         return PREFIX + self.key.upper()
 
 
@@ -90,7 +90,7 @@ def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
 
 
-# llama-server's and vLLM's names stand beside ours.
+# The names of llama-server and vLLM are accepted as aliases.
 FLAGS: tuple[Flag, ...] = (
     Flag(("--host",), "address to listen at", default="127.0.0.1"),
     Flag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
@@ -176,7 +176,7 @@ FLAGS: tuple[Flag, ...] = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line; what is not given stays out of its result."""
+    """The argument parser; flags that are not given are absent from its result."""
     made = Parser(
         prog=program("jinfer.serve"),
         usage="%(prog)s [SOURCE...] [flags]",
@@ -209,10 +209,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the command line says, and where it says nothing the environment.
+    """The flags of the command line, and of the environment where it has none.
 
     Raises:
-        SourceError: a variable that cannot be.
+        SourceError: an invalid environment variable.
     """
     given = vars(parser().parse_args(arguments))
     found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
@@ -243,7 +243,7 @@ def _value(flag: Flag, text: str) -> Any:
 
 
 def settings_of(found: Mapping[str, Any]) -> Settings:
-    """The service's settings. Raises `SourceError` where keys cannot be read."""
+    """The server's settings. Raises `SourceError` if API keys cannot be read."""
     keys = tuple(found["api_key"])
     if found["api_key_file"]:
         keys += read_keys(Path(found["api_key_file"]))
@@ -266,11 +266,11 @@ def settings_of(found: Mapping[str, Any]) -> Settings:
 
 
 def sources_of(found: Mapping[str, Any]) -> list[Source]:
-    """The models to be served.
+    """The models to serve.
 
     Raises:
-        SourceError: there is none, or two have one name.
-        SpecError: an override that is none.
+        SourceError: there is none, or two have the same name.
+        SpecError: an invalid override.
     """
     named = [*([found["model"]] if found["model"] else []), *found["source"]]
     if not named:
@@ -312,7 +312,7 @@ def _overrides(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(found: Mapping[str, Any]) -> str:
-    """A template, or what is in the file that is named."""
+    """A chat template, or the content of the file that is named."""
     text = found["chat_template"]
     if "{" in text:
         return text
@@ -323,7 +323,7 @@ def _template(found: Mapping[str, Any]) -> str:
 
 
 def _source(text: str, overrides: Mapping[str, Any]) -> Source:
-    """A model by NAME=SOURCE, or by its source alone."""
+    """A model given as NAME=SOURCE, or as a source alone."""
     named = _ALIAS.fullmatch(text)
     if named is not None and not Path(text).exists():
         return Source(named[1], named[2], overrides)
@@ -331,7 +331,7 @@ def _source(text: str, overrides: Mapping[str, Any]) -> Source:
 
 
 def plain_name(source: str) -> str:
-    """What a source is called where nobody names it: its file without the ending, or its folder."""
+    """The default name of a source: its file without the suffix, or its folder."""
     if source.startswith("hf://"):
         return source.removeprefix("hf://")
     path = PurePath(source.partition("://")[2] or source)

@@ -1,4 +1,4 @@
-"""What an operator decides."""
+"""Server settings: the served models and the options of `jinfer serve`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """A model to be served.
+    """A model to serve.
 
     Attributes:
-        name: what requests call it.
-        path: as `LLM` takes it.
+        name: the name that requests use.
+        path: a source as `LLM` takes it.
         overrides: keys of its specification.
     """
 
@@ -24,25 +24,25 @@ class Source:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the service behaves; `jinfer.server.serve_flags` says what each is for.
+    """Options of the server; `jinfer.server.serve_flags` has their help texts.
 
     Attributes:
-        keys: any of them opens the service; none: it is open.
-        max_body: bytes of a request.
-        body_seconds: that a request's body may take to come.
-        send_seconds: that a client may take to read a piece of its answer.
-        timeout: seconds that an answer may take; None: any time.
-        ping: seconds of silence after which a stream gets a comment.
-        retry_after: seconds after which whoever was refused should come again.
-        most_prompts: of one request.
-        log_prompts: whether texts of requests and answers are logged.
-        request_templates: whether a request may bring a chat template along.
-        strict: whether fields that change nothing, and names of models that are not served, are
-            refused.
-        max_loaded: models in memory at a time; None: all.
-        warm_up: whether all programs are made in the background.
-        cors: origins that browsers may call from; "*" for any.
-        page: whether there is a page at /.
+        keys: API keys, any of which is accepted; empty: no key is needed.
+        max_body: bytes of a request body.
+        body_seconds: time limit for receiving a request body.
+        send_seconds: time limit for a client to read a piece of its response.
+        timeout: seconds that an answer may take; None: no limit.
+        ping: seconds of silence after which a stream sends a comment (keep-alive).
+        retry_after: the Retry-After header of refused requests, in seconds.
+        most_prompts: number of prompts of one request.
+        log_prompts: whether prompts and answers are logged.
+        request_templates: whether a request may bring its own chat template.
+        strict: whether fields without effect, and names of models that are not served, are
+            rejected.
+        max_loaded: number of models in memory at a time; None: all.
+        warm_up: whether all programs are compiled in the background.
+        cors: origins that browsers may call from (CORS); "*" for any.
+        page: whether the web page at / is served.
     """
 
     keys: tuple[str, ...] = ()

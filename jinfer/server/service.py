@@ -1,4 +1,4 @@
-"""What all routes share, and what a route is given of a request."""
+"""Service: the state that all routes share, and the context of one request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jinfer.server.model_manager import Hosted, Models
 from jinfer.server.request_runner import Job, Run
 from jinfer.server.server_settings import Settings
 
-# Fields that an answer's grammar may come of.
+# Fields that may need a grammar to be compiled.
 _GRAMMARS = frozenset(
     {
         *("json_schema", "regex", "choice", "grammar", "structured_outputs"),
@@ -30,13 +30,13 @@ _GRAMMARS = frozenset(
 
 @dataclass(frozen=True)
 class Service:
-    """A service that runs.
+    """A running server.
 
     Attributes:
-        settings: what its operator decided.
-        models: what it serves.
-        metrics: what it has done.
-        answers: that are on their way.
+        settings: its options.
+        models: its models.
+        metrics: its metrics.
+        answers: the requests in progress.
     """
 
     settings: Settings
@@ -45,35 +45,35 @@ class Service:
     answers: set[asyncio.Future[None]] = field(default_factory=set)
 
     def end_answers(self, reason: ApiError | None = None) -> None:
-        """Ends all answers; their clients are told why: the service closes, or what is given."""
+        """Cancels all requests, with the reason that clients are told; by default a shutdown."""
         for one in self.answers:
             one.cancel(reason or closing(self.settings.retry_after))
 
     def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
-        """The answers to some prompts, which one request may have twice as many of as slots."""
+        """Makes the runner of a request, with up to twice as many answers at a time as slots."""
         most = 2 * hosted.frontend.engine.scheduler.slots
         watch = Watch(self.metrics, hosted.name)
         return Run(hosted.frontend, jobs, watch, most, self.settings.ping)
 
     async def beside[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The result of what takes its time, done beside the event loop."""
+        """Runs a function in a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
 
     async def prepared[T](self, body: BaseModel, work: Callable[..., T], *args: Any) -> T:
-        """A request made ready to be run, beside the event loop.
+        """Prepares a request in a worker thread.
 
-        One that has a grammar keeps only others that have one waiting.
+        Requests with a grammar have a pool of their own, so that slow ones delay only each other.
         """
         grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
         pool = self.models.compilers if grammar else self.models.workers
         return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
 
     async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The result of what has an engine compute it, and waits for that beside the event loop.
+        """Runs a function that waits for the engine, in a worker thread.
 
         Raises:
-            DeadlineError: it takes longer than an answer may.
+            DeadlineError: it exceeds the time limit of an answer.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -86,14 +86,14 @@ class Service:
 
 @dataclass(frozen=True)
 class Call[B: BaseModel]:
-    """One request.
+    """The context of one request.
 
     Attributes:
-        service: what answers it.
-        body: what was sent.
-        request: its line and headers.
-        id: what the client, or the service, calls it.
-        notes: what the log says of it.
+        service: the server.
+        body: the parsed body.
+        request: Starlette's request, with its headers.
+        id: the request id, from the client or generated.
+        notes: fields for the access log.
     """
 
     service: Service
@@ -103,14 +103,14 @@ class Call[B: BaseModel]:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def note(self, **known: Any) -> None:
-        """Has the log say what is known."""
+        """Adds fields to the access log."""
         self.notes.update({name: value for name, value in known.items() if value is not None})
 
     def ignore(self, field: str, why: str) -> None:
-        """Tells the client and the log of a field that changes nothing.
+        """Reports a field without effect to the client and the log.
 
         Raises:
-            ApiError: the service is strict.
+            ApiError: the server is strict.
         """
         if self.service.settings.strict:
             raise unsupported(why, field)

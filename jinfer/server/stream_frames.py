@@ -1,4 +1,4 @@
-"""What the streams of several routes have in common."""
+"""Streaming helpers: checks, chunk objects and final events shared by the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinfer.server.schemas.schema_base import StreamOptions
 
 
 def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | None) -> None:
-    """Raises `ApiError` where options of a stream are given without one, or cannot be."""
+    """Raises `ApiError` if stream options are given without a stream, or are invalid."""
     if stream:
         if body.best_of is not None and body.best_of > (body.n or 1):
             raise invalid("the best of several answers is known only at the end", "best_of")
@@ -28,7 +28,7 @@ def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | N
 
 
 def refuse(body: Sampling, **reasons: str) -> None:
-    """Raises `ApiError` where a field is set that a route has no use for, with the reason."""
+    """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():
         if getattr(body, name):
             raise unsupported(reason, name)
@@ -42,7 +42,7 @@ def framed(
     options: StreamOptions | None,
     choices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """A piece of a stream; with usage to come at its end, the key for it is in all of them."""
+    """A streamed chunk object; with `include_usage`, all chunks have the key `usage`."""
     data = {
         "id": id,
         "object": kind,
@@ -56,12 +56,12 @@ def framed(
 def choice(
     index: int, content: Mapping[str, Any], reason: str | None, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a piece has of one answer."""
+    """One entry of a chunk's `choices`."""
     return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
 
 
 def so_far(job: Job, options: StreamOptions | None, usage: Usage) -> dict[str, Any]:
-    """The figures that each piece of an answer has, where they are asked for."""
+    """The usage and timings of a chunk, if requested."""
     found: dict[str, Any] = {}
     if options is not None and options.continuous_usage_stats:
         found["usage"] = figures.usage([job], {0: usage})
@@ -71,14 +71,14 @@ def so_far(job: Job, options: StreamOptions | None, usage: Usage) -> dict[str, A
 
 
 def sent(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
-    """What a client gets of a batch of `Run.pieces`: a ping where nothing came for some time."""
+    """The bytes for a batch of `RequestRunner.pieces`; a ping if nothing came for some time."""
     return b"".join(events) or (PING if batch is not None and not batch else b"")
 
 
 def ended(
     options: StreamOptions | None, frame: dict[str, Any], jobs: Sequence[Job], run: Run
 ) -> bytes:
-    """The event after the last piece: the usage where it was asked for, and llama.cpp's timings."""
+    """The final event: the usage, if requested, and llama.cpp's timings."""
     if options is None or not options.include_usage:
         return b""
     usage = figures.usage(jobs, run.usages)

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, as completions' log-probabilities say it."""
+"""Text offsets: where tokens begin in a text, for the log-probabilities of completions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jinfer.tokenizer.tokenizer_base import valid_text
 
 
 def places(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
-    """Where each token begins in the text that they become.
+    """The offset of each token in the decoded text.
 
-    Those inside a character begin where it does. The detokenizer takes them in.
+    A token that continues a character has that character's offset. Advances the detokenizer.
     """
     found = []
     for id in ids:
@@ -25,10 +25,10 @@ def places(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
 
 
 class Offsets:
-    """Where the tokens of an answer begin in its text, while it comes."""
+    """Text offsets of an answer's tokens, incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
-        """Of the answer to a request; without a tokenizer it has no text."""
+        """Begins the answer to a request; without a tokenizer all offsets are 0."""
         self._detokenizer = None
         self._shown = 0
         if tokenizer is not None:
@@ -38,11 +38,11 @@ class Offsets:
             )
 
     def of(self, ids: Sequence[int], text: str = "", *, ended: bool = False) -> list[int]:
-        """The places of further tokens.
+        """The offsets of more tokens.
 
         Args:
-            text: what was shown with them; a stop text may still be in doubt.
-            ended: no more will be shown: what was not is at the end.
+            text: the text shown with them; part may be held back for a stop text.
+            ended: no more text follows, so tokens that were not shown are at the end.
         """
         self._shown += len(text)
         if self._detokenizer is None:
@@ -54,13 +54,13 @@ class Offsets:
 def places_in(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], *, last: bool = False
 ) -> list[int]:
-    """Where the tokens of a text begin in it, which may name special tokens.
+    """The offset of each token in a text that may name special tokens.
 
-    Where a tokenizer changes what it reads, a place is as far from the beginning as the tokens
-    before it are long; never beyond the end.
+    Where the tokenizer normalizes the text, an offset is the length of the tokens before it, at
+    most the text's length.
 
     Args:
-        last: they may be only its last ones.
+        last: the tokens may be only the last ones of the text.
     """
     data = valid_text(text).encode()
     begins = [0, *accumulate(len(letter.encode()) for letter in valid_text(text))]
@@ -69,7 +69,7 @@ def places_in(
     for id in ids:
         own = tokenizer.spelled(id)
         if tokenizer.is_control(id) and not data.startswith(own, at):
-            own = b""  # what the tokenizer puts around a text
+            own = b""  # bytes that the tokenizer adds around a text
         if at == 0 and tokenizer.strip_space and not data.startswith(own):
             own = own.removeprefix(b" ")
         found.append(bisect_right(begins, at) - 1)

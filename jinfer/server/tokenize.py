@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template."""
+"""Tokenization API: /tokenize, /detokenize, /apply-template and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinfer.server.server_settings import Settings
 from jinfer.server.service import Call
 from jinfer.tokenizer import Tokenizer
 
-# What belongs to each of the ways to ask.
+# Fields that belong to each kind of input.
 _OF = {
     "content": {"add_special", "parse_special", "with_pieces"},
     "prompt": {"add_special_tokens", "return_token_strs"},
@@ -38,7 +38,7 @@ _OF = {
 
 
 async def tokenize(call: Call[TokenizeRequest]) -> Reply:
-    """The tokens of a text or a conversation."""
+    """Tokenizes a text or a conversation."""
     given = call.body.given()
     named = [name for name in _OF if name in given]
     if len(named) != 1:
@@ -53,7 +53,7 @@ async def tokenize(call: Call[TokenizeRequest]) -> Reply:
 
 
 async def tokenizer_info(call: Call[Any]) -> Reply:
-    """What vLLM says of a tokenizer."""
+    """Describes a tokenizer, as vLLM does."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         opened, tokenizer = hosted.frontend.opened, hosted.frontend.opened.tokenizer
         if tokenizer is None:
@@ -77,7 +77,7 @@ async def tokenizer_info(call: Call[Any]) -> Reply:
 def _content(
     body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
 ) -> dict[str, Any]:
-    """llama.cpp's way."""
+    """Tokenizes a text, as llama.cpp does."""
     tokenizer = frontend.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
     ids: list[int] = []
@@ -96,7 +96,7 @@ def _content(
 
 
 def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
-    """A token's text; its bytes where these are no text."""
+    """A token's text; its bytes if they are not valid UTF-8."""
     data = tokenizer.spelled(id)
     try:
         return data.decode()
@@ -107,7 +107,7 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
 def _prompt(
     body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
 ) -> dict[str, Any]:
-    """vLLM's way."""
+    """Tokenizes a text, as vLLM does."""
     special = body.add_special_tokens is not False
     ids = frontend.tokenizer.encode(body.prompt or "", special=special)
     return _listed(body, frontend, ids)
@@ -116,7 +116,7 @@ def _prompt(
 def _messages(
     body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
 ) -> dict[str, Any]:
-    """vLLM's way with a conversation."""
+    """Tokenizes a conversation, as vLLM does."""
     if body.add_special_tokens:
         raise invalid("the chat template says what stands around a text", "add_special_tokens")
     names = _OF["messages"] & Rendering.model_fields.keys() | {"messages"}
@@ -138,7 +138,7 @@ _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
 
 
 async def detokenize(call: Call[DetokenizeRequest]) -> Reply:
-    """The text of tokens."""
+    """Decodes token ids."""
     async with call.service.models.use(call.body.model) as hosted:
         frontend = hosted.frontend
         try:
@@ -150,7 +150,7 @@ async def detokenize(call: Call[DetokenizeRequest]) -> Reply:
 
 
 async def apply_template(call: Call[TemplateRequest]) -> Reply:
-    """The prompt that a conversation becomes."""
+    """Renders the chat template of a conversation."""
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
         given = call.body, hosted.frontend, settings, call.ignore

@@ -1,4 +1,4 @@
-"""How the answers to a request are read, and what makes wanted calls come."""
+"""Tool calling: chooses the output parser of a request, and the grammar that forces tool calls."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
 from jinfer.server.tool_parsers.parser_registry import format_of, shown, thinking_of
 from jinfer.server.tool_parsers.reasoning import State, Thinking
 
-_TAIL = 16  # tokens at a prompt's end that tell whether it has begun a thought
+_TAIL = 16  # tokens at a prompt's end that show whether it opens a reasoning block
 
 
 def tooling(
     body: Rendering, parallel: bool, frontend: Frontend, prompt: list[int], ignore: Ignore
 ) -> Tooling:
-    """Chooses how the answers to a request are read; takes its time.
+    """Chooses how answers are parsed and constrained. Slow: call it in a worker thread.
 
     Args:
-        body: has the tools, and which of them is to be called.
-        parallel: whether several may be called at once.
-        frontend: of the model, whose chat template says how it writes calls.
-        prompt: tells whether the answer begins in the middle of a thought.
-        ignore: is told of what calls that have to come do not keep to.
+        body: the tools and the tool choice.
+        parallel: whether several calls are allowed (`parallel_tool_calls`).
+        frontend: the model's session, whose chat template determines the call format.
+        prompt: the token ids; the answer may begin inside reasoning.
+        ignore: records schema keywords that a forced call does not enforce.
 
     Raises:
-        ApiError: tools that cannot be, or none where one is to be called.
+        ApiError: invalid tools, or none where a call is required.
     """
     offer = offered(body)
     tools = offer.tools
@@ -66,7 +66,7 @@ def tooling(
         return Machine(partial(_read, how, tools, thinking, state), output, bound=offer.wanted)
 
     def calling(tools: Tools, schema: Any = None) -> str:
-        """The grammar of an answer that calls some tools, or is JSON of a schema."""
+        """The grammar of an answer that calls some tools, or matches a JSON schema."""
         lark = Lark(tokenizer)
         thought = "" if thinking is None else thinking.grammar(lark, state)
         ways = [how.grammar(lark, tools, template, several)] if tools else []
@@ -92,7 +92,7 @@ def tooling(
 
 
 def _state(thinking: Thinking, body: Rendering, tail: str) -> State:
-    """Where the prompt leaves the model."""
+    """Whether the prompt leaves the model inside, after or before reasoning."""
     if body.continue_final_message:
         content = body.messages[-1].content
         said = content if isinstance(content, str) else ""
@@ -108,7 +108,7 @@ def _read(
     reader: Reader,
     out: Output,
 ) -> Reading[None]:
-    """Reads an answer: what was thought, then calls and content."""
+    """Parses an answer: reasoning first, then tool calls and content."""
     if thinking is not None:
         yield from thinking.read(reader, out, state)
     if tools or how.thinks:

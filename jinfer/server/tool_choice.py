@@ -1,4 +1,4 @@
-"""The tools that an answer may call, and the grammar of an answer that calls some of them."""
+"""Tool choice: the tools that an answer may or must call, and the grammar of such an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jinfer.server.tool_parsers.json_calls import Tools
 from jinfer.server.tool_parsers.lark_grammar import parameters
 from jinfer.tokenizer import Tokenizer
 
-_MOST_TRIALS = 32  # schemas of one request that are compiled to find what cannot be kept
+_MOST_TRIALS = 32  # schemas of one request that are compiled to find what cannot be enforced
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Offered:
     """The tools of a request.
 
     Attributes:
-        tools: name -> schema of the arguments, as it was sent.
-        places: name -> where in the request that schema is.
-        wanted: whether one of them has to be called.
+        tools: name -> JSON schema of the arguments, as sent.
+        places: name -> path of that schema in the request.
+        wanted: whether a call is required.
     """
 
     tools: Tools
@@ -36,18 +36,18 @@ class Offered:
     def grammar(
         self, tokenizer: Tokenizer, made: Callable[[Tools], str], ignore: Ignore
     ) -> tuple[Tools, str]:
-        """A grammar with calls in it, which can be compiled; takes its time.
+        """Compiles a grammar with tool calls. Slow: call it in a worker thread.
 
         Args:
-            made: the grammar of an answer that may call some tools.
-            ignore: is told of keywords of schemas that are not kept to.
+            made: makes the grammar of an answer that may call some tools.
+            ignore: records schema keywords that cannot be enforced.
 
         Returns:
-            The tools with the schemas that bind, and the grammar.
+            The tools with the schemas that are enforced, and the grammar.
 
         Raises:
-            ApiError: the schema of a tool is none, or cannot be kept to.
-            ConstraintError: something else in the grammar cannot be.
+            ApiError: a tool's schema is invalid or cannot be enforced.
+            ConstraintError: another part of the grammar is invalid.
         """
 
         def compiled(tools: Tools) -> str:
@@ -81,7 +81,7 @@ class Offered:
             raise
 
     def _less(self, way: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
-        """The tools with schemas less what a way leaves out, which is told."""
+        """The tools with relaxed schemas; records what was left out."""
         found: dict[str, Mapping[str, Any]] = {}
         for name, schema in self.tools.items():
             try:
@@ -99,10 +99,10 @@ class Offered:
 
 
 def offered(body: Rendering) -> Offered:
-    """The tools that an answer to a request may call.
+    """The tools that an answer may call.
 
     Raises:
-        ApiError: two of one name, or none where one is wanted.
+        ApiError: two tools with the same name, or no tool where a call is required.
     """
     wanted = body.tool_choice
     if wanted == "none":

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry, where its package is installed; else nothing."""
+"""Tracing: OpenTelemetry spans, if its package is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @cache
 def _tracer() -> Any:
-    """The tracer of the program's own provider; None without the package."""
+    """The tracer of the application's provider; None without the package."""
     if importlib.util.find_spec("opentelemetry") is None:
         return None
     from opentelemetry import trace
@@ -21,10 +21,10 @@ def _tracer() -> Any:
 
 @contextlib.contextmanager
 def span(name: str, headers: Mapping[str, str], notes: dict[str, Any]) -> Iterator[None]:
-    """A span of a request, child of the one that its headers name.
+    """A span of a request, a child of the one in its headers (traceparent).
 
     Args:
-        notes: what is known at its end; numbers and words become attributes.
+        notes: attributes set at the end; only numbers and strings are recorded.
     """
     tracer = _tracer()
     if tracer is None:

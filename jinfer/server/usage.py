@@ -1,4 +1,4 @@
-"""Usage, timings and log-probabilities in the forms that clients read."""
+"""Usage, timings and log-probabilities in the formats of OpenAI, vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinfer.tokenizer import Tokenizer
 
 
 def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
-    """Tokens of all answers; a prompt with several of them counts once."""
+    """The usage of a request; a prompt with several answers counts once."""
     prompt = sum(len(job.ids) for job in jobs)
     cached, number = 0, 0
     for job in jobs:
@@ -31,7 +31,7 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
 
 
 def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
-    """Tokens of a request."""
+    """Token counts in OpenAI's format."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
@@ -41,13 +41,13 @@ def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
 
 
 def timings(of: Usage) -> dict[str, Any]:
-    """llama.cpp's figures of one answer."""
+    """llama.cpp's timings of one answer."""
     computed = of.prompt_tokens - of.cached_tokens
     prefill = max(0.0, of.prefill_seconds - of.queue_seconds)
     return {
         "cache_n": of.cached_tokens,
         **_rates("prompt", computed, prefill),
-        # The time begins with the first token, which belongs to the prompt's.
+        # The decode time starts at the first token, which belongs to the prompt's time.
         **_rates("predicted", of.completion_tokens, of.decode_seconds, first=1),
     }
 
@@ -63,10 +63,10 @@ def _rates(name: str, count: int, seconds: float, first: int = 0) -> dict[str, A
 
 
 def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
-    """A token's own text, with the space before it, which `decode` may leave out.
+    """A token's own text, including a leading space, which `decode` may omit.
 
     Args:
-        as_id: its id in vLLM's words instead, which tells tokens apart whose texts are alike.
+        as_id: vLLM's "token_id:N" instead, which tells tokens with equal texts apart.
     """
     if as_id:
         return f"token_id:{id}"
@@ -74,7 +74,7 @@ def token_text(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str
 
 
 def token_key(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
-    """A token's text, or its bytes where it is a part of a character: no two are alike."""
+    """A token's text, or its bytes if it is part of a character, so that keys are unique."""
     if as_id:
         return token_text(tokenizer, id, as_id)
     if tokenizer is None:
@@ -97,14 +97,14 @@ def _entry(tokenizer: Tokenizer | None, one: TokenLogprob, as_ids: bool) -> dict
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's word for what cannot be is -9999."""
+    """Replaces -inf, which JSON lacks, by OpenAI's -9999."""
     return max(logprob, -9999.0)
 
 
 def chat_logprobs(
     tokenizer: Tokenizer | None, entries: Iterable[TokenLogprob], as_ids: bool | None = False
 ) -> list[dict[str, Any]]:
-    """The tokens of an answer as chat completions show them, by text or by id."""
+    """Log-probabilities in the format of chat completions, by text or by id."""
     named = bool(as_ids)
     return [
         {
@@ -116,7 +116,7 @@ def chat_logprobs(
 
 
 def ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
-    """vLLM's form: by id, each with its rank among those that are listed."""
+    """Log-probabilities in vLLM's format: by id, each with its rank among those listed."""
     found = {
         str(other.id): {"logprob": finite(other.logprob), "rank": rank}
         for rank, other in enumerate(one.top, 1)

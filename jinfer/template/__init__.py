@@ -1,4 +1,4 @@
-"""Conversations and queries to prompts: Jinja chat templates, and Inferflow's template language."""
+"""Prompt templates: chat templates (Jinja), and Inferflow's template language."""
 
 from jinfer.template.chat_template import ChatTemplate, find_chat_template
 from jinfer.template.inferflow_template import PromptTemplate

@@ -1,4 +1,4 @@
-"""Chat templates in Jinja, as checkpoints bring them: messages to the text of a prompt."""
+"""Chat templates (Jinja), as checkpoints bring them: messages to the text of a prompt."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jinfer.template.sandboxed_render import compile_there, render_there
 from jinfer.template.template_errors import TemplateError
 
 _MAX_SOURCE = 1_000_000  # characters
-_MAX_COMPILED_HERE = 1 << 15  # characters; the longest known has half of that
+_MAX_COMPILED_HERE = 1 << 15  # characters; the longest known template has half of that
 _MAX_FILE = 16 << 20  # bytes; tokenizer_config.json lists added tokens too
 _DEFAULT = "default"
 
 
 class ChatTemplate:
-    """A compiled chat template; may be rendered by several threads at once."""
+    """A compiled chat template; thread-safe."""
 
     def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
-        """Compiles a template, unless it has been compiled before.
+        """Compiles a template; templates are cached by source.
 
         Args:
-            source: Jinja; see `jinfer.template.jinja_sandbox` for what is bounded.
-            variables: what every rendering knows, such as bos_token and eos_token.
+            source: Jinja; `jinfer.template.jinja_sandbox` has its limits.
+            variables: variables of every rendering, such as bos_token and eos_token.
 
         Raises:
             TemplateError: a syntax error, with its line.
@@ -49,18 +49,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The prompt for a conversation.
+        """Renders the prompt of a conversation.
 
         Args:
             messages: mappings with "role", "content" and whatever else the template reads.
             tools: JSON schemas of functions.
-            documents: for templates of retrieval.
+            documents: documents for retrieval (RAG) templates.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            extra: further variables, before those of the constructor.
+            extra: further variables, which override those of the constructor.
 
         Raises:
-            TemplateError: the template refuses the conversation, fails on it, or goes past the
-                limits of `jinfer.template.template_limits` (a second, 16 million characters).
+            TemplateError: the template rejects the conversation, fails, or exceeds the limits of
+                `jinfer.template.template_limits` (a second, 16 million characters).
         """
         names = {
             **self.variables,
@@ -74,8 +74,7 @@ class ChatTemplate:
 
 
 class _Ready:
-    """A template by its source. It is rendered here, until it does what only its own process may:
-    from then on, there."""
+    """A template, rendered in this process until a rendering needs the sandbox, then always there."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -93,16 +92,16 @@ class _Ready:
         return render_there(self._source, names, template_limits.MAX_SECONDS)
 
 
-_ready = lru_cache(maxsize=32)(_Ready)  # a conversation has a template anew for each answer
+_ready = lru_cache(maxsize=32)(_Ready)  # conversations recreate their template for each answer
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
-    """The chat template of a checkpoint; None where it has none.
+    """The source of a checkpoint's chat template; None if it has none.
 
     Args:
-        source: a folder (chat_template.jinja, chat_template.json, tokenizer_config.json, and
-            additional_chat_templates/*.jinja, in this order) or the metadata of a GGUF file.
-        name: one of several named templates ("tool_use", "rag"); the default one if not given.
+        source: a folder (chat_template.jinja, chat_template.json, tokenizer_config.json and
+            additional_chat_templates/*.jinja, in this order) or a GGUF file's metadata.
+        name: one of several named templates ("tool_use", "rag"); None: the default one.
 
     Raises:
         TemplateError: a file that cannot be read.

@@ -1,7 +1,8 @@
-"""What a single call of a string method, filter or operator may grow to, known before it runs.
+"""Template sandbox: bounds the result of string methods, filters and operators before they run.
 
-Loops are stopped by the clock; these calls are one step each, and some of them multiply. Those that
-templates use every day are linear in what they are given; all others are `heavy`.
+Loops are stopped by the clock, but these calls are single steps, and some multiply their input.
+Calls that common templates use are linear in their input; all others need the sandbox process
+(`require_sandbox`).
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from jinfer.template.template_limits import (
 )
 
 _WIDE_BRACE = re.compile(r"[:.][^{}]*\d{4}|\{[^{}]*\{")  # {:9999}, {:{width}}
-_WIDTHS = re.compile(r"[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")  # after % and, in brackets, a name
+_WIDTHS = re.compile(r"[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")  # after % and a name in parentheses
 _MAX_DIGITS = 3  # of a width
-_MAX_ROUND = 308  # decimals of a number
-_MAX_STRIPPED = 64  # different characters that `strip` looks for
-_MAX_COUNT = 10_000  # of slices, batches, and the like
+_MAX_ROUND = 308  # decimal places
+_MAX_STRIPPED = 64  # different characters that `strip` removes
+_MAX_COUNT = 10_000  # of slices, batches, ...
 _MAX_INDENT = 16
-_MAX_LETTERS = 10_000  # of a text whose letters are taken as items
-_MAX_NAME = 256  # characters of an attribute that each item is asked for
-_CONSUMERS = (  # filters that keep all that an iterator gives
+_MAX_LETTERS = 10_000  # of a text that is iterated as characters
+_MAX_NAME = 256  # characters of an attribute name that is looked up in each item
+_CONSUMERS = (  # filters that collect an iterator
     *("list", "join", "sort", "unique", "groupby", "batch", "slice", "sum", "reverse", "last"),
     *("min", "max"),
 )
-_EACH = {  # filters that do something with each item, in C, where no clock is looked at
+_EACH = {  # filters that loop over items in C, without a clock check
     *("groupby", "list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr"),
     *("sort", "sum", "unique"),
 }
@@ -58,15 +59,15 @@ Arguments = tuple[Any, ...]
 
 
 def iterators(args: Arguments) -> Arguments:
-    """The arguments with lists for iterators, for a callee that keeps what they give."""
+    """The arguments with iterators replaced by lists, for a callee that collects them."""
     return tuple(collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
 
 
 def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
-    """Checks a method call on a plain value; gives the arguments to call it with.
+    """Checks a method call on a plain value; returns the arguments to call it with.
 
     Raises:
-        TemplateError: the result would be too large, or the method is of no use in a template.
+        TemplateError: the result would be too large, or the method is not allowed.
     """
     if isinstance(owner, bytes | bytearray | memoryview) or name == "to_bytes":
         raise TemplateError(f"the template calls {name} of bytes, which is not allowed")
@@ -80,7 +81,7 @@ def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) ->
 
 
 def _strip(args: Arguments) -> None:
-    """Each character is looked for among those that are stripped."""
+    """`strip` compares each character with all that are stripped."""
     if any(isinstance(arg, str) and len(arg) > _MAX_STRIPPED for arg in args):
         heavy()
 
@@ -134,7 +135,7 @@ _METHODS: dict[str, Callable[[str, Arguments, Mapping[str, Any]], Arguments]] = 
 
 
 def operator(symbol: str, left: Any, right: Any) -> None:
-    """Checks `left <symbol> right`. Raises: TemplateError: the result would be too large."""
+    """Checks `left <symbol> right`. Raises `TemplateError` if the result would be too large."""
     check()
     if symbol in ("**", "//", "/"):
         heavy()
@@ -158,19 +159,19 @@ def percent(text: str, values: Any) -> None:
     at = text.find("%")
     while at >= 0:
         found = _WIDTHS.match(text, _after_name(text, at + 1))
-        assert found is not None  # it may match nothing at all
+        assert found is not None  # the pattern can match the empty string
         for width in found.groups():
             if width == "*" or (width and len(width) > _MAX_DIGITS):
                 reason = "the template formats with a width of thousands or a computed one"
                 raise TemplateError(reason)
-        # Two signs are one of the text; of anything else, the sign itself was looked at.
+        # %% is a literal percent sign; other conversions were checked above.
         at = text.find("%", max(found.end() + text.startswith("%", found.end()), at + 1))
     allow(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
     heavy()
 
 
 def _after_name(text: str, at: int) -> int:
-    """Where a conversion goes on after a name in brackets, which may have brackets in it."""
+    """The index after a parenthesized name, which may contain parentheses."""
     if not text.startswith("(", at):
         return at
     depth = 0
@@ -182,7 +183,7 @@ def _after_name(text: str, at: int) -> int:
 
 
 def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
-    """Checks a filter's call, its value first; gives the arguments to call it with.
+    """Checks a filter call, with its value first; returns the arguments to call it with.
 
     Raises:
         TemplateError: the result would be too large.
@@ -224,7 +225,7 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
 
 
 def _each(value: Any, rest: Arguments) -> None:
-    """A text is a list of letters, too, and may be far longer than any list here."""
+    """A string is also a sequence of characters, and may be longer than any list."""
     if isinstance(value, str) and len(value) > _MAX_LETTERS:
         heavy()
     if any(isinstance(arg, str) and len(arg) > _MAX_NAME for arg in rest):
@@ -258,7 +259,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: no HTML escapes, letters of every script as they are."""
+    """JSON as chat templates expect it: no HTML escapes, non-ASCII characters as they are."""
     measure(value)
     if indent is not None and not (isinstance(indent, int) and indent <= _MAX_INDENT):
         raise TemplateError(f"the template indents JSON by more than {_MAX_INDENT}")
@@ -271,7 +272,7 @@ def to_json(
         return encoder.encode(value)
     chunks: list[str] = []
     size = 0
-    for chunk in encoder.iterencode(value):  # in pieces: deep values indent far
+    for chunk in encoder.iterencode(value):  # indentation can make it long
         size += len(chunk)
         if size > MAX_SIZE:
             allow(size)

@@ -1,25 +1,25 @@
-"""Prompt templates in Inferflow's language: text with tokens in braces.
+"""Inferflow's prompt templates: text with placeholders and tokens in braces.
 
     {bos}[INST] {query} [/INST]          {<|im_start|>}user{\\n}{query}{<|im_end|>}
 
-In braces stands
+Braces contain
 
 - `query` or `question`, `_query` or `_question` (with a space before it), `system_prompt`;
-- `res_prefix` or `answer`: the answer. Where a template does not have it, it comes at the end;
-- `turn`: what stands before it stands once, at the beginning; what follows it is a turn;
+- `res_prefix` or `answer`: the answer. Without either, it comes at the end;
+- `turn`: what stands before it comes once, at the beginning; what follows is repeated per turn;
 - `round`: the number of the turn, from 1;
 - `bos`, `eos`, `user_token`, `assistant_token` (generation_config.json's user_token_id and
   assistant_token_id), `#` and an id, or the name of any token of the vocabulary;
 - `\\n` or `\\t`: that character.
 
-`{{` and `}}` are braces of the text. The text between two tokens, with what is filled in, is
-tokenized as one; special tokens written in the template's own text become their ids, those in what
-is filled in stay text.
+`{{` and `}}` are literal braces. The text between two tokens, including filled-in values, is
+tokenized as one piece. Special tokens in the template's own text become their ids; in filled-in
+values they stay text.
 
 Without `{turn}` the whole template is a turn, nothing may follow its answer, and past turns end
-with EOS. With `{turn}` nothing is added: what follows the answer ends past turns, and their answers
-are written without white space around them. Where there are both `{res_prefix}` and `{answer}`, the
-last turn ends at the former, and past answers stand in place of the latter.
+with EOS. With `{turn}` nothing is added: what follows the answer ends past turns, and past answers
+are stripped of white space. With both `{res_prefix}` and `{answer}`, the last turn ends at the
+former, and past answers replace the latter.
 
     {bos}{turn}Question {round}: {query}\n\nAnswer: {answer}\n\n
 """
@@ -48,33 +48,33 @@ _SLOTS = {
     "answer": "answer",
 }
 _NAMED_IDS = ("bos", "eos", "user_token", "assistant_token")
-_SPACE_LETTERS = ("▁", "Ġ")  # how vocabularies write a space in a token's name
+_SPACE_LETTERS = ("▁", "Ġ")  # how vocabularies write a leading space
 
 
 @dataclass(frozen=True)
 class Literal:
-    """Text of the template itself."""
+    """Literal text of the template."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for text, or a mark between parts: a value of `_SLOTS`."""
+    """A placeholder or a marker: a value of `_SLOTS`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class TokenId:
-    """A token by its number."""
+    """A token given by its id."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class TokenName:
-    """A token by its role (bos, eos, ...) or by its name in the vocabulary."""
+    """A token given by its role (bos, eos, ...) or its name in the vocabulary."""
 
     name: str
 
@@ -88,13 +88,13 @@ _ANSWERS = (_PREFIX, _ANSWER)
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A template that has been read.
+    """A parsed template.
 
     Attributes:
-        source: its text, for messages.
-        once: what stands before the first turn.
-        parts: of the last turn, up to its answer.
-        past: of a turn that has been answered.
+        source: its text, for errors.
+        once: parts before the first turn.
+        parts: parts of the last turn, up to its answer.
+        past: parts of an answered turn.
     """
 
     source: str
@@ -104,7 +104,7 @@ class PromptTemplate:
 
     @classmethod
     def parse(cls, text: str) -> PromptTemplate:
-        """Reads a template. Raises: TemplateError: braces that do not match, a bad id."""
+        """Parses a template. Raises `TemplateError` for unbalanced braces or a bad id."""
         parts: list[Part] = []
         for match in _PIECE.finditer(text):
             piece, name = match[0], match[1]
@@ -132,7 +132,7 @@ class PromptTemplate:
 
     @property
     def has_system_prompt(self) -> bool:
-        """Whether there is a place for a system prompt."""
+        """Whether there is a placeholder for a system prompt."""
         return Slot("system_prompt") in (*self.once, *self.parts)
 
     def encode(
@@ -143,10 +143,10 @@ class PromptTemplate:
         system_prompt: str = "",
         res_prefix: str = "",
     ) -> list[int]:
-        """Token ids of a prompt; nothing is added that the template does not say.
+        """The token ids of a prompt; no special tokens beyond the template's are added.
 
         Raises:
-            TemplateError: a token that the vocabulary does not have.
+            TemplateError: a token that the vocabulary lacks.
         """
         values = _values(query, system_prompt, res_prefix, 1)
         return self._encode(tokenizer, [((*self.once, *self.parts, _PREFIX), values)])
@@ -154,15 +154,15 @@ class PromptTemplate:
     def encode_chat(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, special: bool = False
     ) -> list[int]:
-        """Token ids of a conversation.
+        """The token ids of a conversation.
 
-        A system message may come first: it fills `{system_prompt}` before or in the first turn, or,
-        where there is no such place, precedes the first query with an empty line between. A last
-        message of the assistant is the beginning of the answer.
+        A system message may come first: it fills `{system_prompt}` or, without that placeholder,
+            precedes the first query with an empty line between. A trailing assistant message is the
+            beginning of the answer.
 
         Args:
             messages: mappings of "role" (system, user, assistant) and "content".
-            special: special tokens that are written in the messages count as such.
+            special: parse special tokens that are written in the messages.
 
         Raises:
             TemplateError: other roles, or roles that do not alternate.
@@ -180,7 +180,7 @@ class PromptTemplate:
     def _encode(
         self, tokenizer: Tokenizer, filled: Iterable[_Filled], special: bool = False
     ) -> list[int]:
-        """Ids of parts that follow each other, each with the values of its slots."""
+        """The ids of consecutive parts, each with the values of its slots."""
         sections: list[int | str] = []
         for parts, values in filled:
             for part in parts:
@@ -248,7 +248,7 @@ def _part(source: str, name: str) -> Part:
 
 
 def _cut(parts: Sequence[Part], marks: Sequence[Slot]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """What stands before the first of some marks, and what follows it."""
+    """The parts before the first of some markers, and those after it."""
     place = next((place for place, part in enumerate(parts) if part in marks), len(parts))
     return tuple(parts[:place]), tuple(parts[place + 1 :])
 
@@ -266,7 +266,7 @@ def _values(query: str, system: str, answer: str, number: int) -> dict[str, str]
 
 
 def _append(sections: list[int | str], piece: int | str) -> None:
-    """Adds a piece; texts that meet become one."""
+    """Adds a piece; adjacent texts are joined."""
     if isinstance(piece, str) and sections and isinstance(sections[-1], str):
         sections[-1] += piece
     elif piece != "":

@@ -1,8 +1,8 @@
-"""Jinja for templates that are not trusted: a sandbox that also bounds time and memory.
+"""Jinja sandbox: runs untrusted templates with bounded time and memory.
 
-Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It
-does not stop one that loops or grows without end. Here every loop, macro and call looks at the
-clock, all that is written is counted, and whatever could grow in one step is checked before.
+Jinja's own sandbox protects Python's internals and the template's input, but does not stop a
+template that loops or grows without end. Here every loop, macro and call checks the clock, all
+output is counted, and whatever could grow in one step is checked first.
 """
 
 # ruff: noqa: N802, N815 - Jinja finds the methods of a visitor by the names of its nodes
@@ -26,16 +26,15 @@ from jinfer.template import growth_guards
 from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import MAX_BITS, allow, check, made, measure, write
 
-# Of no use in a prompt, and not bounded by what they are given.
+# Of no use in a prompt, and unbounded in their arguments.
 _REMOVED_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint", "striptags")
 _REMOVED_GLOBALS = ("lipsum",)
-# Whose methods are looked at before they are called.
+# Types whose methods are checked before they are called.
 _VALUES = (str, bytes, bytearray, memoryview, int, float, list, tuple, dict, set, frozenset)
 
 
 class Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's words for training; here its
-    body is all there is."""
+    """The tag `{% generation %}`, which marks assistant tokens for training: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and the type are Jinja's
 
@@ -45,12 +44,12 @@ class Generation(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of chat templates. Rendering must happen inside `limits.limited()`."""
+    """The Jinja environment of chat templates. Render inside `template_limits.limited()`."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
-        # Constant folding would run filters while compiling, with no clock.
+        # Constant folding would run filters at compile time, without a clock.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -74,7 +73,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _compile(self, source: str, filename: str) -> CodeType:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's words about 1[2], which nobody here wrote
+            warnings.simplefilter("ignore")  # SyntaxWarnings, as about 1[2]
             return super()._compile(source, filename)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -103,7 +102,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _sized(value: Any) -> Any:
-    """The value, counted, unless it is too large."""
+    """Checks and counts a value's size."""
     if isinstance(value, str):
         allow(len(value))
         made(len(value))
@@ -125,9 +124,9 @@ def _concat(values: tuple[Any, ...]) -> str:
     return "".join(map(str, values))
 
 
-@pass_context  # which also tells Jinja not to call it while compiling
+@pass_context  # the context also keeps Jinja from calling it at compile time
 def _written(context: Context, value: Any) -> str:
-    """What every `{{ }}` and every literal text goes through."""
+    """Checks and counts what `{{ }}` and literal text output."""
     if not isinstance(value, str):
         measure(value)
         value = str(value)
@@ -147,7 +146,7 @@ def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ticking(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that looks at the clock: filters ask it of every item of a list."""
+    """A test that checks the clock: filters run it on every item of a list."""
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,11 +156,11 @@ def _ticking(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_TICK, _SIZED, _CONCAT = " tick", " sized", " concat"  # no template can write these names
+_TICK, _SIZED, _CONCAT = " tick", " sized", " concat"  # no template can write them
 
 
 class _Instrument(NodeTransformer):
-    """Puts the checks into a template's syntax tree."""
+    """Adds the checks to a template's syntax tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

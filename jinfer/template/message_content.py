@@ -1,8 +1,8 @@
-"""What a chat template makes of messages' contents: which form it reads, and what it leaves out.
+"""Message content format: strings or lists of parts, whichever a chat template shows completely.
 
-A content is a text. Some templates read only lists of parts, `{"type": "text", "text": ...}`, and
-print nothing for a text. So the first form that shows all that is said is taken (vLLM's
-`--chat-template-content-format auto` and llama.cpp's capabilities of templates do the same).
+Some templates read only lists of parts, `{"type": "text", "text": ...}`, and print nothing for a
+string. So the first form that shows all content is used, as with vLLM's
+`--chat-template-content-format auto` and llama.cpp's template capabilities.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 Form = Callable[[Sequence[Message]], Sequence[Message]]
 
-_WORDS = "jinferasksforthis"  # what could be said, and no template changes but to capitals
-_SHORT = 4  # letters of words that a template may have by itself
-_MISSES = 16  # words looked for in vain, each through the whole text
-# What takes a content's parts: a loop, a number, a filter of lists.
+_WORDS = "jinferasksforthis"  # a probe that templates change at most in case
+_SHORT = 4  # letters of words that a template may contain by itself
+_MISSES = 16  # failed searches, each through the whole text
+# Constructs that treat content as a list: a loop, an index, a list filter.
 _PARTS = re.compile(
     r"\bfor\s+\w+\s+in\s+[^%]*\bcontent\b|\bcontent['\"\]\s]*"
     r"(?:\[\s*-?\d|\|\s*(?:first|last|map|selectattr)\b)"
 )
-_ANSWERS = "assistant"  # whose thoughts and words beside calls templates leave out on purpose
+_ANSWERS = "assistant"  # whose reasoning and text beside calls templates omit on purpose
 
 
 def rendered(
     render: Render, messages: Sequence[Message], source: str, *, answered: bool = False
 ) -> tuple[Sequence[Message], str]:
-    """The messages in the form that a template reads, and what it makes of them.
+    """The messages in the form that a template reads, and the rendered prompt.
 
     Args:
         render: renders messages.
         source: the template.
-        answered: nothing is wanted of the model. A system message may be left out then: some
-            templates write it before the last question, if that is the last message.
+        answered: no answer is wanted. Then a missing system message is accepted: some templates
+            write it before the last question, if that is the last message.
 
     Raises:
-        TemplateError: it refuses them, or leaves out what is said, in whatever form.
+        TemplateError: every form is rejected or leaves content out.
     """
     forms: list[Form] = [_as_given]
     if _PARTS.search(source):
@@ -70,7 +70,7 @@ def _as_given(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _as_parts(messages: Sequence[Message]) -> Sequence[Message]:
-    """Texts as lists of one part."""
+    """Strings as lists of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)
@@ -80,7 +80,7 @@ def _as_parts(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _system_as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """As many templates have it that put a system message into another."""
+    """For templates that insert the system message into another message."""
     parts = _as_parts(messages)
     return [
         given if given.get("role") == "system" else part
@@ -89,10 +89,10 @@ def _system_as_text(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[int]:
-    """The messages of which a template shows nothing, the model's own ones aside.
+    """The messages of which a template shows nothing, the assistant's aside.
 
-    It may trim, quote, move or cut words. So where they are not found as they are, in their order,
-    others in their place tell.
+    Templates may trim, quote, reorder or cut text. So messages that are not found verbatim, in
+    order, are rendered again with a probe text.
     """
     asked: dict[int, str] = {}
     place = misses = 0
@@ -116,13 +116,13 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
     ]
     try:
         probed = render(others).casefold()
-    except TemplateError:  # it wants other words
+    except TemplateError:  # it rejects the probe
         return []
     return [number for number, words in asked.items() if words not in probed]
 
 
 def _texts(content: Any) -> list[str]:
-    """What a message says, in one text or several parts."""
+    """The texts of a message's content."""
     if isinstance(content, str):
         return [content] if content.strip() else []
     if not isinstance(content, list | tuple):
@@ -132,7 +132,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _saying(content: Any, words: str) -> Any:
-    """A content of the same form that says other words."""
+    """The content in the same form with another text."""
     if isinstance(content, str):
         return words
     return [

@@ -1,4 +1,4 @@
-"""Templates made ready to be rendered, in this process or in one of their own."""
+"""Template compilation and rendering, used in this process and in the sandbox process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinfer.template.jinja_sandbox import BoundedEnvironment
 from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import limited
 
-_MAX_DATE = 1000  # characters of a date's format
+_MAX_DATE = 1000  # characters of a date format
 
 
 def compile_source(source: str) -> jinja2.Template:
@@ -35,11 +35,11 @@ def compile_source(source: str) -> jinja2.Template:
 def render(
     template: jinja2.Template, names: Mapping[str, Any], seconds: float, *, confined: bool
 ) -> str:
-    """The text that a template makes of its variables.
+    """Renders a template with its variables.
 
     Raises:
-        TemplateError: it refuses them, fails on them, or goes past the limits.
-        Heavy: it must be rendered in a process of its own.
+        TemplateError: it rejects them, fails, or exceeds the limits.
+        NeedsSandbox: it must be rendered in the sandbox process.
     """
     try:
         with limited(seconds, confined=confined):
@@ -48,8 +48,8 @@ def render(
         raise
     except MemoryError:
         raise TemplateError("chat template: needs too much memory") from None
-    except Exception as error:  # a stranger's program may fail in any way
-        # A template may say anything: one line of it, that can be shown.
+    except Exception as error:  # an untrusted program may raise anything
+        # Its message is untrusted too, so it is sanitized to one line.
         words = " ".join(_message(error).split()).encode("utf-8", "replace").decode()
         raise TemplateError(f"chat template: {words}"[:500]) from None
 

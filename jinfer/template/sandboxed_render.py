@@ -1,6 +1,6 @@
-"""Templates in a process of their own: what cannot be bounded from inside is stopped from outside.
+"""Sandboxed rendering: a child process bounded by the operating system, for costly templates.
 
-Both ends of the conversation are here: `compile_there` and `render_there` ask, `answer` answers.
+Has both ends: `compile_there` and `render_there` send questions, `answer` runs in the child.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jinfer.template.render import compile_source, render
 from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import MAX_SIZE
 
-_MEMORY = 448 << 20  # bytes of address space, the interpreter's 40 MB included
+_MEMORY = 448 << 20  # bytes of address space, including 40 MB of the interpreter
 _COMPILE_SECONDS = 4.0
 _CHARACTERS_PER_SECOND = 50_000  # or more
 
@@ -23,14 +23,14 @@ _child = Child(__name__, memory=_MEMORY, answer_bytes=12 * MAX_SIZE)
 
 
 def compile_there(source: str) -> None:
-    """Compiles a template, in order to know that it can be. Raises: TemplateError."""
+    """Checks that a template compiles. Raises `TemplateError`."""
     _ask({"source": source}, _COMPILE_SECONDS, "to be compiled")
 
 
 def render_there(source: str, names: Mapping[str, Any], seconds: float) -> str:
-    """As `compiled.render`. Values are given as JSON has them. Raises: TemplateError."""
+    """As `render.render`. Values are restricted to JSON's types. Raises `TemplateError`."""
     question = {"source": source, "names": names, "seconds": seconds}
-    # A process that has just begun compiles it first.
+    # A new process has to compile the template first.
     compiling = min(_COMPILE_SECONDS, len(source) / _CHARACTERS_PER_SECOND)
     return str(_ask(question, seconds + compiling, "to be rendered"))
 
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, str]:
-    """What the process of its own does with a question."""
+    """Answers a question, in the child process."""
     try:
         template = _compiled(question["source"])
         if "names" not in question:

@@ -1,10 +1,10 @@
-"""Bounds of what a template may do: time, characters, sizes of values.
+"""Template limits: CPU time, output size and value sizes of a rendering.
 
-Templates come with checkpoints, so they are a stranger's program, and one that needs no more than
-milliseconds. Time is the thread's own CPU time: a busy machine does not make a template fail.
+Templates come with checkpoints, so they are untrusted programs that need only milliseconds. Time is
+the thread's CPU time, so a busy machine does not make a template fail.
 
-A step that nothing here can bound (a filter that is seldom used, values that grow and are kept) is
-`heavy`: what does it runs again in a process of its own, which the operating system bounds.
+A step that cannot be bounded here (a rare filter, values that keep growing) raises `NeedsSandbox`:
+the rendering is repeated in a child process that the operating system bounds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jinfer.template.template_errors import TemplateError
 
 MAX_SECONDS = 1.0
 MAX_SIZE = 1 << 24  # characters written in all; characters and items of one value
-ITEM_SIZE = 64  # what an item of a container counts, beside its own characters
-MAX_BITS = 4096  # of a whole number
-MAX_MADE = 1 << 26  # characters of all values made outside a process of its own
+ITEM_SIZE = 64  # size of a container's item, besides its own characters
+MAX_BITS = 4096  # of an integer
+MAX_MADE = 1 << 26  # characters of all values made outside the sandbox process
 
 
 class Heavy(BaseException):
-    """A template does what only a process of its own may; no `except Exception` catches it."""
+    """A step that only the sandbox process may do; no `except Exception` catches it."""
 
 
 class _Budget:
@@ -44,10 +44,10 @@ _budget: ContextVar[_Budget] = ContextVar("template budget")
 
 @contextmanager
 def limited(seconds: float, *, confined: bool = False) -> Iterator[None]:
-    """Starts the clock and the counts for the calls inside.
+    """Starts the clock and the counters for the calls inside.
 
     Args:
-        confined: this is a process of its own, in which `heavy` steps are allowed.
+        confined: this is the sandbox process, in which costly steps are allowed.
     """
     token = _budget.set(_Budget(seconds, confined))
     try:
@@ -57,13 +57,13 @@ def limited(seconds: float, *, confined: bool = False) -> Iterator[None]:
 
 
 def heavy() -> None:
-    """A step follows whose cost is not known. Raises: Heavy: here it may not be made."""
+    """Announces a step of unknown cost. Raises `NeedsSandbox` outside the sandbox process."""
     if not _budget.get().confined:
         raise Heavy
 
 
 def made(size: int) -> None:
-    """Counts a value of this many characters. Raises: Heavy: they are too many to be kept here."""
+    """Counts the size of a new value. Raises `NeedsSandbox` if the total is too large."""
     budget = _budget.get()
     budget.made += size
     if budget.made > MAX_MADE and not budget.confined:
@@ -71,14 +71,14 @@ def made(size: int) -> None:
 
 
 def check() -> None:
-    """Raises: TemplateError: the time is over."""
+    """Raises `TemplateError` if the time is up."""
     budget = _budget.get()
     if time.thread_time() > budget.deadline:
         raise TemplateError(f"the template ran for more than {budget.seconds:g} s")
 
 
 def write(count: int) -> None:
-    """Counts characters written, also into variables. Raises: TemplateError: too many."""
+    """Counts characters written, also into variables. Raises `TemplateError` above the limit."""
     check()
     budget = _budget.get()
     budget.written += count
@@ -87,18 +87,18 @@ def write(count: int) -> None:
 
 
 def allow(size: int) -> None:
-    """Raises: TemplateError: a value of this many characters is too large."""
+    """Raises `TemplateError` if a value of that many characters is too large."""
     if size > MAX_SIZE:
         raise TemplateError(f"the template made a value of more than {MAX_SIZE} characters")
 
 
 def measure(value: Any) -> int:
-    """Characters and items a value has when all of it is written out.
+    """The characters and items that a value has when written out.
 
-    What is shared counts each time, because writing and comparing visit it each time.
+    Shared values count each time, because writing and comparing visit them each time.
 
     Raises:
-        TemplateError: more than `MAX_SIZE`, which is also how a cycle ends.
+        TemplateError: more than `MAX_SIZE`, which also stops cycles.
     """
     size = 0
     stack = [value]
@@ -123,7 +123,7 @@ def measure(value: Any) -> int:
 
 
 def collect(items: Iterable[Any]) -> list[Any]:
-    """A list of what an iterable gives, measured on the way. Raises: TemplateError: too large."""
+    """Collects an iterable into a list, measuring it. Raises `TemplateError` if it is too large."""
     found: list[Any] = []
     size = 0
     for item in items:

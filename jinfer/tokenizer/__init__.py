@@ -1,4 +1,4 @@
-"""Text to token ids and back, from every kind of file a checkpoint brings."""
+"""Tokenizers: text to token ids and back, from every file format of checkpoints."""
 
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.load import load_tokenizer

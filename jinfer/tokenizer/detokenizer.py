@@ -1,4 +1,4 @@
-"""Token ids to text one at a time, never showing half a character."""
+"""Detokenizer: incremental decoding of token ids, never showing half a character."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _UTF8_LONGEST = 4  # bytes
 
 
 class Detokenizer:
-    """Incremental decoding.
+    """Decodes tokens incrementally.
 
     For any ids, the joined results of `push` and the last `flush` equal
-    `tokenizer.decode(prompt_ids + ids)` less the characters that were complete after the prompt:
+    `tokenizer.decode(prompt_ids + ids)` without the characters that were complete after the prompt;
     with no prompt, `tokenizer.decode(ids)`. So the space before the first word after a prompt is
-    kept, and a character whose bytes began in the prompt is shown whole.
+    shown, and so is a whole character whose bytes began in the prompt.
 
-    U+FFFD is shown only for bytes that no later token can make a character of.
+    U+FFFD is shown only for bytes that no later token can complete.
 
     Attributes:
-        shown: characters so far.
+        shown: number of characters so far.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Detokenizer:
         self._utf8.decode(tail)
 
     def push(self, id: int) -> str:
-        """The text that is certain once this token is known; may be empty."""
+        """The text that is certain after this token; may be empty."""
         data = self._token_bytes(id)
         if self._at_start and data:
             self._at_start = False
@@ -41,9 +41,9 @@ class Detokenizer:
         return self._count(self._utf8.decode(data))
 
     def place(self, id: int) -> int:
-        """Where in the text this token begins, if it is the next one.
+        """The offset in the text at which this token begins, if it comes next.
 
-        Tokens inside a character are where it begins.
+        Tokens inside a character have its offset.
         """
         begun, _ = self._utf8.getstate()
         data = self._token_bytes(id)
@@ -52,7 +52,7 @@ class Detokenizer:
         return self.shown + len(begun.decode("utf-8", "replace"))
 
     def flush(self) -> str:
-        """The rest at the end of a text: U+FFFD if a character is not complete, else nothing."""
+        """The rest at the end of a text: U+FFFD for an incomplete character, else nothing."""
         return self._count(self._utf8.decode(b"", final=True))
 
     def _count(self, text: str) -> str:
@@ -61,7 +61,7 @@ class Detokenizer:
 
 
 def _continues(begun: bytes, data: bytes) -> bool:
-    """Whether the first byte goes on with a character that is not complete."""
+    """Whether the first byte continues an incomplete character."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(begun + data[:1])
     except UnicodeDecodeError:
@@ -70,7 +70,7 @@ def _continues(begun: bytes, data: bytes) -> bool:
 
 
 def _last_bytes(token_bytes: Callable[[int], bytes], ids: Sequence[int]) -> bytes:
-    """Enough of the end of a text to hold the beginning of a character that is not complete."""
+    """Enough bytes of the end of a text to contain an incomplete character's beginning."""
     tail = b""
     for id in reversed(ids):
         tail = token_bytes(id) + tail

@@ -1,6 +1,6 @@
-"""What llama.cpp knows of special tokens by name, where a GGUF file's keys and types do not say it.
+"""GGUF special tokens: llama.cpp's rules by name, where a file's keys and types are not enough.
 
-Converters gave wrong types, gave one end of several, and GGUF has no place for `lstrip` and
+Converters wrote wrong types or only one of several EOS tokens, and GGUF has no key for `lstrip` and
 `rstrip`. Tables and rules: `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from jinfer.tokenizer.sentencepiece_model import PieceType
 
-# Names that end a turn or a text. Files often give only one of several in eos_token_id.
+# Names of tokens that end a turn or a text. Files often have only one of them in eos_token_id.
 ENDS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -37,7 +37,7 @@ ENDS = (
     "</s>",
     "<eos>",
 )
-# Parts of a prompt for filling in the middle (FIM), by the key that may name them instead.
+# Fill-in-the-middle (FIM) tokens, by the key that may name them instead.
 _FILLING = {
     "fim_pre": (
         *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>"),
@@ -56,22 +56,22 @@ _FILLING = {
     "fim_sep": ("<|file_sep|>",),
 }
 _OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
-_FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # a file that goes on with the next one has ended
+_FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # padding and file separators also end an answer
 END_KEYS = ("eos", "eot", "eom", *_FILLING_ENDS)  # of `tokenizer.ggml.<key>_token_id`
-# A tag of HTML: Qwen's vocabularies have it as an ordinary entry, which a type can tell.
+# An HTML tag: Qwen's vocabularies have it as ordinary text, as the token's type can say.
 _ALSO_TEXT = frozenset({"</s>"})
 _KEY = "tokenizer.ggml."
 _NAMED_KEYS = ("bos", "eos", "eot", "eom", "padding", "mask", "cls", "seperator", "separator")
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
-_BARE = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of Phi-3: white space after them stays
+_BARE = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # of Phi-3, which keeps white space after them
 
 
 def control_ids(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> Iterator[int]:
-    """Ids of tokens that are control tokens by their names, whatever their types.
+    """The ids of tokens that are control tokens by name, whatever their types.
 
-    And those of ordinary text that a key names, if they look like it: templates write them.
+    Also ordinary tokens that a key names, if they look like one: templates write them.
     """
     groups = [names for key, names in _FILLING.items() if not _has(metadata, key)]
     wanted = frozenset(name for names in (ENDS, *groups) for name in names)
@@ -81,7 +81,7 @@ def control_ids(
     for key in _NAMED_KEYS:
         named = metadata.get(f"{_KEY}{key}_token_id")
         if type(named) is not int or not 0 <= named < len(tokens):
-            continue  # which is told where it is used
+            continue  # handled where it is used
         if types[named] == PieceType.NORMAL and _BRACKETED.fullmatch(tokens[named]):
             yield named
 
@@ -93,7 +93,7 @@ def end_names(metadata: Mapping[str, Any], control: Collection[str]) -> list[str
 
 
 def goes_on(control: Collection[str]) -> str | None:
-    """The name that ends a message but not the answer, in the formats of gpt-oss and Solar."""
+    """The token that ends a message but not the answer, in the formats of gpt-oss and Solar."""
     calls = "<|call|>" in control or "<|calls|>" in control
     harmony = calls and ("<|return|>" in control or "<|flush|>" in control)
     return "<|end|>" if harmony else None
@@ -102,9 +102,9 @@ def goes_on(control: Collection[str]) -> str | None:
 def stripping(
     metadata: Mapping[str, Any], special: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The special tokens that take white space before them away, and those that do so after them.
+    """The special tokens that strip white space before them, and those that strip it after them.
 
-    As the models' original tokenizers (transformers' `lstrip` and `rstrip`) do.
+    As transformers' `lstrip` and `rstrip` of the original tokenizers.
     """
     name, architecture = (
         str(metadata.get(f"general.{key}", "")).lower() for key in ("name", "architecture")
@@ -112,7 +112,7 @@ def stripping(
     pre = str(metadata.get(_KEY + "pre", ""))
     if "modern-bert" in name or "modern-bert" in architecture:
         return frozenset({"[MASK]"}), frozenset()
-    if "bert" in architecture or "jina-v2-" in pre:  # [MASK] of BERT itself takes nothing
+    if "bert" in architecture or "jina-v2-" in pre:  # BERT's own [MASK] strips nothing
         return frozenset({"<mask>"}), frozenset()
     if "phi-3" in name or "phi3" in name:
         return frozenset(), frozenset(special) - _BARE

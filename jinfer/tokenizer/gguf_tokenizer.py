@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describes (keys `tokenizer.ggml.*`).
+"""GGUF tokenizer: BPE, SentencePiece and WordPiece from a file's metadata (`tokenizer.ggml.*`).
 
-The keys and the defaults where one is missing are those of the GGUF format's document and of
-llama.cpp, which writes and reads most of these files.
+Keys and defaults are those of the GGUF specification and of llama.cpp, which writes and reads most
+of these files.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from jinfer.tokenizer.tokenizer_config import MAX_TOKENS, shown
 _KEY = "tokenizer.ggml."
 _NONE = ("none", "no_vocab")
 _KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
-_TYPES = {0, *map(int, PieceType)}  # 0: undefined, in some files
+_TYPES = {0, *map(int, PieceType)}  # 0 (undefined) occurs in some files
 
 
 def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
-    """The tokenizer of a GGUF file; None where it has none (model "none" or no key at all).
+    """The tokenizer of a GGUF file; None if it has none (model "none", or no key).
 
     Args:
-        metadata: the file's keys and plain values.
-        source: the file, for error messages.
+        metadata: the file's keys and values.
+        source: the file, for errors.
 
     Raises:
-        TokenizerError: a missing or wrong key, a model or pre-tokenizer that is not known.
+        TokenizerError: a missing or wrong key, an unknown model or pre-tokenizer.
     """
     kind = metadata.get(_KEY + "model")
     if kind is None or kind in _NONE:
@@ -65,7 +65,7 @@ def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
 
 
 class _Vocabulary:
-    """The metadata with its types checked: a wrong one is a `TokenizerError` that names the key."""
+    """Metadata with checked types: a wrong type is a `TokenizerError` that names the key."""
 
     def __init__(self, metadata: Mapping[str, Any], source: Path) -> None:
         self.metadata = metadata
@@ -94,7 +94,7 @@ class _Vocabulary:
             }
 
     def names(self) -> list[str]:
-        """The tokens for a library of Unicode: those that are not UTF-8 are given other names."""
+        """Token names for a Unicode library: names that are not UTF-8 are replaced."""
         names = list(self.tokens)
         for id in self.damaged:
             names[id] = f"\ue000{id}\ue001"
@@ -118,7 +118,7 @@ class _Vocabulary:
         return value
 
     def id(self, *names: str) -> int | None:
-        """The first of the keys `<name>_token_id` that is there."""
+        """The first of the keys `<name>_token_id` that is present."""
         for name in names:
             value = self.metadata.get(f"{_KEY}{name}_token_id")
             if value is None:
@@ -131,7 +131,7 @@ class _Vocabulary:
         return None
 
     def of_type(self, *kinds: PieceType) -> dict[str, int]:
-        """Name -> id of the tokens of these types, without empty names and what is not UTF-8."""
+        """Name -> id of the tokens of these types, without empty and non-UTF-8 names."""
         ids: list[int] = np.flatnonzero(np.isin(self._kinds, kinds)).tolist()
         return {self.tokens[id]: id for id in ids if self.tokens[id] and id not in self.damaged}
 
@@ -172,7 +172,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialTokens:
-    """BOS before and EOS after, as the flags say, else as the arguments do."""
+    """BOS before and EOS after the text, by the flags or by the defaults given."""
     bos = vocabulary.id("bos") if vocabulary.flag("add_bos_token", add_bos) else None
     eos = vocabulary.id("eos") if vocabulary.flag("add_eos_token", add_eos) else None
     return vocabulary.special((bos,), (eos,))
@@ -181,7 +181,7 @@ def _frame(vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> SpecialToke
 def _byte_pairs(vocabulary: _Vocabulary, kind: str) -> Tokenizer:
     rule = _rule(vocabulary, "gemma4" if kind == "gemma4" else "default")
     merges = _merges(vocabulary)
-    # The first one of a name, where several tokens have it.
+    # Of several tokens with one name, the first counts.
     reverse = vocabulary.names()[::-1]
     names = dict(zip(reverse, range(len(reverse) - 1, -1, -1), strict=True))
     bpe = _bpe(names, merges, rule)
@@ -213,7 +213,7 @@ def _bpe(names: dict[str, int], merges: list[tuple[str, str]], rule: PreTokenize
     try:
         return make(merges)
     except Exception:  # the library raises plain `Exception`
-        # Merges of what is not in the vocabulary cannot apply; llama.cpp leaves them aside too.
+        # Merges of tokens outside the vocabulary cannot apply; llama.cpp skips them too.
         return make([(a, b) for a, b in merges if a in names and b in names and a + b in names])
 
 
@@ -253,7 +253,7 @@ def _added(name: str, tokens: SpecialTokens, special: bool) -> tokenizers.AddedT
 
 
 def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
-    """GGUF marks the beginning of a word with ▁; WordPiece marks its continuation with ##."""
+    """GGUF marks word beginnings with ▁; WordPiece marks continuations with ##."""
     unk = vocabulary.id("unknown")
     if unk is None:
         raise vocabulary.error("unknown_token_id", "is missing, which WordPiece needs")
@@ -269,7 +269,7 @@ def _word_pieces(vocabulary: _Vocabulary) -> Tokenizer:
         ),
     )
     cls = vocabulary.id("cls", "bos")
-    sep = vocabulary.id("seperator", "separator", "eos")  # the first spelling is the usual one
+    sep = vocabulary.id("seperator", "separator", "eos")  # the misspelt key is the usual one
     frame_like_bert(backend, cls, sep)
     return _finish(vocabulary, backend, vocabulary.special((cls,), (sep,)))
 
@@ -305,11 +305,11 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
         remove_extra_whitespaces=vocabulary.flag("remove_extra_whitespaces", unigram),
     )
     from jinfer.tokenizer.sentencepiece_tokenizer import (
-        SentencePieceTokenizer,  # others need no such library
+        SentencePieceTokenizer,  # imported here, because others do not need the library
     )
 
     frame = _frame(vocabulary, not unigram, unigram)
-    # With a mark in them, they stand for spaces of a text, where sentencepiece finds them itself.
+    # Names that contain the mark stand for texts with spaces, which sentencepiece matches itself.
     defined = vocabulary.of_type(PieceType.USER_DEFINED)
     added = {name: id for name, id in defined.items() if SPACE_MARK not in name}
     special = replace(frame, parsed={**vocabulary.of_type(PieceType.UNKNOWN), **added})

@@ -1,4 +1,4 @@
-"""Tokenizers that the `tokenizers` library runs: tokenizer.json, vocab + merges, WordPiece."""
+"""Hugging Face `tokenizers`: tokenizer.json, byte-level BPE (merges.txt), WordPiece (vocab.txt)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from jinfer.tokenizer.tokenizer_json_checks import check_merges, check_pipeline
 
 _log = logging.getLogger("jinfer")
 _LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
-_LONG = 1 << 14  # characters that take the time of a few tokens
-_PROBE = "a"  # any text that no normalizer empties
-_MAX_FRAME = 64  # tokens around a text
+_LONG = 1 << 14  # characters from which a text is encoded without holding the GIL
+_PROBE = "a"  # a text that no normalizer removes
+_MAX_FRAME = 64  # of special tokens around a text
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` with the special tokens of a model around it."""
+    """A `tokenizers.Tokenizer` with a model's special tokens around the text."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab_size: int,
         spelled: Mapping[int, bytes] | None = None,
     ) -> None:
-        """Takes the backend over.
+        """Wraps a backend.
 
         Args:
-            spelled: what tokens add to a text whose names in the backend do not say it.
+            spelled: bytes of tokens whose names in the backend do not determine them.
 
         Raises:
             TokenizerError: its decoder is not supported.
@@ -94,7 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(self._path, "cannot encode this text"):
             if len(text) < _LONG:
                 ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-            else:  # other threads go on meanwhile, which they do not while `encode` works
+            else:  # releases the GIL, which `encode` does not
                 ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if ids and max(ids) >= self.vocab_size and backend is self.backend:
             raise TokenizerError(
@@ -103,10 +103,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def encode_marked(self, text: str) -> list[int]:
-        """As `Tokenizer.encode_marked`.
+        """See `Tokenizer.encode_marked`.
 
-        The library treats what follows a special token not always as it treats a beginning. So
-        the text stays whole, and the special tokens that count are given other names.
+        The library may treat the text after a special token unlike a beginning. So the text is
+        encoded whole, and the special tokens that count are renamed.
         """
         text = valid_text(text)
         if self._control is None or MARK not in text:
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
             place = found.end()
         whole.append(text[place:].replace(MARK, ""))
         ids = self._run(marked.backend, "".join(whole))
-        if self._control_ids & set(ids):  # a vocabulary that spells them without being asked
+        if self._control_ids & set(ids):  # encoded from plain text
             pieces = (piece for part in self.split_special(text) for piece in _pieces(part))
             return self.encode_parts(list(pieces))
         return [marked.ids.get(id, id) for id in ids]
@@ -129,7 +129,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._marked
 
     def _literal_backend(self) -> tokenizers.Tokenizer:
-        # A copy, made when first needed: the switch is on the backend, which other threads use.
+        # A copy, because the switch is on the backend, which other threads use.
         with self._lock, library_errors(self._path, "cannot be copied"):
             if self._literal is None:
                 self._literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
@@ -144,10 +144,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class _Marked:
-    """A backend whose special tokens are called by their names after `MARK` alone.
+    """A backend whose special tokens have names that begin with `MARK`.
 
     Attributes:
-        ids: its ids of these -> those of the tokenizer.
+        ids: the backend's ids of these tokens -> the tokenizer's.
     """
 
     backend: tokenizers.Tokenizer
@@ -156,7 +156,7 @@ class _Marked:
 
 def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
     described = json.loads(backend.to_str())
-    described["post_processor"] = None  # which may know the tokens by their names
+    described["post_processor"] = None  # it may refer to the tokens by name
     original: dict[str, int] = {}
     for token in described["added_tokens"]:
         if token["special"]:
@@ -169,30 +169,30 @@ def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
 
 
 def _pieces(part: int | str) -> list[int | str]:
-    """A part of a text, cut where a name is hidden."""
+    """A part of a text, split where a name is hidden."""
     return [part] if isinstance(part, int) else [piece for piece in part.split(MARK) if piece]
 
 
 def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json. Raises: TokenizerError."""
+    """Loads a tokenizer.json. Raises `TokenizerError`."""
     data = read_file(path).removeprefix(BOM_UTF8)
     check_merges(path, data)
     with library_errors(path, "not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_buffer(data)
-    # All ids are looked at only where one may be too high: of 100,000 that takes a tenth of a
-    # second. One of 2^31 makes the library go through all numbers up to it when it writes them.
+    # The ids are scanned only if one may be too high, because a scan is slow. An id near 2^31 would
+    # make the library loop up to it when it serializes the tokenizer.
     if _LARGE_NUMBER.search(data) and _highest_id(backend) >= MAX_TOKENS:
         raise TokenizerError(
             f"{path}: has a token of id {_highest_id(backend)}, which no model has"
         )
     del data
-    backend.no_padding()  # sentence encoders store the padding and cutting of their training
+    backend.no_padding()  # sentence encoders store their training's padding and truncation
     backend.no_truncation()
     return _finish(path, backend, config)
 
 
 def load_vocab_merges(folder: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """Byte-level BPE from vocab.json and merges.txt (GPT-2's). Raises: TokenizerError."""
+    """Loads byte-level BPE from vocab.json and merges.txt (GPT-2). Raises `TokenizerError`."""
     file = folder / "merges.txt"
     merges = []
     for number, line in enumerate(read_lines(file), 1):
@@ -215,7 +215,7 @@ def load_vocab_merges(folder: Path, config: TokenizerConfig) -> HuggingFaceToken
 
 
 def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
-    """<s> text </s>, and two </s> between the texts of a pair, where the class does so."""
+    """RoBERTa's <s> text </s>, and </s></s> between a pair, for tokenizer classes that do so."""
     if not config.kind.startswith(("Roberta", "Bart", "LED", "Longformer", "Blenderbot")):
         return
     find = backend.token_to_id
@@ -225,17 +225,17 @@ def _frame_like_roberta(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
         raise TokenizerError(f"{config.path}: cls_token and sep_token must be in the vocabulary")
     backend.post_processor = processors.RobertaProcessing((sep, last), (cls, first))
     mask = config.text("mask_token") or "<mask>"
-    if find(mask) is not None:  # like a word: the space before it is a part of it
+    if find(mask) is not None:  # it absorbs the space before it, like a word
         backend.add_special_tokens([tokenizers.AddedToken(mask, lstrip=True, normalized=False)])
 
 
 def load_vocab_txt(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
-    """WordPiece from vocab.txt (BERT's): line n is the token of id n. Raises: TokenizerError."""
+    """Loads WordPiece from vocab.txt (BERT): line n is token n. Raises `TokenizerError`."""
     tokens = read_lines(path)
     if tokens[-1] == "":
         tokens.pop()
     lowercase = config.flag("do_lower_case")
-    if lowercase is None:  # transformers takes true, which is wrong for old cased models
+    if lowercase is None:  # transformers defaults to true, which is wrong for old cased models
         lowercase = not any(
             token != token.lower() and not token.startswith("[") for token in tokens
         )
@@ -260,7 +260,7 @@ def load_vocab_txt(path: Path, config: TokenizerConfig) -> HuggingFaceTokenizer:
 def word_piece(
     path: Path, vocabulary: dict[str, int], unk: str, normalizer: normalizers.Normalizer
 ) -> tokenizers.Tokenizer:
-    """A WordPiece backend (BERT), without special tokens. Raises: TokenizerError."""
+    """A WordPiece backend (BERT), without special tokens. Raises `TokenizerError`."""
     if unk not in vocabulary:
         raise TokenizerError(f"{path}: the vocabulary has no {unk!r}, which WordPiece needs")
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unk))
@@ -271,7 +271,7 @@ def word_piece(
 
 
 def frame_like_bert(backend: tokenizers.Tokenizer, cls: int | None, sep: int | None) -> None:
-    """[CLS] first [SEP] second [SEP], types 0 and 1; nothing where the tokens are missing."""
+    """BERT's [CLS] first [SEP] second [SEP], types 0 and 1; nothing if the tokens are missing."""
     if cls is None or sep is None:
         return
     names = [(backend.id_to_token(cls), cls), (backend.id_to_token(sep), sep)]
@@ -286,7 +286,7 @@ def frame_like_bert(backend: tokenizers.Tokenizer, cls: int | None, sep: int | N
 def _finish(
     path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig
 ) -> HuggingFaceTokenizer:
-    """Adds the configuration's tokens, and finds what the model wants around a text."""
+    """Adds the configuration's tokens, and determines the special tokens around a text."""
     _add_tokens(path, backend, config)
     check_pipeline(path, backend)
     added = backend.get_added_tokens_decoder()
@@ -299,7 +299,7 @@ def _finish(
         raise TokenizerError(f"{path}: post_processor: puts other tokens around a text than it has")
     bos = special.bos
     if bos is None and len(prefix) == 1 and not suffix:
-        bos = prefix[0]  # no configuration names it, but every text starts with it
+        bos = prefix[0]  # not configured, but every text starts with it
     special = replace(
         special,
         bos=bos,
@@ -315,11 +315,11 @@ def _finish(
 
 
 def _vocab_size(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> int:
-    """One more than the highest id."""
+    """The highest id plus one."""
     count: int = backend.get_vocab_size(with_added_tokens=True)
     if count == 0 or backend.id_to_token(count - 1) is not None:
         return max([count, *(id + 1 for id in added)])
-    return _highest_id(backend) + 1  # there are gaps
+    return _highest_id(backend) + 1  # ids have gaps
 
 
 def _highest_id(backend: tokenizers.Tokenizer) -> int:
@@ -332,14 +332,14 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
     for token in sorted(config.added, key=lambda token: token.id if token.id is not None else -1):
         id = known.get(token.content, backend.token_to_id(token.content) if token.content else None)
         if not token.content or (id is None and token.id is None):
-            continue  # a name only: the model has no row for it
+            continue  # the model has no embedding for it
         if None not in (id, token.id) and id != token.id:
             if path.name != "tokenizer.json":
                 raise _other_id(path, config, token, id)
             _log.warning("%s; the former is used", _other_id(path, config, token, id))
         if token.content not in known:
             new.append(token if id is None else replace(token, id=id))
-    # Together, because the library looks at all of its tokens each time that some are added.
+    # All at once, because each call of the library processes all its tokens.
     for special, tokens in groupby(new, key=lambda token: token.special):
         made = [_made(token) for token in tokens]
         (backend.add_special_tokens if special else backend.add_tokens)(made)
@@ -369,7 +369,7 @@ def _other_id(
 def _frame(
     backend: tokenizers.Tokenizer, config: TokenizerConfig, special: SpecialTokens
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids before and after a text: the post-processor's, unless a flag says otherwise."""
+    """The ids around a text: the post-processor's, unless a flag overrides them."""
     plain = backend.encode(_PROBE, add_special_tokens=False).ids
     whole = backend.encode(_PROBE).ids
     extra = len(whole) - len(plain)

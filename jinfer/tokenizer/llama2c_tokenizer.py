@@ -1,7 +1,7 @@
-"""The tokenizer.bin of llama2.c (Karpathy): scores and pieces, encoded as its run.c does.
+"""llama2.c tokenizer (tokenizer.bin): BPE by score, encoded as run.c does.
 
-Format, little-endian: uint32 length of the longest piece; then per piece float32 score, uint32
-length, bytes. The number of pieces is in the header of the model's file.
+Format, little-endian: uint32 length of the longest piece; then for each piece float32 score, uint32
+length, bytes. The number of pieces is in the model file's header.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jinfer.tokenizer.piece_bytes import marked_spaces
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, Tokenizer, TokenizerError
 from jinfer.tokenizer.tokenizer_config import read_file
 
-_UNK, _BOS, _EOS, _FIRST_BYTE = 0, 1, 2, 3  # ids run.c takes for granted
+_UNK, _BOS, _EOS, _FIRST_BYTE = 0, 1, 2, 3  # ids that run.c assumes
 
 
 class Llama2cTokenizer(Tokenizer):
-    """Byte-pair encoding by score over a whole text, as in run.c.
+    """BPE by score over a whole text, as in run.c.
 
-    A text begins with a space, ends at a NUL character, and what no piece covers is written as
+    A text begins with a space and ends at a NUL character. What no piece covers is encoded as
     bytes, whose ids begin at 3.
     """
 
@@ -62,7 +62,7 @@ class Llama2cTokenizer(Tokenizer):
         return ids
 
     def _merge(self, ids: list[int]) -> list[int]:
-        """Joins the neighbours whose piece has the highest score, leftmost first, to the end."""
+        """Repeatedly merges the neighbours whose piece has the highest score, leftmost first."""
         after = list(range(1, len(ids) + 1))
         before = list(range(-1, len(ids) - 1))
         queue: list[tuple[float, int, int, int, int]] = []
@@ -81,7 +81,7 @@ class Llama2cTokenizer(Tokenizer):
             _, left, first, second, joined = heapq.heappop(queue)
             right = after[left]
             if ids[left] != first or right >= len(ids) or ids[right] != second:
-                continue  # one of the two has been joined meanwhile
+                continue  # one of the two has been merged meanwhile
             ids[left], ids[right] = joined, -1
             after[left] = after[right]
             if after[left] < len(ids):
@@ -92,14 +92,13 @@ class Llama2cTokenizer(Tokenizer):
 
 
 def load_llama2c(path: Path, vocab_size: int | None) -> Llama2cTokenizer:
-    """Reads a tokenizer.bin.
+    """Loads a tokenizer.bin.
 
     Args:
-        vocab_size: the number of pieces, as the model's header gives it; if not given, all that
-            the file holds.
+        vocab_size: number of pieces, from the model's header; None: all pieces of the file.
 
     Raises:
-        TokenizerError: the file is cut short or holds impossible lengths.
+        TokenizerError: the file is truncated or has impossible lengths.
     """
     data = read_file(path)
     pieces: list[bytes] = []

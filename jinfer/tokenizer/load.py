@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a checkpoint and reads it."""
+"""Tokenizer loading: finds the tokenizer of a checkpoint and loads it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,23 @@ def load_tokenizer(
     vocab_size: int | None = None,
     trust: bool | None = None,
 ) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None where it has none.
+    """The tokenizer of a checkpoint; None if it has none.
 
-    In a folder, the first of these that is there: tokenizer.json; a sentencepiece model;
-    vocab.json with merges.txt; vocab.txt; llama2.c's tokenizer.bin. The JSON files beside it
+    In a folder, the first of these that exists: tokenizer.json; a SentencePiece model; vocab.json
+    with merges.txt; vocab.txt; llama2.c's tokenizer.bin. The JSON files beside it
     (tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json,
-    config.json) say which tokens are special.
+    config.json) define the special tokens.
 
     Args:
-        path: a checkpoint folder, a GGUF file, a llama2.c .bin file (its tokenizer.bin lies
-            beside it), or another file of a folder.
-        metadata: the keys and values of a GGUF file, which then are the only source.
-        vocab_size: the vocabulary size in a llama2.c model's header.
-        trust: False: the tokenizer is tried out in a process with bounds before it is read here;
-            None: only where a tokenizer.json has regular expressions that are not known; True:
-            never.
+        path: a checkpoint folder, a GGUF file, a llama2.c .bin file (with tokenizer.bin beside it),
+            or another file of a folder.
+        metadata: keys and values of a GGUF file, which are then the only source.
+        vocab_size: vocabulary size from a llama2.c model's header.
+        trust: False: first check the tokenizer in a sandboxed process; None: only if its
+            tokenizer.json has unknown regular expressions; True: never.
 
     Raises:
-        TokenizerError: a file that cannot be used, with its name and what is wrong.
+        TokenizerError: an unusable file, with its name and the reason.
     """
     if trust is False or (trust is None and metadata is None and not _is_usual(path)):
         vet(path, metadata, vocab_size)
@@ -67,7 +66,7 @@ def load_tokenizer(
 
 
 def _is_usual(path: Path) -> bool:
-    """Whether a tokenizer.json, if there is one, has nothing that must be tried out."""
+    """Whether a tokenizer.json, if any, needs no check in the sandbox."""
     file = (path if path.is_dir() else path.parent) / "tokenizer.json"
     return not is_there(file) or is_usual(read_file(file))
 
@@ -78,7 +77,7 @@ def _load_folder(folder: Path, vocab_size: int | None) -> Tokenizer | None:
         return load_tokenizer_json(folder / "tokenizer.json", config)
     for name in _SENTENCEPIECE:
         if is_there(folder / name):
-            # Here: others need no such library.
+            # Imported here, because others do not need the library.
             from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
 
             return load_sentencepiece(folder / name, config)

@@ -1,7 +1,7 @@
-"""What a token adds to a text: from its name in the vocabulary to bytes of UTF-8.
+"""Token bytes: from a token's name in the vocabulary to the UTF-8 bytes it adds to a text.
 
-A text is the joined bytes of its tokens. Every kind of tokenizer fits this rule, which is what
-makes decoding, incremental decoding and constrained decoding agree with one another.
+A text is the concatenation of its tokens' bytes. Every kind of tokenizer fits this rule, so
+decoding, incremental decoding and structured outputs agree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-SPACE_MARK = "▁"  # U+2581 stands for a space in sentencepiece's vocabularies
+SPACE_MARK = "▁"  # U+2581 stands for a space in SentencePiece vocabularies
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENGLISH_SPACING = ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
@@ -20,13 +20,13 @@ _ENGLISH_SPACING = ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve
 
 @dataclass(frozen=True)
 class Surface:
-    """How a vocabulary writes text.
+    """How a vocabulary represents text.
 
     Attributes:
-        to_bytes: a token's name -> the bytes it adds. They may be a part of a character.
-        strip_space: a space that starts a text was put there by the encoder and is not shown.
-        added_as_text: names of tokens beside the vocabulary are text, also where their letters
-            stand for bytes in names of the vocabulary: "maçã".
+        to_bytes: a token's name -> the bytes it adds, possibly part of a character.
+        strip_space: a space at the start of a text was added by the encoder and is not shown.
+        added_as_text: names of added tokens are plain text, even if their letters represent bytes
+            in the vocabulary: "maçã".
     """
 
     to_bytes: Callable[[str], bytes]
@@ -35,7 +35,7 @@ class Surface:
 
 
 def plain(name: str) -> bytes:
-    """The bytes of a name that is written as it is.
+    """The bytes of a name that is plain text.
 
     Bytes that are not UTF-8 come as "surrogateescape"; JSON may hold other lone surrogates.
     """
@@ -47,9 +47,9 @@ def plain(name: str) -> bytes:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The 256 letters byte-level BPE writes bytes with (GPT-2, `bytes_to_unicode`).
+    """The 256 characters that byte-level BPE writes bytes with (GPT-2's `bytes_to_unicode`).
 
-    Printable bytes of Latin-1 stand for themselves, the others are U+0100, U+0101, ... in order.
+    Printable Latin-1 bytes represent themselves, the others are U+0100, U+0101, ... in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -59,7 +59,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level() -> Surface:
-    """Byte-level BPE. A name with a letter outside the alphabet is an added token: plain text."""
+    """Byte-level BPE. A name with other characters is an added token: plain text."""
     letters = byte_alphabet()
 
     def to_bytes(name: str) -> bytes:
@@ -72,7 +72,7 @@ def byte_level() -> Surface:
 
 
 def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:
-    """sentencepiece: a mark for a space, and `<0xHH>` for a byte no other piece covers."""
+    """SentencePiece: a mark for a space, and `<0xHH>` for a byte that no other piece covers."""
 
     def to_bytes(name: str) -> bytes:
         byte = _BYTE_TOKEN.fullmatch(name)
@@ -86,8 +86,8 @@ def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:
 def word_pieces(prefix: str = "##", cleanup: bool = True) -> Surface:
     """WordPiece: `##` continues a word, any other piece starts one.
 
-    With `cleanup`, no space before English punctuation and contractions, piece by piece, as
-    `tokenizers` does it.
+    With `cleanup`, spaces before English punctuation and contractions are removed piece by piece,
+    as in `tokenizers`.
     """
 
     def to_bytes(name: str) -> bytes:
@@ -103,15 +103,15 @@ def word_pieces(prefix: str = "##", cleanup: bool = True) -> Surface:
 
 
 def spaced_words() -> Surface:
-    """Tokens are whole words: a tokenizer without a decoder joins them with spaces."""
+    """Whole words: a tokenizer without a decoder joins tokens with spaces."""
     return Surface(lambda name: plain(" " + name), strip_space=True)
 
 
 def from_decoder(decoder: Mapping[str, Any] | None) -> Surface:
-    """The surface that a tokenizer.json's `decoder` describes.
+    """From the `decoder` of a tokenizer.json.
 
     Raises:
-        ValueError: a decoder whose tokens do not add bytes one by one.
+        ValueError: a decoder whose tokens do not map to bytes one by one.
     """
     if decoder is None:
         return spaced_words()

@@ -1,9 +1,9 @@
-"""How byte-level BPE cuts a text into words, by the name GGUF gives in `tokenizer.ggml.pre`.
+"""Pre-tokenizers: how byte-level BPE splits text into words, by GGUF's `tokenizer.ggml.pre`.
 
-The patterns are those of the models' own tokenizer.json files or of their Python; the names, and
-which of them share a pattern, are llama.cpp's (`src/llama-vocab.cpp`). Each pattern in turn cuts
-the pieces that the one before left: what it matches is a piece, and so is what lies between.
-Syntax: Oniguruma, which `tokenizers` uses.
+Patterns come from the models' tokenizer.json files or Python code; the names, and which of them
+share a pattern, from llama.cpp (`src/llama-vocab.cpp`). Each pattern in turn splits the pieces left
+by the one before: a match is a piece, and so is the text between matches. Syntax: Oniguruma, as in
+`tokenizers`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
 
-_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # of English words: it's, don't, we're
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # English suffixes: it's, don't, we're
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _ASCII_MARK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 
@@ -41,7 +41,7 @@ _DEEPSEEK3 = (
     rf"{_ASCII_MARK}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
-# DeepSeek-LLM lists ranges of letters: those with case, less the younger and the rarer blocks.
+# DeepSeek-LLM lists ranges of cased letters, without the newer and rarer blocks.
 _DEEPSEEK_LETTERS = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
     r"\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2cf2-\u2d2d\ua790-\ua7fa\uab30-\uab68"
@@ -80,15 +80,15 @@ _NOT_HAN = r"&&[^\p{Han}]"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of cutting.
+    """A pre-tokenizer.
 
     Attributes:
-        patterns: cut the text in turn.
-        ignore_merges: a word that is a token is that token, whatever the merges say.
-        add_bos: the default where the file has no add_bos_token.
-        nfc: the text is normalised first.
-        byte_level: bytes are written with GPT-2's letters; else the vocabulary has plain text,
-            `▁` for a space and `<0xHH>` for bytes.
+        patterns: split the text in turn.
+        ignore_merges: a word that is a token is not merged.
+        add_bos: the default if the file has no add_bos_token.
+        nfc: the text is NFC-normalized first.
+        byte_level: bytes are written with GPT-2's characters; else the vocabulary has plain text,
+            with `▁` for a space and `<0xHH>` for bytes.
     """
 
     patterns: tuple[str, ...]
@@ -199,7 +199,7 @@ def splitter(rule: PreTokenizer, add_prefix_space: bool = False) -> pre_tokenize
 
 
 def _steps(rule: PreTokenizer, add_prefix_space: bool) -> Iterator[pre_tokenizers.PreTokenizer]:
-    if rule.patterns == (_GPT2,):  # the library's own form of it is faster
+    if rule.patterns == (_GPT2,):  # the library's built-in form is faster
         yield pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
         return
     for pattern in rule.patterns:

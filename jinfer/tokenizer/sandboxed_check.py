@@ -1,8 +1,8 @@
-"""A tokenizer tried out in a process of its own, before this one reads it.
+"""Sandboxed tokenizer check: tries an untrusted tokenizer in a child process before it is loaded.
 
-The libraries that run tokenizers are not made for files of strangers. The process reads the files
-and encodes texts that make bad regular expressions and bad vocabularies show; if it stays within
-its bounds, the same is done here.
+Tokenizer libraries are not made for untrusted files. The child process loads the files and encodes
+texts that expose pathological regular expressions and vocabularies; if it stays within its limits,
+the tokenizer is loaded here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from jinfer.guard.sandboxed_process import Child, ChildError
 from jinfer.tokenizer.tokenizer_base import TokenizerError
 
-_MEMORY = 512 << 20  # bytes, and this for each of the files':
+_MEMORY = 512 << 20  # bytes, plus this for each byte of the files:
 _MEMORY_PER_BYTE = 20
 _CHILD = "jinfer.tokenizer.sandboxed_check_child"
 _SECONDS, _SECONDS_PER_BYTE = 3.0, 1e-6
@@ -22,10 +22,10 @@ _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.
 
 
 def vet(path: Path, metadata: Mapping[str, Any] | None, vocab_size: int | None) -> None:
-    """Raises `TokenizerError` unless the tokenizer can be read and used within bounds.
+    """Raises `TokenizerError` unless the tokenizer can be loaded and used within limits.
 
     Args:
-        path, metadata, vocab_size: as `load_tokenizer`.
+        path, metadata, vocab_size: as in `load_tokenizer`.
     """
     told = None
     if metadata is not None:

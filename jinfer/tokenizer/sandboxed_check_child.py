@@ -1,4 +1,4 @@
-"""The child process of `sandboxed_check`: reads a tokenizer, encodes hard texts."""
+"""Child process of `sandboxed_check`: loads a tokenizer and encodes pathological texts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from jinfer.tokenizer.load import load_tokenizer
 from jinfer.tokenizer.tokenizer_base import Tokenizer, TokenizerError
 
-_LENGTH = 4096  # letters of a text that is tried
+_LENGTH = 4096  # characters of a probe text
 _LETTERS = re.compile(r"[^\W_]")
 
 
 def answer(question: list[Any]) -> str:
-    """Why the tokenizer cannot be used; empty where it can."""
+    """Why the tokenizer is unusable; empty if it is usable."""
     path, metadata, vocab_size = question
     try:
         found = load_tokenizer(Path(path), metadata=metadata, vocab_size=vocab_size, trust=True)
@@ -28,7 +28,7 @@ def answer(question: list[Any]) -> str:
 
 
 def _texts(found: Tokenizer) -> Iterator[str]:
-    """Texts that take long where anything does: runs of a letter with something else behind."""
+    """Probe texts that are slow in the worst case: runs of a letter followed by something else."""
     backend = getattr(found, "backend", None)
     parts = () if backend is None else (backend.normalizer, backend.pre_tokenizer)
     said = "".join(part.__getstate__().decode() for part in parts if part is not None)

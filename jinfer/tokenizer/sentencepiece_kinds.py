@@ -1,8 +1,8 @@
-"""How each family numbers the pieces of its sentencepiece model, and frames a text.
+"""SentencePiece conventions: how each family numbers its pieces and frames a text.
 
-The library numbers pieces 0, 1, 2...; the model's Python class (`tokenizer_class`) decides which
-ids they have in the model, which tokens are added, and what goes around a text. The rules are
-those of the classes of that name in transformers, and of ChatGLM's own.
+The library numbers pieces 0, 1, 2...; the model's Python class (`tokenizer_class`) determines their
+ids in the model, the added tokens, and the special tokens around a text. The rules are those of the
+classes of that name in transformers, and of ChatGLM's own.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jinfer.tokenizer.tokenizer_config import (
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-_MOST_GAPS = 100_000  # ids that no token has
+_MOST_GAPS = 100_000  # unused ids
 _FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """names: of every id ("" for none). to_token: id of every piece, None for the same number.
+    """names: name of every id ("" for none). to_token: id of every piece, None for the same number.
     prefix, suffix: names around a text. control: added names that are not text."""
 
     names: Sequence[str]
@@ -44,7 +44,7 @@ class _Layout:
 
 
 def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
-    """Reads a .model (or .spm) file and the JSON files beside it. Raises: TokenizerError."""
+    """Loads a .model (or .spm) file and the JSON files beside it. Raises `TokenizerError`."""
     data = read_file(file)
     spaced = config.flag("add_prefix_space") is not False
     processor = load(data if spaced else without_dummy_prefix(data), file)
@@ -125,7 +125,7 @@ def _llama(
 
 
 def _t5(pieces: list[str], config: TokenizerConfig) -> _Layout:
-    """The sentinels come after the pieces, the last one first; EOS after a text."""
+    """T5: the sentinels follow the pieces in reverse order; EOS after a text."""
     count = config.number("extra_ids", 100 if config.kind in ("", "T5Tokenizer") else 0)
     sentinels = [f"<extra_id_{number}>" for number in reversed(range(count))]
     known = set(pieces)
@@ -149,7 +149,7 @@ def _fairseq(pieces: list[str], config: TokenizerConfig) -> _Layout:
 
 
 def _looked_up(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layout:
-    """M2M100 and Marian: the ids of pieces are in vocab.json; M2M100's languages come after."""
+    """M2M100 and Marian: ids of pieces from vocab.json; M2M100's languages come after."""
     vocabulary = read_vocabulary(file)
     names = [""] * (max(vocabulary.values(), default=-1) + 1)
     if len(names) > len(vocabulary) + _MOST_GAPS:
@@ -175,7 +175,7 @@ def _looked_up(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layou
 
 
 def _with_added(layout: _Layout, config: TokenizerConfig) -> _Layout:
-    """The layout with the configuration's tokens at their ids."""
+    """The layout with the configuration's added tokens at their ids."""
     names, control = list(layout.names), set(layout.control)
     for token in config.added:
         if token.id is not None and token.id >= len(names) + _MOST_GAPS:

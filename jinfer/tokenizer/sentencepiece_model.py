@@ -1,7 +1,7 @@
-"""A sentencepiece model written from a vocabulary: the file format is a small protocol buffer.
+"""SentencePiece model writer (Unigram, BPE): serializes a vocabulary to the .model format.
 
-Fields and numbers: sentencepiece's `sentencepiece_model.proto`. Writing it by hand takes a page
-and spares the protobuf package.
+Fields and numbers: sentencepiece's `sentencepiece_model.proto`. Writing the protocol buffer by hand
+avoids a dependency on the protobuf package.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a sentencepiece model holds.
+    """The content of a SentencePiece model.
 
     Attributes:
         algorithm: UNIGRAM or BPE.
-        pieces, scores, types: one each per id; `types` are `PieceType` numbers.
-        unk: the id of the piece for what is not covered; needed where no piece has that type.
-        charsmap: the compiled normalisation; empty for none.
-        add_dummy_prefix: a space is put before a text.
-        remove_extra_whitespaces: spaces at the ends and runs of them are cut.
+        pieces, scores, types: one of each per id; `types` are `PieceType` numbers.
+        unk: id of the unknown piece; needed if no piece has that type.
+        charsmap: the compiled normalization rules; empty for none.
+        add_dummy_prefix: add a space before a text.
+        remove_extra_whitespaces: strip the text and collapse runs of spaces.
     """
 
     UNIGRAM: ClassVar[int] = 1
@@ -57,15 +57,15 @@ class SentencePieceModel:
 
 
 def build(model: SentencePieceModel, source: Path) -> sentencepiece.SentencePieceProcessor:
-    """A processor that runs the model. Raises: TokenizerError: it is not consistent."""
+    """A processor that runs the model. Raises `TokenizerError` if it is inconsistent."""
     return load(serialize(model), source)
 
 
 def load(data: bytes, source: Path) -> sentencepiece.SentencePieceProcessor:
-    """A processor for the bytes of a .model file. Raises: TokenizerError."""
-    import sentencepiece  # here: most tokenizers need no such library
+    """A processor for the bytes of a .model file. Raises `TokenizerError`."""
+    import sentencepiece  # imported here, because most tokenizers do not need it
 
-    if not data:  # which the library takes for "load nothing"
+    if not data:  # the library takes it for "load nothing"
         raise TokenizerError(f"{source}: not a sentencepiece model: the file is empty")
     with library_errors(source, "not a sentencepiece model"):
         return sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -80,7 +80,7 @@ def serialize(model: SentencePieceModel) -> bytes:
         + _number(4, model.remove_extra_whitespaces)
         + _number(5, True)  # escape_whitespaces: ▁ for a space
     )
-    byte_fallback = list(model.types).count(PieceType.BYTE) == 256  # the library wants them all
+    byte_fallback = list(model.types).count(PieceType.BYTE) == 256  # it needs all
     trainer = _number(3, model.algorithm) + _number(35, byte_fallback)
     return b"".join(_pieces(model, byte_fallback)) + _bytes(2, trainer) + _bytes(3, normalizer)
 
@@ -91,7 +91,7 @@ def without_dummy_prefix(data: bytes) -> bytes:
 
 
 def _pieces(model: SentencePieceModel, byte_fallback: bool) -> Iterator[bytes]:
-    """Field 1, once a piece. sentencepiece wants each name once and exactly one unknown piece."""
+    """Field 1, once for each piece. Names must be unique, with exactly one unknown piece."""
     unk = model.unk
     if unk is None:
         unk = next((id for id, kind in enumerate(model.types) if kind == PieceType.UNKNOWN), 0)
@@ -100,7 +100,7 @@ def _pieces(model: SentencePieceModel, byte_fallback: bool) -> Iterator[bytes]:
         zip(model.pieces, model.scores, model.types, strict=True)
     ):
         name = piece.encode("utf-8", "replace")
-        # Two pieces that are not UTF-8 would be the same one.
+        # Two pieces that are not UTF-8 would have the same name.
         if not piece or piece in seen or b"\0" in name or name.decode() != piece:
             name, kind = f"\ue000{id}\ue001".encode(), PieceType.UNUSED
         seen.add(piece)

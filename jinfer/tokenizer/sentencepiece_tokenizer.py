@@ -1,4 +1,4 @@
-"""Tokenizers that the `sentencepiece` library runs, with ids that may not be the library's own."""
+"""SentencePiece tokenizer (Unigram, BPE), with ids that may differ from the library's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jinfer.tokenizer.piece_bytes import SPACE_MARK, marked_spaces
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, Tokenizer, pattern_of, valid_text
 
-_UNKNOWN_TEXT = " \u2047 "  # what sentencepiece shows for the unknown piece
+_UNKNOWN_TEXT = " \u2047 "  # how sentencepiece decodes the unknown piece
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model and a table from its pieces to the model's ids.
+    """A SentencePiece model and a table from its pieces to the model's ids.
 
-    Unlike other control tokens, the unknown one is shown when decoded, as ` ⁇ `.
+    Unlike other control tokens, the unknown one is decoded, as ` ⁇ `.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class SentencePieceTokenizer(Tokenizer):
         """Wraps a processor.
 
         Args:
-            names: the name of every id; the processor's pieces if not given.
-            to_token: the id of every piece of the processor; its own numbers if not given.
-            spaced_parts: the text after a special token gets the same space before it that a
-                text's beginning gets (Llama's "legacy" behaviour, and llama.cpp's).
-            always: of `special.parsed` the names that are tokens in any text, a stranger's too.
+            names: name of every id; None: the processor's pieces.
+            to_token: id of every piece of the processor; None: its own numbers.
+            spaced_parts: text after a special token gets the space that is added at a text's
+                beginning (Llama's "legacy" behaviour, and llama.cpp's).
+            always: names in `special.parsed` that are tokens in any text, even with parsing off.
         """
         if names is None:
             names = processor.id_to_piece(list(range(processor.vocab_size())))

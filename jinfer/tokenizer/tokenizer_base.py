@@ -1,4 +1,4 @@
-"""What every tokenizer gives: text to ids and back, special tokens, incremental decoding."""
+"""Tokenizer interface: encoding, decoding, special tokens, incremental detokenization."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.piece_bytes import Surface
 
-# Tokens that are looked for in a text; models of speech have one for each of 65,536 sounds.
+# Special tokens that are searched for in a text; speech models have one for each of 65,536 sounds.
 MAX_FOUND = 100_000
-# Letters for private use, in an order that nobody can guess: no text of a stranger has them.
+# Private-use characters in an unpredictable order, so that no untrusted text contains them.
 MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that cannot be used, or a call that its tokenizer has no answer for."""
+    """An unusable tokenizer file, or a call that the tokenizer does not support."""
 
     def __init__(self, text: str) -> None:
-        """A text of more than 1000 characters is cut: a file may call its tokens anything."""
+        """Truncates a text of more than 1000 characters, as it may contain tokens of the file."""
         super().__init__(sanitize.shown(text, 1000))
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, as one line of at most 200 characters."""
+    """An error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextmanager
 def library_errors(path: Path, what: str) -> Iterator[None]:
-    """Raises `TokenizerError` for whatever a library raises inside, which may be of any kind.
+    """Converts any error that a library raises to `TokenizerError`.
 
-    The Rust of `tokenizers` panics where it is surprised, and that is no `Exception`.
+    Panics in the Rust code of `tokenizers` are not subclasses of `Exception`.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def library_errors(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Puts the path before a `TokenizerError` that names no file of its folder."""
+    """Prefixes a `TokenizerError` with the path, unless it names a file of its folder."""
     try:
         yield
     except TokenizerError as error:
@@ -65,19 +65,19 @@ def named(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens of a vocabulary that are not text.
+    """The special tokens of a vocabulary.
 
     Attributes:
-        bos, pad, unk, mask: their ids, None where the model has none.
+        bos, pad, unk, mask: their ids; None if the model has none.
         user, assistant: tokens that begin a turn, from generation_config.json (Baichuan).
-        eos: every id that ends a text.
-        control: name -> id of the tokens that `encode` finds in a text when it may, and that
-            `decode` leaves out.
-        parsed: further names that are found in a text, but are text themselves when decoded.
-        lstrip, rstrip: names, found in a text, that take the white space before or after them away.
-        prefix, suffix: ids that `encode` puts around a text.
-        languages: a language's name -> id of its token. The default language's token is in
-            `prefix` or `suffix`; `encode(..., language=...)` puts another one in its place.
+        eos: all ids that end a text.
+        control: name -> id of the tokens that `encode` parses in a text if allowed, and that
+            `decode` skips.
+        parsed: further names that are parsed in a text, but decoded as text.
+        lstrip, rstrip: names that strip white space before or after them when parsed.
+        prefix, suffix: ids that `encode` adds around a text.
+        languages: language name -> id of its token. The default language's token is in `prefix` or
+            `suffix`; `encode(..., language=...)` replaces it.
     """
 
     bos: int | None = None
@@ -97,7 +97,7 @@ class SpecialTokens:
 
 
 def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern that finds the longest of the names; None without names."""
+    """A pattern that matches the longest of the names; None without names."""
     longest_first = sorted((name for name in names if name), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
@@ -111,9 +111,9 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     Attributes:
-        vocab_size: number of ids, special ones included. A model's table may have more rows.
+        vocab_size: number of ids, including special ones. The embedding may have more rows.
         special: the special tokens.
-        bos_id, eos_ids, pad_id, unk_id, mask_id: ids out of `special`.
+        bos_id, eos_ids, pad_id, unk_id, mask_id: ids from `special`.
     """
 
     def __init__(self, vocab_size: int, special: SpecialTokens, surface: Surface) -> None:
@@ -132,7 +132,7 @@ class Tokenizer(ABC):
         if len(found) > MAX_FOUND:
             reason = f"has {len(found)} special tokens; at most {MAX_FOUND} are looked for"
             raise TokenizerError(f"the vocabulary {reason}")
-        # "sop" is a control token of ChatGLM: such a name that may be a word is never looked for.
+        # Control tokens that may be words, such as ChatGLM's "sop", are never parsed in a text.
         words = {name for name, id in found.items() if name in special.control or id == special.unk}
         self._found = {n: id for n, id in found.items() if not (n.isalnum() and n in words)}
         self._pattern = pattern_of(self._found)
@@ -140,11 +140,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token(self, id: int) -> str:
-        """The name of a token as the vocabulary writes it; "" for an id it does not have."""
+        """The name of a token in the vocabulary; "" for an unknown id."""
 
     @abstractmethod
     def id(self, token: str) -> int | None:
-        """The id of a token's name, None where there is none."""
+        """The id of a token's name; None if there is none."""
 
     @abstractmethod
     def _encode(self, text: str, parse_special: bool) -> list[int]: ...
@@ -157,14 +157,14 @@ class Tokenizer(ABC):
         parse_special: bool = True,
         language: str | None = None,
     ) -> list[int]:
-        """Token ids of a text.
+        """Encodes a text.
 
         Args:
-            text: lone surrogates in it are read as U+FFFD.
-            special: put what the model wants (BOS, EOS, [CLS] and [SEP], a language) around it.
-            parse_special: special tokens written in the text become their ids; without, they are
-                text like any other, which is what text from a stranger should be.
-            language: the language of the text, for a model that marks it (M2M100: "en", NLLB:
+            text: lone surrogates in it are replaced by U+FFFD.
+            special: add the model's special tokens (BOS, EOS, [CLS] and [SEP], a language).
+            parse_special: special tokens written in the text become their ids; if False, they are
+                plain text, as they should be in untrusted text.
+            language: the language of the text, for models that mark it (M2M100: "en", NLLB:
                 "eng_Latn"); its token replaces the default language's.
 
         Raises:
@@ -178,38 +178,38 @@ class Tokenizer(ABC):
         return [*prefix, *ids, *suffix] if special else ids
 
     def encode_parts(self, parts: Sequence[int | str]) -> list[int]:
-        """Ids of a text given in parts: ids stay, texts are plain text, nothing is put around."""
+        """Encodes a text given in parts, ids and plain text, without adding special tokens."""
         ids: list[int] = []
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode(valid_text(part), False)
         return ids
 
     def hide_control(self, text: str) -> str:
-        """The text with `MARK` inside every control token's name, so that it names none."""
+        """The text with `MARK` inside every control token's name, so that none is parsed."""
         text, before = text.replace(MARK, ""), ""
-        while self._control and text != before:  # what is left may name another one
+        while self._control and text != before:  # removing a name may form another
             before = text
             text = self._control.sub(_with_mark, text)
         return text
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of a text whose special tokens count, but for those that `hide_control` hid.
+        """Encodes a text, parsing special tokens except those that `hide_control` hid.
 
-        These become the text that they are. Nothing is put around it.
+        Hidden ones are encoded as plain text. No special tokens are added.
         """
         parts = self.split_special(valid_text(text))
         return self.encode_parts([p if isinstance(p, int) else p.replace(MARK, "") for p in parts])
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Ids and token types (0 first, 1 second) of two texts, for models that read pairs.
+        """Ids and token types (0 first, 1 second) of a text pair.
 
         Raises:
-            TokenizerError: this kind of tokenizer has no pairs.
+            TokenizerError: this tokenizer does not support pairs.
         """
         raise TokenizerError(f"a {type(self).__name__} has no form for a pair of texts")
 
     def language_id(self, language: str) -> int:
-        """The id of a language's token; what a translation into it starts with."""
+        """The id of a language's token, with which a translation into it starts."""
         found = self.special.languages.get(language)
         if found is None:
             known = ", ".join(sorted(self.special.languages)) or "none"
@@ -221,13 +221,13 @@ class Tokenizer(ABC):
         return tuple(chosen if id in languages else id for id in ids)
 
     def split_special(self, text: str) -> list[str | int]:
-        """The text cut at the special tokens written in it: ids, and the texts between them."""
+        """The text split at the special tokens written in it: ids, and the texts between."""
         return self._split(text, self._pattern)
 
     def _split(self, text: str, pattern: re.Pattern[str] | None) -> list[str | int]:
-        """The text cut at the special tokens that a pattern finds."""
+        """The text split at the special tokens that a pattern matches."""
         parts: list[str | int] = []
-        place, bare = 0, False  # bare: white space at the place is not a part of the text
+        place, bare = 0, False  # bare: white space at the place was stripped by a token
         for match in pattern.finditer(text) if pattern is not None else ():
             name = match[0]
             parts.append(self._between(text[place : match.start()], bare, name))
@@ -241,14 +241,14 @@ class Tokenizer(ABC):
         return text.rstrip() if following in self.special.lstrip else text
 
     def is_control(self, id: int) -> bool:
-        """Whether `decode` leaves the token out."""
+        """Whether `decode` skips the token."""
         return id in self._control_ids
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of UTF-8 a token adds to a text: a part of a character, or many characters.
+        """The UTF-8 bytes that a token adds to a text: part of a character, or several characters.
 
-        Empty for control tokens and for ids the vocabulary does not have. The space that starts
-        a text is not taken away here (see `strip_space`).
+        Empty for control tokens and unknown ids. The space at the start of a text is included (see
+        `strip_space`).
         """
         return b"" if id in self._control_ids else self.spelled(id)
 
@@ -266,7 +266,7 @@ class Tokenizer(ABC):
         return self._surface.to_bytes(name) if name else b""
 
     def shown(self, id: int) -> str:
-        """A token as a text of its own; as the vocabulary writes it where it is no whole text."""
+        """A single token as text; its vocabulary name if its bytes are not valid UTF-8."""
         try:
             return self.spelled(id).decode("utf-8") or self.token(id)
         except UnicodeDecodeError:
@@ -282,11 +282,11 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({self.vocab_size} tokens, {special}, {', '.join(words)})"
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids: their joined bytes, with U+FFFD for what is not UTF-8.
+        """Decodes token ids: their joined bytes, with U+FFFD for invalid UTF-8.
 
         Args:
-            ids: ids the vocabulary does not have add nothing.
-            skip_special: leave control tokens out; else they are spelled out.
+            ids: unknown ids add nothing.
+            skip_special: skip control tokens; else they are spelled out.
         """
         of = self.token_bytes if skip_special else self.spelled
         data = b"".join([of(id) for id in ids])
@@ -301,10 +301,10 @@ class Tokenizer(ABC):
         skip_special: bool = True,
         shown: Collection[int] = (),
     ) -> Detokenizer:
-        """An incremental decoder of the tokens that follow `prompt_ids`.
+        """An incremental detokenizer for the tokens that follow `prompt_ids`.
 
         Args:
-            skip_special: leave control tokens out.
+            skip_special: skip control tokens.
             shown: control tokens that are spelled out all the same.
         """
 
@@ -316,7 +316,7 @@ class Tokenizer(ABC):
 
 
 def valid_text(text: str) -> str:
-    """The text with U+FFFD for each lone surrogate, which no UTF-8 can hold."""
+    """The text with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     if not isinstance(text, str):
         raise TokenizerError(f"a text must be a str, not {type(text).__name__}")
     try:

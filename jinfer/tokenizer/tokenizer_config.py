@@ -1,4 +1,4 @@
-"""The small JSON files beside a tokenizer: special tokens, flags, ids that end a text."""
+"""Tokenizer configuration: the JSON files beside a tokenizer, with special tokens and flags."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jinfer.guard.download_check import read_downloaded
 from jinfer.guard.safe_files import FileRefused, is_there
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
-MAX_TOKENS = 10_000_000  # ids of a vocabulary are below it
-MAX_BYTES = 256 << 20  # of a tokenizer's file; the largest known has 40 MB
+MAX_TOKENS = 10_000_000  # upper bound of token ids
+MAX_BYTES = 256 << 20  # of a tokenizer's file
 MAX_JSON_BYTES = 64 << 20
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_USUAL_NAMES = {  # where no configuration says what a token is for
+_USUAL_NAMES = {  # defaults if no configuration names the token
     "unk_token": ("<unk>", "[UNK]"),
     "pad_token": ("<pad>", "[PAD]"),
     "mask_token": ("<mask>", "[MASK]"),
@@ -28,7 +28,7 @@ _USUAL_NAMES = {  # where no configuration says what a token is for
 
 
 def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """What is in a file of at most `most` bytes. Raises: TokenizerError."""
+    """Reads a file of at most `most` bytes. Raises `TokenizerError`."""
     try:
         return read_downloaded(path, most)
     except FileRefused as error:
@@ -36,7 +36,7 @@ def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file, without their ends. Raises: TokenizerError: it is not UTF-8."""
+    """The lines of a file, without their ends. Raises `TokenizerError` if it is not UTF-8."""
     data = read_file(path)
     try:
         return [line.rstrip("\r") for line in data.decode("utf-8-sig").split("\n")]
@@ -45,7 +45,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file. Raises: TokenizerError."""
+    """The JSON value in a file. Raises `TokenizerError`."""
     data = read_file(path, MAX_JSON_BYTES)
     try:
         return json.loads(data.decode("utf-8-sig"))
@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where the file is missing. Raises: TokenizerError."""
+    """The JSON object in a file; empty if the file is missing. Raises `TokenizerError`."""
     if not is_there(path):
         return {}
     value = read_json(path)
@@ -64,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """A JSON object of token -> id. Raises: TokenizerError."""
+    """A JSON object of token -> id. Raises `TokenizerError`."""
     vocabulary = read_object(path)
     for token, id in vocabulary.items():
         if type(id) is not int or not 0 <= id < MAX_TOKENS:
@@ -76,16 +76,16 @@ def read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def shown(value: object) -> str:
-    """A value of a file in an error."""
+    """A value from a file, formatted for an error."""
     try:
         return repr(value)[:200]
-    except (ValueError, RecursionError):  # a number of thousands of digits
+    except (ValueError, RecursionError):  # an integer of thousands of digits
         return f"this {type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside the vocabulary, as added_tokens_decoder describes it."""
+    """A token added to the vocabulary, as in added_tokens_decoder."""
 
     content: str
     id: int | None = None
@@ -101,8 +101,8 @@ class TokenizerConfig:
     """What the JSON files of a checkpoint folder say about its tokenizer.
 
     Attributes:
-        path: tokenizer_config.json, for error messages.
-        values: tokenizer_config.json over special_tokens_map.json.
+        path: tokenizer_config.json, for errors.
+        values: tokenizer_config.json merged over special_tokens_map.json.
         added: tokens of added_tokens_decoder, added_tokens.json and additional_special_tokens.
         generation: generation_config.json.
         model: config.json.
@@ -116,11 +116,11 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The tokenizer class, without "Fast" at its end; "" where none is given."""
+        """The tokenizer class, without a trailing "Fast"; "" if there is none."""
         return (self.text("tokenizer_class") or "").removesuffix("Fast")
 
     def text(self, key: str) -> str | None:
-        """A string, or the `content` of a token written as an object. Raises: TokenizerError."""
+        """A string, or the `content` of a token written as an object. Raises `TokenizerError`."""
         value = self.values.get(key)
         if isinstance(value, Mapping):
             value = value.get("content")
@@ -129,14 +129,14 @@ class TokenizerConfig:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """True, false, or None where it is missing or null. Raises: TokenizerError."""
+        """True, false, or None if it is missing or null. Raises `TokenizerError`."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
             raise TokenizerError(f"{self.path}: {key} must be true or false, not {shown(value)}")
         return value
 
     def number(self, key: str, default: int) -> int:
-        """A whole number of at most 10,000. Raises: TokenizerError."""
+        """An integer of at most 10,000. Raises `TokenizerError`."""
         value = self.values.get(key, default)
         if type(value) is not int or not 0 <= value <= 10_000:
             raise TokenizerError(
@@ -145,14 +145,14 @@ class TokenizerConfig:
         return value
 
     def names(self) -> list[str]:
-        """additional_special_tokens in their order."""
+        """additional_special_tokens in order."""
         return [
             _added(self.path, entry).content for entry in _list(self, "additional_special_tokens")
         ]
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """Reads what there is of the JSON files in a folder. Raises: TokenizerError."""
+    """Reads the JSON files that exist in a folder. Raises `TokenizerError`."""
     path = folder / "tokenizer_config.json"
     values = {**read_object(folder / "special_tokens_map.json"), **read_object(path)}
     config = TokenizerConfig(
@@ -212,7 +212,7 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
     """bos, eos, pad, unk and mask, from the configuration or by their usual names.
 
     Every id of generation_config.json's eos_token_id ends a text, and so does eos_token;
-    config.json's list counts where that file gives none, as transformers makes one of it.
+    config.json's list counts if that file has none, as in transformers.
     """
 
     def named(key: str) -> int | None:
@@ -239,7 +239,7 @@ def special_ids(config: TokenizerConfig, find: Callable[[str], int | None]) -> S
 
 
 def _text_model(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the model of text, beside one of images where it is not alone."""
+    """The text model's part of config.json, for multimodal models."""
     inner = model.get("text_config")
     return model if "eos_token_id" in model or not isinstance(inner, Mapping) else inner
 

@@ -1,8 +1,8 @@
-"""What a tokenizer.json may ask for before a token is looked up: bounded, or refused.
+"""tokenizer.json checks: bounds on normalizers, patterns and merges, for untrusted files.
 
 The library does whatever the file says: a normalizer that doubles a text forty times, a regular
-expression that takes a second for each letter. What is here costs microseconds, and holds for every
-file; `vetting` finds out about the rest.
+expression with catastrophic backtracking. These cheap checks apply to every file; `sandboxed_check`
+finds the rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import tokenizers
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS
 from jinfer.tokenizer.tokenizer_base import TokenizerError
 
-MAX_GROWTH = 64  # times the text
+MAX_GROWTH = 64  # factor by which a text may grow
 MAX_STEPS = 64  # of a normalizer or a pre-tokenizer
-MAX_WORD = 1000  # letters of what WordPiece cuts: the time goes with their square
+MAX_WORD = 1000  # characters of a word that WordPiece splits, in quadratic time
 _PATTERN = re.compile(rb'"Regex"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")  # which nobody writes so, but to hide a word
+_ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")  # used only to hide a word
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 _KNOWN = {
     *(pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns),
@@ -46,10 +46,10 @@ def is_usual(data: bytes) -> bool:
 
 
 def check_merges(path: Path, data: bytes) -> None:
-    """Raises `TokenizerError` for merges that the library would cut inside a letter.
+    """Raises `TokenizerError` for merges that the library would cut inside a character.
 
-    It takes the prefix of inner pieces away from a merge's second one without looking; what is left
-    need not be a text, and the process ends.
+    It strips the continuation prefix from a merge's second piece without checking; if the rest is
+    not valid UTF-8, the process aborts.
     """
     if not _PREFIX.search(data) and not _ESCAPED_LETTER.search(data):
         return
@@ -68,7 +68,7 @@ def check_merges(path: Path, data: bytes) -> None:
 
 
 def check_pipeline(path: Path, backend: tokenizers.Tokenizer) -> None:
-    """Raises `TokenizerError` for what could take longer or more memory than any text deserves."""
+    """Raises `TokenizerError` for steps that could take too much time or memory."""
     try:
         growth, steps = _normalizing(_state(backend.normalizer))
         cuts = sum(1 for _ in _leaves(_state(backend.pre_tokenizer), "pretokenizers"))
@@ -90,7 +90,7 @@ def _state(part: Any) -> Any:
 
 
 def _leaves(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a sequence of sequences."""
+    """The steps of nested sequences."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -101,7 +101,7 @@ def _leaves(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _normalizing(state: Any) -> tuple[float, int]:
-    """How many times longer a text may become, and in how many steps."""
+    """The factor by which a text may grow, and the number of steps."""
     growth, steps = 1.0, 0
     for step in _leaves(state, "normalizers"):
         steps += 1
@@ -112,7 +112,7 @@ def _normalizing(state: Any) -> tuple[float, int]:
 
 def _replacing(pattern: Mapping[str, str], content: str) -> float:
     if "String" not in pattern:
-        return max(1.0, len(content))  # it may find single letters, or places without any
+        return max(1.0, len(content))  # it may match single letters, or the empty string
     if not pattern["String"]:
         raise ValueError("a Replace of nothing")
     return max(1.0, len(content) / len(pattern["String"]))

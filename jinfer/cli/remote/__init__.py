@@ -1,1 +1,1 @@
-"""Talking to a server: what `jinfer client` does. Nothing here needs JAX."""
+"""`jinfer client`: talks to an OpenAI-compatible server. Nothing here imports JAX."""

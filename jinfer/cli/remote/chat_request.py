@@ -1,4 +1,4 @@
-"""A question as a server takes it, and its answer as it comes."""
+"""Chat completion requests to a server, and their streamed answers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jinfer.progress import task
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-# Parameters that have other names there.
+# Parameters that have other names in the API.
 _NAMES = {"include_stop": "include_stop_str_in_output", "skip_special": "skip_special_tokens"}
 
 
 @dataclass
 class Answer:
-    """What has come of an answer.
+    """An answer that is being received.
 
     Attributes:
-        text: so far.
-        reason: why it ended, if it has.
-        usage: tokens, as the server counts them; empty where it does not.
-        first, seconds: from the question to the first piece, and to the end.
-        thought: whether there was reasoning before it.
+        text: the text so far.
+        reason: the finish reason, once there is one.
+        usage: token counts from the server; empty if it sends none.
+        first, seconds: seconds to the first piece, and to the end.
+        thought: whether there was reasoning.
         interrupted: whether Ctrl-C stopped it.
     """
 
@@ -42,7 +42,7 @@ class Answer:
     interrupted: bool = False
 
     def rates(self) -> str:
-        """One line: tokens, and how soon they came."""
+        """One line of token counts and rates."""
         said = []
         if (asked := self.usage.get("prompt_tokens")) is not None:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -59,13 +59,13 @@ class Answer:
 def body(
     messages: Sequence[Message], sampling: Mapping[str, Any], model: str | None
 ) -> dict[str, Any]:
-    """A request for an answer to a conversation. Raises `RequestError`."""
+    """The body of a chat completion request. Raises `RequestError`."""
     named = {} if model is None else {"model": model}
     return {**named, "messages": list(messages), **fields(sampling)}
 
 
 def raw(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """A request for what follows a text, without a chat template. Raises `RequestError`."""
+    """The body of a text completion request, without a chat template. Raises `RequestError`."""
     asked = {"model": model, "prompt": text, **fields(sampling)}
     if asked.pop("logprobs", None):
         asked["logprobs"] = asked.pop("top_logprobs")
@@ -73,10 +73,10 @@ def raw(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as a server names them; where OpenAI has a name, it is that one.
+    """Sampling parameters under the API's names, OpenAI's where there is one.
 
     Raises:
-        RequestError: a schema that is no JSON.
+        RequestError: a JSON schema that is not JSON.
     """
     sent: dict[str, Any] = {}
     for name, value in sampling.items():
@@ -115,14 +115,14 @@ def stream(
     show: Callable[[str], None],
     think: Callable[[str], None],
 ) -> Answer:
-    """Shows an answer while it comes; Ctrl-C stops it, and the server is told so.
+    """Streams an answer. Ctrl-C cancels it, also on the server.
 
     Args:
-        show: is given the pieces of the answer.
-        think: is given the pieces of the reasoning before it.
+        show: prints pieces of the answer.
+        think: prints pieces of the reasoning.
 
     Raises:
-        RemoteError: there is none.
+        RemoteError: the request failed.
     """
     answer, begun = Answer(), time.perf_counter()
     path = TEXT if "prompt" in asked else CHAT

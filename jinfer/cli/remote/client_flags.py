@@ -1,4 +1,4 @@
-"""The flags of `jinfer client`; nothing here takes time to import."""
+"""Flags of `jinfer client`; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTEAD = {
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """What reads the command line; flags that were not given are None."""
+    """The argument parser; flags that are not given are None."""
     parser = Parser(
         prog=prog,
         usage="%(prog)s [QUESTION] [flags]",
@@ -49,7 +49,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace, chat: bool) -> None:
-    """Whether flags can stand side by side. Raises `FlagError`."""
+    """Checks that flags do not conflict. Raises `FlagError`."""
     check_pairs({name for name, value in vars(options).items() if value is not None})
     if chat and options.json:
         raise FlagError("--json needs a question")
@@ -60,7 +60,7 @@ def check(options: argparse.Namespace, chat: bool) -> None:
 
 
 def server(options: argparse.Namespace, environment: Mapping[str, str]) -> Server:
-    """Where to ask; the command line wins over the environment. Raises `RemoteError`."""
+    """The server to connect to; flags override the environment. Raises `RemoteError`."""
     key = options.api_key or environment.get("JINFER_API_KEY", "").partition(",")[0].strip()
     if not (key.isascii() and key.isprintable()):
         raise RemoteError("--api-key: a key has letters, digits and signs of ASCII alone")

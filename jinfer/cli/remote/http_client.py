@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's HTTP interface, reached with the standard library."""
+"""HTTP client for OpenAI-compatible servers, with the standard library (server-sent events)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jinfer.version import __version__
 
 DEFAULT = "http://127.0.0.1:8080"
 _CONNECT = 10.0  # seconds
-_MAX_ERROR = 1 << 16  # bytes of an answer that is an error
+_MAX_ERROR = 1 << 16  # bytes of an error response
 _MAX_LINE = 16 << 20  # bytes of one event
-_IGNORED = "x-jinfer-ignored"  # fields of the request that changed nothing
-_FULL = ("context_length_exceeded", "exceed_context_size_error")  # OpenAI's word, llama.cpp's
+_IGNORED = "x-jinfer-ignored"  # header that names request fields without effect
+_FULL = ("context_length_exceeded", "exceed_context_size_error")  # OpenAI, llama.cpp
 
 
 class RemoteError(RequestError):
-    """What a server said no to, or why it cannot be reached.
+    """A failed request: the server's error, or a connection error.
 
     Attributes:
-        full: whether the conversation is too long for the model.
+        full: whether the conversation exceeds the model's context.
     """
 
     def __init__(self, message: str, *, full: bool = False) -> None:
@@ -38,12 +38,12 @@ class RemoteError(RequestError):
 
 @dataclass(frozen=True)
 class Server:
-    """Where to ask.
+    """A server's address.
 
     Attributes:
-        url: http://..., https://... or unix:/path, with or without /v1 at its end.
-        key: what opens it.
-        timeout: seconds that it may be silent; None: any time.
+        url: http://..., https://... or unix:/path, with or without a trailing /v1.
+        key: the API key.
+        timeout: seconds of silence until a request fails; None: no limit.
     """
 
     url: str = DEFAULT
@@ -51,19 +51,19 @@ class Server:
     timeout: float | None = None
 
     def models(self) -> list[str]:
-        """Names of what is served. Raises `RemoteError`."""
+        """The names of the served models. Raises `RemoteError`."""
         with self._asked("GET", "/v1/models", None) as answer:
             found = _json(answer.read())
         named = [each.get("id") for each in objects(found.get("data"))]
         return [name for name in named if isinstance(name, str)]
 
     def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer that comes in one piece. Raises `RemoteError`."""
+        """Sends a request for a whole response. Raises `RemoteError`."""
         with self._asked("POST", path, body) as answer:
             return _json(answer.read())
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of an answer as they come. Raises `RemoteError`."""
+        """Sends a request and yields its events as they come. Raises `RemoteError`."""
         with self._asked("POST", path, body) as answer:
             while line := answer.readline(_MAX_LINE + 1):
                 if len(line) > _MAX_LINE:
@@ -83,7 +83,7 @@ class Server:
     def _asked(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request, which is a success; what goes wrong while it is read, too."""
+        """Sends a request; yields the successful response, and converts errors while it is read."""
         parts = _parts(self.url)
         connection = _connection(parts)
         base = "" if parts.scheme == "unix" else parts.path.rstrip("/").removesuffix("/v1")
@@ -116,7 +116,7 @@ class Server:
 
 
 class _Unix(http.client.HTTPConnection):
-    """A connection to a socket in the file system."""
+    """A connection to a Unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=_CONNECT)
@@ -129,7 +129,7 @@ class _Unix(http.client.HTTPConnection):
 
 
 def objects(value: object) -> list[dict[str, Any]]:
-    """The objects of a list; nothing where there is no list."""
+    """The objects of a list; empty if it is not a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
@@ -137,7 +137,7 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url if "://" in url or url.startswith("unix:") else f"http://{url}")
         usable = bool(parts.path if parts.scheme == "unix" else parts.hostname)
-        _ = parts.port  # raises where it is none
+        _ = parts.port  # raises ValueError for a bad port
     except ValueError as error:
         raise RemoteError(f"{url}: is no address: {error}") from None
     if parts.scheme not in ("http", "https", "unix") or not usable:
@@ -163,7 +163,7 @@ def _json(content: bytes) -> dict[str, Any]:
 
 
 def _refused(answer: http.client.HTTPResponse) -> RemoteError:
-    """The error that an answer is, in the server's own words where it has some."""
+    """The error for a failed response, with the server's message if it has one."""
     content = answer.read(_MAX_ERROR)
     status = f"{answer.status} {answer.reason}".strip()
     try:
@@ -177,7 +177,7 @@ def _refused(answer: http.client.HTTPResponse) -> RemoteError:
 
 
 def _refusal(found: Mapping[str, Any], otherwise: str) -> RemoteError:
-    """An error from JSON: OpenAI's form, or a text by one of the usual names."""
+    """The error in a JSON body: OpenAI's format, or a text under a common key."""
     error = found.get("error", found)
     if not isinstance(error, Mapping):
         return RemoteError(str(error))

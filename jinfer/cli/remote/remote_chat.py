@@ -1,4 +1,4 @@
-"""A conversation in the terminal with a server."""
+"""`jinfer client` chat: a conversation in the terminal with a server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jinfer.sampling.sampling_params import SamplingParams
 
 
 class RemoteChat(Dialogue):
-    """A conversation with a model that a server has.
+    """A conversation with a model on a server.
 
     Attributes:
-        server: who answers.
-        model: which of its models.
+        server: the server.
+        model: the name of the model.
         last: the last answer.
     """
 
@@ -37,7 +37,7 @@ class RemoteChat(Dialogue):
         self._asked = self._answered = 0
 
     def answer(self, message: str) -> None:
-        """Answers one message; where the context is full, the oldest turns are dropped."""
+        """Answers a message; drops the oldest turns if the context is full."""
         kept: list[Message] = [*self.said(), {"role": "user", "content": message}]
         dropped, screen = 0, Screen()
         while True:
@@ -65,14 +65,14 @@ class RemoteChat(Dialogue):
         self._answered += answer.usage.get("completion_tokens") or 0
 
     def params(self, **changes: Any) -> SamplingParams:
-        """What a message is answered with, as far as it is known here. Raises `RequestError`."""
+        """The sampling parameters, as far as they are known locally. Raises `RequestError`."""
         given = {**self.sampling, **changes}
-        usual = {"temperature": 1.0}  # OpenAI's, where neither the user nor the model has another
+        usual = {"temperature": 1.0}  # OpenAI's default, if neither the user nor the model sets one
         set_ = {name: value for name, value in given.items() if value is not None}
         return one_at_a_time(parameters({}, None, usual | set_))
 
     def stats(self) -> list[str]:
-        """Tokens of all answers."""
+        """Token counts of all answers."""
         return [
             f"{count(len(self.messages), 'message')} with {self.model} at {self.server.url}",
             f"so far: {self._asked} tokens of prompts, {self._answered} of answers",
@@ -80,13 +80,13 @@ class RemoteChat(Dialogue):
 
 
 def think(text: str) -> None:
-    """Prints a piece of what the model thinks, apart from the answer."""
+    """Prints a piece of reasoning, distinct from the answer."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
 def _oldest(messages: list[Message]) -> range:
-    """The places of the oldest turn that may be dropped; the last question stays."""
+    """The range of the oldest turn that may be dropped; the last question stays."""
     first = 1 if messages[0]["role"] == "system" else 0
     later = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]
     return range(first, later[0] if later else first)

@@ -1,3 +1,3 @@
-"""What `python -m jinfer.generate` does: its flags, one answer, a chat."""
+"""`python -m jinfer.generate` in the terminal: flags, one answer, or a chat."""
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+INTERRUPTED = 130  # exit status of a program that Ctrl-C ended (128 + SIGINT)

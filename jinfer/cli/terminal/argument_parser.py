@@ -1,4 +1,4 @@
-"""The parser of all command lines: mistakes are one line, with the nearest flag; help is short."""
+"""Argument parser (argparse) of all commands: one-line errors with the nearest flag, short help."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _CLOSE = 0.6
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line.
+    """An argument parser.
 
     Args:
-        short: the flags that `--help` shows, where `--help-all` shows all; none: `--help` does.
-        words: the argument that takes words which stand between flags, or behind them.
-        instead: other engines' flags, and what there is instead of each.
+        short: flags that `--help` shows, where `--help-all` shows all; empty: `--help` shows all.
+        words: name of a positional argument that may stand between or after flags.
+        instead: flags of other engines -> the equivalent here.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As `ArgumentParser`, which is left nothing that it does not know."""
+        """As `ArgumentParser`, but unknown arguments are errors."""
         given = [*(sys.argv[1:] if args is None else args)]
         self._refuse(given)
         found, left = super().parse_known_args(given, namespace)
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Ends with a line that says what is wrong."""
+        """Exits with a one-line error."""
         self.exit(2, f"error: {message} ({self.prog} --help)\n")
 
     def print_help(self, file: Any = None) -> None:
-        """The help, of the most important flags where there are too many."""
+        """Prints the help, only of the most important flags if there are many."""
         if not self._short:
             super().print_help(file)
             return
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         self._print_message(formatter.format_help(), file or sys.stdout)
 
     def _refuse(self, given: Iterable[str]) -> None:
-        """Says what there is instead of a flag that another engine has."""
+        """Rejects flags of other engines and names the equivalent."""
         known = self._option_string_actions
         for word in given:
             if word == "--":
@@ -108,8 +108,8 @@ class _HelpAll(argparse.Action):
 
 
 def _keyword(flag: str) -> str:
-    """What there is instead of a flag that `LLM` knows as a keyword of another engine; or ""."""
-    # Here: only a mistake needs it.
+    """The equivalent of a flag that is named after another engine's keyword; or ""."""
+    # Imported here, because only errors need it.
     from jinfer.opening.open_keywords import FOREIGN
 
     said = FOREIGN.get(flag.lstrip("-").replace("-", "_"), "")

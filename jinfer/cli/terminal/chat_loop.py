@@ -1,4 +1,4 @@
-"""What all conversations in a terminal have in common, whoever answers."""
+"""Chat loop (REPL): what local and remote conversations in a terminal share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _WORDS = ("exit", "quit")
 
 
 class Dialogue(ABC):
-    """A conversation, and what its user has set.
+    """A conversation and its settings.
 
     Attributes:
-        mistakes: errors of an answer or a command, each of them a line, after which it goes on.
-        messages: so far; one of the user's is the last where Ctrl-C came before its answer.
-        sampling: parameters that differ from the model's.
-        file: where it was saved last, or came from.
-        ended: whether the user has had enough.
+        mistakes: exceptions that are printed as one line, after which the chat continues.
+        messages: the conversation; the last one is the user's if Ctrl-C came before its answer.
+        sampling: sampling parameters that differ from the model's defaults.
+        file: the file that it was last saved to or loaded from.
+        ended: whether the user has ended the chat.
     """
 
     mistakes: ClassVar[tuple[type[Exception], ...]] = (RequestError, SpecError)
@@ -41,7 +41,7 @@ class Dialogue(ABC):
         self.ended = False
 
     def run(self, first: str | None) -> int:
-        """Asks and answers until the user ends it."""
+        """Runs the loop until the user ends it; returns the exit status."""
         print(HINT, file=sys.stderr)
         with line_input.history([*COMMANDS, *ALIASES]):
             given = None if first is None else line_input.Typed(first, block=True)
@@ -57,7 +57,7 @@ class Dialogue(ABC):
         return 0
 
     def take(self, typed: line_input.Typed) -> None:
-        """A message or a command; what is wrong with it is one line."""
+        """Handles a message or a command; an error is printed as one line."""
         text = typed.text if typed.block else typed.text.strip()
         try:
             if not typed.block and text.lower() in _WORDS:
@@ -70,26 +70,26 @@ class Dialogue(ABC):
             print(f"error: {error}", file=sys.stderr)
 
     def said(self) -> list[Message]:
-        """The messages, without one that nobody has answered."""
+        """The messages without a trailing unanswered one."""
         last = self.messages[-1:]
         unanswered = bool(last) and last[0]["role"] == "user"
         return self.messages[:-1] if unanswered else list(self.messages)
 
     @abstractmethod
     def answer(self, message: str) -> None:
-        """Answers one message.
+        """Answers a message.
 
-        What Ctrl-C leaves of an answer stays in the conversation; where that is nothing, the
-        message alone.
+        After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
+        unanswered.
         """
 
     @abstractmethod
     def params(self, **changes: Any) -> SamplingParams:
-        """What a message is answered with. Raises `RequestError`."""
+        """The sampling parameters of the next message. Raises `RequestError`."""
 
     @abstractmethod
     def stats(self) -> list[str]:
-        """Lines about what was computed so far."""
+        """Lines of statistics."""
 
 
 def count(number: int, what: str) -> str:
@@ -98,14 +98,14 @@ def count(number: int, what: str) -> str:
 
 
 def say_rates(line: str) -> None:
-    """Tells of an answer, less loudly than the answer."""
+    """Prints a line of statistics, dimmed."""
     dim = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     faint = dim and "NO_COLOR" not in os.environ
     print(f"\x1b[2m{line}\x1b[0m" if faint else line, file=sys.stderr)
 
 
 def one_at_a_time(params: SamplingParams) -> SamplingParams:
-    """Parameters of one answer that is shown while it comes. Raises `RequestError`."""
+    """Checks that parameters give a single, streamable answer. Raises `RequestError`."""
     if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
         raise RequestError("a chat has one answer at a time: no beam search, no n, no best_of")
     return params

@@ -1,4 +1,4 @@
-"""How a command ends: where it was interrupted, and where nobody reads what it prints."""
+"""Exit status of commands: Ctrl-C, closed pipes (SIGPIPE) and process limits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import NoReturn
 from jinfer.cli.terminal import INTERRUPTED
 from jinfer.guard.process_limits import reason
 
-_stuck = False  # threads may wait for others that could not be started
+_stuck = False  # set where threads may wait for others that could not be started
 
 
 def status_of(command: Callable[[], int]) -> int:
-    """The exit status of a command, also of one that Ctrl-C, a closed pipe or a limit ends."""
+    """Runs a command; returns its exit status, also after Ctrl-C, a closed pipe or a limit."""
     global _stuck
     try:
         return command()
@@ -25,7 +25,7 @@ def status_of(command: Callable[[], int]) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone; what is still buffered has nowhere to go.
+        # The reader has closed the pipe; buffered output is discarded.
         _print_no_more()
         return 1
     except (MemoryError, ImportError, RuntimeError, OSError) as error:
@@ -46,11 +46,11 @@ def _print_no_more() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process; at once where it was interrupted, whatever is still being compiled.
+    """Exits the process; without waiting for compilation after Ctrl-C.
 
-    Where it came to a limit of the system's too: what could not be started may be waited for.
+    Nor after a process limit was reached: threads may wait for others that never started.
     """
-    # Before all else that happens at the end: all is said, and Ctrl-C could only interrupt that.
+    # Before any other cleanup, which Ctrl-C could only interrupt.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     if status == INTERRUPTED or _stuck:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""An answer whose tokens are coloured by who drafted them, and how often drafts were right."""
+"""Speculative decoding explained: colours tokens by their draft source, with acceptance rates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.engine.output.generation import Chunk
 from jinfer.speculate.speculative_decoding import Speculation
 
-_COLOURS = ("32", "36", "35", "33", "34", "31")  # of letters, as terminals number them
+_COLOURS = ("32", "36", "35", "33", "34", "31")  # ANSI codes of text colours
 _PLAIN = "0"
 
 
 def explain(llm: LLM, ids: list[int]) -> int:
-    """Answers; returns the exit status. Raises `FlagError` where nobody drafts."""
+    """Generates an answer; returns the exit status. Raises `FlagError` without a draft source."""
     speculator = llm.frontend.engine.speculator
     params = llm.params()
     if not isinstance(speculator, Speculation) or not params.speculation:
@@ -53,25 +53,25 @@ def explain(llm: LLM, ids: list[int]) -> int:
 
 
 class Colours:
-    """One for each source, in the order they come."""
+    """Assigns a colour to each draft source, in order of appearance."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
 
     def paint(self, text: str, origin: str) -> str:
-        """A text in the colour of its source; as it is where nobody drafted it."""
+        """Colours a text by its draft source; text of the model itself stays plain."""
         if not origin or not text:
             return text
         colour = self._of.setdefault(origin, _COLOURS[len(self._of) % len(_COLOURS)])
         return f"\x1b[{colour}m{text}\x1b[{_PLAIN}m"
 
     def legend(self) -> str:
-        """Which colour is whose."""
+        """The legend of the colours."""
         return ", ".join(self.paint(origin, origin) for origin in self._of) or "none"
 
 
 def table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequence[str]:
-    """A line for each source: how often tokens were right whose parents were, by depth."""
+    """The acceptance rate of each draft source by depth, given that the parent was accepted."""
     lines = []
     for source, depths in sorted(tried.items()):
         each = (f"{right}/{count}" for _, (right, count) in sorted(depths.items()))

@@ -1,4 +1,4 @@
-"""Flags that contradict each other, or would do nothing: each is refused with the reason."""
+"""Conflicting flags: those that contradict each other or have no effect are rejected."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jinfer.sampling.sampling_params import SamplingParams
 
 
 class FlagError(ValueError):
-    """Flags that cannot be followed together: one line."""
+    """Flags that cannot be combined; the message is one line."""
 
 
 @dataclass(frozen=True)
 class _Never:
-    """A flag, others that cannot stand beside it, and why."""
+    """A flag, others that it excludes, and the reason."""
 
     flag: str
     others: tuple[str, ...]
@@ -45,7 +45,7 @@ _NEVER = (
     _Never("choice", ("grammar",), "an answer keeps to one of them"),
 )
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
-# What a parameter does something with: one of some strategies, or another parameter that is on.
+# Parameters that need one of some strategies, or another parameter, to have an effect.
 _STRATEGIES = {
     **dict.fromkeys(("beams", "length_penalty", "early_stopping"), ("beam",)),
     **dict.fromkeys(("fsd_alpha", "fsd_k", "fsd_n", "fsd_beta", "fsd_pool"), ("fsd", "random_fsd")),
@@ -63,15 +63,15 @@ _PARTNERS = {
 }
 
 
-# Keys of a specification -> the flags that set them.
+# Keys of a specification -> flags that set them.
 KEYS = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
 
 
 def settle(options: argparse.Namespace) -> argparse.Namespace:
-    """The flags, with what may be said in two ways said in one: source, prompt.
+    """Merges alternatives (positional and flag) for the source and the prompt.
 
     Raises:
-        FlagError: it is said twice.
+        FlagError: both are given.
     """
     words = list(options.question or ())
     if options.model is not None and options.source is not None:
@@ -87,13 +87,13 @@ def settle(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace, chat: bool) -> None:
-    """Whether flags can stand side by side, before anything is opened.
+    """Checks that flags do not conflict, before anything is opened.
 
     Args:
-        chat: whether it is one, with or without its flag.
+        chat: whether it is a chat, with or without the flag.
 
     Raises:
-        FlagError: two that cannot.
+        FlagError: two flags conflict.
     """
     given = {name for name, value in vars(options).items() if value is not None}
     if options.list is not None and (others := sorted(given - {"list"})):
@@ -117,14 +117,14 @@ def check(options: argparse.Namespace, chat: bool) -> None:
 
 
 def check_pairs(given: Collection[str]) -> None:
-    """Whether any two of the flags that were given contradict each other. Raises `FlagError`."""
+    """Checks given sampling flags for conflicts. Raises `FlagError`."""
     for never in _NEVER:
         if never.flag in given and (other := _first(never.others, given)):
             raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
 
 
 def _check_settings(options: argparse.Namespace) -> None:
-    """--set beside a flag that sets the same key."""
+    """Rejects --set beside a flag that sets the same key."""
     keys = {f"generation.{name}": name for name in sampling(options)}
     keys |= {key: name for key, name in KEYS.items() if getattr(options, name) is not None}
     if options.system is not None:
@@ -135,10 +135,10 @@ def _check_settings(options: argparse.Namespace) -> None:
 
 
 def check_effects(given: Collection[str], params: SamplingParams) -> None:
-    """Whether sampling parameters from flags do anything, given what a request will have.
+    """Checks that sampling parameters from flags have an effect, given all parameters of a request.
 
     Raises:
-        FlagError: one that does nothing.
+        FlagError: one has no effect.
     """
     for flag, why in _idle(given, params):
         raise FlagError(f"{_named(flag)} does nothing here: {why}")

@@ -1,4 +1,4 @@
-"""Flags of llama.cpp and vLLM that jinfer has under another name, or does not need."""
+"""Flags of llama.cpp and vLLM: aliases, and hints for those without an equivalent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jinfer.sampling.unknown_params import LORA
 _DEVICES = "--set partition.devices=... says which device computes what (jinfer docs partition)"
 _MAPPED = "leave it out: files are mapped, and what is read of them let go"
 
-# What there is instead of flags that cannot be taken as they are.
+# Hints for flags that are not accepted.
 INSTEAD: Mapping[tuple[str, ...], str] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
         "a GPU that JAX finds computes all layers; --set partition.cpu_layers=N leaves N to the CPU"
@@ -53,7 +53,7 @@ _ASKED = (
     "each request says it; what holds where it does not: --set generation.temperature=... and so on"
 )
 
-# The same for a server, before what is said above.
+# Hints for server flags, which come before those above.
 SERVING: Mapping[tuple[str, ...], str] = {
     ("-t", "--threads", "-tb", "--threads-batch"): (
         "it computes on all cores that it may use: taskset, or CPUAffinity= of systemd, says which"
@@ -81,7 +81,7 @@ SERVING: Mapping[tuple[str, ...], str] = {
     **INSTEAD,
 }
 
-# Flags whose name differs and whose meaning does not: ours -> theirs.
+# Flags with another name and the same meaning: jinfer's -> others'.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "--prompt": ("-p",),
     "--prompt-file": ("-f", "--file"),

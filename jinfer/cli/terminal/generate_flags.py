@@ -1,4 +1,4 @@
-"""The flags of the command line; nothing here takes time to import."""
+"""Flags of `jinfer generate`; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jinfer.sampling.sampling_params import SamplingParams
 _COUNTS = ("int", "int | None")
 _NUMBERS = ("float", "float | None")
 _IDS = ("banned_token_ids", "allowed_token_ids", "stop_token_ids")
-_FILES = ("json_schema", "grammar")  # too long to be written in a line, at times
+_FILES = ("json_schema", "grammar")  # may be given as a file
 _FILE_NAME = re.compile(r"[^\s{}()\[\]:|\"']+\.(json|lark|gbnf|ebnf|txt)")
 
 
-# What `--help` shows.
+# Flags that `--help` shows.
 _SHORT = (
     *("--prompt", "--system", "--chat", "--max-tokens", "--temperature", "--ctx-size", "--set"),
     *("--json", "--threads", "--help"),
@@ -32,7 +32,7 @@ _SHORT = (
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """What reads the command line; flags that were not given are None."""
+    """The argument parser; flags that are not given are None."""
     chat = prog.endswith(" chat")
     parser = Parser(
         prog=prog,
@@ -101,9 +101,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
-    """Adds an argument, and without a word in the help what other engines call it.
+    """Adds an argument, with aliases of other engines that the help omits.
 
-    Of several names the first is ours, and shown.
+    The first name is jinfer's and is shown.
     """
     add(names[0], **how)
     others = (*names[1:], *ALIASES.get(names[0], ()))
@@ -122,12 +122,12 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def spelled(name: str) -> str:
-    """A flag as it is written."""
+    """The flag of a parameter."""
     return "-n" if name == "n" else f"--{name.replace('_', '-')}"
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """A flag for each sampling parameter, and --greedy."""
+    """Adds a flag for each sampling parameter, and --greedy."""
     group = parser.add_argument_group("sampling", "'jinfer docs sampling' says more of each")
     add = partial(_add, group.add_argument)
     help = _described()
@@ -146,7 +146,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _form(name: str, kind: str) -> Mapping[str, Any]:
-    """How a parameter is written."""
+    """argparse's keyword arguments for a parameter."""
     if kind in _COUNTS:
         return {"type": int, "metavar": "N"}
     if kind in _NUMBERS:
@@ -172,7 +172,7 @@ def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
 
 
 def _described() -> dict[str, str]:
-    """What `SamplingParams` says of its fields; of several together, the first one has it."""
+    """The help texts of `SamplingParams` by field; of fields documented together, for the first."""
     found: dict[str, str] = {}
     for (first, *others), text in described().items():
         found[first] = text if not others else f"(with {', '.join(others)}) {text}"
@@ -206,7 +206,7 @@ def _early(text: str) -> bool | str:
 
 
 def _text_or_file(text: str) -> str:
-    """A text, or what a file of that name holds."""
+    """A text, or the content of the file of that name."""
     try:
         if not Path(text).is_file():
             if _FILE_NAME.fullmatch(text):
@@ -216,7 +216,7 @@ def _text_or_file(text: str) -> str:
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise argparse.ArgumentTypeError(f"{text}: is no text in UTF-8") from None
-        return text  # too long for a name
+        return text  # longer than a file name may be
 
 
 _NAMES = tuple(field.name for field in fields(SamplingParams))

@@ -1,4 +1,4 @@
-"""What is typed in a terminal: messages of one line or several, and their history."""
+"""Line input (readline): messages of one or several lines, history and completion."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_BYTES = 1 << 20
 
 
 class Typed(NamedTuple):
-    """What was typed.
+    """Input from the user.
 
     Attributes:
-        text: without what joins its lines.
-        block: whether it stood between quotes, and so is no command whatever it begins with.
+        text: the text, without line continuations and quotes.
+        block: whether it was quoted, and so is not a command.
     """
 
     text: str
@@ -32,10 +32,10 @@ class Typed(NamedTuple):
 
 
 def read() -> Typed:
-    r'''One message: a line, lines that end in \, or all between two """.
+    r'''Reads a message: a line, lines that end in \, or all between two """.
 
     Raises:
-        EOFError: there is no more.
+        EOFError: the end of the input.
         KeyboardInterrupt: Ctrl-C.
     '''
     line = input(PROMPT)
@@ -58,14 +58,14 @@ def _block(line: str) -> str:
 
 @contextlib.contextmanager
 def history(commands: Sequence[str] = ()) -> Iterator[None]:
-    """Line editing, with the lines of earlier runs; new ones are kept for later runs.
+    """Line editing with a history file.
 
     Args:
-        commands: that Tab completes at the beginning of a line.
+        commands: words that Tab completes at the beginning of a line.
     """
     try:
         import readline
-    except ImportError:  # not on every system
+    except ImportError:  # not available on every system
         yield
         return
     readline.set_completer(lambda text, number: completion(text, number, commands))
@@ -86,13 +86,13 @@ def history(commands: Sequence[str] = ()) -> Iterator[None]:
 
 
 def completion(text: str, number: int, commands: Sequence[str]) -> str | None:
-    """The number-th word that a text may become; None: there are no more."""
+    """The number-th completion of a text; None: there are no more (readline's protocol)."""
     fitting = [f"/{name}" for name in commands if f"/{name}".startswith(text)]
     return fitting[number] if text.startswith("/") and number < len(fitting) else None
 
 
 def history_file() -> Path | None:
-    """Where the history is; None where the user wants none, or has no home."""
+    """The history file; None if history is disabled or there is no home folder."""
     if os.environ.get(OFF, "0") not in ("", "0"):
         return None
     try:
@@ -103,16 +103,16 @@ def history_file() -> Path | None:
 
 
 def keep(path: Path, new: list[str]) -> None:
-    """Adds lines to a history, of which the last ones stay; nobody else may read it.
+    """Appends lines to a history file, up to its limit; only the user may read it.
 
-    It is read again, because another chat may have ended meanwhile.
+    The file is read again, because another chat may have written it meanwhile.
     """
     lines = [*_kept(path), *(" ".join(line.splitlines()) for line in new)][-MAX_LINES:]
     while sum(len(line.encode(errors="replace")) + 1 for line in lines) > MAX_BYTES:
         del lines[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(  # made for the user alone
+        with tempfile.NamedTemporaryFile(  # readable by the user only
             "w", dir=path.parent, delete=False, encoding="utf-8", errors="replace"
         ) as file:
             file.writelines(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal with a model in this process."""
+"""`jinfer generate` chat: a conversation in the terminal with a model in this process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_names import own_names
 from jinfer.sampling.sampling_params import SamplingParams
 
-_SHARE = 4  # of the context, one part stays free for an answer
+_SHARE = 4  # one part of the context is reserved for an answer
 
 
 class Chat(Dialogue):
     """A conversation with a model in this process.
 
     Attributes:
-        llm: who answers.
+        llm: the model.
     """
 
     mistakes = USER_ERRORS
@@ -40,12 +40,12 @@ class Chat(Dialogue):
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         self.llm = llm
-        # An answer ends where the model ends it, unless somebody set a limit.
+        # The end-of-turn token ends an answer, unless the user has set a limit.
         if "max_tokens" not in own_names(llm.frontend.opened.defaults):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
-        """Answers one message."""
+        """Answers a message."""
         params = self.params()
         asked: Message = {"role": "user", "content": message}
         room = self.llm.frontend.room
@@ -68,11 +68,11 @@ class Chat(Dialogue):
         say_rates(rates(usage, self.llm.compile_seconds - waited))
 
     def params(self, **changes: Any) -> SamplingParams:
-        """What a message is answered with. Raises `RequestError`."""
+        """The sampling parameters of the next message. Raises `RequestError`."""
         return one_at_a_time(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
 
     def stats(self) -> list[str]:
-        """Tokens of the conversation, and of all answers."""
+        """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
         return [
@@ -88,13 +88,13 @@ def fitted(
     room: int,
     most: int | None,
 ) -> tuple[list[int], list[Message]]:
-    """The tokens of a conversation, and what of it was kept so that an answer finds room.
+    """The token ids of a conversation and its messages, shortened to leave room for an answer.
 
-    The oldest turns go first, never the system message or the last question. Some more of them than
-    needed go at once, so that the next questions find their beginnings in the cache.
+    The oldest turns are dropped first, never the system message or the last question. A few more
+    than needed are dropped at once, so that the next prompts hit the prefix cache.
 
     Args:
-        room: tokens of a sequence.
+        room: tokens of the context.
         most: tokens of the answer.
 
     Raises:
@@ -117,13 +117,13 @@ def fitted(
 
 
 def rates(usage: Usage, compiled: float) -> str:
-    """One line on one turn: tokens, and how many of them per second."""
+    """One line of token counts and rates of a turn."""
     waited = f"compile {compiled:.2f} s | " if compiled > 0.005 else ""
     return f"{waited}{show_answer.rates(usage)}"
 
 
 def _mark(chunks: Sequence[Chunk], asked: bool, most: int) -> str:
-    """What follows an answer: a word where a limit cut it."""
+    """The mark after an answer that a limit cut."""
     if not chunks or chunks[-1].finish_reason != "length":
         return ""
     if asked:

@@ -1,4 +1,4 @@
-"""What the flags ask for, done: a table of models, an answer, several, a chat."""
+"""`jinfer generate`: runs what the flags ask for: a list of models, answers, or a chat."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_PROMPT = 64 << 20  # bytes
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit status. A user's mistake is one line, and 2."""
+    """Runs the command; returns its exit status. A user's mistake is one line and status 2."""
     try:
         options = settle(options)
         silent = options.prompt is None and options.prompt_file is None and options.ids is None
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         job = find_job(vars(options), os.environ)
         if job is None:
             return _run(options, chat, silent)
-        # Here: one process alone needs none of it.
+        # Imported here, because a single process does not need it.
         from jinfer.api.job_processes import follow, run_job
 
         return run_job(
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _flag_of(error: SpecError, given: Mapping[str, Any]) -> str | None:
-    """An error of a sampling parameter that came by a flag: it names the flag, not the file."""
+    """The error of a sampling parameter given by flag: names the flag instead of the file."""
     for name in given if error.key == "generation" else ():
         if error.reason.startswith(f"{name} "):
             return f"{spelled(name)}{error.reason.removeprefix(name)}"
@@ -73,7 +73,7 @@ def _flag_of(error: SpecError, given: Mapping[str, Any]) -> str | None:
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Keys of the specification that are set."""
+    """Keys of the specification that flags set."""
     overrides: dict[str, Any] = {}
     for text in options.set or ():
         overrides = merge(overrides, parse_override(text))
@@ -129,10 +129,10 @@ def _prompt(options: argparse.Namespace) -> str | list[int]:
 
 
 def _followed(prompt: str) -> str:
-    """A prompt, and behind it what comes through a pipe, as `jinfer client` has it."""
+    """A prompt followed by piped standard input, as in `jinfer client`."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # none, or not one of the system's
+    except (OSError, ValueError, AttributeError):  # no standard input, or not a file
         return prompt
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return prompt
@@ -141,7 +141,7 @@ def _followed(prompt: str) -> str:
 
 
 def _text(file: str | None) -> str:
-    """What is in a file, or comes through standard input. Raises `RequestError`."""
+    """The content of a file, or of standard input. Raises `RequestError`."""
     name, content = file or "standard input", b""
     try:
         if file is not None:
@@ -156,7 +156,7 @@ def _text(file: str | None) -> str:
 
 
 def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None) -> list[int]:
-    """What is asked first, before weights are loaded: whether that can be done shows here."""
+    """Encodes the first prompt before weights are loaded, so that its errors show early."""
     if llm.spec.decoder is None:
         raise RequestError(
             "the model has no decoder and writes no text; for its vectors there are LLM.embed in "
@@ -172,7 +172,7 @@ def _first(llm: LLM, options: argparse.Namespace, prompt: str | list[int] | None
 
 
 def _asked(llm: LLM, prompt: str | list[int], options: argparse.Namespace) -> list[int]:
-    """The prompt's token ids: as a message where the model can chat, else as it is."""
+    """The prompt's token ids: as a chat message if the model can chat, else as plain text."""
     if isinstance(prompt, str) and not options.raw and llm.can_chat:
         return llm.encode_chat(prompt)
     return llm.encode(prompt)
@@ -198,7 +198,7 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
 
 
 def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) -> int:
-    """Answers that are known only at the end, or several."""
+    """Generates several answers, or answers that are known only at the end."""
     with task("answering"):
         found = llm.generate(ids, params)
     usage = found[0].usage

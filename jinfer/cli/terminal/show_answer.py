@@ -1,4 +1,4 @@
-"""An answer in the terminal: shown while it comes, stopped by Ctrl-C, reported on."""
+"""Streaming output in the terminal: prints an answer, handles Ctrl-C, reports usage and timings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jinfer.progress import task
 def print_answer(
     stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM, asked: int
 ) -> bool:
-    """Shows an answer while it comes; True if Ctrl-C stopped it.
+    """Prints an answer while it is generated; returns whether Ctrl-C stopped it.
 
     Args:
-        chunks: gets its pieces; before the first one Ctrl-C has nothing to wait for.
-        asked: tokens of its prompt.
+        chunks: receives the chunks; before the first one, Ctrl-C interrupts at once.
+        asked: number of prompt tokens.
     """
     with ctrl_c(lambda: bool(chunks)) as pressed:
         try:
@@ -38,7 +38,7 @@ def print_answer(
 
 
 def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chunk]:
-    """The pieces; until the first one how much of the prompt is computed is shown."""
+    """The chunks; shows prefill progress until the first one."""
     scheduler = llm.frontend.engine.scheduler
 
     def computed() -> int:
@@ -53,12 +53,12 @@ def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chu
 
 @contextlib.contextmanager
 def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C was pressed, instead of interrupting a step in its middle.
+    """Records Ctrl-C instead of interrupting a step; yields a function that tells whether it came.
 
-    Pressed a second time, it interrupts whatever goes on.
+    A second Ctrl-C interrupts.
 
     Args:
-        waits: whether there is something to wait for; if not, the first time interrupts as well.
+        waits: whether there is something to wait for; if not, the first Ctrl-C interrupts.
     """
     pressed = False
 
@@ -77,19 +77,19 @@ def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bo
 
 
 def shown(llm: LLM, text: str, ids: Sequence[int]) -> str:
-    """What is shown of an answer: its text; without a tokenizer its ids."""
+    """The text of an answer to print; without a tokenizer, its ids."""
     return text if llm.tokenizer else "".join(f"{id} " for id in ids)
 
 
 def usage_of(llm: LLM, interrupted: bool) -> Usage:
-    """Tokens and seconds of the answer that has just ended."""
-    if interrupted:  # its end is a message that the engine may not have read yet
+    """The usage of the answer that has just ended."""
+    if interrupted:  # the engine may not have processed the cancellation yet
         llm.frontend.thread.run(lambda engine: None)
     return llm.last_usage
 
 
 def of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """What is reported of an answer that came in pieces; it may have been stopped."""
+    """The report of an answer from its chunks; it may have been stopped."""
     return _entry(
         "".join(chunk.text for chunk in chunks),
         [id for chunk in chunks for id in chunk.token_ids],
@@ -99,7 +99,7 @@ def of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def of_completion(answer: Completion) -> dict[str, Any]:
-    """What is reported of an answer that came as a whole."""
+    """The report of a complete answer."""
     return _entry(answer.text, answer.token_ids, answer.finish_reason, answer.logprobs or [])
 
 
@@ -111,7 +111,7 @@ def _entry(
 
 
 def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-    """What --json prints: an answer with its usage and timings, or several in a list."""
+    """The object that --json prints: an answer with usage and timings, or a list of several."""
     return {
         **(answers[0] if len(answers) == 1 else {"answers": answers}),
         "usage": {
@@ -128,12 +128,12 @@ def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, A
 
 
 def timings(llm: LLM, usage: Usage) -> str:
-    """One line: seconds to load and to compile, tokens per second of prompt and answer."""
+    """One line: seconds to load and compile, tokens per second of prompt and answer."""
     return f"load {llm.load_seconds:.2f} s, compile {llm.compile_seconds:.2f} s | {rates(usage)}"
 
 
 def rates(usage: Usage) -> str:
-    """Tokens of prompt and answer, and how many of them per second, in a few words."""
+    """Token counts and tokens per second of prompt and answer."""
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     return (
         f"prefill {usage.prompt_tokens} tokens{cached}, {_rate(usage.prefill_rate)} | "

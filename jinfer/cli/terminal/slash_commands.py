@@ -1,4 +1,4 @@
-"""The commands of a chat: a table, and a function for each."""
+"""Slash commands of the chat: a table with a function for each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_names import own_names
 from jinfer.sampling.sampling_params import SamplingParams
 
-MAX_BYTES = 16 << 20  # of a conversation in a file
+MAX_BYTES = 16 << 20  # of a saved conversation
 
 
 class Dialogue(Protocol):
-    """What commands use of a `chat_loop.Dialogue`."""
+    """The part of `chat_loop.ChatSession` that commands use."""
 
     messages: list[Message]
     sampling: dict[str, Any]
@@ -35,11 +35,11 @@ class Dialogue(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A slash command.
 
     Attributes:
-        run: gets the chat and what stood after the command.
-        takes: what that is, in brackets where it may be left out; "": nothing.
+        run: receives the chat and the text after the command.
+        takes: its argument for the help, in brackets if optional; "": none.
         help: what it does.
     """
 
@@ -49,7 +49,7 @@ class Command:
 
 
 def follow(chat: Dialogue, line: str) -> None:
-    """Does what a line that begins with / says. Raises `RequestError` where it cannot."""
+    """Runs a line that begins with /. Raises `RequestError`."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
     command = COMMANDS.get(ALIASES.get(name, name))
@@ -99,7 +99,7 @@ def _retry(chat: Dialogue, rest: str) -> None:
 
 
 def _take_back(chat: Dialogue) -> str:
-    """The last question, which the conversation forgets with its answer."""
+    """Removes and returns the last question, with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
             asked = str(chat.messages[place]["content"])

@@ -1,4 +1,4 @@
-"""Answers on a terminal, their lines broken between words."""
+"""Text wrapping: breaks the lines of a streamed answer between words."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ _TAB = 8
 
 
 class Screen:
-    """Where an answer is written while it comes.
+    """Writes an answer as it comes.
 
-    On a terminal a word that does not fit its line goes to the next one. Elsewhere a text stays as
-    it is.
+    On a terminal, a word that does not fit its line moves to the next one. Elsewhere the text is
+    unchanged.
 
     Attributes:
-        columns: of the terminal; 0 where there is none.
-        column: where the next letter goes.
+        columns: width of the terminal; 0 if output is not a terminal.
+        column: column of the next character.
     """
 
     def __init__(self, columns: int | None = None) -> None:
         self.columns = _columns() if columns is None else columns
         self.column = 0
-        self._word = ""  # the beginning of one, each of its letters a column wide
+        self._word = ""  # an unfinished word of single-width characters
 
     def __call__(self, text: str) -> None:
         """Writes a piece of an answer."""
-        wrapped = self.wrapped(text)  # which moves the column
+        wrapped = self.wrapped(text)  # also advances the column
         progress.write(wrapped, self.column)
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer's line, with a mark behind it."""
+        """Ends an answer's line, with a mark after it."""
         self.column, self._word = 0, ""
         progress.write(f"{mark}\n")
 
     def wrapped(self, text: str) -> str:
-        """A piece with what breaks its lines."""
+        """A piece with line breaks inserted."""
         return "".join(map(self._placed, text)) if self.columns else text
 
     def _placed(self, letter: str) -> str:
@@ -49,7 +49,7 @@ class Screen:
         fits = self.column + width < self.columns
         if letter in " \t":
             self._word = ""
-            self.column += width if fits else 0  # at the end of a line nobody sees it
+            self.column += width if fits else 0  # invisible at the end of a line
             return letter if fits else ""
         broken = ""
         if not fits:
@@ -57,7 +57,7 @@ class Screen:
             back = f"\x1b[{len(moved)}D\x1b[K" if moved else ""
             broken, self.column, self._word = f"{back}\n{moved}", len(moved), moved
         self.column += width
-        # Between wide letters, as of Chinese, a line may be broken.
+        # Wide characters (Chinese, ...) may be separated by a line break.
         self._word = self._word + letter if width == 1 else ""
         return broken + letter
 
@@ -71,10 +71,10 @@ def _width(letter: str) -> int:
 
 
 def _columns() -> int:
-    """Of the terminal that standard output is; 0 where it is none, or one that only prints."""
+    """The width of the terminal on standard output; 0 if it is none, or cannot move the cursor."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return 0
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80  # some say 0
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80  # some terminals report 0
     except (OSError, ValueError):
         return 0

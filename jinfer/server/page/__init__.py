@@ -1,1 +1,1 @@
-"""The page at /: a chat, and what the engine does."""
+"""Web page at /: a chat, and the state of the engine."""

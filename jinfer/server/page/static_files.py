@@ -1,4 +1,4 @@
-"""The files of the page, which come with the package, and the headers that they are sent with."""
+"""Static files of the web page, and their HTTP headers (Content-Security-Policy, ETag)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing but the page's own files runs or is fetched, and no text becomes code: a model's words may
-# be anything.
+# Content-Security-Policy: only the page's own files are run or fetched, because generated text may
+# contain anything.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -47,12 +47,12 @@ _HEADERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class File:
-    """A file of the page.
+    """A static file.
 
     Attributes:
-        content: its bytes.
-        media_type: what it is.
-        tag: changes when its content does.
+        content: the bytes.
+        media_type: the media type.
+        tag: the ETag, which changes with the content.
     """
 
     content: bytes
@@ -61,18 +61,18 @@ class File:
 
 
 async def index(call: Call[Any]) -> Reply:
-    """The page itself."""
+    """Serves the page."""
     return _sent(call, "index.html")
 
 
 async def asset(call: Call[Any]) -> Reply:
-    """What it is made of."""
+    """Serves a file of the page."""
     return _sent(call, call.request.path_params["file"])
 
 
 @cache
 def files() -> Mapping[str, File]:
-    """All files, by their names."""
+    """All static files by name."""
     return {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
 
 
@@ -83,7 +83,7 @@ def _read(path: Path) -> File:
 
 
 def _sent(call: Call[Any], name: str) -> Reply:
-    """A file, unless the browser has it already. Raises `ApiError` where there is none."""
+    """Sends a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")

@@ -1,1 +1,1 @@
-"""What requests and answers look like; a request with a field that is not here is refused."""
+"""Schemas (pydantic) of requests and responses; unknown request fields are rejected."""

@@ -1,4 +1,4 @@
-"""Completions of texts."""
+"""Schemas of text completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.server.schemas.schema_base import Answer, Prompts, StreamOptions, Ti
 
 
 class CompletionRequest(Sampling):
-    """What is asked of /v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: Prompts
     model: str | None = None
@@ -26,7 +26,7 @@ class CompletionRequest(Sampling):
 
 
 class TextLogprobs(Answer):
-    """How likely the tokens were."""
+    """Log-probabilities of an answer's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -44,7 +44,7 @@ class TextChoice(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Whole answers."""
+    """The response of /v1/completions."""
 
     id: str
     object: Literal["text_completion"]

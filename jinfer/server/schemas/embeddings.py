@@ -1,4 +1,4 @@
-"""Embeddings, and what is made of them."""
+"""Schemas of embeddings, reranking, scoring and masked language modelling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.server.schemas.schema_base import Answer, Ignored, MixedPrompts, Str
 
 
 class EmbeddingRequest(Strict):
-    """What is asked of /v1/embeddings."""
+    """A request to /v1/embeddings."""
 
     input: MixedPrompts | None = None
     content: MixedPrompts | None = Field(None, description="llama.cpp's name of input")
@@ -26,14 +26,14 @@ class EmbeddingRequest(Strict):
 
 
 class EmbeddingUsage(Answer):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embedding(Answer):
-    """The vector of a text; base64: of its little-endian float32 numbers."""
+    """The vector of a text; as base64, little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -41,7 +41,7 @@ class Embedding(Answer):
 
 
 class EmbeddingAnswer(Answer):
-    """Vectors in the order of the texts."""
+    """The response of /v1/embeddings: vectors in the order of the texts."""
 
     object: Literal["list"]
     data: list[Embedding]
@@ -50,13 +50,13 @@ class EmbeddingAnswer(Answer):
 
 
 class Document(Strict):
-    """A text to be ranked."""
+    """A text to rank."""
 
     text: str
 
 
 class RerankRequest(Strict):
-    """What is asked of /v1/rerank."""
+    """A request to /v1/rerank."""
 
     query: str
     documents: list[str | Document] | None = Field(None, min_length=1)
@@ -74,7 +74,7 @@ class RerankRequest(Strict):
 
 
 class RankedDocument(Answer):
-    """A document's place."""
+    """A document with its rank."""
 
     index: int
     relevance_score: float
@@ -82,7 +82,7 @@ class RankedDocument(Answer):
 
 
 class RankedText(Answer):
-    """The same in the words of TEI (text-embeddings-inference)."""
+    """A ranked document in the format of TEI (text-embeddings-inference)."""
 
     index: int
     score: float
@@ -90,7 +90,7 @@ class RankedText(Answer):
 
 
 class RankedDocuments(Answer):
-    """The documents, those that fit best first."""
+    """Documents, most relevant first."""
 
     id: str
     model: str
@@ -100,11 +100,11 @@ class RankedDocuments(Answer):
 
 
 class RerankAnswer(RootModel[RankedDocuments | list[RankedText]]):
-    """The documents, those that fit best first; a bare list where `texts` were sent."""
+    """The response of /v1/rerank; a bare list if the request has `texts` (TEI)."""
 
 
 class ScoreRequest(Strict):
-    """How well pairs of texts fit; one first text is paired with each second one."""
+    """A request to /score; a single first text is paired with each second one."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -114,7 +114,7 @@ class ScoreRequest(Strict):
 
 
 class Score(Answer):
-    """Of a pair."""
+    """The score of a pair."""
 
     index: int
     object: Literal["score"]
@@ -122,7 +122,7 @@ class Score(Answer):
 
 
 class ScoreAnswer(Answer):
-    """Scores in the order of the pairs."""
+    """The response of /score, in the order of the pairs."""
 
     id: str
     object: Literal["list"]
@@ -134,14 +134,14 @@ class ScoreAnswer(Answer):
 
 
 class ClassifyRequest(Strict):
-    """Texts to be put into classes."""
+    """A request to /classify."""
 
     input: str | list[str]
     model: str | None = None
 
 
 class MaskRequest(Strict):
-    """Texts with masks in them."""
+    """A request to /fill-mask."""
 
     input: str | list[str]
     model: str | None = None
@@ -150,7 +150,7 @@ class MaskRequest(Strict):
 
 
 class MaskToken(Answer):
-    """What may stand at a mask."""
+    """A candidate token for a mask."""
 
     token: str
     token_id: int
@@ -159,7 +159,7 @@ class MaskToken(Answer):
 
 
 class MaskText(Answer):
-    """For each mask of a text, the likeliest tokens."""
+    """The likeliest tokens for each mask of a text."""
 
     index: int
     object: Literal["fill_mask"]
@@ -167,7 +167,7 @@ class MaskText(Answer):
 
 
 class MaskAnswer(Answer):
-    """Texts in their order."""
+    """The response of /fill-mask, in the order of the texts."""
 
     object: Literal["list"]
     model: str

@@ -1,4 +1,4 @@
-"""What a service says of itself."""
+"""Schemas of health, version, models, props and slots."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from jinfer.server.schemas.schema_base import Answer
 
 
 class Health(Answer):
-    """It answers requests."""
+    """The server is healthy."""
 
     status: Literal["ok"]
 
 
 class Version(Answer):
-    """Which versions it is made of."""
+    """The versions of jinfer and JAX."""
 
     version: str
     jax: str
 
 
 class Description(Answer):
-    """OpenAPI's description of a service."""
+    """The OpenAPI document."""
 
     openapi: str
     info: dict[str, Any]
@@ -32,7 +32,7 @@ class Description(Answer):
 
 
 class Model(Answer):
-    """One of the models; sizes are known while it is in memory."""
+    """A model; sizes are known only while it is loaded."""
 
     id: str
     object: Literal["model"]
@@ -44,14 +44,14 @@ class Model(Answer):
 
 
 class Models(Answer):
-    """All of them."""
+    """The list of models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Props(Answer):
-    """What llama.cpp's clients want to know."""
+    """Properties of a model, as llama.cpp's /props."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int
@@ -63,7 +63,7 @@ class Props(Answer):
 
 
 class Slot(Answer):
-    """One place for a sequence that runs."""
+    """A slot for a running sequence."""
 
     id: int
     n_ctx: int
@@ -71,4 +71,4 @@ class Slot(Answer):
 
 
 class Slots(RootModel[list[Slot]]):
-    """All of them."""
+    """The list of slots."""

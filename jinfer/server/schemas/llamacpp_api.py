@@ -1,4 +1,4 @@
-"""llama.cpp's own /completion."""
+"""Schemas of the llama.cpp and Inferflow APIs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.server.schemas.schema_base import Answer, No, Strict, Timings, Zero,
 
 
 class LlamaText(Strict):
-    """A prompt that could have pictures in it for other models."""
+    """A prompt with optional multimodal data, which is not supported."""
 
     prompt_string: str
     multimodal_data: Annotated[list[str], Field(max_length=0)] | None = None
@@ -22,7 +22,7 @@ LlamaPrompt = str | LlamaText | list[_Piece] | list[str | LlamaText | list[_Piec
 
 
 class LlamaRequest(Sampling):
-    """What is asked of /completion; a list of texts and ids together is one prompt."""
+    """A request to /completion; a list that mixes texts and ids is one prompt."""
 
     prompt: LlamaPrompt
     model: str | None = None
@@ -40,7 +40,7 @@ class LlamaRequest(Sampling):
 
 
 class LlamaOne(Answer):
-    """A whole answer, or the last piece of a stream; `response_fields` may leave fields out."""
+    """A whole answer, or the last event of a stream; `response_fields` selects fields."""
 
     index: int = 0
     content: str = ""
@@ -60,11 +60,11 @@ class LlamaOne(Answer):
 
 
 class LlamaAnswer(RootModel[LlamaOne | list[LlamaOne]]):
-    """One answer, or a list of them where several were asked for."""
+    """The response of /completion: one answer, or a list of several."""
 
 
 class InferflowRequest(Sampling):
-    """What is asked of Inferflow's POST /."""
+    """A request to Inferflow's POST /."""
 
     text: str
     model: str | None = None
@@ -85,7 +85,7 @@ class InferflowRequest(Sampling):
 
 
 class InferflowAnswer(Answer):
-    """A piece of an answer, or all of it."""
+    """A chunk of an Inferflow answer, or all of it."""
 
     text: str
     ret_code: str

@@ -1,4 +1,4 @@
-"""OpenAI's responses."""
+"""Schemas of the Responses API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jinfer.server.schemas.schema_base import (
 
 
 class InputPart(Replayed):
-    """A part of a message; only texts are read."""
+    """A content part of a message; only text is supported."""
 
     type: Literal[
         "input_text", "output_text", "text", "refusal", "input_image", "input_file", "input_audio"
@@ -49,12 +49,12 @@ class InputPart(Replayed):
 
     @property
     def was_answer(self) -> bool:
-        """Its type says so."""
+        """Output content types mark an earlier answer."""
         return self.type in ("output_text", "refusal")
 
 
 class InputItem(Replayed):
-    """A message, a call of a function, what it gave, or what the model thought."""
+    """An input item: a message, function call, function call output, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -72,7 +72,7 @@ class InputItem(Replayed):
 
     @property
     def was_answer(self) -> bool:
-        """Its role or type says so."""
+        """Its role or type marks an earlier answer."""
         return self.role == "assistant" or self.type in ("function_call", "reasoning")
 
 
@@ -88,14 +88,14 @@ class FunctionTool(Strict):
 
 
 class NamedFunctionTool(Strict):
-    """The one function that the model has to call."""
+    """A tool choice that names the function to call."""
 
     type: Literal["function"]
     name: FunctionName
 
 
 class TextFormat(Strict):
-    """What an answer has to be."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -105,7 +105,7 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """How an answer is to look."""
+    """Text options of the answer."""
 
     format: TextFormat | None = None
     verbosity: Verbosity = None
@@ -128,7 +128,7 @@ Include = Literal[
 
 
 class ReasoningOptions(Strict):
-    """How the model is to think."""
+    """Reasoning options."""
 
     effort: str | None = None
     summary: _Summary = None
@@ -145,7 +145,7 @@ _NOT_STORED = refused("nothing is stored here; send the whole conversation as in
 
 
 class ResponseRequest(Sampling):
-    """What is asked of /v1/responses."""
+    """A request to /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MOST_PARTS)]
     model: str | None = None
@@ -186,7 +186,7 @@ class ResponseRequest(Sampling):
 
 
 class ResponseUsage(Answer):
-    """Tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -196,7 +196,7 @@ class ResponseUsage(Answer):
 
 
 class ResponseAnswer(Answer):
-    """A response."""
+    """The response of /v1/responses."""
 
     id: str
     object: Literal["response"]

@@ -1,4 +1,4 @@
-"""What all requests and answers are made of."""
+"""Schema base classes: strict request models, response models, usage and timings."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-MOST_PARTS = 8192  # messages, or tools, of a request
+MOST_PARTS = 8192  # of messages, or of tools, in a request
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Marks a field that is taken though nothing here reads it; see `jinfer.server.ignored_fields`.
+    """Marks a field that has no effect; see `jinfer.server.ignored_fields`.
 
     Attributes:
-        why: nothing does, as an error says it.
-        but: values that ask for what is done anyway, of which there is nothing to tell.
+        why: the reason, as the error of a strict server says it.
+        but: values that ask for the default behaviour, which are not reported.
     """
 
     why: str
@@ -33,12 +33,12 @@ class Ignored:
 
 
 def whole(value: Any) -> Any:
-    """JSON has one kind of numbers, and some clients write 16 as 16.0."""
+    """Converts 16.0 to 16: JSON has one number type, and some clients write integers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _lenient(schema: Any) -> None:
-    """Has lists tell only of their first wrong item, and whole numbers be written as floats."""
+    """Makes lists fail at their first wrong item, and integers accept whole floats."""
     if isinstance(schema, dict):
         kind = schema.get("type")
         if kind == "list":
@@ -56,7 +56,7 @@ def _lenient(schema: Any) -> None:
 
 
 class Strict(BaseModel):
-    """Fields of a request: none that is not known, none of another type; null is nothing."""
+    """A request model: no unknown fields, no type coercion; null means not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
@@ -64,7 +64,7 @@ class Strict(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Only the first wrong thing in a list is told of, and so only that is looked for."""
+        """Makes lists fail fast, as only the first error is reported."""
         schema = handler(source)
         _lenient(schema)
         return schema
@@ -72,9 +72,9 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_nothing(cls, value: Any) -> Any:
-        """Clients send what they got, with null for all that was not there.
+        """Drops null fields: clients replay responses with null for absent fields.
 
-        Objects without a model (JSON schemas, variables of templates) keep theirs.
+        Free-form objects (JSON schemas, template variables) keep their nulls.
         """
         if isinstance(value, dict) and any(one is None for one in value.values()):
             return {name: one for name, one in value.items() if one is not None}
@@ -88,21 +88,21 @@ class Strict(BaseModel):
 
 
 class Replayed(Strict):
-    """A part of a conversation that may be an earlier answer, from whatever server.
+    """A part of a conversation that may be an earlier answer, of any server.
 
-    What that server put beside it, and its client sent back, is ignored with a word.
+    Extra fields which that server added, and the client sent back, are ignored and reported.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def was_answer(self) -> bool:
-        """Whether it is, so that fields may be in it which are not known."""
+        """Whether it is an earlier answer, so that unknown fields are allowed."""
         return True
 
 
 class OtherTool(BaseModel):
-    """A tool that is no function, and that nobody here could run."""
+    """A tool that is not a function, which this server cannot run."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -110,19 +110,19 @@ class OtherTool(BaseModel):
 
 
 def tool_kind(value: Any) -> str:
-    """Tells a function from another tool, for `Discriminator`."""
+    """Distinguishes functions from other tools, for `Discriminator`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "other" if isinstance(kind, str) and kind != "function" else "function"
 
 
 class Answer(BaseModel):
-    """Fields of an answer; there may be others beside those of OpenAI."""
+    """A response model; fields beyond OpenAI's are allowed."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The error object."""
 
     message: str
     type: str
@@ -131,13 +131,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+    """The response of a failed request."""
 
     error: ErrorDetail
 
 
 def _same_type(kind: type) -> BeforeValidator:
-    """Python takes 0 for false and 1.0 for 1, which JSON does not."""
+    """Rejects other JSON types: Python accepts 0 for false and 1.0 for 1."""
 
     def check(value: Any) -> Any:
         value = whole(value) if kind is int else value
@@ -149,7 +149,7 @@ def _same_type(kind: type) -> BeforeValidator:
 
 
 def refused(why: str) -> BeforeValidator:
-    """Says why a field can have no value but null, or false, and what to do instead."""
+    """Rejects any value but null or false, with the reason and an alternative."""
 
     def check(value: Any) -> Any:
         if value is not None and value is not False:
@@ -160,7 +160,7 @@ def refused(why: str) -> BeforeValidator:
 
 
 def written(value: Any) -> Any:
-    """The JSON text of an object, which some clients send in its place."""
+    """The JSON text of an object, which some clients send in place of the text."""
     if not isinstance(value, dict):
         return value
     try:
@@ -174,12 +174,12 @@ No = Annotated[Literal[False], _same_type(bool)]
 Zero = Annotated[Literal[0], _same_type(int)]
 Ids = list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
-# A list of texts and ids together is one prompt, as llama.cpp has it.
+# A list that mixes texts and ids is one prompt, as in llama.cpp.
 MixedPrompts = str | list[str | int] | list[str | list[str | int]]
 
 
 class StreamOptions(Strict):
-    """What a stream has beside the answer."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = Field(None, description="one more chunk, with the usage")
     continuous_usage_stats: bool | None = Field(None, description="usage in every chunk (vLLM)")
@@ -189,20 +189,20 @@ class StreamOptions(Strict):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of the answer's tokens: those that were drafted and right, and drafts that were not."""
+    """Details of the answer's tokens: accepted and rejected draft tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -212,7 +212,7 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """llama.cpp's figures of one answer."""
+    """llama.cpp's timings of one answer."""
 
     cache_n: int
     prompt_n: int

@@ -1,4 +1,4 @@
-"""Texts and tokens, in llama.cpp's words and in vLLM's."""
+"""Schemas of /tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinfer.server.schemas.schema_base import MOST_PARTS, Answer, Ids, Strict
 class TokenizeRequest(Rendering):
     """A text (`content`: llama.cpp, `prompt`: vLLM) or a conversation (`messages`: vLLM)."""
 
-    # Of three ways to ask it is one.
+    # Exactly one of three fields is given.
     messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_PARTS)  # type: ignore[assignment]
     model: str | None = None
     content: str | list[str | int] | None = None
@@ -26,7 +26,7 @@ class TokenizeRequest(Rendering):
 
 
 class TokenizeAnswer(Answer):
-    """Ids; llama.cpp's clients may ask for objects with an id and its piece."""
+    """Token ids; for llama.cpp's clients optionally objects with an id and its piece."""
 
     tokens: list[int | dict[str, Any]]
     count: int | None = None
@@ -35,7 +35,7 @@ class TokenizeAnswer(Answer):
 
 
 class DetokenizeRequest(Strict):
-    """Ids of a text."""
+    """A request to /detokenize."""
 
     model: str | None = None
     tokens: Ids
@@ -49,7 +49,7 @@ class DetokenizeAnswer(Answer):
 
 
 class TokenizerInfo(Answer):
-    """A tokenizer's own words."""
+    """A tokenizer's class, special tokens and chat template."""
 
     tokenizer_class: str
     bos_token: str | None = None
@@ -60,12 +60,12 @@ class TokenizerInfo(Answer):
 
 
 class TemplateRequest(Rendering):
-    """A conversation."""
+    """A request to /apply-template."""
 
     model: str | None = None
 
 
 class TemplateAnswer(Answer):
-    """The prompt that it becomes."""
+    """The rendered prompt."""
 
     prompt: str

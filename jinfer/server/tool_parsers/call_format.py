@@ -1,4 +1,4 @@
-"""What a format of calls is."""
+"""Tool-call format: the interface that each format's module implements."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jinfer.server.tool_parsers.parsed_deltas import Output, call_id
 
 @dataclass(frozen=True)
 class Format:
-    """How a family of models writes calls.
+    """The syntax of tool calls of a family of models.
 
     Attributes:
-        name: what it is chosen by.
-        marks: texts that mark calls, each of which may be a special token.
-        read: reads an answer to its end; calls of other tools than these are content.
-        grammar: adds to a grammar what is a call of one of the tools, or several where that is
-            wanted and the format has them; gives the expression. The third is the template.
-        new_id: names a call.
-        answer: where it has its own way to write thoughts, which `read` knows: adds to a grammar
-            an answer, thoughts and all, of this content.
+        name: the value of `prompt.tool_calls` in a specification.
+        marks: texts that delimit calls, each of which may be a special token.
+        read: parses an answer to its end; calls of unknown tools are content.
+        grammar: adds the rule of a call to a grammar, or of several calls if those are wanted and
+            the format allows them; returns its expression. The third argument is the template.
+        new_id: generates a call's id.
+        answer: for a format with its own reasoning syntax, which `read` parses: adds the rule of an
+            answer with reasoning and this content.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Format:
 
     @property
     def thinks(self) -> bool:
-        """Whether it has its own way to write thoughts."""
+        """Whether the format has its own reasoning syntax."""
         return self.answer is not None
 
 
-MOST_CALLS = 16  # that a grammar lets an answer have
+MOST_CALLS = 16  # that a grammar allows in an answer
 
 
 def repeated(call: str, between: str = "") -> str:
@@ -48,6 +48,6 @@ def repeated(call: str, between: str = "") -> str:
 
 
 def json_object(lark: Lark, name: str, key: str, schema: str, *, named: str = "name") -> str:
-    """A call as a JSON object, with these keys for its name and its arguments."""
+    """A call as a JSON object, with these keys for its name and arguments."""
     head = lark.text(f'{{"{named}": "{name}", "{key}": ')
     return f'{head} {schema} "}}"'

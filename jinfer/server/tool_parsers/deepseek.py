@@ -1,11 +1,11 @@
-"""DeepSeek V3, R1 and V3.1, whose marks are tokens of their own, with wide bars.
+"""DeepSeek tool calls (V3, R1 and V3.1), whose marks are special tokens with full-width bars.
 
     <|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>weather
     ```json
     {"city": "Paris"}
     ```<|tool▁call▁end|><|tool▁calls▁end|>
 
-V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between begin and end of a call.
+V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the begin and end marks of a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads a call up to its end, which may be missing."""
+    """Parses a call up to its end mark, which may be missing."""
     head: list[str] = []
     if (yield from reader.until(_MARKS, head.append, take=False)) != SEPARATOR:
         return False

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2: tags with a mark of their own, each of which says whether its value is a text.
+"""DSML tool calls (DeepSeek V3.2): tags that say whether a value is a string or JSON.
 
     <|DSML|function_calls>
     <|DSML|invoke name="weather">
@@ -7,7 +7,7 @@
     </|DSML|invoke>
     </|DSML|function_calls>
 
-(with wide bars).
+(with full-width bars).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads a name, and parameters up to the call's end."""
+    """Parses a name, and parameters up to the call's end."""
     name = yield from _name(reader)
     if name is None or name not in tools or not (yield from reader.starts(">")):
         return False
@@ -57,7 +57,7 @@ def _key(reader: Reader) -> Reading[str | None]:
 
 
 def _name(reader: Reader) -> Reading[str | None]:
-    """Reads a name and the quote after it."""
+    """Parses a name and the quote after it."""
     parts: list[str] = []
     mark = yield from reader.until(('"', "<", ">", "\n"), parts.append, take=False)
     if mark != '"':
@@ -67,7 +67,7 @@ def _name(reader: Reader) -> Reading[str | None]:
 
 
 def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
-    """Reads what is left of a parameter's tag, its value, and the closing tag."""
+    """Parses the rest of a parameter's tag, its value, and the closing tag."""
     yield from reader.space()
     text = yield from reader.starts(_TEXT)
     if not text and not (yield from reader.starts(_OTHER)):

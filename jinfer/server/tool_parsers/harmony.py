@@ -1,9 +1,9 @@
-"""gpt-oss: messages in channels, a call being one to a function.
+"""Harmony tool calls (gpt-oss): messages in channels; a call is a message to a function.
 
     <|channel|>analysis<|message|>The user wants the weather.<|end|><|start|>assistant
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-(in one line). The prompt ends in `<|start|>assistant`.
+(without the line break). The prompt ends in `<|start|>assistant`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
     said = later = False
-    headed = True  # the prompt has begun a message
+    headed = True  # the prompt has started a message
     while True:
         reader.mark()
         head = (yield from _head(reader)) if headed else None
@@ -51,7 +51,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _head(reader: Reader) -> Reading[str | None]:
-    """Reads what stands before a message; None: there is none."""
+    """Parses a message's header; None: there is no message."""
     head: list[str] = []
     yield from reader.space()
     role = yield from reader.starts("assistant")
@@ -73,14 +73,14 @@ def _begins(reader: Reader) -> Reading[bool]:
         if rest.startswith((CHANNEL, MESSAGE, "to=")):
             return True
         if reader.ended or not any(mark.startswith(rest) for mark in (CHANNEL, MESSAGE, "to=")):
-            for mark in (CHANNEL, MESSAGE, "to="):  # the beginning of one is not shown
+            for mark in (CHANNEL, MESSAGE, "to="):  # a partial mark at the end is not shown
                 yield from reader.starts(mark)
             return False
         yield
 
 
 def _kind(head: str, tools: Tools) -> str:
-    """What a message is: "reasoning", "content", the name of a tool, or "" for neither."""
+    """The kind of a message: "reasoning", "content", the name of a tool, or "" for neither."""
     to = _TO.search(head)
     if to is not None:
         name = to[1].removeprefix("functions.")
@@ -90,7 +90,7 @@ def _kind(head: str, tools: Tools) -> str:
 
 
 def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Reading[str | None]:
-    """Reads a message up to its end, which it gives."""
+    """Parses a message; returns the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":
         mark = yield from reader.until(_ENDS, out.reasoning, take=False)
@@ -107,7 +107,7 @@ def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Reading[st
 
 
 def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    # A turn ends with a call, so that there is one.
+    # A turn ends with its call, so there is at most one.
     calls = (
         lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
         + f" {lark.json(parameters(schema))}"

@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5, Qwen 3, SmolLM and many others.
+"""Hermes tool calls (Qwen 2.5, Qwen 3, SmolLM and many others).
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Paris"}}

@@ -1,4 +1,4 @@
-"""JSON as it comes, character by character."""
+"""Incremental JSON parser: reads values from a stream, character by character."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
 
 _CLOSES = {"{": "}", "[": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
-_LONGEST_ESCAPE = 12  # characters of a pair of surrogates
+_LONGEST_ESCAPE = 12  # characters of an escaped surrogate pair
 _BETWEEN = frozenset(",:{}[]\"' \t\r\n")
 
 
 def loads(text: str) -> Any:
-    """What a JSON text says. Raises `ValueError`: it is none."""
+    """Parses JSON. Raises `ValueError`."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -34,7 +34,7 @@ def is_object(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """A value that need not be a text, as JSON; what is none is a text all the same."""
+    """A parameter value as JSON: itself if it is valid JSON, else a JSON string of the text."""
     text = text.strip()
     text = _WORDS.get(text, text)
     try:
@@ -45,16 +45,16 @@ def plain(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
+    """A text escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def begun(text: str) -> str:
-    """What the beginning of a string says, as far as it is certain."""
+    """The decoded beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
             said = loads(f'{text[:end]}"')
-        except ValueError:  # in the middle of an escape
+        except ValueError:  # it ends inside an escape
             continue
         if not any("\ud800" <= sign <= "\udfff" for sign in said):
             return said
@@ -62,10 +62,10 @@ def begun(text: str) -> str:
 
 
 def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | None]:
-    """Reads a string, and gives what it says; None: there is none.
+    """Parses a string and returns its decoded value; None: there is none.
 
     Args:
-        sink: is given its text, quotes and escapes included, as it comes.
+        sink: receives its JSON text as it comes, with quotes and escapes.
     """
     if (yield from reader.char()) != '"':
         return None
@@ -73,20 +73,20 @@ def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | Non
     if text is None:
         return None
     said = loads(text)
-    # Half a pair of surrogates is no character: it could not be sent.
+    # An unpaired surrogate could not be encoded as UTF-8.
     return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
 
 
 def value(reader: Reader, sink: Sink) -> Reading[str | None]:
-    """Reads a value.
+    """Parses a value.
 
-    Control characters in strings, which JSON forbids and models write, are escaped.
+    Escapes raw control characters in strings, which JSON forbids but models write.
 
     Args:
-        sink: is given its text as it comes.
+        sink: receives the JSON text as it comes.
 
     Returns:
-        Its text; None: it is none, or not whole.
+        The JSON text; None: it is invalid or incomplete.
     """
     first = yield from reader.char()
     text = yield from (_enclosed(reader, sink) if first in (*_CLOSES, '"') else _word(reader, sink))
@@ -98,7 +98,7 @@ def value(reader: Reader, sink: Sink) -> Reading[str | None]:
 
 
 def _enclosed(reader: Reader, sink: Sink) -> Reading[str | None]:
-    """Reads what begins with a bracket or a quote, to the one that closes it."""
+    """Parses a string, object or array up to its closing delimiter."""
     parts: list[str] = []
     open_: list[str] = []
     quoted = escaping = False
@@ -137,7 +137,7 @@ def _enclosed(reader: Reader, sink: Sink) -> Reading[str | None]:
 
 
 def _word(reader: Reader, sink: Sink) -> Reading[str]:
-    """Reads a number, or a word such as null."""
+    """Parses a number or a literal such as null."""
     word = ""
     while (sign := (yield from reader.char())) and sign not in _BETWEEN:
         word += reader.take(1)

@@ -1,22 +1,22 @@
-"""Text as it comes, for generators that pause where they need more of it."""
+"""Incremental reader: streamed text for parsers written as generators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-# Pauses where more text is needed; its value is what it has found.
+# A generator that pauses where it needs more text; it returns the parsed value.
 type Reading[T] = Generator[None, None, T]
 type Sink = Callable[[str], object]
 
 
 class Reader:
-    """Text that has come and is not yet read.
+    """Buffered text that has not been parsed yet.
 
     Attributes:
-        ended: whether no more will come.
-        cut: whether more would have come, but for the limit of tokens. What was pausing then is
-            not wrong, only not whole.
-        bound: whether a grammar lets nothing but calls come.
+        ended: whether the text is complete.
+        cut: whether the token limit ended the text. A parser that was waiting for more then has
+            incomplete, not wrong, input.
+        bound: whether a grammar allows nothing but calls.
     """
 
     def __init__(self, *, bound: bool = False) -> None:
@@ -27,30 +27,30 @@ class Reader:
         self._raw: list[str] = []
 
     def feed(self, text: str) -> None:
-        """More text has come."""
+        """Appends text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def rest(self) -> str:
-        """What has come and is not yet read."""
+        """The unread text."""
         return self._text[self._at :]
 
     def mark(self, before: str = "") -> None:
-        """From here on what is read is remembered, with this text before it."""
+        """Starts recording what is read, after this prefix."""
         self._raw = [before] if before else []
 
     def raw(self) -> str:
-        """What was read since the mark, which is then forgotten."""
+        """Returns what was read since the mark, and stops recording."""
         text = "".join(self._raw)
         self._raw = []
         return text
 
     def drop(self) -> None:
-        """Forgets what was read since the mark, and what is not yet read."""
+        """Discards the recorded and the unread text."""
         self._raw, self._at = [], len(self._text)
 
     def take(self, count: int) -> str:
-        """Reads so many characters, which are there."""
+        """Reads that many characters, which must be buffered."""
         text = self._text[self._at : self._at + count]
         self._at += len(text)
         if text:
@@ -58,13 +58,13 @@ class Reader:
         return text
 
     def char(self) -> Reading[str]:
-        """The next character, which is not read by this; "" at the end."""
+        """Peeks at the next character; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def starts(self, text: str) -> Reading[bool]:
-        """Reads this text if it comes next."""
+        """Consumes this text if it comes next."""
         while True:
             there = self._text[self._at : self._at + len(text)]
             if there == text:
@@ -72,12 +72,12 @@ class Reader:
                 return True
             if self.ended or not text.startswith(there):
                 if text.startswith(there) and self._begins_mark(there, 1):
-                    self._at += len(there)  # which is not shown
+                    self._at += len(there)  # a partial mark at the end is not shown
                 return False
             yield
 
     def space(self) -> Reading[None]:
-        """Reads white space."""
+        """Skips white space."""
         while (yield from self.char()).isspace():
             rest = self.rest()
             self.take(len(rest) - len(rest.lstrip()))
@@ -85,12 +85,12 @@ class Reader:
     def until(
         self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
     ) -> Reading[str | None]:
-        """Reads up to the first of some marks, none of which is a part of another.
+        """Reads up to the first of some marks, none of which is part of another.
 
         Args:
-            sink: is given what stands before it, as it comes.
-            take: reads the mark too.
-            least: characters of a mark that are not given where the limit cut it.
+            sink: receives the text before the mark as it comes.
+            take: also consume the mark.
+            least: characters of a partial mark at the cut end that are withheld from `sink`.
 
         Returns:
             The mark; None at the end.
@@ -115,11 +115,11 @@ class Reader:
             yield
 
     def _begins_mark(self, end: str, least: int) -> bool:
-        """Whether a text that was cut ends in the beginning of a mark, and not in a text's own.
+        """Whether a cut text ends in a partial mark rather than in ordinary text.
 
         Args:
-            end: it may be either.
-            least: characters that a text does not end in.
+            end: the end of the text.
+            least: number of characters from which an overlap counts as a partial mark.
         """
         return self.cut and (self.bound or (len(end) >= least and not end[:1].isalnum()))
 
@@ -129,6 +129,6 @@ class Reader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that the mark begins with, without being whole."""
+    """The length of the longest suffix of `text` that is a proper prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects with a name and arguments."""
+"""JSON tool calls: objects with a name and arguments, as in most formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHERS = ("id", "type", "index", "tool_call_id")
 
 
 def is_text(schema: Any) -> bool:
-    """Whether values of a schema are texts, whatever they look like."""
+    """Whether a schema allows only strings, so that a value needs no quotes."""
     if not isinstance(schema, Mapping):
         return False
     values = schema.get("enum") or [schema.get("const")]
@@ -25,10 +25,10 @@ def is_text(schema: Any) -> bool:
 
 
 def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Reads the arguments of a call: an object, the text of one in a string, or null.
+    """Parses a call's arguments: an object, a string that contains one, or null.
 
     Returns:
-        Whether they are.
+        Whether they are valid.
     """
     first = yield from reader.char()
     if first == "{":
@@ -47,7 +47,7 @@ def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
 
 
 def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]:
-    """Reads the arguments of the call of this tool. Returns whether it is one."""
+    """Parses the arguments of a call to a known tool. Returns whether it is a call."""
     if name not in tools:
         return False
     out.open(name)
@@ -59,10 +59,10 @@ def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]
 
 
 def json_calls(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads one call or several: objects, or a list of them; marks the place after each.
+    """Parses one call or several: objects, or a list of them. Sets a mark after each.
 
     Returns:
-        Whether all of them were.
+        Whether all of them were calls.
     """
     listed = yield from reader.starts("[")
     yield from reader.space()
@@ -87,11 +87,11 @@ def in_a_row(
     marks: tuple[str, str, str],
     call: Callable[[Reader, Output, Tools], Reading[bool]],
 ) -> Reading[None]:
-    """Reads an answer to its end, with calls one after the other in a list.
+    """Parses an answer to its end, with a list of calls in it.
 
     Args:
-        marks: what begins the list, which may be missing, what begins a call, what ends the list.
-        call: reads a call from after its beginning, and marks the place after what is sure.
+        marks: what begins the list (may be missing), what begins a call, what ends the list.
+        call: parses a call after its beginning, and sets a mark after the certain part.
     """
     opens, begins, closes = marks
     while (mark := (yield from reader.until((opens, begins), out.content))) is not None:
@@ -113,13 +113,13 @@ def in_a_row(
 
 
 def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Reading[bool]:
-    """Reads an object that is a call. What is missing after its arguments is not missed.
+    """Parses an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
-        sure: it is meant to be a call, which may have other members too.
+        sure: it is known to be a call, which may have other members too.
 
     Returns:
-        Whether it is one.
+        Whether it is a call.
     """
     call = _Call(reader, out, tools, sure)
     if not (yield from reader.starts("{")):
@@ -136,16 +136,16 @@ def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -
 
 
 class _Call:
-    """A call while its object is read."""
+    """A call whose object is being parsed."""
 
     def __init__(self, reader: Reader, out: Output, tools: Tools, sure: bool) -> None:
         self._reader, self._out, self._tools, self._sure = reader, out, tools, sure
         self._name: str | None = None
-        self._early: list[str] = []  # arguments before the name
+        self._early: list[str] = []  # arguments that came before the name
         self._opened = self._argued = False
 
     def member(self) -> Reading[bool]:
-        """Reads a key and its value."""
+        """Parses a key and its value."""
         reader = self._reader
         key = yield from incremental_json.string(reader)
         yield from reader.space()
@@ -158,7 +158,7 @@ class _Call:
             if self._name is None and reader.cut:
                 begun = incremental_json.begun("".join(parts))
                 if begun and any(tool.startswith(begun) for tool in self._tools):
-                    reader.drop()  # of no use to anybody
+                    reader.drop()  # a call to an unknown tool
             return self._name in self._tools
         if key in _ARGUMENTS and not self._argued:
             if self._name is not None:
@@ -172,7 +172,7 @@ class _Call:
         return (yield from incremental_json.value(reader, lambda _: None)) is not None
 
     def end(self, *, whole: bool) -> bool:
-        """The object has ended, as it should or not."""
+        """Ends the object, complete or not."""
         if self._opened and not self._argued:
             self._out.failed(self._reader)
             return False

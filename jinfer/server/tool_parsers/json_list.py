@@ -1,4 +1,4 @@
-"""Formats that are a list of JSON objects after a mark.
+"""JSON list tool calls: a list of JSON objects after a mark (Granite, Phi, Command R).
 
 Granite 3:          <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]
 Phi-4-mini:         <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
@@ -22,7 +22,7 @@ from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
 
 TAG, TAG_END = "<|tool_call|>", "<|/tool_call|>"
-WORD, WORD_END = "<tool_call>", "</tool_call>"  # Granite's, where a tokenizer has no tag
+WORD, WORD_END = "<tool_call>", "</tool_call>"  # Granite's, for tokenizers without the tag
 FUNCTOOLS = "functools["
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 SAID, FENCE, FENCE_END = "Action:", "```json", "```"

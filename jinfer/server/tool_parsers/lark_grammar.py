@@ -1,4 +1,4 @@
-"""Pieces of grammars that calls have to keep to, in Lark as llguidance reads it."""
+"""Lark grammars for llguidance: building blocks for structured outputs with tool calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class Lark:
-    """A grammar that grows.
+    """A grammar to which rules are added.
 
     Attributes:
-        tokenizer: whose own tokens the names of tokens in texts are.
+        tokenizer: names of its special tokens in texts become these tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -29,7 +29,7 @@ class Lark:
         return "\n".join(f"{head}: {body}" for head, body in self._rules.items())
 
     def rule(self, name: str, body: str, attributes: str = "") -> str:
-        """Adds a rule under this name, or one like it; gives the name."""
+        """Adds a rule under this name, or a numbered one if it is taken; returns the name."""
         known = self._counts[name]
         self._counts[name] += 1
         name = f"{name}_{known}" if known else name
@@ -37,7 +37,7 @@ class Lark:
         return name
 
     def text(self, text: str) -> str:
-        """Exactly this text; a token's name in it is that token, as models write it."""
+        """Exactly this text; names of special tokens in it match these tokens."""
         parts = self.tokenizer.split_special(text)
         return " ".join(
             f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
@@ -45,7 +45,7 @@ class Lark:
         )
 
     def json(self, schema: Any) -> str:
-        """A value of this JSON schema."""
+        """A value that matches a JSON schema."""
         return self.rule("json", f"%json {json.dumps(prepare_schema(schema))}")
 
     def upto(self, mark: str) -> str:
@@ -58,12 +58,12 @@ class Lark:
         return self.rule("upto", rf"/(.|\n)*{pattern}/", "[lazy]")
 
     def one_of(self, name: str, bodies: Iterable[str]) -> str:
-        """Any of these."""
+        """An alternative of rules."""
         return self.rule(name, " | ".join(self.rule(name, body) for body in bodies))
 
 
 def parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, with no other members than those it names."""
+    """The schema of a tool's arguments: an object without additional properties."""
     given = {**(schema or _NOTHING), "type": "object"}
     if "properties" in given and not {"additionalProperties", "patternProperties"} & set(given):
         given["additionalProperties"] = False

@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is nothing but a JSON object, or follows a token.
+"""Llama 3 tool calls: an answer that is a JSON object, or follows a special token.
 
 {"name": "weather", "parameters": {"city": "Paris"}}
 <|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": …}
@@ -35,7 +35,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    # Its templates refuse a turn with several calls, so that an answer has one.
+    # Llama's templates reject several calls in one turn, so an answer has at most one.
     calls = (
         json_object(lark, name, "parameters", lark.json(parameters(schema)))
         for name, schema in tools.items()

@@ -1,4 +1,4 @@
-"""Mistral: a list in its older models, names and arguments in its newer ones.
+"""Mistral tool calls: a JSON list in older models, names and arguments in newer ones.
 
 [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]
 [TOOL_CALLS]weather[ARGS]{"city": "Paris"}
@@ -28,7 +28,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _named(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads a name and its arguments."""
+    """Parses a name and its arguments."""
     name: list[str] = []
     mark = yield from reader.until((ID, ARGS, CALLS, "{"), name.append, take=False)
     if mark == ID:
@@ -52,7 +52,7 @@ def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
 
 
 def _new_id() -> str:
-    """Its templates refuse ids of another length."""
+    """Mistral's templates reject ids of another length."""
     return uuid.uuid4().hex[:9]
 
 

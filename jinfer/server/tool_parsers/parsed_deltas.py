@@ -1,4 +1,4 @@
-"""What a reader of a format has found, as the deltas that a client gets."""
+"""Parser output: collects parsed pieces into the deltas that a client receives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
 
 
 def call_id() -> str:
-    """A new name of a call, as OpenAI's look."""
+    """Generates a call id in OpenAI's style."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class Output:
-    """Collects what is found. White space around calls and thoughts belongs to neither side."""
+    """Collects parsed pieces, without the white space around calls and reasoning."""
 
     def __init__(self, new_id: Callable[[], str] = call_id, most: int | None = None) -> None:
         """Begins an answer.
 
         Args:
-            new_id: names calls.
-            most: calls that the client wants; further ones are left out.
+            new_id: generates call ids.
+            most: maximum number of calls; further ones are dropped.
         """
         self._new_id = new_id
         self._most = most
@@ -31,10 +31,10 @@ class Output:
         self._index, self._whole = -1, 0
         self._gap = self._dropped = self._thought_gap = ""
         self._trim, self._trim_thought = False, True
-        self._parted = ""  # between two thoughts
+        self._parted = ""  # separator between two reasoning blocks
 
     def content(self, text: str) -> None:
-        """A piece of the answer."""
+        """Adds a piece of content."""
         text = self._gap + (text.lstrip() if self._trim else text)
         self._trim = self._trim and not text
         shown = text.rstrip()
@@ -42,7 +42,7 @@ class Output:
         self._gap = text[len(shown) :]
 
     def reasoning(self, text: str) -> None:
-        """A piece of a thought."""
+        """Adds a piece of reasoning."""
         if self._trim_thought:
             text = text.lstrip()
             if not text:
@@ -54,30 +54,30 @@ class Output:
         self._thought_gap = text[len(shown) :]
 
     def thought(self) -> None:
-        """A thought has ended."""
+        """Ends a reasoning block."""
         self._thought_gap = ""
         self._parted = "" if self._trim_thought else "\n\n"
         self._trim = self._trim_thought = True
 
     def open(self, name: str) -> None:
-        """A call begins."""
+        """Begins a call."""
         self._dropped, self._gap = self._gap, ""
         self._index += 1
         self._add(CallDelta(self._index, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
-        """More of the call's arguments."""
+        """Adds a piece of the call's arguments."""
         if text:
             self._add(CallDelta(self._index, arguments=text))
 
     def done(self) -> None:
-        """The call is whole."""
+        """Ends a complete call."""
         self._add(CallDelta(self._index, end="done"))
         self._whole += 1
         self._dropped, self._trim = "", True
 
     def failed(self, reader: Reader) -> None:
-        """The call is not whole: the limit cut it, or it is none, and its text will be content."""
+        """Ends an incomplete call: cut by the limit, or no call, whose text becomes content."""
         if reader.cut:
             self._add(CallDelta(self._index, end="cut"))
             reader.drop()
@@ -86,25 +86,25 @@ class Output:
         self._gap, self._dropped = self._dropped, ""
 
     def rejected(self, reader: Reader, *, sure: bool = True) -> None:
-        """What was read since the reader's mark is no call: it is content.
+        """Turns what was read since the reader's mark into content, as it is no call.
 
-        What the limit cut is not shown: it was going to be one.
+        If the limit cut it, it is dropped, since it was probably a call.
 
         Args:
-            sure: nothing else begins as it does.
+            sure: nothing but a call begins like this.
         """
         if reader.cut and (sure or reader.bound):
             reader.drop()
         self.content(reader.raw())
 
     def end(self) -> None:
-        """The answer has ended: white space at its end is its own."""
+        """Ends the answer; trailing white space is content."""
         self._content += self._gap
         self._reasoning += self._thought_gap
         self._gap = self._thought_gap = ""
 
     def take(self) -> Delta:
-        """What was found since the last time."""
+        """Returns what was collected since the last time."""
         delta = Delta(self._content, self._reasoning, tuple(_joined(self._calls)))
         self._content, self._reasoning, self._calls = "", "", []
         return delta
@@ -115,7 +115,7 @@ class Output:
 
 
 def _joined(calls: list[CallDelta]) -> list[CallDelta]:
-    """The same with the pieces of each call's arguments in one."""
+    """Merges the pieces of each call's arguments."""
     found: list[CallDelta] = []
     for one in calls:
         last = found[-1] if found else None
@@ -128,7 +128,7 @@ def _joined(calls: list[CallDelta]) -> list[CallDelta]:
 
 
 class Machine:
-    """Runs a reader of a format over an answer."""
+    """Runs the parser of a format over an answer."""
 
     def __init__(
         self,
@@ -137,18 +137,18 @@ class Machine:
         *,
         bound: bool = False,
     ) -> None:
-        """Begins an answer; `bound`: a grammar lets nothing but calls come."""
+        """Begins an answer; `bound`: a grammar allows nothing but calls."""
         self._reader, self._output = Reader(bound=bound), output
         self._reading = read(self._reader, output)
 
     def push(self, text: str) -> Delta:
-        """What is certain once this text is known."""
+        """Parses more text; returns what is certain."""
         self._reader.feed(text)
         next(self._reading, None)
         return self._output.take()
 
     def finish(self, cut: bool = False) -> Delta:
-        """The rest, at the answer's end."""
+        """Parses the rest, at the end of the answer."""
         self._reader.ended, self._reader.cut = True, cut
         next(self._reading, None)
         self._output.end()

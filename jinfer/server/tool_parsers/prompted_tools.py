@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template has no place for them: in words, in Hermes' format."""
+"""Prompted tool calling: tools as text, in Hermes' format, for templates without tool support."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from jinfer.server.tool_parsers.hermes import CLOSE, OPEN
 
-IN_SYSTEM = "message['tools']"  # what a template has that looks for tools in a message
+IN_SYSTEM = "message['tools']"  # found in a template that reads tools from a message
 
 _ASKS = f"""You may call functions to answer the user. Here is what each takes, as a JSON schema:
 <tools>
@@ -25,10 +25,10 @@ def written(
     tools: Sequence[Mapping[str, Any]],
     teller: str = "system",
 ) -> list[dict[str, Any]]:
-    """Messages of which a template needs to know no more than roles and contents.
+    """Rewrites messages so that the template needs only roles and contents.
 
     Args:
-        teller: the role whose first message tells of the tools.
+        teller: the role whose first message describes the tools.
     """
     found: list[dict[str, Any]] = []
     for message in messages:
@@ -51,7 +51,7 @@ def written(
 def beside_system(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The same with tools as a member of the system message, where Phi-4-mini's template looks."""
+    """Adds the tools to the system message, where Phi-4-mini's template reads them."""
     listed = json.dumps([one["function"] for one in tools], ensure_ascii=False)
     first, rest = {"role": "system", "content": ""}, [*messages]
     if rest and rest[0]["role"] == "system":

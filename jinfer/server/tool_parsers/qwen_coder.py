@@ -1,4 +1,4 @@
-"""Qwen3-Coder: arguments in tags, whose types the tool's schema tells.
+"""Qwen3-Coder tool calls: arguments in tags, typed by the tool's schema.
 
 <tool_call>
 <function=weather>
@@ -38,7 +38,7 @@ _MARKS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
 
 
 def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
-    # It forgets the outer tag now and then.
+    # The model sometimes omits the outer tag.
     while (mark := (yield from reader.until((OPEN, FUNCTION), out.content))) is not None:
         reader.mark(mark)
         yield from reader.space()
@@ -51,7 +51,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
 
 
 def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
-    """Reads a name, and parameters up to the function's end."""
+    """Parses a name, and parameters up to the function's end."""
     name = yield from _name(reader)
     if name is None or name not in tools:
         return False
@@ -64,7 +64,7 @@ def _key(reader: Reader) -> Reading[str | None]:
 
 
 def _name(reader: Reader) -> Reading[str | None]:
-    """Reads a name up to the end of its tag."""
+    """Parses a name up to the end of its tag."""
     parts: list[str] = []
     if (yield from reader.until((">", "<", "\n"), parts.append, take=False)) != ">":
         return None
@@ -73,7 +73,7 @@ def _name(reader: Reader) -> Reading[str | None]:
 
 
 def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
-    """Reads a value and its closing tag."""
+    """Parses a value and its closing tag."""
     parts: list[str] = []
     line = _Line(lambda piece: out.arguments(incremental_json.escaped(piece)))
     text = is_text(schema)
@@ -87,7 +87,7 @@ def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
 
 
 class _Line:
-    """A text less the line break before it, and that after it."""
+    """Strips the line breaks around a value."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -95,7 +95,7 @@ class _Line:
         self._begun = False
 
     def push(self, text: str) -> None:
-        """More of it."""
+        """Adds more text."""
         if not self._begun:
             self._begun = True
             text = text.removeprefix("\n")

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between two marks."""
+"""Reasoning parser: reasoning (thinking) between two marks, before the answer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Output
 
-# Where the prompt leaves the model: in a thought, after one, or free to begin one.
+# Where the prompt leaves the model: inside reasoning, after it, or free to begin it.
 State = Literal["open", "closed", "free"]
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a family of models writes thoughts.
+    """The reasoning syntax of a family of models.
 
     Attributes:
-        name: what it is chosen by.
+        name: the value of `prompt.reasoning` in a specification.
         begin, end: the marks.
     """
 
@@ -27,14 +27,14 @@ class Thinking:
     end: str
 
     def state(self, prompt: str) -> State:
-        """Where a prompt, or the end of one, leaves the model."""
+        """The state after a prompt, or its last tokens."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
             return "open"
         return "closed" if prompt.endswith(self.end) else "free"
 
     def read(self, reader: Reader, out: Output, state: State) -> Reading[None]:
-        """Reads the thought at the beginning of an answer, if there is one."""
+        """Parses the reasoning at the beginning of an answer, if any."""
         if state == "closed":
             return
         reader.mark()
@@ -46,7 +46,7 @@ class Thinking:
         out.thought()
 
     def grammar(self, lark: Lark, state: State) -> str:
-        """A thought, where there may be one."""
+        """The grammar rule of reasoning, where it may come."""
         if state == "closed":
             return ""
         after = lark.rule("GAP", r"/[ \n]{0,4}/")

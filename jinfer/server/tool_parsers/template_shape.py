@@ -1,8 +1,8 @@
-"""How a chat template wants the calls of earlier turns.
+"""Template probing: the form in which a chat template reads earlier tool calls.
 
-Templates differ: some write arguments as JSON themselves, and want what it says; some put the text
-they are given into the prompt; some see a call only in a message without content. A short
-conversation tells, rendered in each way.
+Templates differ: some serialize arguments themselves and want an object; some insert the text as it
+is; some show calls only in a message without content. Rendering a short conversation in each way
+finds out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from jinfer.template import ChatTemplate, TemplateError
 
 _WORD, _KEY = "zweiundvierzig", "wieviel"
-_ID = "a1b2c3d4e"  # as Mistral's templates demand
+_ID = "a1b2c3d4e"  # as Mistral's templates require
 _TOOL = {
     "type": "function",
     "function": {
@@ -35,11 +35,11 @@ _SEEN = (f'"{_KEY}": "{_WORD}"', f'"{_KEY}":"{_WORD}"')
 
 @dataclass(frozen=True)
 class Shape:
-    """What a template wants.
+    """The form of a message with tool calls.
 
     Attributes:
-        text: arguments as a JSON text.
-        empty: no content beside calls is None, not "".
+        text: arguments are JSON text, not an object.
+        empty: missing content is None, not "".
     """
 
     text: bool = False
@@ -48,8 +48,8 @@ class Shape:
 
 @lru_cache(maxsize=32)
 def shape_of(template: str) -> Shape | None:
-    """What a template wants; None: it shows no calls in any way."""
-    # Values in tags have no quotes, so that their words alone tell.
+    """The form that a template reads; None: it does not show calls in any form."""
+    # Values in tags have no quotes, so the words alone are decisive.
     ways = [Shape(text, empty) for text in (False, True) for empty in (False, True)]
     texts = {way: _tried(template, way) for way in ways}
     for seen in (_SEEN, (_WORD,)):
@@ -61,7 +61,7 @@ def shape_of(template: str) -> Shape | None:
 
 @lru_cache(maxsize=32)
 def takes_system(template: str) -> bool:
-    """Whether a template shows a system message, which some refuse."""
+    """Whether a template accepts a system message."""
     return _WORD in _rendered(
         template, [{"role": "system", "content": _WORD}, {"role": "user", "content": "?"}]
     )
@@ -79,9 +79,9 @@ def _tried(template: str, way: Shape) -> str:
 
 
 def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A prompt; "" where the template refuses the messages."""
+    """The rendered prompt; "" if the template rejects the messages."""
     ready = ChatTemplate(template, variables={"bos_token": "", "eos_token": ""})
-    for tools in (None, [_TOOL]):  # templates for conversations with tools may want some
+    for tools in (None, [_TOOL]):  # templates for tool use may require tools
         try:
             return ready.render(messages, tools=tools)
         except TemplateError:
@@ -92,10 +92,10 @@ def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
 def shaped(
     messages: Sequence[Mapping[str, Any]], way: Shape, *, short_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages, whose arguments are what their JSON says, as a template wants them.
+    """Converts messages, whose arguments are objects, to the form that a template reads.
 
     Args:
-        short_ids: calls are named by nine letters and digits (Mistral), whatever they were.
+        short_ids: convert call ids to nine letters and digits (Mistral).
     """
     return [_shaped(dict(one), way, short_ids) for one in messages]
 

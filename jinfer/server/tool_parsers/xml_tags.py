@@ -1,4 +1,4 @@
-"""Calls whose arguments are in tags, which say or let the tool's schema say what they are."""
+"""XML-like tool calls: arguments in tags, typed by the tags or by the tool's schema."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jinfer.server.tool_parsers.parsed_deltas import Output
 
 @dataclass(frozen=True)
 class Tags:
-    """How a call is written.
+    """The syntax of a call.
 
     Attributes:
-        call, named: before and after the tool's name.
-        end: after the last argument.
-        parameter: before an argument's name.
-        as_text, as_json: after it, before a value of either kind.
-        line: between a value and its end.
-        parameter_end: after a value; a line break follows.
+        call, named: text before and after the tool's name.
+        end: text after the last argument.
+        parameter: text before an argument's name.
+        as_text, as_json: text before a string value, and before a JSON value.
+        line: text between a value and its closing tag.
+        parameter_end: closing tag of a value; a line break follows.
     """
 
     call: str
@@ -44,16 +44,16 @@ def arguments(
     key: Callable[[Reader], Reading[str | None]],
     value: Callable[[Reader, Output, Any], Reading[bool]],
 ) -> Reading[bool]:
-    """Reads what follows a call's name, up to its end.
+    """Parses a call's arguments, after its name, up to its end.
 
     Args:
-        schema: of the tool's parameters.
-        end: what ends a call.
-        key: reads an argument's tag; its name, or None where there is none.
-        value: writes the value that follows, as JSON, and reads its end; is given its schema.
+        schema: JSON schema of the tool's parameters.
+        end: text that ends a call.
+        key: parses an argument's tag; returns its name, or None if there is none.
+        value: parses a value with its schema, writes it as JSON, and parses its closing tag.
 
     Returns:
-        Whether the call is whole. If it is not, and was not cut, it is taken back.
+        Whether the call is complete. An incomplete one that was not cut is rejected.
     """
     properties = schema.get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
@@ -77,7 +77,7 @@ def arguments(
 
 
 def grammar(lark: Lark, tools: Tools, tags: Tags) -> str:
-    """Adds what is a call of one of the tools to a grammar; gives its name."""
+    """Adds the rule of a call to a grammar; returns its name."""
     calls = []
     for name, schema in tools.items():
         given = parameters(schema)
