@@ -1,4 +1,4 @@
-"""The attention blocks."""
+"""Attention blocks: multi-head, grouped-query, cross- and multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jinfer.modelspec.position_blocks import Alibi, Disentangled, Relative, Rope
 
 @dataclass(frozen=True, kw_only=True)
 class QKNorm:
-    """The norm of queries and keys before they are rotated (arXiv 2010.04245).
+    """Normalization of queries and keys before the rotary embedding (arXiv 2010.04245).
 
-    over: "head" one head at a time with a weight that all heads share, "heads" the same with
-        weights of their own, "width" all heads together.
+    over: "head": each head, with one weight shared by all heads; "heads": each head, with its own
+        weight; "width": all heads together.
     plus_one: the factor is 1 + weight.
-    bias: whether it has one.
+    bias: whether there is a bias.
     """
 
     kind: Literal["rms", "layer"]
@@ -34,16 +34,16 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Self-attention with `heads` query heads that share `kv_heads` key and value heads.
+    """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
-    bias: which projections have one: true or false for all, or letters of "qkvo".
-    window: a token sees this many tokens, itself included; none: all before it. In an encoder as
-        many after it as before it.
-    scale: of the scores; none: 1 / sqrt(head_dim).
-    qk_norm: a norm of queries and keys, `attn.q_norm` and `attn.k_norm`.
+    bias: which projections have a bias: true or false for all, or letters of "qkvo".
+    window: sliding window: number of tokens that a token attends to, including itself; none: all
+        before it. In an encoder as many after it as before it.
+    scale: scale of the scores; none: 1 / sqrt(head_dim).
+    qk_norm: normalization of queries and keys, `attn.q_norm` and `attn.k_norm`.
     softcap: scores become softcap * tanh(scores / softcap).
     clip: queries, keys and values are clipped to -clip..clip.
-    sinks: a learned score per head, `attn.sinks`, that takes part in the softmax without a value.
+    sinks: attention sinks: a learned score per head, `attn.sinks`, in the softmax without a value.
     """
 
     kind: Literal["attention"]
@@ -77,11 +77,11 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttention:
-    """Attention of a decoder over the encoder's output: `cross(x, encoded)`.
+    """Cross-attention of a decoder over the encoder's output: `cross(x, encoded)`.
 
     encoded: width of the encoder's output.
-    bias: which projections have one: true or false for all, or letters of "qkvo".
-    scale: of the scores; none: 1 / sqrt(head_dim).
+    bias: which projections have a bias: true or false for all, or letters of "qkvo".
+    scale: scale of the scores; none: 1 / sqrt(head_dim).
     """
 
     kind: Literal["cross_attention"]
@@ -104,14 +104,15 @@ class CrossAttention:
 class LatentAttention:
     """Multi-head latent attention, MLA (arXiv 2405.04434).
 
-    latent_rank: width of the latent that the cache holds.
-    query_rank: width of the queries' own latent; none: queries come from the input.
-    nope_dim: of each head's query and key, the part that is not rotated...
-    rope_dim: ...and the part that is.
-    value_dim: of each head's value.
-    bias: whether the projections to the latents and the output have one.
-    eps: of the norms of the latents.
-    split: whether what unfolds the latent is stored as two, keys and values apart, a matrix a head.
+    latent_rank: width of the cached latent (kv_lora_rank).
+    query_rank: width of the queries' latent (q_lora_rank); none: queries come from the input.
+    nope_dim: dimensions of each query and key head without rotary embedding.
+    rope_dim: dimensions of each query and key head with rotary embedding.
+    value_dim: dimensions of each value head.
+    bias: whether the projections to the latents and the output have a bias.
+    eps: epsilon of the latents' norms.
+    split: whether the up-projection of the latent is stored as two, for keys and for values, with a
+        matrix per head.
     """
 
     kind: Literal["latent_attention"]

@@ -1,9 +1,9 @@
-"""The building blocks a specification can name, as frozen dataclasses.
+"""Building blocks of a specification (attention, feed-forward, norms, ...), as frozen dataclasses.
 
-`kind = "..."` in a module's table picks the class; the other keys are its fields. A field left
-out takes its default; a default written `dim("name")` is the value of that dimension in `[dims]`.
-`check` says what is wrong with fields that do not fit each other, as (field, reason). How a block
-computes is in `jinfer.nn`, under the same kind. The docstrings are part of docs/specs.md.
+`kind = "..."` in a module's table selects the class; the other keys are its fields. A field with
+the default `dim("name")` defaults to that dimension in `[dims]`. `check` returns what is wrong with
+a combination of fields, as (field, reason). The computation is in `jinfer.nn`, under the same kind.
+The docstrings are part of docs/specs.md.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """A table of `size` rows: `embed(tokens)`."""
+    """An embedding table of `size` rows: `embed(tokens)`."""
 
     kind: Literal["embedding"]
     size: int = dim("vocab")
@@ -75,7 +75,7 @@ class Embedding:
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
 
     plus_one: the factor is 1 + weight.
     """
@@ -88,10 +88,10 @@ class RMSNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
+    """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
 
-    weight: whether it has one.
-    bias: whether it has one.
+    weight: whether there is a weight.
+    bias: whether there is a bias.
     plus_one: the factor is 1 + weight.
     """
 
@@ -115,16 +115,17 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Concat:
-    """Two vectors, one behind the other: `concat(a, b)`."""
+    """Concatenation of two vectors: `concat(a, b)`."""
 
     kind: Literal["concat"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Logits of some tokens as those of the whole vocabulary; the others are never chosen.
+    """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
-    The parameter `offsets` says how far the token of each logit is from its place among them.
+    The parameter `offsets` is the difference of each token's id and its index in the reduced
+    vocabulary.
     """
 
     kind: Literal["spread"]
@@ -134,12 +135,12 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The projection onto the vocabulary.
+    """The vocabulary head: a projection to logits (lm_head).
 
     tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
-        for it with other numbers.
-    normalize: the rows of its weight are brought to length 1 when they are loaded.
-    never: tokens that are never chosen, whatever their logits.
+        for it with other values.
+    normalize: the rows of its weight are normalized to length 1 when they are loaded.
+    never: ids of tokens that are never sampled, whatever their logits.
     """
 
     kind: Literal["head"]
@@ -160,9 +161,9 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """One vector for a whole text, in the head of an encoder.
+    """Pooling: one vector for a whole text, in the head of an encoder.
 
-    take: the "first" token's vector, the "last" one's, or the "mean" of all.
+    take: the vector of the "first" or the "last" token, or the "mean" of all.
     """
 
     kind: Literal["pool"]
@@ -189,5 +190,5 @@ Block = (
     | MixtureOfExperts
 )
 
-# Modules that look rows up, by token or position; all others take hidden vectors.
+# Modules that are lookups by token or position; all others take hidden vectors.
 LOOKUPS = (Embedding, LearnedPositions, SinusoidalPositions)

@@ -1,4 +1,4 @@
-"""Types of numbers with bounds, for the fields of blocks and settings."""
+"""Bounded number types for the fields of blocks and settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """Least and greatest value of a number, and the words for it in errors and documentation."""
+    """Minimum and maximum of a number, and their description in errors and documentation."""
 
     least: float
     most: float
     text: str
 
 
-# Sizes end where JAX's 32-bit indices do; numbers stay well inside float32.
+# Sizes end at JAX's 32-bit indices; other numbers stay well inside float32.
 Size = Annotated[int, Bounds(1, 2**31 - 1, "a whole number from 1 to 2^31 - 1")]
 Count = Annotated[int, Bounds(0, 2**31 - 1, "a whole number from 0 to 2^31 - 1")]
 Layers = Annotated[int, Bounds(1, 10000, "a whole number from 1 to 10000")]
@@ -23,11 +23,10 @@ Positive = Annotated[float, Bounds(1e-30, 1e30, "a number above 0")]
 Share = Annotated[float, Bounds(0, 1, "a number from 0 to 1")]
 NotNegative = Annotated[float, Bounds(0, 1e30, "a number from 0 on")]
 
-# Tokens of a sequence unless more are asked for: a cache for the whole context of a modern model
-# fills a machine.
+# Default context length: a cache for the whole context of a modern model would fill the memory.
 DEFAULT_CONTEXT = 4096
 
 
 def dim(name: str) -> Any:
-    """A size whose default is a dimension of `[dims]`."""
+    """A size that defaults to a dimension of `[dims]`."""
     return field(metadata={"dim": name})

@@ -1,4 +1,4 @@
-"""What the numbers of a cache are kept as: plain floats, or codes of a width."""
+"""KV cache dtype: plain floats, or quantized codes of a width."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-# What numbers of the cache are kept as.
+# Storage type of cached keys and values.
 type Kind = DTypeLike | QuantFormat
 
 PLAIN = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 def parse_kind(name: str) -> Kind:
-    """Reads "f32", "bf16", "f16" or a width: "q8", "q6", "q5", "q4", "q3.5", "q3", "q2".
+    """Parses "f32", "bf16", "f16" or a width: "q8", "q6", "q5", "q4", "q3.5", "q3", "q2".
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: there is no such type.
     """
     kind = PLAIN.get(name) or FORMATS.get(name)
     if kind is None:

@@ -1,7 +1,7 @@
-"""Looking up keys of a config.json, in every form that files have, and which were read.
+"""config.json lookup: keys in every form that files have, with a record of which were read.
 
-Tables are handed out as mappings that note which of their keys are read: that a table was looked
-at says nothing of what is in it.
+Nested tables are wrapped in mappings that record which of their keys are read, since reading the
+table does not mean that its keys were used.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 from jinfer.modelspec.spec_values import Missing
 
-# Transformers 5 writes these into the table `rope_parameters`, older files at the top. In a table
-# they count before those at the top.
+# Transformers 5 writes these into the table `rope_parameters`, older files at the top level. Keys
+# in a table take precedence.
 _ROTARY = ("rope_theta", "partial_rotary_factor")
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
 
 
 class WatchedTable(Mapping[str, Any]):
-    """A table of a config.json; each key that is read goes to `asked`, with dots before it.
+    """A table of a config.json that records each key read in `asked`, as a dotted path.
 
-    Keys with null or an empty table are left out: they count as absent.
+    Keys with null or an empty table count as absent.
     """
 
     def __init__(self, table: Mapping[str, Any], key: str, asked: set[str]) -> None:
@@ -49,14 +49,14 @@ class WatchedTable(Mapping[str, Any]):
 
 
 def lookup_in(table: Mapping[str, Any], asked: set[str] | None = None) -> Callable[[str], Any]:
-    """A lookup of dotted keys in nested tables, such as a config.json; it raises `Missing`.
+    """Makes a lookup of dotted keys in nested tables, such as a config.json; it raises `Missing`.
 
-    `$rope_scaling` is the table `rope_parameters` where there is no `rope_scaling`, and
-    `$rope_theta` and `$partial_rotary_factor` are found in either, as transformers 5 reads them. A
-    `rope_parameters` with a table for each kind of layer is none of these.
+    `$rope_scaling` falls back to the table `rope_parameters`, and `$rope_theta` and
+    `$partial_rotary_factor` are found in either, as in transformers 5. A `rope_parameters` with a
+    table for each layer type is not flat and is not used for these.
 
     Args:
-        asked: where the keys that are read go.
+        asked: set to which the keys read are added.
     """
     top = WatchedTable(table, "", set() if asked is None else asked)
     rotary = next((name for name in _ROTARY_TABLES if name in top and _is_flat(table[name])), None)

@@ -1,8 +1,8 @@
-"""Heads that draft for another model from what its layers give: what they take, and where it is.
+"""Draft heads (EAGLE, MTP): which hidden states of the target model they take, and their cache.
 
-A head is a model of its own that stands one token ahead: beside each token it is given vectors of
-the followed model at the place before. The followed model keeps these in its paged cache, as it
-does keys; so they are shared, copied and given back as those are.
+A draft head is a model that runs one token ahead: its inputs are tokens and the target model's
+hidden states at the positions before. The target model stores these in its paged cache, like keys,
+so they are shared, copied and freed like those.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table, check_keys
 
 FOLLOW_KEYS = ("layers", "width", "hidden")
-TAP = "tap"  # the module that keeps what a layer gives
+TAP = "tap"  # module that caches a layer's hidden states
 MIDDLE = "middle"
-_MOST = 16  # layers that a head takes the vectors of
+_MOST = 16  # layers whose hidden states a head takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tap:
-    """Keeps the vectors that a layer gives, for a head that follows the model."""
+    """Caches the hidden states of a layer, for a draft head."""
 
     kind: Literal["tap"] = "tap"
     width: int
 
 
 def read_follows(written: Any, hidden: Formula, values: Values, key: str) -> FollowSpec:
-    """Reads the table of a head. Raises `SpecError`.
+    """Reads a head's `follows` table. Raises `SpecError`.
 
     Args:
         hidden: its formula, compiled.
@@ -53,7 +53,7 @@ def read_follows(written: Any, hidden: Formula, values: Values, key: str) -> Fol
 
 
 def layers_of(follows: FollowSpec, count: int) -> tuple[int, ...] | None:
-    """The layers that a head takes the vectors of, in a model of so many; None: it has fewer."""
+    """The target layers that a head takes, for a model of `count` layers; None: it has too few."""
     found = sorted(
         count // 2 - 1 if one == MIDDLE else int(one) + (count if int(one) < 0 else 0)
         for one in follows.layers
@@ -63,7 +63,7 @@ def layers_of(follows: FollowSpec, count: int) -> tuple[int, ...] | None:
 
 
 def tapped(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
-    """The model, which keeps what some of its decoder's layers give."""
+    """The model with taps that cache the hidden states of some decoder layers."""
     width = int(spec.dims["hidden"])
 
     def own(index: int, layer: LayerSpec) -> LayerSpec:
@@ -90,5 +90,5 @@ def _tapped(layer: LayerSpec, width: int) -> LayerSpec:
 
 
 def taps(caches: Mapping[str, Any]) -> tuple[str, ...]:
-    """The caches of a model that keep what layers give, in the layers' order."""
+    """The names of a model's tap caches, in the order of layers."""
     return tuple(name for name in caches if name.rpartition(".")[2] == TAP)

@@ -1,10 +1,10 @@
-"""The safe subset of Python's expression syntax that specifications are written in.
+"""Expression language: the safe subset of Python's expressions that specifications use.
 
 A parsed expression is a tree of the node types listed here and nothing else: names, numbers,
 strings, lists, indexing, arithmetic, comparisons, `and`/`or`/`not`, `a if c else b`, and calls of
 functions by name. There are no attributes, keywords, lambdas or comprehensions, so an expression
-can reach only what its scope hands to it; its length, its depth and the numbers in it are bounded,
-so it cannot take long either.
+can reach only what its scope provides. Its length, depth and numbers are bounded, so its cost is
+too.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ ALL: Nodes = (
     *(ast.Not, ast.And, ast.Or),
     *_COMPARE,
 )
-# Words of Python that are no names, nor operators here.
+# Python keywords that are neither names nor operators here.
 _RESERVED = {*keyword.kwlist} - {"and", "or", "not", "in", "if", "else", "True", "False", "None"}
-# Parts of an expression that have no text of their own.
+# Nodes without text of their own.
 _OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -80,11 +80,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class ExpressionError(ValueError):
-    """An expression outside the subset, or one that has no value. The message is one clause."""
+    """An expression outside the subset, or without a value. The message is one clause."""
 
 
 class Scope(Protocol):
-    """Where an expression finds what its names and calls mean."""
+    """Resolves the names and calls of an expression."""
 
     def name(self, name: str) -> Any: ...
 
@@ -104,7 +104,7 @@ def syntax_tree(text: str, mode: Literal["eval", "exec"]) -> Any:
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"is longer than {MAX_LENGTH} characters")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of strange but legal syntax
+        with warnings.catch_warnings(action="ignore"):  # SyntaxWarnings
             return ast.parse(text, mode=mode)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = f"cannot be read as an expression: {show(text)}"
@@ -114,7 +114,7 @@ def syntax_tree(text: str, mode: Literal["eval", "exec"]) -> Any:
 
 
 def check(tree: ast.AST, allowed: Nodes) -> None:
-    """Raises `ExpressionError` unless every node of `tree` is allowed and none is too deep."""
+    """Raises `ExpressionError` unless every node of `tree` is allowed and the depth is bounded."""
     level = [tree]
     for _ in range(MAX_DEPTH):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -143,7 +143,7 @@ def _constant_types(allowed: Nodes) -> tuple[type, ...]:
 
 
 def calls(tree: ast.AST) -> Iterator[str]:
-    """Names that an expression calls."""
+    """The names that an expression calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node.func.id
@@ -153,8 +153,8 @@ def evaluate(node: ast.expr, scope: Scope) -> Any:
     """The value of a checked expression in `scope`.
 
     Raises:
-        ExpressionError: for a value that is out of bounds or of the wrong sort.
-        TypeError, ArithmeticError, LookupError, ValueError: as the operators and functions do.
+        ExpressionError: a value is out of bounds or of the wrong type.
+        TypeError, ArithmeticError, LookupError, ValueError: as raised by operators and functions.
     """
     return _bounded(_evaluate(node, scope))
 
@@ -185,14 +185,14 @@ def _evaluate(node: ast.expr, scope: Scope) -> Any:
 
 
 def _bounded(value: Any) -> Any:
-    """`value`, unless it is a number too large to go on with, or none at all (nan)."""
+    """`value`, unless it is NaN or too large."""
     if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
         raise ExpressionError(f"{show(value)} is beyond what numbers may be here")
     return value
 
 
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:
-    # Texts and lists would be repeated, joined or formatted, and could grow without end.
+    # Multiplying or adding strings and lists, or formatting, could grow without bound.
     if any(isinstance(operand, str | list | tuple | Mapping) for operand in (left, right)):
         raise ExpressionError("arithmetic takes numbers only")
     if isinstance(op, ast.Pow) and isinstance(right, int | float) and abs(right) > MAX_POWER:
@@ -223,7 +223,7 @@ def _comparison(node: ast.Compare, scope: Scope) -> bool:
 
 
 def _list(elements: list[Any]) -> list[Any]:
-    # Lists in lists could share parts, and be far longer written out than they are in memory.
+    # Nested lists could share parts and be exponentially longer written out than in memory.
     if any(isinstance(element, list | tuple | Mapping) for element in elements):
         raise ExpressionError("a list holds numbers and texts only")
     return elements

@@ -1,4 +1,4 @@
-"""`[match]`: which checkpoints a family serves."""
+"""Family matching (`[match]`): which checkpoints a family is for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS = ("architectures", "gguf", "llama2c", "when")
 
 
 def check_match(table: Any, path: object) -> None:
-    """Raises `SpecError` unless `table` is as a `[match]` table has to be."""
+    """Raises `SpecError` unless `table` is a valid `[match]` table."""
     check_keys(table, _KEYS, path, "match")
     for key in ("architectures", "gguf"):
         check_texts(table.get(key, []), path, f"match.{key}")
@@ -32,15 +32,15 @@ def matches(
     has: Callable[[str], bool],
     rows: Callable[[str], int],
 ) -> bool:
-    """Whether a family serves a checkpoint.
+    """Whether a family matches a checkpoint.
 
     Args:
         table: the family's `[match]`.
-        architectures: what the checkpoint calls itself.
+        architectures: the checkpoint's architecture names.
         lookup, has, rows: as in `Values`.
 
     Raises:
-        SpecError: for a table that is not as it has to be.
+        SpecError: an invalid table.
     """
     check_match(table, path)
     if format == "llama2c":
@@ -52,7 +52,7 @@ def matches(
         return True
 
     def or_false(find: Callable[[str], Any]) -> Callable[[str], Any]:
-        """In a condition, a key or tensor that the checkpoint lacks counts as false."""
+        """In a condition, a missing key or tensor counts as false."""
 
         def found(name: str) -> Any:
             try:

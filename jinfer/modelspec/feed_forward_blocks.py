@@ -1,4 +1,4 @@
-"""Feed-forward blocks: dense, gated, mixtures of experts; and the activation functions."""
+"""Feed-forward blocks: MLP, gated MLP (SwiGLU), mixture of experts (MoE), activation functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 
-# Names of the same function in published config files, in brackets: silu (swish), gelu is the
-# exact erf form, gelu_tanh its approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
+# Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
+# approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
 GatedActivation = Literal[Activation, "clamped_swiglu"]
-ALPHA, LIMIT = 1.702, 7.0  # of clamped_swiglu, as gpt-oss's model card has them
+ALPHA, LIMIT = 1.702, 7.0  # of clamped_swiglu, from gpt-oss's model card
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -32,7 +32,7 @@ class ActivationBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
-    """down(activation(up(x))), the transformer's plain feed-forward."""
+    """down(activation(up(x))), the plain feed-forward network (MLP)."""
 
     kind: Literal["mlp"]
     inputs: int = dim("hidden")
@@ -43,14 +43,14 @@ class MLP:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
+    """down(activation(gate(x)) * up(x)), a gated linear unit such as SwiGLU (arXiv 2002.05202).
 
-    clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within
+    clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within
     -limit..limit.
 
-    bias: whether the projections have one; "down": that one alone.
-    alpha: of clamped_swiglu.
-    limit: of clamped_swiglu.
+    bias: whether the projections have a bias; "down": only that one.
+    alpha: alpha of clamped_swiglu.
+    limit: limit of clamped_swiglu.
     """
 
     kind: Literal["gated"]
@@ -67,31 +67,31 @@ class GatedMLP:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """Feed-forwards of which a router chooses `top_k` for each token (arXiv 1701.06538).
+    """Mixture of experts: a router selects `top_k` of them for each token (arXiv 1701.06538).
 
-    The output is the sum of what the chosen experts give, each times its weight. An expert is a
-    `gated` feed-forward or, with `gated = false`, an `mlp`. Experts that see every token (shared
-    experts) are a module of their own in the formula: `x + ffn(n) + shared_expert(n)`.
+    The output is the weighted sum of the selected experts' outputs. An expert is a `gated`
+    feed-forward or, with `gated = false`, an `mlp`. Shared experts, which see every token, are a
+    module of their own in the formula: `x + ffn(n) + shared_expert(n)`.
 
-    experts: how many there are.
-    top_k: how many a token goes to.
-    width: of an expert.
-    alpha: of clamped_swiglu, as in `gated`.
-    limit: of clamped_swiglu, as in `gated`.
-    bias: whether the experts' projections have one.
-    router_bias: whether the router's projection has one.
-    scoring: "softmax" over all experts; "sigmoid" of each (arXiv 2412.19437); "sparsemixer"
-        (arXiv 2409.12136) one expert after the other, each weighed by a softmax of the scores
-        not yet taken that are near the best of them.
-    renormalize: the weights are divided by their sum. With "softmax" that is the same as a
-        softmax over the chosen experts only.
-    scale: of the weights.
-    correction_bias: a bias on the scores, `router.correction`, counts for the choice and not for
-        the weight (arXiv 2408.15664).
-    groups: experts stand in groups of equal size, of which...
-    top_k_groups: ...this many are chosen first, by their score.
-    group_score: the greatest score of a group ("max") or the sum of its two greatest ("top_2").
-    jitter_eps: "sparsemixer": scores within twice this share of the best one are near it.
+    experts: number of experts.
+    top_k: number of experts selected for a token.
+    width: intermediate size of an expert.
+    alpha: alpha of clamped_swiglu, as in `gated`.
+    limit: limit of clamped_swiglu, as in `gated`.
+    bias: whether the experts' projections have a bias.
+    router_bias: whether the router's projection has a bias.
+    scoring: "softmax" over all experts; "sigmoid" of each (arXiv 2412.19437); "sparsemixer" (arXiv
+        2409.12136) selects experts one after the other, each weighted by a softmax over the
+        remaining scores near the maximum.
+    renormalize: the weights are divided by their sum. With "softmax" that equals a softmax over the
+        selected experts only.
+    scale: factor of the weights.
+    correction_bias: a bias of the scores, `router.correction`, that counts for the selection but
+        not for the weights (arXiv 2408.15664).
+    groups: number of groups of equal size that the experts form.
+    top_k_groups: number of groups that are selected first, by their score.
+    group_score: a group's score: its greatest ("max"), or the sum of its two greatest ("top_2").
+    jitter_eps: "sparsemixer": scores within twice this fraction of the maximum are near it.
     """
 
     kind: Literal["moe"]
@@ -132,7 +132,7 @@ class MixtureOfExperts:
 
 
 def _unused_clamp(block: GatedMLP | MixtureOfExperts) -> tuple[str, str] | None:
-    """What is wrong with numbers of an activation that the block does not have."""
+    """The error for numbers of an activation that the block does not have."""
     for name, usual in (("alpha", ALPHA), ("limit", LIMIT)):
         if block.activation != "clamped_swiglu" and getattr(block, name) != usual:
             return name, f"is of clamped_swiglu, but the activation is {block.activation}"

@@ -1,8 +1,8 @@
-"""Wiring formulas: how a layer, a stem or a head is put together from its modules.
+"""Wiring formulas: how a layer, a stem or a head is composed of its modules.
 
 A formula is a few lines `name = expression` of arithmetic and calls of modules declared beside it.
-Its value is that of its last line, an expression or what is assigned to `x`. It is checked by
-running it once on stand-ins for arrays, so whatever is wrong with it shows before any array is.
+Its value is that of its last line, an expression or an assignment to `x`. It is checked by
+evaluating it once on abstract arrays, so errors show before any array is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jinfer.modelspec.expressions import (
 from jinfer.modelspec.feed_forward_blocks import Activation
 from jinfer.modelspec.spec_errors import SpecError, nearest, show
 
-# What arrays hold: hidden states; tokens, positions and token types; an encoder's output.
+# Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output.
 Sort = Literal["vectors", "indices", "encoded"]
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
 
@@ -35,9 +35,9 @@ class Formula:
     """A checked formula.
 
     Attributes:
-        text: as it was written, without the lines that call modules the model does not have.
+        text: its text, without the lines that call absent modules.
         calls: the modules it calls, in order of first use.
-        constants: the numbers that its free names stand for.
+        constants: the values of its free names.
     """
 
     text: str
@@ -51,7 +51,7 @@ class Formula:
 
     @property
     def results(self) -> frozenset[str]:
-        """The names it assigns; "logits" stands for the value of a line that assigns none."""
+        """The names it assigns; "logits" for the value of a line that assigns none."""
         return frozenset(target or "logits" for target, _ in _statements(self.text))
 
     def run(
@@ -60,7 +60,7 @@ class Formula:
         """Evaluates the formula; returns its value and every name it assigned.
 
         Args:
-            inputs: what its inputs stand for ("x", "tokens", "positions", ...).
+            inputs: values of its inputs ("x", "tokens", "positions", ...).
             call: `call(module, arguments)` applies a module.
         """
         scope = _Running({**dict(self.constants), **inputs}, call)
@@ -80,7 +80,7 @@ class _Running:
 
 
 def called(text: Any, path: object, key: str) -> list[str]:
-    """Modules that a formula calls, once for every call. Raises `SpecError` for its syntax."""
+    """The modules that a formula calls, once for every call. Raises `SpecError` for bad syntax."""
     if not isinstance(text, str):
         reason = "is missing; write the formula" if text is None else f"{show(text)} is no formula"
         raise SpecError(path, key, reason)
@@ -108,18 +108,17 @@ def compile_formula(
 
     Args:
         text: its lines.
-        inputs: names it is given arrays for -> what these hold.
+        inputs: names of its input arrays -> their kinds.
         modules: the modules it may call.
-        takes: what the arguments of a module hold.
-        constant: the number a free name stands for, or None if there is none.
-        sizes: free names that stand for numbers, for errors.
-        absent: modules the model does not have; lines that call them are left out.
-        ends: names that the last line may assign, "" for none; None: whatever it does, as in a
-            head.
+        takes: the kinds of a module's arguments.
+        constant: the value of a free name, or None if there is none.
+        sizes: free names with values, for errors.
+        absent: modules that the model does not have; lines that call them are dropped.
+        ends: names that the last line may assign, "" for none; None: anything, as in a head.
 
     Raises:
-        SpecError: for anything outside the subset, an unknown name or module, a wrong number or
-            sort of arguments, arithmetic without a value, or a formula that gives no vectors.
+        SpecError: syntax outside the subset, an unknown name or module, a wrong number or kind of
+            arguments, arithmetic without a value, or a formula whose value is not a vector.
     """
     text = _without(text, absent, path, key, head=ends is None)
     names = called(text, path, key)
@@ -142,10 +141,10 @@ def compile_formula(
 
 
 def _without(text: str, absent: Collection[str], path: object, key: str, head: bool) -> str:
-    """The lines that call none of the modules that are absent.
+    """The lines that call no absent module.
 
-    Of a head without such a line, what the absent module was to be given: a decoder stored without
-    its vocabulary head still has hidden states.
+    If a head has no such line, the absent module's argument becomes the result `hidden`: a decoder
+    stored without its vocabulary head still has hidden states.
     """
     if not absent or not set(called(text, path, key)) & set(absent):
         return text
@@ -162,17 +161,17 @@ def _without(text: str, absent: Collection[str], path: object, key: str, head: b
         if isinstance(call.func, ast.Name) and call.func.id in absent
     ]
     if not lines and head and given:
-        lines = [f"hidden = {ast.unparse(given[-1])}"]  # the walk comes to the innermost call last
+        lines = [f"hidden = {ast.unparse(given[-1])}"]  # the walk reaches the innermost call last
     if not lines:
         raise SpecError(path, key, f"every line needs one of {', '.join(absent)}, left out by when")
     return "\n".join(lines)
 
 
-_SHOWN = 24  # sizes that an error lists
+_SHOWN = 24  # names that an error lists
 
 
 class _Checking:
-    """A scope in which every array is a stand-in and every name and call is checked."""
+    """A scope for checking: arrays are abstract, and every name and call is checked."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class _Checking:
         return self.constants[name]
 
     def _instead_of(self, name: str) -> str:
-        """The nearest name, the arrays, and the numbers: a clause for an error."""
+        """The nearest name, the arrays and the sizes: a clause for an error."""
         near, word, _ = nearest(name, [*self.variables, *self._sizes]).partition("allowed: ")
         arrays, sizes = (", ".join(sorted(n)[:_SHOWN]) for n in (self.variables, self._sizes))
         return f"{near}{word}{arrays}" + (f"; of [dims]: {sizes}" if sizes else "")
@@ -227,7 +226,7 @@ class _Checking:
 
 
 class _Array:
-    """Stands for an array while a formula is checked."""
+    """An abstract array."""
 
     def __init__(self, text: str, sort: Sort) -> None:
         self.text, self.sort = text, sort
@@ -255,7 +254,7 @@ class _Array:
 
 
 def _run(text: str, scope: _Running | _Checking) -> Any:
-    """The value of a formula's lines in `scope`, whose variables it assigns."""
+    """Evaluates a formula's lines in `scope`, assigning its variables; returns the last value."""
     value = None
     for target, expression in _statements(text):
         value = evaluate(expression, scope)

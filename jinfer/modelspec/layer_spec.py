@@ -1,4 +1,4 @@
-"""Layers and stacks of a resolved specification."""
+"""Layer and stack specifications: modules and wiring of a resolved model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jinfer.modelspec.formula import Formula
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: the modules it has and how they are wired.
+    """A layer: its modules and their wiring.
 
     Attributes:
-        axis: of the mesh whose devices have a part each of its attentions and feed-forwards, so
-            that what these give has to be added up; none: it is whole.
+        axis: mesh axis over which its attention and feed-forward blocks are sharded, so that their
+            outputs need an all-reduce; None: not sharded.
     """
 
     wiring: Formula
@@ -25,13 +25,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class FollowSpec:
-    """What a head that drafts for another model takes of it: `[decoder.follows]`.
+    """The inputs of a draft head from its target model: `[decoder.follows]`.
 
     Attributes:
-        layers: those of the followed model whose vectors it is given, one behind the other: from 0
-            on, from the end -1 on, or "middle".
-        width: of all these vectors together.
-        hidden: what the head is given besides tokens, a formula of `hidden`, the vectors.
+        layers: target layers whose hidden states are concatenated: from 0 on, from the end -1 on,
+            or "middle".
+        width: width of the concatenated hidden states.
+        hidden: the head's input besides tokens, a formula of `hidden`, the concatenated states.
     """
 
     layers: tuple[int | str, ...]
@@ -44,9 +44,9 @@ class StackSpec:
     """A stack of layers between a stem (tokens to vectors) and a head (vectors to results).
 
     Attributes:
-        name: "decoder" (causal) or "encoder" (of whole texts).
+        name: "decoder" (causal) or "encoder" (bidirectional).
         modules: modules of the stem and the head.
-        follows: of a head that drafts for another model: what it takes of that.
+        follows: inputs from the target model, for a draft head.
     """
 
     name: str

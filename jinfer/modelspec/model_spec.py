@@ -1,4 +1,4 @@
-"""A resolved specification: every value known, every key checked."""
+"""Model specification, resolved: every value is evaluated, every key checked."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class EngineSpec:
     """How the model is run: `[engine]`.
 
     Attributes:
-        slots: sequences decoded together.
+        slots: sequences decoded in one batch.
         context: tokens a sequence may have; none: the model's own limit, at most 4096.
-        kv_tokens: tokens that the cache has room for, of all sequences together; none: as memory
+        kv_tokens: capacity of the KV cache in tokens, of all sequences together; none: as memory
             allows.
-        prefill_chunk: tokens of prompts computed in a step while no sequence decodes.
-        mixed_chunk: tokens of a step that computes prompts beside sequences that decode.
+        prefill_chunk: prompt tokens per step while no sequence decodes (chunked prefill).
+        mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
-        warm_up: whether all programs are made at start, not when they are first needed.
+        warm_up: whether all programs are compiled at start, rather than on first use.
     """
 
     slots: Size = 8
@@ -48,8 +48,8 @@ class PromptSpec:
         chat_template: in Jinja; without either, the checkpoint's own is used.
         fallback: in Jinja, for a checkpoint that has none of its own.
         system: a system message for conversations that have none.
-        tool_calls: how the model writes calls of tools; "auto": as its chat template does.
-        reasoning: how it marks its thoughts; "auto": as its chat template or its vocabulary does.
+        tool_calls: the model's tool-call format; "auto": that of its chat template.
+        reasoning: the model's reasoning format; "auto": that of its chat template or vocabulary.
     """
 
     template: str | None = None
@@ -74,11 +74,11 @@ class PromptSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that can be built.
+    """A resolved model specification.
 
     Attributes:
         path: the specification's file, or the checkpoint if a family was found for it.
-        dims: the dimensions that were asked for, by name.
+        dims: the dimensions that were used, by name.
         shared: modules that belong to no stack: the token embedding, the vocabulary head.
         stacks: the encoder, the decoder, or both.
         tensors: the file's names for the parameters.
@@ -108,36 +108,36 @@ class ModelSpec:
 
     @property
     def follows(self) -> FollowSpec | None:
-        """What it takes of the model that it drafts for; None: it stands alone."""
+        """The inputs from a target model, for a draft head; None: not a draft head."""
         return None if self.decoder is None else self.decoder.follows
 
     @property
     def generates(self) -> bool:
-        """Whether a decoder's head gives logits: embedders are often stored without one."""
+        """Whether a decoder's head gives logits: embedding models are often stored without one."""
         called = self.decoder.head.calls if self.decoder else ()
         blocks = (*self.shared, *(self.decoder.modules if self.decoder else ()))
         return any(isinstance(block, Head) and name in called for name, block in blocks)
 
     @property
     def type(self) -> str:
-        """One of decoder-only, encoder-only and encoder-decoder."""
+        """ "decoder-only", "encoder-only" or "encoder-decoder"."""
         names = sorted((stack.name for stack in self.stacks), reverse=True)
         return "-".join(names) if len(names) > 1 else f"{names[0]}-only"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the sizes and a drawing of the wiring."""
+        """HTML for a notebook: sizes and a drawing of the wiring."""
         from jinfer.modelspec.view.model_html import spec_html
 
         return spec_html(self)
 
     @property
     def stretch(self) -> float:
-        """How many times longer than trained sequences may be: "dynamic" scaling adapts itself."""
+        """The factor by which "dynamic" RoPE scaling can extend the trained context."""
         return max((scaling.factor for scaling in self._dynamic), default=1.0)
 
     @property
     def steady(self) -> int | None:
-        """Up to this length, keys do not depend on how long their sequence is; None: always."""
+        """The length up to which keys do not depend on the sequence's length; None: any length."""
         lengths = (scaling.original_max_position_embeddings for scaling in self._dynamic)
         return min(lengths, default=None)
 

@@ -1,4 +1,4 @@
-"""Modules that a `when` leaves out, and the tensors that would have been theirs."""
+"""Omitted modules: those that a `when` leaves out, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def left_out(whole: Mapping[str, Any], tensors: TensorMap, values: Values) -> tu
     """The modules whose condition is false and that `[tensors]` has names for.
 
     Args:
-        whole: a specification's tables, laid over each other.
+        whole: a specification's merged tables.
     """
     found = []
     for stack in ("", "encoder.", "decoder."):
@@ -33,7 +33,7 @@ def left_out(whole: Mapping[str, Any], tensors: TensorMap, values: Values) -> tu
 def _is_false(when: str, key: str, values: Values) -> bool:
     try:
         return not read(bool, when, values, key)
-    except SpecError:  # it asks for a layer's number
+    except SpecError:  # it depends on the layer
         return False
 
 

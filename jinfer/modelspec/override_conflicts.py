@@ -1,4 +1,4 @@
-"""Keys that are lost where a table lays a module of another kind over one that said more."""
+"""Override conflicts: keys that are lost when an override replaces a module by another kind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _BUILT = ("modules", "encoder", "decoder")
 
 @dataclass(frozen=True)
 class Leftover:
-    """A key of a table that another kind replaced, and that the new table does not have.
+    """A key of a replaced table that the new table does not have.
 
     Attributes:
         path: ("decoder", "modules", "attn", "position", "pairs").
-        value: as it was written.
-        kind: the new one.
+        value: its value as written.
+        kind: the new kind.
     """
 
     path: tuple[str, ...]
@@ -31,7 +31,7 @@ class Leftover:
 
 
 def leftovers(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Leftover]:
-    """The keys of modules that are lost where `new` is laid over `old`."""
+    """The keys of modules that are lost when `new` is merged over `old`."""
     for name in _BUILT:
         if isinstance(old.get(name), Mapping) and isinstance(new.get(name), Mapping):
             yield from _lost((name,), old[name], new[name], None)
@@ -40,7 +40,7 @@ def leftovers(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Leftov
 def _lost(
     path: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any], kind: Any
 ) -> Iterator[Leftover]:
-    """Those below `path`; `kind` is what replaced the whole table, None where nothing did."""
+    """Those below `path`; `kind` is that of the replacing table, None if nothing replaced it."""
     for key, value in old.items():
         over = new.get(key)
         if isinstance(value, Mapping) and isinstance(over, Mapping):
@@ -53,11 +53,11 @@ def _lost(
 def check_leftovers(
     found: Iterable[Leftover], whole: Mapping[str, Any], spec: ModelSpec, values: Values
 ) -> None:
-    """Raises `SpecError` for a lost key that the new module has too, with another value.
+    """Raises `SpecError` for a lost key that the new module also has, with another value.
 
     Args:
-        whole: the tables laid over each other.
-        spec: what became of them.
+        whole: the merged tables.
+        spec: the specification resolved from them.
     """
     for lost in found:
         if _is_written(lost.path, whole):
@@ -75,9 +75,9 @@ def _is_written(path: tuple[str, ...], table: Any) -> bool:
 
 
 def _blocks(path: tuple[str, ...], spec: ModelSpec) -> Iterator[Any]:
-    """What was built of the table that a key stood in."""
+    """The blocks built from the table that contained a key."""
     stack, modules = (path[0], path[1:]) if path[0] != "modules" else ("", path)
-    if modules[0] != "modules" or len(modules) < 3:  # of a variant: what it lays over is beside it
+    if modules[0] != "modules" or len(modules) < 3:  # a variant: its base table is beside it
         return
     _, name, *inner = modules[:-1]
     groups = [spec.shared] if not stack else []
@@ -102,12 +102,12 @@ def _check(lost: Leftover, block: Any, values: Values) -> None:
         usual = values.dim(field.metadata["dim"], key)
     else:
         usual = None if field.default is MISSING else field.default
-    if now != usual:  # a variant says it
+    if now != usual:  # a variant sets it
         return
     try:
         before = read(hint, lost.value, values, key)
         same = replace(block, **{name: before}) == block
-    except SpecError:  # no value for the new kind
+    except SpecError:  # the value is invalid for the new kind
         return
     if not same:
         raise SpecError(

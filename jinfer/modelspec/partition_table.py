@@ -1,4 +1,4 @@
-"""`[partition]`: which devices hold which part of a model."""
+"""Parallelism settings (`[partition]`): pipeline and tensor parallelism, CPU offload."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EXAMPLE = '"0&1;2&3" is two stages of two devices each'
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """A grid of devices, taken in their order: `partition.mesh`.
+    """A device mesh, in device order: `partition.mesh`.
 
     Attributes:
-        pipe: stages, each of which has some of the layers.
-        tensor: devices of a stage, among which each of its layers is divided.
+        pipe: pipeline parallel size: number of stages, each with some of the layers.
+        tensor: tensor parallel size: devices of a stage, over which its layers are sharded.
     """
 
     pipe: Size = 1
@@ -31,22 +31,24 @@ class MeshSpec:
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """Which devices hold which part of a model: `[partition]`.
+    """How a model is divided over devices: `[partition]`.
 
     Attributes:
-        devices: numbers of devices: `;` stands between stages, `&` between the devices of a stage;
-            "cpu" is a stage on the host. "auto": as many as there are, divided as the cost model
+        devices: numbers of devices: `;` separates pipeline stages, `&` the tensor parallel devices
+            of a stage; "cpu" is a stage on the host. "auto": all devices, divided as the cost model
             finds best. none: the first device alone.
         mesh: the same as a grid, `{ pipe = 2, tensor = 2 }`.
-        layers: of each stage; none: so that the stages have about equally many bytes.
-        cpu_layers: the first layers that a stage on the host has, before all others.
-        host_embeddings: whether the host keeps the table of embeddings and gives its vectors.
-        host_kv_cache: the share of the cache's blocks that are in host memory, and attended to
-            there.
-        streamed_layers: layers whose weights stay in host memory and are copied to their device
-            while the layers before them compute; it keeps room for two of them.
-        lanes: groups of sequences that are on their way through the stages at a time; none: as
-            many as there are stages.
+        layers: number of layers of each stage; none: such that stages have about equally many
+            bytes.
+        cpu_layers: number of first layers that run on the host, as a stage before all others.
+        host_embeddings: whether the embedding table stays on the host, which sends its vectors.
+        host_kv_cache: fraction of the KV cache's blocks that are in host memory, where attention
+            over them is computed.
+        streamed_layers: weight offload: number of layers whose weights stay in host memory and are
+            copied to the device while the layers before them compute; the device has buffers for
+            two of them.
+        lanes: pipeline micro-batches: groups of sequences in flight at a time; none: as many as
+            there are stages.
     """
 
     devices: str | None = None
@@ -59,7 +61,7 @@ class PartitionSpec:
     lanes: Size | None = None
 
     def check(self) -> tuple[str, str] | None:
-        """The first value that is wrong: its key and the reason."""
+        """The first invalid value: its key and the reason."""
         if self.devices is not None and self.mesh is not None:
             return "mesh", "and devices say the same thing; give one of them"
         if 0 < self.streamed_layers < 3:
@@ -84,7 +86,7 @@ def read_partition(written: Any, values: Values) -> PartitionSpec:
     if devices is not None and not isinstance(devices, str):
         reason = f"{show(devices)} is not a text; {_EXAMPLE}"
         raise SpecError(values.path, "partition.devices", reason)
-    # Its bars are Inferflow's, not alternatives of a value.
+    # Inferflow's bars are not alternatives of a value.
     spec: PartitionSpec = read(PartitionSpec, table, values, "partition")
     whole = replace(spec, devices=devices)
     if wrong := whole.check():

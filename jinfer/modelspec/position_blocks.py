@@ -1,4 +1,4 @@
-"""Blocks that tell a token where it stands: tables of positions, and positions inside attention."""
+"""Position encodings: RoPE and its scaling, ALiBi, relative, learned and sinusoidal positions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How rotary frequencies are changed for contexts longer than trained.
+    """RoPE scaling: rotary frequencies for contexts longer than the trained one.
 
-    The keys are those of `rope_scaling` in a config.json, which can stand here whole.
+    The keys are those of `rope_scaling` in a config.json, which can be used here as a whole.
 
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
-        "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" enlarges theta with
-        the length of the sequence; "default" and "none" change nothing, nor does an empty table.
-    factor: how many times longer the context is than trained; longrope alone needs none.
-    original_max_position_embeddings: the context trained; for all but linear.
-    low_freq_factor: llama3: pairs that turn fewer times than this are stretched by `factor`.
-    high_freq_factor: llama3: pairs that turn more often than this are kept.
-    attention_factor: yarn, longrope: multiplies cos and sin; none: yarn's from `factor` and the
-        two mscales, longrope's sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
-    beta_fast: yarn: pairs that turn more often than this in the context trained are kept.
-    beta_slow: yarn: pairs that turn fewer times than this are stretched by `factor`.
-    mscale: yarn: weight of the attention's temperature, as DeepSeek has it.
-    mscale_all_dim: yarn: the same, divided by.
-    truncate: yarn: whether the bounds between kept and stretched are whole pairs.
-    short_factor: longrope: what each pair's frequency is divided by; none: 1.
-    long_factor: longrope: the same where the engine's context is longer than trained.
-    length: longrope: the longest sequence there will be; as a default, the engine's context.
+        "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" increases theta with
+        the length of the sequence; "default", "none" and an empty table change nothing.
+    factor: how many times longer the context is than trained; not needed by longrope.
+    original_max_position_embeddings: the trained context; for all but linear.
+    low_freq_factor: llama3: pairs with fewer turns than this are stretched by `factor`.
+    high_freq_factor: llama3: pairs with more turns than this are unchanged.
+    attention_factor: yarn, longrope: multiplies cos and sin; none: yarn's from `factor` and the two
+        mscales, longrope's sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
+    beta_fast: yarn: pairs with more turns than this in the trained context are unchanged.
+    beta_slow: yarn: pairs with fewer turns than this are stretched by `factor`.
+    mscale: yarn: weight of the attention temperature, as in DeepSeek.
+    mscale_all_dim: yarn: the same, as a divisor.
+    truncate: yarn: whether the bounds between unchanged and stretched pairs are rounded.
+    short_factor: longrope: divisors of each pair's frequency; none: 1.
+    long_factor: longrope: the same if the engine's context is longer than trained.
+    length: longrope: the longest sequence; default: the engine's context.
     """
 
     rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"] = (
@@ -54,7 +54,7 @@ class Scaling:
     length: Size | None = field(default=None, metadata={"served": True})
 
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
-    # Keys that config files keep in the same table; they are given elsewhere in a specification.
+    # Keys that config files have in the same table, but specifications elsewhere.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
     )
@@ -72,7 +72,7 @@ class Scaling:
         return None
 
     def lacks(self, given: Collection[str]) -> tuple[str, str] | None:
-        """What a table with these keys leaves out, though the others need it."""
+        """The error for keys that the given ones require; None if complete."""
         if given and "rope_type" not in given:
             return "rope_type", "is missing: how do the other keys change the frequencies?"
         if self.rope_type in _STRETCHED and "factor" not in given:
@@ -82,10 +82,10 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions (arXiv 2104.09864) on the first `dim` of a head's dimensions.
+    """Rotary position embedding, RoPE (arXiv 2104.09864), on the first `dim` dimensions of a head.
 
     pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1).
-    factors: the checkpoint has a tensor of dim/2 numbers that the frequencies are divided by.
+    factors: the checkpoint has a tensor of dim/2 divisors of the frequencies.
     """
 
     kind: Literal["rope"]
@@ -115,13 +115,13 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Alibi:
-    """Attention with linear biases (arXiv 2108.12409).
+    """ALiBi: attention with linear biases (arXiv 2108.12409).
 
     max_bias: the exponents of the slopes' series end there.
-    factor: of the slopes; for a model that adds the biases before it scales the scores, the scale.
+    factor: factor of the slopes; for a model that adds biases before it scales scores, the scale.
 
-    Head counts that are no power of two take the series of the power of two below, then every
-    other slope of the next one's.
+    Head counts that are no power of two use the series of the power of two below, then every other
+    slope of the next one's.
     """
 
     kind: Literal["alibi"]
@@ -131,7 +131,7 @@ class Alibi:
 
 @dataclass(frozen=True, kw_only=True)
 class Relative:
-    """A learned bias per head and bucket of distance (T5, arXiv 1910.10683).
+    """Relative position bias, learned per head and bucket of distance (T5, arXiv 1910.10683).
 
     buckets: rows of the table.
     max_distance: all distances from here on share a bucket.
@@ -149,15 +149,15 @@ class Relative:
 
 @dataclass(frozen=True, kw_only=True)
 class Disentangled:
-    """Vectors of distances that queries and keys attend to beside each other (arXiv 2006.03654).
+    """Disentangled attention of DeBERTa: learned vectors of relative positions (arXiv 2006.03654).
 
-    To the score of query q and key k are added q . K(r) and Q(r) . k, where r is the vector of
-    their distance, `attn.distances`, after a layer norm, `attn.distances.norm`, and K and Q are
-    the attention's own projections. Only for an encoder.
+    The score of query q and key k is increased by q . K(r) and Q(r) . k, where r is the vector of
+    their distance, `attn.distances`, after a layer norm, `attn.distances.norm`, and K and Q are the
+    attention's own projections. Only for an encoder.
 
-    buckets: distances told apart on either side, half of them exactly, the rest by logarithm.
+    buckets: distances distinguished on either side, half of them exactly, the rest logarithmically.
     max_distance: all distances from here on share a bucket.
-    eps: of the norm.
+    eps: epsilon of the norm.
     """
 
     kind: Literal["disentangled"]
@@ -173,9 +173,9 @@ class Disentangled:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """A learned table of positions: `position(positions)`.
+    """A learned table of absolute positions: `position(positions)`.
 
-    offset: what is added to a position to find its row; the table has that many rows more.
+    offset: added to a position to find its row; the table has that many extra rows.
     """
 
     kind: Literal["learned_positions"]
@@ -186,13 +186,13 @@ class LearnedPositions:
 
 @dataclass(frozen=True, kw_only=True)
 class SinusoidalPositions:
-    """Fixed positions, a block of sines then a block of cosines: `position(positions)`.
+    """Fixed sinusoidal positions, sines followed by cosines: `position(positions)`.
 
-    Where a checkpoint has a tensor of that name with other numbers, it is a learned table.
+    If the checkpoint has a tensor of that name with other values, it is a learned table.
 
-    offset: what is added to a position.
-    frequencies: "standard" 10000^(-2j/width) (arXiv 1706.03762); "tensor2tensor" ends the
-    series one step earlier, 10000^(-j/(width/2 - 1)).
+    offset: added to a position.
+    frequencies: "standard": 10000^(-2j/width) (arXiv 1706.03762); "tensor2tensor": the series ends
+        one step earlier, 10000^(-j/(width/2 - 1)).
     """
 
     kind: Literal["sinusoidal_positions"]

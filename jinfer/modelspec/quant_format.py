@@ -1,4 +1,4 @@
-"""Quantization formats: how many levels, how wide a block, which numbers a block carries."""
+"""Quantization formats: levels, block sizes, and the scales and offsets of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 type Width = Literal["2", "3", "3.5", "4", "5", "6", "8", "16"]
 
-# Levels of a weight, bits of a code, weights in a code.
+# Levels of a weight, bits of a code, weights per code.
 _WIDTHS: dict[str, tuple[int, int, int]] = {
     "2": (4, 2, 1),
     "3": (8, 3, 1),
@@ -25,24 +25,24 @@ _NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|aff
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """Weights as codes, with numbers for each block of weights along a row.
+    """Weights as codes, with a scale and perhaps an offset for each block of weights along a row.
 
-    A weight of code q, 0 <= q < levels, is
+    A weight with code q, 0 <= q < levels, is
 
     - scale * q + base                  affine
     - scale * (q - levels // 2)         symmetric
     - scale * codebook[q]               with a codebook
 
-    where scale and base are fp16, one of each per block; or, in two-level formats,
-    scale = s * step and base = m * floor with s and m 8-bit integers of the block and the fp16
-    numbers step and floor of 256 weights.
+    where scale and base are fp16, one of each per block; or, in two-level formats (GGUF's
+    K-quants), scale = s * step and base = m * floor, with 8-bit integers s and m per block and fp16
+    step and floor per 256 weights.
 
     Attributes:
         width: nominal bits of a weight.
         block: weights that share a scale: 16, 32, 64 or 128.
         symmetric: blocks have no base.
-        two_level: scales are integers times a number of 256 weights, as in GGUF's K-quants.
-        codebook: the values of the codes where they are not evenly spaced, in -128..127.
+        two_level: scales are integers times a factor of 256 weights, as in GGUF's K-quants.
+        codebook: values of the codes if they are not evenly spaced, in -128..127.
     """
 
     width: Width
@@ -53,7 +53,7 @@ class QuantFormat:
 
     @property
     def levels(self) -> int:
-        """Values that a weight can take within a block."""
+        """Number of values that a weight can have within a block."""
         return _WIDTHS[self.width][0]
 
     @property
@@ -63,7 +63,7 @@ class QuantFormat:
 
     @property
     def per_code(self) -> int:
-        """Weights of a code: 2 where a code is levels * x + y."""
+        """Weights per code: 2 if a code is levels * x + y."""
         return _WIDTHS[self.width][2]
 
     @property
@@ -73,12 +73,12 @@ class QuantFormat:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a block: its scale, and its base if it has one."""
+        """Numbers per block: its scale, and its base if it has one."""
         return 1 if self.symmetric else 2
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits in memory for a weight, scales and bases included."""
+        """Bits of memory per weight, including scales and bases."""
         codes = self.code_bits / self.per_code
         if self.two_level:
             return codes + self.numbers * (8 / self.block + 16 / 256)
@@ -86,16 +86,16 @@ class QuantFormat:
 
     @property
     def name(self) -> str:
-        """The name that `parse_format` reads, where it can be asked for; shortest form."""
+        """The shortest name that `parse_format` reads, if the format can be requested."""
         default = FORMATS.get(f"q{self.width}", WIDE)
         block = "" if self.block == default.block else f"_b{self.block}"
         kind = "_sym" if self.symmetric else "_affine"
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
 
 
-# What F16 is multiplied as where float32 is slower: see `jinfer.quant.f16_as_int`.
+# F16 weights as integers, where float32 is slower: see `jinfer.quant.f16_as_int`.
 WIDE = QuantFormat("16", 64, symmetric=True)
-# Those that can be asked for.
+# Formats that can be requested.
 FORMATS = {
     f"q{width}": QuantFormat(width, symmetric=width == "8")  # type: ignore[arg-type]
     for width in _WIDTHS
@@ -104,9 +104,9 @@ FORMATS = {
 
 
 def parse_format(name: str) -> QuantFormat:
-    """Reads "q3.5", "q4_b64", "q4_sym", "q8_b128_affine".
+    """Parses "q3.5", "q4_b64", "q4_sym", "q8_b128_affine".
 
-    Without a block it is 32; without sym or affine, 8 bits are symmetric and fewer affine.
+    The default block is 32; by default 8 bits are symmetric, fewer bits affine.
 
     Raises:
         ValueError: there is no such format.

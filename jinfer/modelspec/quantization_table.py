@@ -1,4 +1,4 @@
-"""`[quantization]`: how weights and the KV cache are stored."""
+"""Quantization settings (`[quantization]`): storage of weights and of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jinfer.modelspec.toml_tables import as_table
 
 AUTO, PLAIN = "auto", "plain"
 _MOST_OUTLIERS = 0.1  # above, a wider format takes less memory
-_TABLE_FORMAT = parse_format("q6")  # what tables and heads keep at least, unless they are named
+_TABLE_FORMAT = parse_format("q6")  # minimum for embeddings and heads, unless they are set
 
-# What a parameter is used for, which decides how it may be stored: "matrix" and "head" are only
-# multiplied with (the head gives logits), rows of a "table" are looked up, "plain" is all else.
+# Use of a parameter, which determines how it may be stored: a "matrix" and a "head" (which gives
+# logits) are only multiplied with, rows of a "table" are looked up, "plain" is everything else.
 Role = Literal["plain", "matrix", "table", "head"]
 
 
@@ -30,7 +30,7 @@ class RuleSpec:
         match: pattern for names of parameters, such as "decoder.*.attn.v"; the first rule that
             matches counts.
         weights: as `weights` of `[quantization]`.
-        outliers: as there; none: the same.
+        outliers: as `outliers` of `[quantization]`; none: the same.
     """
 
     match: str
@@ -38,7 +38,7 @@ class RuleSpec:
     outliers: NotNegative | None = None
 
     def check(self) -> tuple[str, str] | None:
-        """The first value that is wrong: its key and the reason."""
+        """The first invalid value: its key and the reason."""
         return _wrong_share(self.outliers) or _wrong_format("weights", self.weights)
 
 
@@ -47,25 +47,25 @@ class QuantizationSpec:
     """How weights and the KV cache are stored: `[quantization]`.
 
     Attributes:
-        weights: a format such as "q4", "q3.5", "q4_b64_sym"; "plain": as numbers of the
-            computation's type; "auto": as they are in the file: blocks of GGUF, and on a CPU 16-bit
-            numbers too where the computation's type is wider; all else as "plain".
-        embedding: the same for tables of vectors; none: as `weights`, but at least "q6".
-        head: the same for the projection onto the vocabulary; none: as `embedding`. A tied head is
-            the embedding.
+        weights: a format such as "q4", "q3.5", "q4_b64_sym"; "plain": numbers of the computation's
+            type; "auto": as in the file: GGUF's blocks, and on a CPU 16-bit numbers too if the
+            computation's type is wider; everything else as "plain".
+        embedding: the same for embedding tables; none: as `weights`, but at least "q6".
+        head: the same for the vocabulary head; none: as `embedding`. A tied head is the embedding.
         rules: exceptions, the first that matches counts; one that matches nothing is an error.
         threshold: matrices of fewer weights are not quantized.
-        outliers: share of the weights that are kept exactly, beside the others.
-        method: "nearest" only rounds, "search" minimizes the squared error of each block,
-            "feedback" that of a layer's results, which takes a minute or more, once, and is kept;
-            "auto": "feedback" for what writes text, where it takes some minutes at most.
-        activations: of products on a CPU: with quantized weights "int8" rounds them to 8 bits in
-            blocks of 32, with bfloat16 ones to bfloat16, or with float16 ones to 14 bits, where
-            that is the processor's faster way;
-            "int16" rounds to 16 bits with quantized weights alone, and "float" to float32's 24;
-            "auto": "float" where `dtype` is float32, else "int8".
-        kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": as
-            the computation, on a CPU "f16" where `dtype` is "auto" too.
+        outliers: fraction of the weights that are stored exactly, beside the others.
+        method: "nearest" rounds to nearest, "search" minimizes the squared error of each block,
+            "feedback" (GPTQ) the error of a layer's outputs, which takes a minute or more, once,
+            and is cached; "auto": "feedback" for models that generate text, if it takes some
+            minutes at most.
+        activations: of matrix products on a CPU: "int8" rounds them to 8 bits in blocks of 32 with
+            quantized weights, to bfloat16 with bfloat16 weights, or to 14 bits with float16
+            weights, where that is the processor's faster way; "int16" rounds to 16 bits with
+            quantized weights alone, and "float" keeps float32's 24 bits; "auto": "float" if `dtype`
+            is float32, else "int8".
+        kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": the
+            computation's type, or on a CPU "f16" if `dtype` is "auto" too.
     """
 
     weights: str = AUTO
@@ -79,7 +79,7 @@ class QuantizationSpec:
     kv_cache: str = AUTO
 
     def check(self) -> tuple[str, str] | None:
-        """The first value that is wrong: its key and the reason."""
+        """The first invalid value: its key and the reason."""
         if wrong := _wrong_share(self.outliers):
             return wrong
         named = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
@@ -127,7 +127,7 @@ def read_quantization(written: Any, values: Values) -> QuantizationSpec:
 
 
 def usual_word(spec: QuantizationSpec, role: Role) -> str:
-    """The format that a weight has without a rule."""
+    """The format of a weight that no rule matches."""
     if role == "table" and spec.embedding is not None:
         return spec.embedding
     if role == "head" and (named := spec.head or spec.embedding) is not None:

@@ -1,4 +1,4 @@
-"""From a specification's tables and a checkpoint's own words to a `ModelSpec`."""
+"""Resolving a specification: its tables and a checkpoint's config to a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jinfer.modelspec.toml_tables import (
 from jinfer.modelspec.toml_tables import merge as merge
 
 STACKS = ("encoder", "decoder")
-_BUILT = ("dims", "modules", *STACKS)  # tables that the model is built from
+_BUILT = ("dims", "modules", *STACKS)  # tables that define the model
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
 _TRUST = ("trust", "trust_config")
@@ -47,8 +47,8 @@ class Facts:
         format: the checkpoint's format.
         lookup: `$key` -> value; raises `Missing`.
         has: whether it has a tensor that matches a glob pattern.
-        source: where the keys come from, for errors.
-        rows: of the tensor that matches a pattern; raises `MissingTensor`.
+        source: name of the file with the keys, for errors.
+        rows: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
     """
 
     format: str = "safetensors"
@@ -71,11 +71,11 @@ def resolve(
         tables: its tables, from the most general (family) to the most specific (overrides).
         path: its file, for errors.
         facts: the checkpoint it is resolved for.
-        base: what holds for every checkpoint of that format unless a table says otherwise.
+        base: defaults of the checkpoint's format.
 
     Raises:
-        SpecError: for an unknown key, a value of a wrong type, a name that stands for nothing, a
-            module that is never called.
+        SpecError: an unknown key, a value of a wrong type, an undefined name, or a module that is
+            never called.
     """
     for table in (base, *tables):
         _check_shape(table, path)
@@ -109,7 +109,7 @@ def resolve(
     tensors = replace(tensors, left_out=left_out(whole, tensors, values))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
-    if "context" in values.dims:  # often no block has it, and nobody else looks at what it is
+    if "context" in values.dims:  # often no block uses it, and nothing else checks it
         sizes["context"] = read(Size | None, values.dims["context"], values, "dims.context")
     spec = ModelSpec(
         path=path,
@@ -131,13 +131,13 @@ def resolve(
 
 
 def _word(name: str, whole: Mapping[str, Any], values: Values) -> Any:
-    """A key of the top that is one of a few words."""
+    """A top-level key that is one of a few words."""
     field, hint = fields(ModelSpec)[name]
     return read(hint, whole.get(name, field.default), values, name)
 
 
 def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:
-    """`[prompt]`, whose texts were checked, but not which words they may be."""
+    """`[prompt]`: the types were checked, but not the values of its enumerations."""
     types = {name: type_ for name, (_, type_) in fields(PromptSpec).items()}
     named = [name for name in ("tool_calls", "reasoning") if name in table]
     words = {n: read(types[n], table[n], values, f"prompt.{n}") for n in named}
@@ -145,13 +145,13 @@ def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:
 
 
 def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
-    """Shared modules that a specification names; what its format supplies need not be called."""
+    """Shared modules that a specification names; those of its format need not be called."""
     parts = [part for table in tables for part in (table, table.get(format, {}))]
     return {name for part in parts for name in part.get("modules", {})}
 
 
 def _check_shape(table: Mapping[str, Any], path: str) -> None:
-    """Checks the keys and types of a specification's tables, whatever they are resolved for."""
+    """Checks the keys and types of a specification's tables, independent of the checkpoint."""
     check_plain(table, path)
     check_keys(table, TOP, path, "")
     check_match(table.get("match", {}), path)
@@ -179,9 +179,9 @@ def _check_shape(table: Mapping[str, Any], path: str) -> None:
 def _check_dims(
     tables: Sequence[Mapping[str, Any]], base: Mapping[str, Any], values: Values
 ) -> None:
-    """A dimension that nothing names is most likely misspelt, unless it is one that blocks have.
+    """Rejects unused dimensions, most likely misspelt, unless blocks have them as defaults.
 
-    What one table names counts for all: a family's family may have sizes for other blocks.
+    A use in any table counts: the parent of a family may have sizes for other blocks.
     """
     named = {"layers", *values.used}
     for block in get_args(Block):

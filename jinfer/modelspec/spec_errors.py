@@ -1,4 +1,4 @@
-"""Errors of the specification language."""
+"""Specification errors: the file, the key, and the nearest valid word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=8, maxstring=100, maxother=
 
 
 class SpecError(ValueError):
-    """A specification that cannot be used: names the file, the key, and what is allowed there."""
+    """An invalid specification: the message names the file, the key, and what is allowed there."""
 
     def __init__(self, path: object, key: str, reason: str) -> None:
         self.path, self.key, self.reason = path, key, reason
@@ -20,11 +20,11 @@ class SpecError(ValueError):
 
 
 def nearest(word: object, allowed: Iterable[str]) -> str:
-    """What is allowed instead of `word`, the nearest right word first: a clause for an error."""
+    """What is allowed in place of `word`, the nearest word first: a clause for an error."""
     options = sorted({str(option) for option in allowed})
     if not options:
         return "nothing is allowed here"
-    # The comparison is quadratic, so only the beginning of a text that is no word is compared.
+    # The comparison is quadratic, so only the beginning of a long text is compared.
     close = get_close_matches(str(word)[:60], options, n=1, cutoff=0.6)
     shown = options if len(options) <= 24 else [*options[:24], "..."]
     listing = "allowed: " + ", ".join(shown)
@@ -32,8 +32,8 @@ def nearest(word: object, allowed: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as it is written, shortened to one line of an error."""
+    """A value as written, shortened to one line of an error."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return "a number of too many digits"

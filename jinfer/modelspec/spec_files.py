@@ -1,4 +1,4 @@
-"""Specification files: reading them, finding families, matching a family to a checkpoint."""
+"""Specification files: reading them, and finding the family of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from jinfer.modelspec.spec_errors import SpecError, nearest, show
 from jinfer.modelspec.toml_tables import Table, check_plain
 from jinfer.modelspec.toml_tables import nested as nested
 
-MAX_BYTES = 1 << 20  # of a specification; the longest that comes with jinfer has 10,000
-# The parser takes time and memory with the square of the parts of a dotted key: of this, a quarter
-# of a second and 15 MB.
+MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
+# The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.
 MAX_PARTS = 2000**2
 _FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 
 
 @cache
 def specs_folder() -> Path:
-    """The folder of the specifications that come with jinfer: installed with it, or beside it."""
+    """The folder of the bundled specifications: installed with jinfer, or in the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "specs_data"
     return installed if installed.is_dir() else package.parent / "specs"
 
 
 def read_toml(path: Path) -> Table:
-    """Reads one TOML file. Raises `SpecError`."""
+    """Reads a TOML file. Raises `SpecError`."""
     return _parsed(path, _content(path))
 
 
@@ -43,7 +42,7 @@ def _content(path: Path) -> bytes:
         raise SpecError(path, "", str(error)) from None
 
 
-@lru_cache(maxsize=512)  # by what is in it: in a notebook, files are edited and read again
+@lru_cache(maxsize=512)  # by content: in a notebook, files are edited and read again
 def _parsed(path: Path, content: bytes) -> Table:
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
@@ -52,24 +51,24 @@ def _parsed(path: Path, content: bytes) -> Table:
         table = tomllib.loads(text)
     except SpecError:
         raise
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or infinite numbers
         raise SpecError(path, "", f"is not TOML: {error}") from error
     check_plain(table, path)
     return table
 
 
 def _parts(text: str) -> int:
-    """The squares of the dots of each line, those of fractions left out."""
+    """The sum over lines of the squared number of dots, without those of fractions."""
     return sum(line.count(".") ** 2 for line in _FRACTION.sub("", text).split("\n"))
 
 
 def families() -> dict[str, Path]:
-    """Every family that comes with jinfer, by name."""
+    """The bundled families by name."""
     return {path.stem: path for path in sorted((specs_folder() / "families").glob("*.toml"))}
 
 
 def with_families(table: Table, path: Path) -> list[Table]:
-    """A specification's tables from the most general: its family's family, its family, itself."""
+    """A specification's tables from the most general: its family's parent, its family, itself."""
     tables, seen = [table], {path}
     while "family" in tables[0]:
         path = _family_file(tables[0]["family"], path)
@@ -88,28 +87,28 @@ def _family_file(name: Any, beside: Path) -> Path:
         raise SpecError(beside, "family", f"unknown family {show(name)}; {nearest(name, known)}")
     try:
         return (beside.parent / name).resolve()
-    except (OSError, ValueError) as error:  # a circle of links, a null character
+    except (OSError, ValueError) as error:  # a cycle of links, a null character
         raise SpecError(beside, "family", f"{show(name)} is no file: {error}") from error
 
 
 def format_table(format: str) -> Table:
-    """What holds for every checkpoint of a format (`specs/formats`)."""
+    """The defaults of a checkpoint format (`specs/formats`)."""
     path = specs_folder() / "formats" / f"{format}.toml"
     return read_toml(path) if is_there(path) else {}
 
 
 def architecture_of(model_type: str) -> str | None:
-    """The architecture that goes without saying for a `model_type` of a config.json."""
+    """The default architecture of a `model_type` in config.json."""
     known = format_table("architectures").get(model_type)
     return known if isinstance(known, str) else None
 
 
 def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Path:
-    """The family that a checkpoint without a specification belongs to.
+    """The family of a checkpoint without a specification.
 
     Args:
-        architectures: the names it gives itself: `architectures` of config.json, or what its
-            `model_type` stands for; GGUF's `general.architecture`; none for llama2.c.
+        architectures: the checkpoint's names: `architectures` of config.json, or the default of its
+            `model_type`; GGUF's `general.architecture`; none for llama2.c.
 
     Raises:
         SpecError: no family matches, or several do.
@@ -143,9 +142,9 @@ def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Pat
 
 
 def _may_match(path: Path, words: Iterable[str]) -> bool:
-    """Whether a family's `[match]` has one of these words.
+    """Whether a family's `[match]` contains one of these words.
 
-    To parse all families takes a twentieth of a second, which each start would wait for.
+    Parsing all families would slow down each start.
     """
     before, header, after = _content(path).partition(b"[match]")
     table = after.partition(b"\n[")[0] if header else before
@@ -153,7 +152,7 @@ def _may_match(path: Path, words: Iterable[str]) -> bool:
 
 
 def parse_override(text: str) -> Table:
-    """`key.of.table=value` as a table; the value is TOML, or a text if it is not.
+    """Parses `key.of.table=value` to a table; the value is TOML, or else a string.
 
     Raises:
         SpecError: there is no "=", or no key before it.

@@ -1,8 +1,8 @@
-"""Values of a specification: numbers and words as they stand, or found in the checkpoint.
+"""Specification values: expressions over numbers, dimensions and the checkpoint's config keys.
 
-A value may be written as alternatives, `"$num_key_value_heads | heads"`: the first one that has a
-value is taken. `$key` is looked up in what the checkpoint says of itself (config.json, GGUF
-metadata, llama2.c's header); dots go into nested tables; null counts as absent.
+A value may be written as alternatives, `"$num_key_value_heads | heads"`: the first that has a value
+is used. `$key` is looked up in the checkpoint's config (config.json, GGUF metadata, llama2.c's
+header); dots go into nested tables; null counts as absent.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class MissingTensor(Missing):
 
 
 def no_rows(pattern: str) -> int:
-    """What counts the rows of a checkpoint without tensors."""
+    """Counts the rows of a tensor, for a checkpoint without tensors: raises `MissingTensor`."""
     raise MissingTensor(pattern)
 
 
 def rows_in(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
-    """How many rows (output features) a tensor has, by its name or a pattern of names."""
+    """Counts the rows (output features) of a tensor, by its name or a pattern of names."""
 
     def rows(pattern: str) -> int:
         if not isinstance(pattern, str):
@@ -67,10 +67,10 @@ class Values:
         lookup: `$key` -> value; raises `Missing`.
         has: whether the checkpoint has a tensor that matches a glob pattern.
         source: what `lookup` reads, for errors ("config.json").
-        rows: of the tensor that matches a pattern; raises `MissingTensor`.
-        engine_context: the context that `[engine]` asks for.
-        names: what further names stand for in what `read` reads: `i` in the modules of a layer.
-        used: dimensions that were asked for.
+        rows: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
+        engine_context: the context that `[engine]` sets.
+        names: values of further names, such as `i` in the modules of a layer.
+        used: dimensions that were evaluated.
     """
 
     path: object
@@ -97,7 +97,7 @@ class Values:
         return self._known[name]
 
     def served_context(self, asked_by: str) -> int | None:
-        """The longest sequence that the engine will have, where anything says."""
+        """The longest sequence of the engine, if it is known."""
         if self.engine_context is not None or "context" not in self.dims:
             return self.engine_context
         value = self.dim("context", asked_by)
@@ -128,12 +128,12 @@ class Values:
         words: bool = False,
         names: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Evaluates what stands at `key`.
+        """Evaluates the value at `key`.
 
         Args:
-            written: a number, boolean or table (taken as they are) or the text of an expression.
-            words: an alternative that is one plain word stands for itself.
-            names: what further names stand for, besides the dimensions.
+            written: a number, boolean or table (returned as it is) or the text of an expression.
+            words: an alternative that is a single word evaluates to itself.
+            names: values of further names, besides the dimensions.
         """
         if not isinstance(written, str):
             return written
@@ -146,7 +146,8 @@ class Values:
             try:
                 return self._evaluate(alternative, key, names or {})
             except Missing as absent:
-                # Its frames would hold this list, and with those that called all that is opened.
+                # Its traceback would keep this list and its callers' frames, with all that is open,
+                # alive.
                 absent.__context__ = None
                 missing.append(absent.with_traceback(None))
         where = key if key.startswith("dims.") else "it"
@@ -163,7 +164,7 @@ class Values:
         return " and ".join(clauses)
 
     def _evaluate(self, text: str, key: str, names: Mapping[str, Any]) -> Any:
-        """The value of one alternative. Raises `Missing` if it reads a key that is not there."""
+        """The value of one alternative. Raises `Missing` if it reads a missing key."""
         keys: list[str] = []
 
         def placeholder(found: re.Match[str]) -> str:
@@ -182,7 +183,7 @@ class Values:
             for number, name in reversed(list(enumerate(keys))):  # _key12 before _key1
                 reason = reason.replace(f"_key{number}", f"${name}")
             raise SpecError(self.path, key, reason) from error
-        except RecursionError as error:  # a chain of dimensions, each of them a deep expression
+        except RecursionError as error:  # a chain of dimensions with deep expressions
             raise SpecError(self.path, key, "is defined through too many others") from error
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise SpecError(self.path, key, f"{show(text)} has no value: {error}") from error

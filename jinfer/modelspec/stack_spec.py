@@ -1,4 +1,4 @@
-"""From a stack's table to a `StackSpec`: formulas, modules, which layer is which variant."""
+"""Reading stacks: formulas, modules and the variant of each layer, to a `StackSpec`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, texts_in
 
 STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
-# Parts of the tree that modules stand in, which the names of parameters leave out.
+# Levels of the module tree that the names of parameters omit.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, Sort]] = {
     "stem": {"tokens": "indices", "positions": "indices", "token_types": "indices"},
@@ -47,7 +47,7 @@ def read_shared(
     """Reads `[modules]`, which every stack may call; and the names of those left out by `when`.
 
     Raises:
-        SpecError: for a module that is wrong.
+        SpecError: an invalid module.
     """
     _check_names(table, "modules", values.path)
     present, absent = _present(table, "modules", values)
@@ -61,7 +61,7 @@ def read_shared(
 def _present(
     table: Mapping[str, Any], key: str, values: Values
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """The modules that the model has, without their `when`; and the names of those it has not."""
+    """The modules that the model has, without their `when`; and the names of absent ones."""
     present, absent = {}, set()
     for name, module in table.items():
         if not isinstance(module, Mapping) or "when" not in module:
@@ -85,11 +85,11 @@ def read_stack(
 
     Args:
         absent: shared modules left out by `when`.
-        encoded: whether the layers are given an encoder's output.
+        encoded: whether the layers take an encoder's output.
 
     Raises:
-        SpecError: for an unknown key, a formula or module that is wrong, a module that no formula
-            calls, a layer without a variant.
+        SpecError: an unknown key, an invalid formula or module, a module that no formula calls, a
+            layer without a variant.
     """
     path = values.path
     check_keys(table, STACK_KEYS, path, name)
@@ -171,7 +171,7 @@ def check_called(declared: Iterable[str], called: Iterable[str], path: object, k
 
 
 def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, Table]:
-    """Layer formula and modules of every variant; the only one of a stack without is named ""."""
+    """Layer formula and modules of every variant; a single unnamed variant is ""."""
     base = {"layer": table.get("layer"), "modules": table.get("modules", {})}
     variants = as_table(table.get("variants", {}), values.path, key)
     for name, changes in variants.items():
@@ -183,12 +183,12 @@ def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, T
 def _own_values(modules: Mapping[str, Any], values: Values) -> Any:
     """What distinguishes a layer from others of its variant: the values that depend on its number.
 
-    Layers are alike in most models, and reading each of them would take a millisecond.
+    Most layers are equal, and reading each of them would be slow.
     """
     texts = [text for text in texts_in(modules) if re.search(r"\bi\b", text)]
     try:
         return repr([values.value(text, "", names=values.names) for text in texts])
-    except SpecError:  # a plain word, or wrong: it is read as what it is to be
+    except SpecError:  # a plain word, or invalid: checked when it is read
         return values.names["i"]
 
 
@@ -198,7 +198,7 @@ def _layer_key(stack: str, variant: str) -> str:
 
 @dataclass(frozen=True)
 class _Wiring:
-    """What the formulas of a stack, or of a variant of its layers, may name."""
+    """The names that the formulas of a stack, or of a layer variant, may use."""
 
     stack: str
     variant: str
@@ -210,7 +210,7 @@ class _Wiring:
     inputs: Mapping[str, Sort]
 
     def compile(self, part: str, text: Any) -> tuple[Formula, tuple[tuple[str, Block], ...]]:
-        """A formula, and the modules of the stack that it calls."""
+        """Compiles a formula; returns it with the stack's modules that it calls."""
         path = self.values.path
         key = _layer_key(self.stack, self.variant) if part == "layer" else f"{self.stack}.{part}"
         where = f"{self.stack}.modules"
@@ -249,7 +249,7 @@ class _Wiring:
 
 
 def _takes(block: Block) -> tuple[Sort, ...]:
-    """What the arguments of a block hold."""
+    """The kinds of a block's arguments."""
     if isinstance(block, CrossAttention):
         return "vectors", "encoded"
     if isinstance(block, Concat):
@@ -258,7 +258,7 @@ def _takes(block: Block) -> tuple[Sort, ...]:
 
 
 def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
-    """Why a formula cannot call a block where and as often as it does; "" if it can."""
+    """Why a formula cannot call a block there or that often; "" if it can."""
     if isinstance(block, _ATTENTIONS) and part != "layer":
         return "an attention, which only the formula of a layer can: each has a cache of its own"
     if isinstance(block, _ATTENTIONS) and times > 1:
@@ -275,7 +275,7 @@ def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
 
 
 def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:
-    """The shared modules that the model has: those that formulas call on lines that are left."""
+    """The shared modules that the model has: those that the remaining lines of formulas call."""
     names = {
         name
         for stack in stacks
@@ -290,7 +290,7 @@ def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, 
 
 
 def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> None:
-    """Raises `SpecError` if a tied head finds no embedding of its shape to be tied to."""
+    """Raises `SpecError` if a tied head has no embedding of its shape."""
     embed = shared.get("embed")
     for name, block in (*shared.items(), *stack.modules):
         if not isinstance(block, Head) or not block.tied:
@@ -307,7 +307,7 @@ def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> N
 
 
 def _pattern(written: Any, count: int, variants: list[str], values: Values, key: str) -> list[str]:
-    """The variant of each layer: a list that is repeated, or an expression of the layer's i."""
+    """The variant of each layer: a repeated list, or an expression of the layer's i."""
     if written is None:
         if len(variants) > 1:
             raise SpecError(values.path, key, "is missing: which layer is which variant?")

@@ -1,4 +1,4 @@
-"""Reads tables of a specification into frozen dataclasses, checking every key and type."""
+"""Table reader: specification tables to frozen dataclasses, with checked keys and types."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def read(cls: Any, written: Any, values: Values, key: str) -> Any:
-    """Reads what stands at `key` as type `cls`.
+    """Reads the value at `key` as type `cls`.
 
     Args:
         cls: int, float, bool, str, one of these with `Bounds`, a Literal, a dataclass, or a union.
-        written: what the file has there.
+        written: the value in the file.
 
     Raises:
         SpecError: names the key, what is wrong, and what is allowed.
@@ -32,12 +32,12 @@ def read(cls: Any, written: Any, values: Values, key: str) -> Any:
 
 
 def union(cls: Any) -> tuple[Any, ...]:
-    """The types that a union allows; the type alone if it is none."""
+    """The members of a union; the type alone if it is none."""
     return get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
 
 
 def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
-    """`value`, to which `written` was evaluated, as type `cls`."""
+    """`value`, the evaluated `written`, as type `cls`."""
     options = union(cls)
     if value is None and type(None) in options:
         return None
@@ -52,7 +52,7 @@ def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
 
 
 def _plain(option: Any, value: Any) -> Any:
-    """`value` as the type `option`, or None if it is not one."""
+    """`value` as the type `option`, or None if it does not fit."""
     if get_origin(option) is Annotated:
         inner, bounds = get_args(option)
         number = _plain(inner, value)
@@ -66,7 +66,7 @@ def _plain(option: Any, value: Any) -> Any:
         return None if None in items else tuple(items)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if type(value) is option else None
-    if option is float and -1e300 < value < 1e300:  # neither infinite nor beyond a float
+    if option is float and -1e300 < value < 1e300:  # finite as a float
         return float(value)
     if option is int and (isinstance(value, int) or value.is_integer()):
         return int(value)
@@ -121,8 +121,8 @@ def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) -> Any:
     known = fields(cls)
     aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
-    names = [name for name in table if name not in ignored]  # the others are not read here
-    names.sort(key=lambda name: name not in aliases)  # where both stand there, the name counts
+    names = [name for name in table if name not in ignored]  # ignored keys are read elsewhere
+    names.sort(key=lambda name: name not in aliases)  # the name precedes its alias
     given = {aliases.get(name, name): table[name] for name in names}
     for name in given:
         if name not in known:

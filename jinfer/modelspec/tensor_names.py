@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint holds which parameter of the model."""
+"""Tensor names: which tensor of a checkpoint holds which parameter of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
 
 FORMATS = ("gguf", "llama2c")
-_LAYERS = "{layers}"  # in `ignore`: how many there are, and so the number after the last one's
+_LAYERS = "{layers}"  # in `ignore`: the number of layers, and so the index after the last one
 _GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
 
@@ -24,13 +24,13 @@ class Entry:
     """One line of a `[tensors]` table.
 
     Attributes:
-        names: the file's name, or several of which the first that exists is taken; {e} counts
+        names: the file's name, or several of which the first that exists is used; {e} enumerates
             tensors that are stacked along a new first axis.
-        parts: parameters fused in that tensor, in their order there; {i} is the layer.
-        groups: a fused tensor holds its parts once per group, [group, (part, part, ...), ...].
-        axis: of the file's tensor, along which its parts follow each other.
+        parts: parameters fused in that tensor, in order; {i} is the layer.
+        groups: a fused tensor repeats its parts once per group: [group, (part, part, ...), ...].
+        axis: axis of the file's tensor along which its parts are concatenated.
         transpose: the file has matrices as [in, out].
-        table: the number of the table it stands in.
+        table: index of the table that contains the line.
     """
 
     names: tuple[str, ...]
@@ -43,13 +43,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is: candidates for the file's tensor, and the parts fused in it.
+    """The tensor of a parameter: candidate names, and the parameters fused in it.
 
     Attributes:
-        names: the file's names, the first that exists counts; may have {e}, as in `Entry`.
-        parts: every parameter fused in that tensor, in order; empty if it is alone.
-        groups, axis, transpose: as in `Entry`.
-        otherwise: where it is in a file that has none of these.
+        names: the file's names, of which the first that exists is used; may have {e}, as in
+            `TensorEntry`.
+        parts: all parameters fused in that tensor, in order; empty if it is alone.
+        groups, axis, transpose: as in `TensorEntry`.
+        otherwise: the fallback for a file that has none of these.
         table: as in `TensorMap`.
     """
 
@@ -62,7 +63,7 @@ class Place:
     table: str = "tensors"
 
     def choices(self) -> Iterator[Place]:
-        """This place and those after it, in the order in which they are tried."""
+        """This source and its fallbacks, in order."""
         place: Place | None = self
         while place is not None:
             yield place
@@ -74,9 +75,9 @@ class LeftOut:
     """A module that the model does not have.
 
     Attributes:
-        key: of its `when` ("encoder.modules.mlm_dense.when").
-        when: the condition, as it is written.
-        names: the file's names for its tensors, or for what they begin with.
+        key: path of its `when` ("encoder.modules.mlm_dense.when").
+        when: the condition, as written.
+        names: the file's names for its tensors, or prefixes of them.
     """
 
     key: str
@@ -89,13 +90,13 @@ class TensorMap:
     """Parameter names to file names, for one checkpoint format.
 
     Attributes:
-        entries: (pattern of the parameter's name, entry), the ones that win first.
-        prefixes: the file's names may begin with one of these, which stands for its second text.
-        ignore: glob patterns of tensors that the model has no use for.
-        suffixes: other words at the end of the file's names -> "weight" or "bias".
-        copies: parameter -> the file's names for further tensors of the same values.
+        entries: (pattern of the parameter's name, entry), by precedence.
+        prefixes: prefixes that the file's names may have -> their replacements.
+        ignore: glob patterns of tensors that the model does not use.
+        suffixes: other suffixes of the file's names -> "weight" or "bias".
+        copies: parameter -> the file's names of duplicate tensors.
         first: the file's number of the first layer.
-        table: the specification's, for errors: "tensors", or that of a format, "tensors.gguf".
+        table: the specification's table, for errors: "tensors", or a format's, "tensors.gguf".
         left_out: modules that have names here, but that the checkpoint lacks by their `when`.
     """
 
@@ -109,7 +110,7 @@ class TensorMap:
     left_out: tuple[LeftOut, ...] = ()
 
     def owners_left_out(self, names: Iterable[str]) -> list[LeftOut]:
-        """Of the modules that a `when` left out, those that some of these tensors belong to."""
+        """The omitted modules to which some of these tensors belong."""
         bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
         found = []
         for each in self.left_out:
@@ -119,11 +120,11 @@ class TensorMap:
         return found
 
     def place(self, parameter: str) -> Place | None:
-        """Where to look for a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
+        """The tensor of a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
 
-        The most specific table that has a line for it decides. Of several lines there, one that
-        names the parameter comes before those that name its module; those after the first are for
-        files that lack the tensors of the ones before.
+        The most specific table with a line for it decides. Of several lines there, one that names
+        the parameter precedes those that name its module; later ones are fallbacks for files that
+        lack the tensors of the first.
         """
         module, _, leaf = parameter.rpartition(".")
         found = [*self._find(parameter, ""), *self._find(module, "." + leaf)]
@@ -163,10 +164,10 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
 
     Args:
         layers: the `[tensors]` tables from the most general (a format's) to the most specific.
-        format: "safetensors" and "pickle" share the names at the top; others have a sub-table.
+        format: "safetensors" and "pickle" share the top-level names; others have a sub-table.
 
     Raises:
-        SpecError: for an entry that is not as docs/specs.md says.
+        SpecError: an entry that does not follow docs/specs.md.
     """
     entries: list[tuple[str, Entry]] = []
     ignore: list[str] = []
@@ -211,7 +212,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
 
 
 def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
-    """The part of a `[tensors]` table that is about a format."""
+    """The part of a `[tensors]` table for a format."""
     table = as_table(tensors, path, "tensors")
     named = {name: as_table(table.get(name, {}), path, f"tensors.{name}") for name in FORMATS}
     if format in FORMATS:

@@ -1,4 +1,4 @@
-"""Tables of a specification before they mean anything: shape, keys, laying one over another."""
+"""TOML tables: checks of types and keys, merging, dotted keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinfer.modelspec.spec_errors import SpecError, nearest, show
 
 Table = dict[str, Any]
 _USES = ("embeddings", "matrices", "heads", "plain")
-MAX_DEPTH = 16  # of tables and lists in each other; real specifications have about six
+MAX_DEPTH = 16  # nesting of tables and lists; real specifications have about six
 
 
 def as_table(written: Any, path: object, key: str) -> Mapping[str, Any]:
@@ -21,7 +21,7 @@ def as_table(written: Any, path: object, key: str) -> Mapping[str, Any]:
 
 
 def check_keys(table: Any, allowed: Iterable[str], path: object, key: str) -> Mapping[str, Any]:
-    """`table` if it is one and has no other keys. Raises `SpecError`."""
+    """`table` if it is one and has no unknown keys. Raises `SpecError`."""
     allowed = tuple(allowed)
     for name in as_table(table, path, key):
         if name not in allowed:
@@ -31,14 +31,14 @@ def check_keys(table: Any, allowed: Iterable[str], path: object, key: str) -> Ma
 
 
 def check_text(written: Any, path: object, key: str) -> str:
-    """`written` if it is a text. Raises `SpecError`."""
+    """`written` if it is a string. Raises `SpecError`."""
     if not isinstance(written, str):
         raise SpecError(path, key, f"{show(written)} is not a text")
     return written
 
 
 def check_count(written: Any, path: object, key: str) -> int:
-    """The number that a text such as "6.7B" or "135M" says. Raises `SpecError`."""
+    """The number in a text such as "6.7B" or "135M". Raises `SpecError`."""
     found = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([KMBT])", check_text(written, path, key))
     if not found:
         raise SpecError(path, key, f'{show(written)} is not a count, such as "6.7B" or "135M"')
@@ -46,7 +46,7 @@ def check_count(written: Any, path: object, key: str) -> int:
 
 
 def check_parameters(written: Any, path: object) -> dict[str, int]:
-    """How many parameters a model has, by their use, or all as if they were in matrices.
+    """The number of parameters of a model by use; a single number counts as matrices.
 
     Raises:
         SpecError: it is neither such a table nor a text.
@@ -60,7 +60,7 @@ def check_parameters(written: Any, path: object) -> dict[str, int]:
 
 
 def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:
-    """The texts of `written`, one or a list of them. Raises `SpecError`."""
+    """The strings of `written`, one or a list of them. Raises `SpecError`."""
     texts = [written] if isinstance(written, str) else written
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise SpecError(path, key, f"{show(written)} is not a text or a list of texts")
@@ -68,7 +68,7 @@ def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:
 
 
 def check_plain(table: Any, path: object) -> None:
-    """Raises `SpecError` unless keys are texts and nesting is shallow enough to recurse."""
+    """Raises `SpecError` unless keys are strings and the nesting is shallow enough to recurse."""
     level = [as_table(table, path, "")]
     for _ in range(MAX_DEPTH):
         for inner in level:
@@ -82,7 +82,7 @@ def check_plain(table: Any, path: object) -> None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """`over` laid onto `base`, table by table; a table of another `kind` replaces the whole."""
+    """Merges `over` into `base` recursively; a table of another `kind` replaces the whole."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -94,12 +94,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
 
 
 def same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a table that is laid over another changes parts of it, and not the whole."""
+    """Whether a table changes parts of the table that it overrides, rather than replacing it."""
     return "kind" not in new or new["kind"] == old.get("kind")
 
 
 def nested(key: str, value: Any) -> Table:
-    """`{"a": {"b": value}}` of the dotted key `a.b`. Raises `SpecError`."""
+    """`{"a": {"b": value}}` for the dotted key `a.b`. Raises `SpecError`."""
     parts = key.split(".")
     if not all(part.strip() == part != "" for part in parts) or len(parts) > MAX_DEPTH:
         raise SpecError("--set", key, "is not a key, such as engine.context")
@@ -109,7 +109,7 @@ def nested(key: str, value: Any) -> Table:
 
 
 def texts_in(written: Any) -> Iterator[str]:
-    """Every text that stands in a table or list, keys left out."""
+    """All strings in a table or list, without keys."""
     if isinstance(written, str):
         yield written
     elif isinstance(written, Mapping | list):

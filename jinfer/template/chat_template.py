@@ -74,7 +74,7 @@ class ChatTemplate:
 
 
 class _Ready:
-    """A template, rendered in this process until a rendering needs the sandbox, then always there."""
+    """A template, rendered in this process until a rendering needs the sandbox process."""
 
     def __init__(self, source: str) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Blocks in a few words: what a drawing writes into their boxes."""
+"""Block labels: short descriptions for the boxes of a drawing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def summary(block: Block) -> list[str]:
-    """A few short lines: the kind, the sizes, and what differs from the defaults."""
+    """A few short lines: the kind, the sizes, and fields that differ from the defaults."""
     name = _NAMES.get(block.kind, block.kind.replace("_", " "))
     sizes, said = _sizes(block)
     extras = [text for field in fields(block) if (text := _extra(block, field, said))]
@@ -28,12 +28,12 @@ def summary(block: Block) -> list[str]:
 
 
 def shortened(line: str, limit: int = _MAX_LINE) -> str:
-    """A line that is not longer than a box may be wide."""
+    """A line cut to the width of a box."""
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _sizes(block: Any) -> tuple[list[str], set[str]]:
-    """Lines with the block's sizes, and the fields that they say."""
+    """Lines with the block's sizes, and the names of the fields they show."""
     match block:
         case blocks.Embedding() | blocks.LearnedPositions():
             return [f"{block.size} × {block.width}"], {"size", "width"}
@@ -73,7 +73,7 @@ def _sizes(block: Any) -> tuple[list[str], set[str]]:
 
 
 def _extra(block: Any, field: Any, said: set[str]) -> str:
-    """A field that no size says and that is not its default; "" otherwise."""
+    """A field that no line shows and that is not its default; "" otherwise."""
     value = getattr(block, field.name)
     default = None if field.default is MISSING else field.default
     if field.name in (*said, "kind") or value is None or value == default or value is False:
@@ -110,7 +110,7 @@ def _number(value: float) -> str:
 
 
 def _packed(words: list[str]) -> list[str]:
-    """Words put on as few lines as they fit on."""
+    """Words joined into as few lines as possible."""
     lines: list[str] = []
     for word in words:
         if lines and len(lines[-1]) + 2 + len(word) <= 28:

@@ -1,4 +1,4 @@
-"""A formula as a graph: what reads what, and where each step stands when it is drawn."""
+"""Formula graph: the dataflow of a formula, and its layout in a drawing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jinfer.modelspec.formula import Formula
 Kind = Literal["input", "module", "join", "number", "output"]
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "×", ast.Div: "/"}
 _TURNED = {"-": ("+", "× -1"), "/": ("×", "1 / ·")}
-_CALL_COST = 1000  # a path of fewer module calls is nearer to the input, however many steps it has
+_CALL_COST = 1000  # prefers paths of fewer module calls, however many steps they have
 
 
 @dataclass
 class Node:
-    """One step.
+    """A step of a formula.
 
     Attributes:
-        kind: an input, a module's call, arithmetic on vectors ("join") or with a number
-            ("number"), a result.
+        kind: an input, a module call, arithmetic on vectors ("join") or with a number ("number"),
+            an output.
         label: its name, sign, or sign and number.
-        args: numbers of the nodes it reads, the one nearest to the input first.
-        detail: what a number comes from.
-        row, lane: its place, from the top and from the left; the main line is lane 0.
+        args: indices of the nodes it reads, the one nearest to the input first.
+        detail: the expression of a number.
+        row, lane: its position, from the top and from the left; the main line is lane 0.
     """
 
     kind: Kind
@@ -39,11 +39,11 @@ class Node:
 
 @dataclass
 class Graph:
-    """The steps of a formula, each after those it reads.
+    """The steps of a formula, in topological order.
 
     Attributes:
-        value: the step whose result is the formula's value.
-        main: the shortest way from the first input to the value: the residual stream.
+        value: index of the step that gives the formula's value.
+        main: the shortest path from the first input to the value: the residual stream.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -64,12 +64,12 @@ class Graph:
 
 
 def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: str = "") -> Graph:
-    """The graph of a formula, laid out.
+    """The graph of a formula, with a layout.
 
     Args:
-        stream: the input that the main line comes from.
-        outputs: whether the names it assigns are results, as in a head.
-        value_name: of its value, if that is a result.
+        stream: the input at which the main line starts.
+        outputs: whether the names it assigns are outputs, as in a head.
+        value_name: name of its value, if that is an output.
     """
     builder = _Builder(formula, stream)
     graph = builder.graph
@@ -91,17 +91,17 @@ def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: s
 
 
 class _Builder:
-    """CosSin expressions into nodes. Numbers stay expressions: they are drawn where they act."""
+    """Converts expressions to nodes. Numbers stay expressions and are drawn where they are used."""
 
     def __init__(self, formula: Formula, stream: str) -> None:
         self.graph = Graph([Node("input", stream, [])])
-        # A node is a whole number here, so a number is always a float.
+        # Nodes are integers here, so numbers are always floats.
         self.names: dict[str, int | float] = {n: float(v) for n, v in formula.constants}
         self.names[stream] = 0
         self.inputs = {stream: 0}
 
     def read(self, expression: ast.expr) -> int | float:
-        """The number of the node that an expression becomes; a float if it is a plain number."""
+        """The index of an expression's node; a float if it is a plain number."""
         match expression:
             case ast.Name(id=name):
                 return self.names[name] if name in self.names else self._input(name)
@@ -119,7 +119,7 @@ class _Builder:
     def _arithmetic(self, expression: ast.BinOp, sign: str) -> int | float:
         left, right = self.read(expression.left), self.read(expression.right)
         if _is_node(left) and _is_node(right):
-            # Signs that tell their sides apart become steps of the right one.
+            # Non-commutative operators become a unary step and a commutative one.
             if sign in _TURNED:
                 sign, label = _TURNED[sign]
                 right = self._add("number", label, [right])
@@ -165,10 +165,10 @@ def _is_literal(text: str) -> bool:
 
 
 def _place(graph: Graph) -> None:
-    """Gives every node its row and lane.
+    """Assigns a row and a lane to every node.
 
-    Nodes of one depth share a row, but each join has a row of its own, so that the lines that come
-    to it from the side meet no box. A lane is taken from a branch's beginning to its end.
+    Nodes of one depth share a row, but each join has a row of its own, so that lines from the side
+    meet no box. A branch occupies its lane from its beginning to its end.
     """
     nodes = graph.nodes
     cost: list[int] = []
@@ -187,7 +187,7 @@ def _place_rows(graph: Graph) -> None:
     nodes, depth = graph.nodes, list[int]()
     for node in nodes:
         depth.append(1 + max((depth[arg] for arg in node.args), default=-1))
-    depth[graph.value] = max(depth)  # nothing stands below the value
+    depth[graph.value] = max(depth)  # the value is at the bottom
 
     def place(number: int) -> tuple[int, int, int]:
         alone = len(nodes[number].args) > 1
@@ -199,14 +199,14 @@ def _place_rows(graph: Graph) -> None:
     for number, node in enumerate(nodes):
         readers = graph.readers(number)
         if node.kind == "input" and readers and all(nodes[r].args[0] != number for r in readers):
-            node.row = nodes[readers[0]].row  # it only comes in from the side
+            node.row = nodes[readers[0]].row  # a side input, beside its reader
 
 
 def _place_lanes(graph: Graph) -> None:
     nodes = graph.nodes
-    taken_until: dict[int, int] = {}  # lane -> the last row in which something is there
-    heirs: dict[int, int] = {}  # node -> the one that goes on in its lane
-    # What comes in from the side stands beside its reader, so after it.
+    taken_until: dict[int, int] = {}  # lane -> the last occupied row
+    heirs: dict[int, int] = {}  # node -> the one that continues its lane
+    # A side input is placed beside its reader, so after it.
     for number in sorted(range(len(nodes)), key=lambda n: (nodes[n].row, not nodes[n].args, n)):
         node = nodes[number]
         last = max([node.row, *(nodes[reader].row for reader in graph.readers(number))])

@@ -1,4 +1,4 @@
-"""A specification as HTML: what a notebook shows of it."""
+"""HTML view of a specification, for notebooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospa
 
 
 class Described(Drawable, Protocol):
-    """What is shown of a `ModelSpec`, whose notebook view imports this module."""
+    """The part of a `ModelSpec` that is shown; the class itself imports this module."""
 
     @property
     def path(self) -> str: ...
@@ -23,22 +23,22 @@ class Described(Drawable, Protocol):
 
 
 def spec_html(spec: Described) -> str:
-    """The model's type, sizes and wiring."""
+    """HTML of the model's type, sizes and wiring."""
     sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
     heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"
     return f"<div>{heading}{table(('size', 'value'), sizes)}{draw(spec)}</div>"
 
 
 def written(cell: Any) -> str:
-    """A value as it was meant, which may have gone through 32 bits."""
+    """A value as written, rounded to float32's precision."""
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
 def folded(heading: str, title: str, content: str) -> str:
-    """A heading, and below it something that is shown when its title is clicked.
+    """A heading and a collapsible section below it (details).
 
     Args:
-        heading, title: texts.
+        heading, title: plain text.
         content: HTML.
     """
     return (
@@ -48,7 +48,7 @@ def folded(heading: str, title: str, content: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; numbers stand at the right, and as they were meant: 1e-05, not 9.99999975e-06."""
+    """A table; numbers are right-aligned and rounded: 1e-05, not 9.99999975e-06."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
         sides = ["right" if isinstance(cell, int | float) else "left" for cell in row]

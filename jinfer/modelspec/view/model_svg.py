@@ -1,8 +1,7 @@
-"""A model as a picture: its stacks as SVG, from the stem through each sort of layer to the head.
+"""SVG drawing of a model: its stacks, from the stem through each kind of layer to the head.
 
-Nothing is left to the viewer's fonts: every text is set in a monospaced one, whose widths are
-known, so boxes are as wide as what stands in them. The colours are the picture's own, light and
-dark, and it has a background, so it is readable on any page.
+Independent of the viewer's fonts: all text is monospaced, so the widths of boxes are known. It has
+its own colours, light and dark, and a background, so it is readable on any page.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.view.block_labels import shortened, summary
 from jinfer.modelspec.view.formula_graph import Graph, Node, graph_of
 
-CHARACTER = 7.3  # width of one at 12 pixels; monospaced fonts have 0.55 to 0.602 of their size
+CHARACTER = 7.3  # width at font size 12; monospaced fonts have 0.55 to 0.602 of their size
 _LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
 _MARGIN, _TITLE = 18.0, 30.0
 _STYLE = """
@@ -51,7 +50,7 @@ class _Section:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a node stands: its middle, and half its width and height."""
+    """A node's box: its centre, and half its width and height."""
 
     x: float
     y: float
@@ -60,7 +59,7 @@ class _Place:
 
 
 class Drawable(Protocol):
-    """What is drawn of a `ModelSpec`, whose notebook view imports this module."""
+    """The part of a `ModelSpec` that is drawn; the class itself imports this module."""
 
     @property
     def shared(self) -> Sequence[tuple[str, Block]]: ...
@@ -69,7 +68,7 @@ class Drawable(Protocol):
 
 
 def draw(spec: Drawable) -> str:
-    """The model as an SVG document: its stacks side by side."""
+    """The model as an SVG document, with its stacks side by side."""
     parts, x, height = [], _MARGIN, 0.0
     for stack in spec.stacks:
         drawing, w, h = _draw_stack(spec, stack, x)
@@ -85,7 +84,7 @@ def draw(spec: Drawable) -> str:
 
 
 def layer_sorts(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:
-    """The sorts of layers that a stack has, with the numbers of those of that sort."""
+    """The distinct layers of a stack, each with the numbers of the layers equal to it."""
     sorts: list[tuple[LayerSpec, list[int]]] = []
     for i, layer in enumerate(stack.layers):
         for known, numbers in sorts:
@@ -126,7 +125,7 @@ def _sections(spec: Drawable, stack: StackSpec) -> list[_Section]:
 
 
 def _lines(section: _Section, node: Node) -> list[str]:
-    """What is written in a node's box."""
+    """The lines of text in a node's box."""
     if node.kind == "module":
         return [node.label, *summary(section.modules[node.label])]
     if node.kind == "number":
@@ -135,7 +134,7 @@ def _lines(section: _Section, node: Node) -> list[str]:
 
 
 def _size(section: _Section, node: Node) -> tuple[float, float]:
-    """Half the width and height of a node; nothing for the stream that comes in from above."""
+    """Half the width and height of a node; zero for the stream from above."""
     if node.kind == "join":
         return _RADIUS, _RADIUS
     if node.kind == "input" and node.label == "x":
@@ -180,7 +179,7 @@ def _draw_stack(spec: Drawable, stack: StackSpec, left: float) -> tuple[list[str
         ]
         y = bottom + 14
         value = places[section.graph.value]
-        if number < len(sections) - 1:  # the stream goes on to the next frame's first line
+        if number < len(sections) - 1:  # the stream continues in the next frame
             lines.append(_line("main", [(value.x, value.y + value.h), (value.x, y + _TITLE + 1)]))
     return [*frames, *lines, *boxes], width, y + _MARGIN - 14
 
@@ -188,7 +187,7 @@ def _draw_stack(spec: Drawable, stack: StackSpec, left: float) -> tuple[list[str
 def _draw_lines(graph: Graph, places: Mapping[int, _Place]) -> list[str]:
     out = []
     steps = {(a, b) for a, b in zip(graph.main, graph.main[1:], strict=False)}
-    forks: dict[int, list[int]] = {}  # row -> the nodes that a line turns from above it
+    forks: dict[int, list[int]] = {}  # row -> the nodes to which a line branches from above it
     for node in graph.nodes:
         for arg in node.args[:1]:
             if graph.nodes[arg].lane != node.lane:
@@ -205,7 +204,7 @@ def _draw_lines(graph: Graph, places: Mapping[int, _Place]) -> list[str]:
             start = places[arg]
             style = "main" if (arg, n) in steps else "wire"
             below = (start.x, start.y + start.h)
-            if graph.nodes[arg].row == node.row:  # from beside
+            if graph.nodes[arg].row == node.row:  # from the side
                 side = 1 if start.x > to.x else -1
                 points = [(start.x - side * start.w, to.y), (to.x + side * to.w, to.y)]
             elif start.x == to.x:
@@ -240,7 +239,7 @@ def _node(section: _Section, node: Node, at: _Place, stack: str) -> str:
 
 
 def _style(block: Block) -> str:
-    """The class of a block's box."""
+    """The CSS class of a block's box."""
     if isinstance(block, Attention | CrossAttention | LatentAttention):
         return "attention"
     return {"rms": "norm", "layer": "norm", "mlp": "feed", "gated": "feed", "moe": "feed"}.get(
@@ -261,7 +260,7 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "middle") -> 
 
 
 def _line(style: str, points: list[tuple[float, float]], tip: bool = False) -> str:
-    """A line, with an arrow's tip at its end."""
+    """A line, optionally with an arrow tip."""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     drawn = f'<path class="{style}" d="{path}"/>'
     if not tip:
