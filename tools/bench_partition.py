@@ -26,8 +26,8 @@ import numpy as np
 from jinfer import LLM, SamplingParams
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.cost_model import MACHINES, Machine, Work, estimate, layouts
 from jinfer.parallel.pipeline_programs import StagedPrograms
 from jinfer.parallel.timeline import Busy, Timeline, together

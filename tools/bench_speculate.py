@@ -25,8 +25,8 @@ from jinfer import LLM, Completion, SamplingParams
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.engine.requests import RequestError
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.speculate.draft_length import Control
 from jinfer.speculate.prompt_lookup import Lookup
 from jinfer.speculate.replay_drafter import Replay

@@ -18,9 +18,9 @@ from typing import Any
 
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import draw
 from jinfer.opening.resolve_model import Located
 from jinfer.parallel.cost_model import MACHINES

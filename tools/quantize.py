@@ -28,8 +28,8 @@ from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.engine.scheduling.cache_size import free_memory
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import open_model
 from jinfer.opening.resolve_model import open_source

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_files import families, with_families
+from jinfer.modelspec.toml_tables import merge
 from jinfer.opening.resolve_model import SPEC_FILE, Located, read_json_value
 from jinfer.opening.sources import SourceError
 from jinfer.weights.safetensors_writer import NAMES, SHARD_BYTES, Writer

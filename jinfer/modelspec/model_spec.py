@@ -10,6 +10,7 @@ from jinfer.modelspec.blocks import Block, Head, Rope, Scaling
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
+from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.speculation_table import SpeculationSpec
 from jinfer.modelspec.tensor_names import TensorMap
@@ -56,20 +57,8 @@ class PromptSpec:
     chat_template: str | None = None
     fallback: str | None = None
     system: str | None = None
-    tool_calls: Literal[
-        "auto",
-        "hermes",
-        "qwen_coder",
-        "llama",
-        "mistral",
-        "deepseek",
-        "dsml",
-        "granite",
-        "phi",
-        "command",
-        "harmony",
-    ] = "auto"
-    reasoning: Literal["auto", "none", "think", "mistral", "command", "seed"] = "auto"
+    tool_calls: ToolCalls = "auto"
+    reasoning: Reasoning = "auto"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from jinfer.modelspec.toml_tables import (
     check_parameters,
     check_plain,
     check_text,
+    merge,
     texts_in,
 )
-from jinfer.modelspec.toml_tables import merge as merge
 
 STACKS = ("encoder", "decoder")
 _BUILT = ("dims", "modules", *STACKS)  # tables that define the model

@@ -13,8 +13,7 @@ from jinfer.guard.safe_files import FileRefused, is_there, read_regular
 from jinfer.modelspec.family_match import matches
 from jinfer.modelspec.resolve_spec import Facts
 from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.modelspec.toml_tables import Table, check_plain
-from jinfer.modelspec.toml_tables import nested as nested
+from jinfer.modelspec.toml_tables import Table, check_plain, nested
 
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.

@@ -13,9 +13,8 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.cache_dtype import Kind, parse_kind
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.modelspec.spec_files import nested
+from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.generation_config import generation_config, generation_defaults, token_ids
 from jinfer.opening.open_keywords import check_keywords

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
+from jinfer.api import text_embeddings
 from jinfer.api.text_embeddings import SIMILARITIES, Tokens, limit, prompt_of
-from jinfer.api.text_embeddings import vectors as vectors_of
 from jinfer.engine.requests import RequestError
 from jinfer.opening.pooling_config import Vectors
 from jinfer.server.http_errors import ApiError, as_api_error, invalid, too_long, unsupported
@@ -108,7 +108,7 @@ async def _embedded(
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = [given[i] for i in order[begin : begin + most]]
-        found = await service.computed(vectors_of, hosted.frontend, group, **how)
+        found = await service.computed(text_embeddings.vectors, hosted.frontend, group, **how)
         rows.update(zip(order[begin : begin + most], found, strict=True))
     return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.server import usage as figures
+from jinfer.server import usage
 from jinfer.server.http_errors import unsupported
 from jinfer.server.http_responses import Reply, Stream, event
 from jinfer.server.info import own_version
@@ -102,22 +102,22 @@ class _Llama:
         return self._chosen(shown)
 
     def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
-        job, usage = self.jobs[prompt], answer.usage
+        job, used = self.jobs[prompt], answer.usage
         kind, word = self._stopped(job, answer)
         return {
             "id_slot": -1,
             "stop": True,
             "model": self.hosted.name,
             "tokens_predicted": len(answer.token_ids),
-            "tokens_evaluated": usage.prompt_tokens,
-            "tokens_cached": usage.cached_tokens,
+            "tokens_evaluated": used.prompt_tokens,
+            "tokens_cached": used.cached_tokens,
             "generation_settings": settings_of(job),
             "prompt": "" if self.hosted.llm.tokenizer is None else self._text(job),
             "has_new_line": "\n" in answer.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
-            "timings": figures.timings(usage),
+            "timings": usage.timings(used),
         }
 
     def _text(self, job: Job) -> str:
@@ -163,7 +163,7 @@ class _Llama:
             "id": one.id,
             "token": data.decode("utf-8", "replace"),
             "bytes": list(data),
-            "logprob": figures.finite(one.logprob),
+            "logprob": usage.finite(one.logprob),
         }
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _Llama:
         """The timings so far, if requested."""
         if not self.call.body.timings_per_token:
             return {}
-        return {"timings": figures.timings(self.run.so_far(index))}
+        return {"timings": usage.timings(self.run.so_far(index))}
 
 
 async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.output.generation import Chunk
-from jinfer.server import usage as figures
+from jinfer.server import usage
 from jinfer.server.chat import prepare_chat
 from jinfer.server.http_errors import ApiError, invalid, unsupported
 from jinfer.server.http_responses import Reply, Stream, event
@@ -251,7 +251,7 @@ class _Response:
         """Parses a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
         if shows_logprobs(self.call.body):
-            entries = figures.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
+            entries = usage.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
         self.status = "incomplete" if chunk.finish_reason == "length" else "completed"
         return self.items.push(self._parser.push(chunk.text), entries)
 
@@ -265,10 +265,10 @@ class _Response:
         body = self.call.body
         params = self.job.asked.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        usage = None
+        tokens = None
         if self.run.usages:
-            known = figures.usage([self.job], self.run.usages)
-            usage = {
+            known = usage.usage([self.job], self.run.usages)
+            tokens = {
                 "input_tokens": known["prompt_tokens"],
                 "input_tokens_details": {
                     "cached_tokens": known["prompt_tokens_details"]["cached_tokens"],
@@ -312,7 +312,7 @@ class _Response:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": usage,
+            "usage": tokens,
             "user": body.user,
         }
 

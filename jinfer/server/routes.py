@@ -11,13 +11,36 @@ from jinfer.server.endpoint import Endpoint
 from jinfer.server.http_responses import EVENTS, Reply
 from jinfer.server.page import static_files
 from jinfer.server.responses import respond
-from jinfer.server.schemas import chat as chat_schemas
-from jinfer.server.schemas import completions as text_schemas
-from jinfer.server.schemas import embeddings as vector_schemas
-from jinfer.server.schemas import info as about_schemas
-from jinfer.server.schemas import llamacpp_api as llama_schemas
-from jinfer.server.schemas import responses as response_schemas
-from jinfer.server.schemas import tokenize as token_schemas
+from jinfer.server.schemas.chat import ChatAnswer, ChatRequest
+from jinfer.server.schemas.completions import CompletionAnswer, CompletionRequest
+from jinfer.server.schemas.embeddings import (
+    ClassifyRequest,
+    EmbeddingAnswer,
+    EmbeddingRequest,
+    MaskAnswer,
+    MaskRequest,
+    RerankAnswer,
+    RerankRequest,
+    ScoreAnswer,
+    ScoreRequest,
+)
+from jinfer.server.schemas.info import Description, Health, Model, Models, Props, Slots, Version
+from jinfer.server.schemas.llamacpp_api import (
+    InferflowAnswer,
+    InferflowRequest,
+    LlamaAnswer,
+    LlamaRequest,
+)
+from jinfer.server.schemas.responses import ResponseAnswer, ResponseRequest
+from jinfer.server.schemas.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TemplateAnswer,
+    TemplateRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from jinfer.server.service import Call
 
 _ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
@@ -39,7 +62,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/health", "/v1/health", "/ping"),
         info.health,
         "Whether requests are answered",
-        gives=about_schemas.Health,
+        gives=Health,
         group=_ABOUT,
         public=True,
     ),
@@ -48,7 +71,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/openapi.json",),
         _openapi,
         "This description",
-        gives=about_schemas.Description,
+        gives=Description,
         group=_ABOUT,
     ),
     Endpoint(
@@ -64,7 +87,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/version",),
         info.show_version,
         "Which jinfer this is",
-        gives=about_schemas.Version,
+        gives=Version,
         group=_ABOUT,
     ),
     Endpoint(
@@ -80,7 +103,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/models", "/models"),
         info.models,
         "What is served",
-        gives=about_schemas.Models,
+        gives=Models,
         group=_OPENAI,
     ),
     Endpoint(
@@ -88,7 +111,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/models/{model:path}", "/models/{model:path}"),
         info.model,
         "One of the models",
-        gives=about_schemas.Model,
+        gives=Model,
         group=_OPENAI,
     ),
     Endpoint(
@@ -96,8 +119,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/chat/completions", "/chat/completions"),
         chat,
         "Answers a conversation",
-        chat_schemas.ChatRequest,
-        chat_schemas.ChatAnswer,
+        ChatRequest,
+        ChatAnswer,
         EVENTS,
         _OPENAI,
     ),
@@ -106,8 +129,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/completions", "/completions"),
         completions,
         "Continues texts",
-        text_schemas.CompletionRequest,
-        text_schemas.CompletionAnswer,
+        CompletionRequest,
+        CompletionAnswer,
         EVENTS,
         _OPENAI,
     ),
@@ -116,8 +139,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/responses", "/responses"),
         respond,
         "Answers a conversation",
-        response_schemas.ResponseRequest,
-        response_schemas.ResponseAnswer,
+        ResponseRequest,
+        ResponseAnswer,
         EVENTS,
         _OPENAI,
     ),
@@ -126,8 +149,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/embeddings", "/embeddings"),
         embeddings.embeddings,
         "The vectors of texts",
-        vector_schemas.EmbeddingRequest,
-        vector_schemas.EmbeddingAnswer,
+        EmbeddingRequest,
+        EmbeddingAnswer,
         group=_OPENAI,
     ),
     Endpoint(
@@ -135,8 +158,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/rerank", "/rerank"),
         embeddings.rerank,
         "Documents by how well they fit a query",
-        vector_schemas.RerankRequest,
-        vector_schemas.RerankAnswer,
+        RerankRequest,
+        RerankAnswer,
         group=_VECTORS,
     ),
     Endpoint(
@@ -144,8 +167,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/score", "/v1/score"),
         embeddings.score,
         "How well pairs of texts fit",
-        vector_schemas.ScoreRequest,
-        vector_schemas.ScoreAnswer,
+        ScoreRequest,
+        ScoreAnswer,
         group=_VECTORS,
     ),
     Endpoint(
@@ -153,7 +176,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/classify", "/v1/classify"),
         embeddings.classify,
         "Refused: no family has a head for classes",
-        vector_schemas.ClassifyRequest,
+        ClassifyRequest,
         group=_VECTORS,
     ),
     Endpoint(
@@ -161,8 +184,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/fill-mask", "/v1/fill-mask"),
         embeddings.fill_mask,
         "The likeliest tokens at the masks of texts",
-        vector_schemas.MaskRequest,
-        vector_schemas.MaskAnswer,
+        MaskRequest,
+        MaskAnswer,
         group=_VECTORS,
     ),
     Endpoint(
@@ -170,8 +193,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/tokenize",),
         tokenize.tokenize,
         "The tokens of a text or a conversation",
-        token_schemas.TokenizeRequest,
-        token_schemas.TokenizeAnswer,
+        TokenizeRequest,
+        TokenizeAnswer,
         group=_TOKENS,
     ),
     Endpoint(
@@ -179,8 +202,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/detokenize",),
         tokenize.detokenize,
         "The text of tokens",
-        token_schemas.DetokenizeRequest,
-        token_schemas.DetokenizeAnswer,
+        DetokenizeRequest,
+        DetokenizeAnswer,
         group=_TOKENS,
     ),
     Endpoint(
@@ -188,7 +211,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/tokenizer_info",),
         tokenize.tokenizer_info,
         "What vLLM says of a tokenizer",
-        gives=token_schemas.TokenizerInfo,
+        gives=TokenizerInfo,
         group=_TOKENS,
     ),
     Endpoint(
@@ -196,8 +219,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/apply-template",),
         tokenize.apply_template,
         "The prompt that a conversation becomes",
-        token_schemas.TemplateRequest,
-        token_schemas.TemplateAnswer,
+        TemplateRequest,
+        TemplateAnswer,
         group=_TOKENS,
     ),
     Endpoint(
@@ -205,8 +228,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/completion",),
         llamacpp_api.complete,
         "Continues texts",
-        llama_schemas.LlamaRequest,
-        llama_schemas.LlamaAnswer,
+        LlamaRequest,
+        LlamaAnswer,
         EVENTS,
         _LLAMA,
     ),
@@ -215,7 +238,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/props",),
         llamacpp_api.props,
         "What a server says of a model",
-        gives=about_schemas.Props,
+        gives=Props,
         group=_LLAMA,
     ),
     Endpoint(
@@ -223,7 +246,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/slots",),
         llamacpp_api.slots,
         "What each slot of a model does",
-        gives=about_schemas.Slots,
+        gives=Slots,
         group=_LLAMA,
     ),
     Endpoint(
@@ -231,8 +254,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/",),
         inferflow_api.answer,
         "Answers a text",
-        llama_schemas.InferflowRequest,
-        llama_schemas.InferflowAnswer,
+        InferflowRequest,
+        InferflowAnswer,
         inferflow_api.LINES,
         "Inferflow",
     ),

@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cli.terminal.foreign_flags import SERVING
-from jinfer.distributed.job_config import FLAGS as JOB
-from jinfer.modelspec.resolve_spec import merge
+from jinfer.distributed import job_config
+from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_keys
 from jinfer.server.server_settings import Settings, Source
@@ -116,15 +117,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--chat-template",), "a Jinja template, or a file with one"),
     Flag(
         ("--tool-call-parser",),
-        "how models write calls of tools (prompt.tool_calls): auto, hermes, qwen_coder, llama, "
-        "mistral, deepseek, dsml, granite, phi, command, harmony",
+        "how models write calls of tools (prompt.tool_calls): " + ", ".join(get_args(ToolCalls)),
     ),
     Flag(
         ("--reasoning-parser",),
-        "how models mark their thoughts (prompt.reasoning): auto, none, think, mistral, command, "
-        "seed",
+        "how models mark their thoughts (prompt.reasoning): " + ", ".join(get_args(Reasoning)),
     ),
-    *(Flag((f"--{name}",), about) for name, about in JOB.items()),
+    *(Flag((f"--{name}",), about) for name, about in job_config.FLAGS.items()),
     Flag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
     Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
     Flag(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinfer.engine.output.generation import Usage
-from jinfer.server import usage as figures
+from jinfer.server import usage
 from jinfer.server.http_errors import invalid, unsupported
 from jinfer.server.http_responses import PING, event
 from jinfer.server.request_runner import Job, Run
@@ -60,13 +60,13 @@ def choice(
     return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
 
 
-def so_far(job: Job, options: StreamOptions | None, usage: Usage) -> dict[str, Any]:
+def so_far(job: Job, options: StreamOptions | None, used: Usage) -> dict[str, Any]:
     """The usage and timings of a chunk, if requested."""
     found: dict[str, Any] = {}
     if options is not None and options.continuous_usage_stats:
-        found["usage"] = figures.usage([job], {0: usage})
+        found["usage"] = usage.usage([job], {0: used})
     if job.asked.timings:
-        found["timings"] = figures.timings(usage)
+        found["timings"] = usage.timings(used)
     return found
 
 
@@ -81,5 +81,5 @@ def ended(
     """The final event: the usage, if requested, and llama.cpp's timings."""
     if options is None or not options.include_usage:
         return b""
-    usage = figures.usage(jobs, run.usages)
-    return event({**frame, "usage": usage, "timings": figures.timings(run.usages[0])})
+    tokens = usage.usage(jobs, run.usages)
+    return event({**frame, "usage": tokens, "timings": usage.timings(run.usages[0])})

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.modelspec.resolve_spec import Facts, merge, resolve
+from jinfer.modelspec.resolve_spec import Facts, resolve
 from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.weights.load_weights import LoadError, find_origins, load
 

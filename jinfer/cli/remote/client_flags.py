@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Mapping
 
 from jinfer.cli.remote.http_client import DEFAULT, RemoteError, Server
+from jinfer.cli.terminal import foreign_flags
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cli.terminal.flag_conflicts import FlagError, check_pairs
-from jinfer.cli.terminal.foreign_flags import INSTEAD as FOREIGN
 from jinfer.cli.terminal.generate_flags import add_sampling
 
 _SHORT = (
@@ -16,7 +16,7 @@ _SHORT = (
     *("--max-tokens", "--temperature", "--help"),
 )
 INSTEAD = {
-    **FOREIGN,
+    **foreign_flags.INSTEAD,
     ("-p", "--prompt"): "write the question without a flag",
     ("-c", "--ctx-size", "--max-model-len"): "who starts the server says it",
     ("--host", "--port"): "--url http://HOST:PORT says where the server is",

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cli.terminal.foreign_flags import ALIASES, INSTEAD
-from jinfer.distributed.job_config import FLAGS as JOB
+from jinfer.distributed import job_config
 from jinfer.sampling.param_names import PARAMETERS
 from jinfer.sampling.parameter_docs import described
 from jinfer.sampling.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     _switch(add, "--json", "print one JSON object with text, ids and timings")
     add("--threads", type=_positive, metavar="N", help="use at most N cores of the CPU")
     several = parser.add_argument_group("several hosts", "'jinfer docs partition' says more")
-    for name, about in JOB.items():
+    for name, about in job_config.FLAGS.items():
         several.add_argument(f"--{name}", help=about, metavar=name.upper())
     add_sampling(parser)
     return parser

@@ -24,9 +24,9 @@ from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import FileRefused, read_regular
-from jinfer.modelspec.resolve_spec import merge
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.opening import model_catalogue
 from jinfer.progress import task
 from jinfer.sampling.sampling_params import SamplingParams

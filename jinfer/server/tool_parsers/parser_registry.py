@@ -1,68 +1,72 @@
-"""Which format a model speaks: by its chat template, or as its specification says."""
+"""Tool-call and reasoning formats: one table, and which format a chat template uses.
+
+A format is a module of its own with a test, a row here, and its name in
+`jinfer.modelspec.prompt_formats`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from jinfer.server.tool_parsers import (
+    deepseek,
+    dsml,
+    harmony,
+    hermes,
+    json_list,
+    llama,
+    mistral,
+    qwen_coder,
+)
 from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.deepseek import CALLS as DEEPSEEK_CALLS
-from jinfer.server.tool_parsers.deepseek import DEEPSEEK
-from jinfer.server.tool_parsers.dsml import DSML
-from jinfer.server.tool_parsers.dsml import MARK as DSML_MARK
-from jinfer.server.tool_parsers.harmony import CHANNEL, HARMONY
-from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.hermes import OPEN as HERMES_CALL
-from jinfer.server.tool_parsers.json_list import ACTION, COMMAND, GRANITE, PHI, SAID
-from jinfer.server.tool_parsers.json_list import TAG as LISTED_CALL
-from jinfer.server.tool_parsers.llama import LLAMA, TAG
-from jinfer.server.tool_parsers.mistral import CALLS as MISTRAL_CALLS
-from jinfer.server.tool_parsers.mistral import MISTRAL
-from jinfer.server.tool_parsers.qwen_coder import FUNCTION, PARAMETER, QWEN_CODER
 from jinfer.server.tool_parsers.reasoning import THINKINGS, Thinking
 from jinfer.tokenizer import Tokenizer
 
-FORMATS: Mapping[str, Format] = {
-    one.name: one
-    for one in (
-        *(HERMES, QWEN_CODER, LLAMA, MISTRAL, DEEPSEEK),
-        *(DSML, GRANITE, PHI, COMMAND, HARMONY),
-    )
-}
-
 PHI_TOOLS = "<|tool|>"
 
-# What a chat template has in it, of which the first that holds tells the format.
-_TELLING: tuple[tuple[Format, Callable[[str], bool]], ...] = (
-    (HARMONY, lambda text: CHANNEL in text),
-    (DSML, lambda text: DSML_MARK in text),
-    (DEEPSEEK, lambda text: DEEPSEEK_CALLS in text),
-    (MISTRAL, lambda text: MISTRAL_CALLS in text),
-    (COMMAND, lambda text: ACTION in text or (SAID in text and "tool_name" in text)),
-    (PHI, lambda text: PHI_TOOLS in text),
-    (GRANITE, lambda text: LISTED_CALL in text),
-    (QWEN_CODER, lambda text: FUNCTION in text and PARAMETER in text),
-    (HERMES, lambda text: HERMES_CALL in text),
-    (LLAMA, lambda text: TAG in text or ('"name": ' in text and '"parameters": ' in text)),
+# Each format with a test of a chat template that uses it. The first format whose test holds is
+# chosen, so the more specific ones come first.
+_TABLE: tuple[tuple[Format, Callable[[str], bool]], ...] = (
+    (harmony.HARMONY, lambda text: harmony.CHANNEL in text),
+    (dsml.DSML, lambda text: dsml.MARK in text),
+    (deepseek.DEEPSEEK, lambda text: deepseek.CALLS in text),
+    (mistral.MISTRAL, lambda text: mistral.CALLS in text),
+    (
+        json_list.COMMAND,
+        lambda text: json_list.ACTION in text or (json_list.SAID in text and "tool_name" in text),
+    ),
+    (json_list.PHI, lambda text: PHI_TOOLS in text),
+    (json_list.GRANITE, lambda text: json_list.TAG in text),
+    (
+        qwen_coder.QWEN_CODER,
+        lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text,
+    ),
+    (hermes.HERMES, lambda text: hermes.OPEN in text),
+    (
+        llama.LLAMA,
+        lambda text: llama.TAG in text or ('"name": ' in text and '"parameters": ' in text),
+    ),
 )
+FORMATS: Mapping[str, Format] = {format.name: format for format, _ in _TABLE}
 
 
 def format_of(template: str, chosen: str = "auto") -> Format:
-    """The format of calls; Hermes' where nothing tells another one.
+    """The tool-call format of a model; Hermes if the template does not tell.
 
     Args:
-        template: the chat template's own text.
+        template: the source of the chat template.
         chosen: `prompt.tool_calls` of the specification.
     """
     if chosen != "auto":
         return FORMATS[chosen]
-    return next((one for one, tells in _TELLING if tells(template)), HERMES)
+    return next((format for format, matches in _TABLE if matches(template)), hermes.HERMES)
 
 
 def thinking_of(template: str, tokenizer: Tokenizer, chosen: str = "auto") -> Thinking | None:
-    """How thoughts are marked; None where they are not.
+    """The reasoning format of a model; None without reasoning.
 
     Args:
-        tokenizer: has tokens for the marks of a model that was trained to think.
+        tokenizer: reasoning models have special tokens for the marks.
         chosen: `prompt.reasoning` of the specification.
     """
     if chosen != "auto":
@@ -74,7 +78,7 @@ def thinking_of(template: str, tokenizer: Tokenizer, chosen: str = "auto") -> Th
 
 
 def shown(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens among some marks, which are no text to who does not ask for them."""
+    """The ids of special tokens among some marks, which the decoder must not skip."""
     parts = [part for mark in marks for part in tokenizer.split_special(mark)]
     ids = (part for part in parts if isinstance(part, int) and tokenizer.is_control(part))
     return tuple(dict.fromkeys(ids))

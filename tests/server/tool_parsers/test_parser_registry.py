@@ -2,11 +2,13 @@
 
 import json
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.server.tool_parsers.deepseek import DEEPSEEK
 from jinfer.server.tool_parsers.dsml import DSML
 from jinfer.server.tool_parsers.harmony import HARMONY
@@ -16,6 +18,7 @@ from jinfer.server.tool_parsers.llama import LLAMA
 from jinfer.server.tool_parsers.mistral import MISTRAL
 from jinfer.server.tool_parsers.parser_registry import FORMATS
 from jinfer.server.tool_parsers.qwen_coder import QWEN_CODER
+from jinfer.server.tool_parsers.reasoning import THINKINGS
 from tests.server.tool_parsers.reading import mixed, parser, pieces, read
 
 PARIS = '{"city": "Paris"}'
@@ -316,6 +319,11 @@ TEXTS = {name: [t for n, t, *_ in RIGHT if n == name] for name in FORMATS}
 for wrong_name, wrong_text in WRONG:
     if len(wrong_text) < 1000:
         TEXTS[wrong_name] += [wrong_text, wrong_text + TEXTS[wrong_name][0]]
+
+
+def test_each_name_of_a_specification_has_a_parser() -> None:
+    assert set(get_args(ToolCalls)) == {"auto", *FORMATS}
+    assert set(get_args(Reasoning)) == {"auto", "none", *(one.name for one in THINKINGS)}
 
 
 @pytest.mark.parametrize("name", FORMATS)
