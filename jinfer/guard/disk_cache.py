@@ -27,7 +27,7 @@ class Shelf:
 
     Attributes:
         folder: writable by this user only.
-        maker: what all entries depend on: versions of the software that writes and reads them.
+        versions: what all entries depend on: versions of the software that writes and reads them.
         limit: bytes of all entries; the least recently used are removed first.
     """
 

@@ -36,7 +36,7 @@ def failed_download(data: bytes, size: int) -> str:
 
 
 def read_downloaded(path: Path, most: int) -> bytes:
-    """As `read_regular`; rejects a failed download too."""
+    """As `read_regular_file`; rejects a failed download too."""
     data = read_regular(path, most)
     if told := failed_download(data, len(data)):
         raise FileRefused(told)

@@ -19,7 +19,7 @@ def read_regular(path: Path, most: int) -> bytes:
     A pipe would block, a device would never end, and a file may grow while it is read.
 
     Args:
-        most: maximum size in bytes.
+        limit: maximum size in bytes.
 
     Raises:
         FileRefused: it is missing, not a regular file, or too large.

@@ -18,7 +18,7 @@ _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
 
 
 class WatchedTable(Mapping[str, Any]):
-    """A table of a config.json that records each key read in `asked`, as a dotted path.
+    """A table of a config.json that records each key read in `keys_read`, as a dotted path.
 
     Keys with null or an empty table count as absent.
     """
@@ -49,14 +49,14 @@ class WatchedTable(Mapping[str, Any]):
 
 
 def lookup_in(table: Mapping[str, Any], asked: set[str] | None = None) -> Callable[[str], Any]:
-    """Makes a lookup of dotted keys in nested tables, such as a config.json; it raises `Missing`.
+    """Makes a lookup of dotted keys in nested tables (config.json) that raises `MissingKey`.
 
     `$rope_scaling` falls back to the table `rope_parameters`, and `$rope_theta` and
     `$partial_rotary_factor` are found in either, as in transformers 5. A `rope_parameters` with a
     table for each layer type is not flat and is not used for these.
 
     Args:
-        asked: set to which the keys read are added.
+        keys_read: set to which the keys read are added.
     """
     top = WatchedTable(table, "", set() if asked is None else asked)
     rotary = next((name for name in _ROTARY_TABLES if name in top and _is_flat(table[name])), None)
@@ -73,12 +73,12 @@ def lookup_in(table: Mapping[str, Any], asked: set[str] | None = None) -> Callab
 
 
 def _inside(table: Mapping[str, Any], key: str, asked_for: str) -> Any:
-    found: Any = table
+    result: Any = table
     for part in key.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(result, Mapping) or part not in result:
             raise Missing(asked_for)
-        found = found[part]
-    return found
+        result = result[part]
+    return result
 
 
 def _is_flat(value: Any) -> bool:

@@ -37,7 +37,7 @@ def matches(
     Args:
         table: the family's `[match]`.
         architectures: the checkpoint's architecture names.
-        lookup, has, rows: as in `Values`.
+        lookup, has, rows: as in `SpecValues`.
 
     Raises:
         SpecError: an invalid table.

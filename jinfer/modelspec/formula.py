@@ -110,7 +110,7 @@ def compile_formula(
         text: its lines.
         inputs: names of its input arrays -> their kinds.
         modules: the modules it may call.
-        takes: the kinds of a module's arguments.
+        argument_kinds: the kinds of a module's arguments.
         constant: the value of a free name, or None if there is none.
         sizes: free names with values, for errors.
         absent: modules that the model does not have; lines that call them are dropped.

@@ -15,7 +15,7 @@ def left_out(whole: Mapping[str, Any], tensors: TensorMap, values: Values) -> tu
     """The modules whose condition is false and that `[tensors]` has names for.
 
     Args:
-        whole: a specification's merged tables.
+        merged: a specification's merged tables.
     """
     found = []
     for stack in ("", "encoder.", "decoder."):

@@ -56,7 +56,7 @@ def check_leftovers(
     """Raises `SpecError` for a lost key that the new module also has, with another value.
 
     Args:
-        whole: the merged tables.
+        merged: the merged tables.
         spec: the specification resolved from them.
     """
     for lost in found:

@@ -45,10 +45,10 @@ class Facts:
 
     Attributes:
         format: the checkpoint's format.
-        lookup: `$key` -> value; raises `Missing`.
+        lookup: `$key` -> value; raises `MissingKey`.
         has: whether it has a tensor that matches a glob pattern.
         source: name of the file with the keys, for errors.
-        rows: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
+        row_count: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
     """
 
     format: str = "safetensors"

@@ -64,10 +64,10 @@ class Values:
     Attributes:
         path: the specification's file, for errors.
         dims: the texts or numbers of `[dims]`.
-        lookup: `$key` -> value; raises `Missing`.
+        lookup: `$key` -> value; raises `MissingKey`.
         has: whether the checkpoint has a tensor that matches a glob pattern.
         source: what `lookup` reads, for errors ("config.json").
-        rows: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
+        row_count: number of rows of the tensor that matches a pattern; raises `MissingTensor`.
         engine_context: the context that `[engine]` sets.
         names: values of further names, such as `i` in the modules of a layer.
         used: dimensions that were evaluated.
@@ -164,7 +164,7 @@ class Values:
         return " and ".join(clauses)
 
     def _evaluate(self, text: str, key: str, names: Mapping[str, Any]) -> Any:
-        """The value of one alternative. Raises `Missing` if it reads a missing key."""
+        """The value of one alternative. Raises `MissingKey` if it reads a missing key."""
         keys: list[str] = []
 
         def placeholder(found: re.Match[str]) -> str:

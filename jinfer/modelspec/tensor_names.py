@@ -50,7 +50,7 @@ class Place:
             `TensorEntry`.
         parts: all parameters fused in that tensor, in order; empty if it is alone.
         groups, axis, transpose: as in `TensorEntry`.
-        otherwise: the fallback for a file that has none of these.
+        fallback: the source in a file that has none of these.
         table: as in `TensorMap`.
     """
 
@@ -97,7 +97,7 @@ class TensorMap:
         copies: parameter -> the file's names of duplicate tensors.
         first: the file's number of the first layer.
         table: the specification's table, for errors: "tensors", or a format's, "tensors.gguf".
-        left_out: modules that have names here, but that the checkpoint lacks by their `when`.
+        omitted: modules that have names here, but that the checkpoint lacks by their `when`.
     """
 
     entries: tuple[tuple[str, Entry], ...]
@@ -112,12 +112,12 @@ class TensorMap:
     def owners_left_out(self, names: Iterable[str]) -> list[LeftOut]:
         """The omitted modules to which some of these tensors belong."""
         bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
-        found = []
+        result = []
         for each in self.left_out:
             parts = "|".join(_regex(n).pattern for n in each.names).replace("(?P<i>", "(?:")
             if any(re.match(rf"(?:{parts})(?:\.|$)", name) for name in bare):
-                found.append(each)
-        return found
+                result.append(each)
+        return result
 
     def place(self, parameter: str) -> Place | None:
         """The tensor of a parameter such as "decoder.3.attn.q.weight"; None if unmapped.

@@ -44,17 +44,17 @@ async def chat(call: Call[ChatRequest]) -> Reply | Stream:
         raise invalid("it needs logprobs: true", "top_logprobs")
     if body.stream:
         return Stream(_streamed(call))
-    async with _running(call) as it:
+    async with _running(call) as answer:
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            wanted = score_prompt, it.hosted.frontend, it.job.ids, body.prompt_logprobs
+            wanted = score_prompt, answer.hosted.frontend, answer.job.ids, body.prompt_logprobs
             scored = await call.service.computed(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked, scored)]
-        (answers,) = await it.run.completions()
+        (answers,) = await answer.run.completions()
         if not more and not body.logprobs:
-            return Reply(it.whole(answers))
+            return Reply(answer.whole(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return Reply(await call.service.beside(lambda: dumps(it.whole(answers) | more)))
+        return Reply(await call.service.beside(lambda: dumps(answer.whole(answers) | more)))
 
 
 @contextlib.asynccontextmanager
@@ -64,10 +64,12 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, read = await service.prepared(body, prepare_chat, service, body, hosted, call.ignore)
+        job, parsing = await service.prepared(
+            body, prepare_chat, service, body, hosted, call.ignore
+        )
         run = service.run(hosted, [job])
         try:
-            yield _Chat(call, hosted, job, read, run)
+            yield _Chat(call, hosted, job, parsing, run)
         finally:
             call.note(**run.summary())
 
@@ -88,37 +90,41 @@ def prepare_chat(
         ids = chat_ids(body, frontend, settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
-    read = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
-    if read.changes and body.response_format is not None and body.response_format.type != "text":
+    parsing = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
+    if parsing.changes and body.response_format is not None and body.response_format.type != "text":
         # The format concerns the content, and a forced tool call has none.
         ignore("response_format", "it cannot be used where tools have to be called")
         body = body.model_copy(update={"response_format": None})
-    changes: dict[str, Any] = dict(read.changes)
+    changes: dict[str, Any] = dict(parsing.changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
-    how = asked(body, frontend, CHAT, changes, _ROUTE)
-    if read.changes:
-        how = replace(how, names={**how.names, **dict.fromkeys(read.changes, "tools")})
-    elif how.params.constrained:
-        how, read = _bound(how, read)
-    job = prepare(frontend, ids, how, param="messages", timeout=settings.timeout, shown=read.shown)
-    return job, read
+    sampling = asked(body, frontend, CHAT, changes, _ROUTE)
+    if parsing.changes:
+        sampling = replace(
+            sampling, names={**sampling.names, **dict.fromkeys(parsing.changes, "tools")}
+        )
+    elif sampling.params.constrained:
+        sampling, parsing = _bound(sampling, parsing)
+    job = prepare(
+        frontend, ids, sampling, param="messages", timeout=settings.timeout, shown=parsing.shown
+    )
+    return job, parsing
 
 
-def _bound(how: Asked, read: Tooling) -> tuple[Asked, Tooling]:
+def _bound(sampling: Asked, parsing: Tooling) -> tuple[Asked, Tooling]:
     """Applies a constraint to the answer: no tool calls, and reasoning only before JSON."""
-    schema = how.params.json_schema
-    if schema is None or read.bound is None:
-        return how, Tooling()
-    field = how.names.get("json_schema", "response_format")
+    schema = sampling.params.json_schema
+    if schema is None or parsing.bound is None:
+        return sampling, Tooling()
+    field = sampling.names.get("json_schema", "response_format")
     try:
-        read = read.bound(schema)
+        parsing = parsing.bound(schema)
     except ConstraintError as error:
         raise as_api_error(error, param=field) from error
-    if read.changes:
-        params = replace(how.params, json_schema=None, **read.changes)
-        how = replace(how, params=params, names={**how.names, "grammar": field})
-    return how, read
+    if parsing.changes:
+        params = replace(sampling.params, json_schema=None, **parsing.changes)
+        sampling = replace(sampling, params=params, names={**sampling.names, "grammar": field})
+    return sampling, parsing
 
 
 @dataclass
@@ -242,65 +248,67 @@ def _call(one: CallDelta, *, whole: bool = False) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if delta.content:
-        found["content"] = delta.content
+        result["content"] = delta.content
     if delta.reasoning:
-        found["reasoning_content"] = delta.reasoning
+        result["reasoning_content"] = delta.reasoning
     calls = [_call(one) for one in delta.calls if one.name is not None or one.arguments]
     if calls:
-        found["tool_calls"] = calls
-    return found
+        result["tool_calls"] = calls
+    return result
 
 
 async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
-        readings = [_Reading(it.read.parser()) for _ in it.job.prepared]
+    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+        readings = [_Reading(answer.read.parser()) for _ in answer.job.prepared]
         async for batch in pieces:
             events = []
             if call.body.return_progress:
                 events += [
-                    event({**it.told(index, it.chunk(index, {})), "prompt_progress": known})
-                    for index, known in it.run.progress(first=batch != [])
+                    event({**answer.told(index, answer.chunk(index, {})), "prompt_progress": known})
+                    for index, known in answer.run.progress(first=batch != [])
                 ]
             for i, piece in batch or ():
-                events += [event(one) for one in _events(it, i, piece, readings[i])]
+                events += [event(one) for one in _events(answer, i, piece, readings[i])]
             yield sent(events, batch)
-        yield ended(call.body.stream_options, it.frame([]), [it.job], it.run)
+        yield ended(call.body.stream_options, answer.frame([]), [answer.job], answer.run)
         yield DONE
 
 
-def _events(it: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
+def _events(answer: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
     """The events of one engine chunk."""
-    found: list[dict[str, Any]] = []
-    how, options = it.job.asked, it.call.body.stream_options
+    result: list[dict[str, Any]] = []
+    sampling, options = answer.job.asked, answer.call.body.stream_options
     if not reading.begun:
         reading.begun = True
-        found.append(it.told(index, it.chunk(index, {"role": "assistant", "content": ""})))
-        if how.token_ids:
-            found[-1]["prompt_token_ids"] = it.job.ids
-    it.run.show(index, piece)
+        result.append(answer.told(index, answer.chunk(index, {"role": "assistant", "content": ""})))
+        if sampling.token_ids:
+            result[-1]["prompt_token_ids"] = answer.job.ids
+    answer.run.show(index, piece)
     deltas = [reading.take(piece.text)] if piece.text else []
     reason = None
     if piece.finish_reason is not None:
         deltas.append(reading.finish(piece.finish_reason))
-        reason = it._reason(reading, piece.finish_reason)
+        reason = answer._reason(reading, piece.finish_reason)
     delta: dict[str, Any] = {}
     for one in deltas:
         for name, value in _delta(one).items():
             delta[name] = delta[name] + value if name in delta else value
     more: dict[str, Any] = {}
-    if it.call.body.logprobs:
-        entries = it.logprobs(piece.logprobs)
+    if answer.call.body.logprobs:
+        entries = answer.logprobs(piece.logprobs)
         more["logprobs"] = {"content": entries, "refusal": None}
-    if how.token_ids:
+    if sampling.token_ids:
         more["token_ids"] = list(piece.token_ids)
     # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
     together = options is not None and options.continuous_usage_stats
-    if delta or more or how.timings:
-        found.append(it.told(index, it.chunk(index, delta, reason if together else None, **more)))
+    if delta or more or sampling.timings:
+        result.append(
+            answer.told(index, answer.chunk(index, delta, reason if together else None, **more))
+        )
         reason = None if together else reason
     if reason is not None:
-        found.append(it.told(index, it.chunk(index, {}, reason)))
-    return found
+        result.append(answer.told(index, answer.chunk(index, {}, reason)))
+    return result

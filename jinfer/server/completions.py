@@ -43,12 +43,12 @@ async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
         if body.prompt_logprobs is not None:
             raise unsupported("they are not streamed", "prompt_logprobs")
         return Stream(_streamed(call))
-    async with _running(call) as it:
-        groups = await it.run.completions()
+    async with _running(call) as answer:
+        groups = await answer.run.completions()
         if body.logprobs is None and body.prompt_logprobs is None:
-            return Reply(it.whole(groups))
+            return Reply(answer.whole(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return Reply(await call.service.beside(lambda: dumps(it.whole(groups))))
+        return Reply(await call.service.beside(lambda: dumps(answer.whole(groups))))
 
 
 @contextlib.asynccontextmanager
@@ -60,10 +60,10 @@ async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
         call.note(model=hosted.name)
         jobs = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, jobs)
-        it = _Texts(call, hosted, jobs, run)
+        answer = _Texts(call, hosted, jobs, run)
         try:
-            await it.score()
-            yield it
+            await answer.score()
+            yield answer
         finally:
             call.note(**run.summary())
 
@@ -72,12 +72,13 @@ def _prepared(call: Call[CompletionRequest], hosted: Hosted) -> list[Job]:
     """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    how = asked(body, frontend, COMPLETIONS, changes, _ROUTE)
+    sampling = asked(body, frontend, COMPLETIONS, changes, _ROUTE)
     prompts = prompts_of(
         body.prompt, frontend, settings.most_prompts, special=body.add_special_tokens
     )
     return [
-        prepare(frontend, ids, how, param="prompt", timeout=settings.timeout) for ids in prompts
+        prepare(frontend, ids, sampling, param="prompt", timeout=settings.timeout)
+        for ids in prompts
     ]
 
 
@@ -86,7 +87,7 @@ class _Texts:
     """A completion request that is being answered.
 
     Attributes:
-        scored: log-probabilities of each prompt's tokens, if requested.
+        prompt_logprobs: log-probabilities of each prompt's tokens, if requested.
     """
 
     call: Call[CompletionRequest]
@@ -228,7 +229,7 @@ class _Texts:
             begun: text offsets of the answers that have begun, by index.
         """
         body = self.call.body
-        found: list[dict[str, Any]] = []
+        result: list[dict[str, Any]] = []
         prompt, job = self._prompt(index), self._job(index)
         first = index not in begun
         offsets = begun.setdefault(index, self._offsets(prompt)) if first else begun[index]
@@ -245,8 +246,8 @@ class _Texts:
         self.run.show(index, piece)
         reason = piece.finish_reason
         if text or more or reason is not None or job.asked.timings:
-            found.append(self._told(index, self.chunk(index, text, reason, **more)))
-        return found
+            result.append(self._told(index, self.chunk(index, text, reason, **more)))
+        return result
 
     def progress(self, *, first: bool) -> list[bytes]:
         """Prefill progress events, if requested; see `RequestRunner.progress`."""
@@ -276,12 +277,12 @@ class _Texts:
 
 async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         begun: dict[int, Offsets] = {}
         async for batch in pieces:
-            events = it.progress(first=batch != [])
+            events = answer.progress(first=batch != [])
             for i, piece in batch or ():
-                events += [event(one) for one in it.events(i, piece, begun)]
+                events += [event(one) for one in answer.events(i, piece, begun)]
             yield sent(events, batch)
-        yield ended(call.body.stream_options, it.frame([]), it.jobs, it.run)
+        yield ended(call.body.stream_options, answer.frame([]), answer.jobs, answer.run)
         yield DONE

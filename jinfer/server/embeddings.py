@@ -98,7 +98,7 @@ async def _embedded(
     param: str,
     truncate: int | None = None,
     prompt_name: str | None = None,
-    **how: Any,
+    **options: Any,
 ) -> tuple[Vectors, int]:
     """Embeds texts in batches. Returns the vectors and the number of tokens."""
     given = await service.beside(_tokens, service, hosted, texts, param, truncate, prompt_name)
@@ -108,7 +108,7 @@ async def _embedded(
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = [given[i] for i in order[begin : begin + most]]
-        found = await service.computed(text_embeddings.vectors, hosted.frontend, group, **how)
+        found = await service.computed(text_embeddings.vectors, hosted.frontend, group, **options)
         rows.update(zip(order[begin : begin + most], found, strict=True))
     return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
 

@@ -35,10 +35,10 @@ class Endpoint:
         paths: URL paths; OpenAPI lists the first.
         handler: async function that turns a `RequestContext` into a response or a stream.
         summary: one line for OpenAPI.
-        takes: schema of the request body.
-        gives: schema of a whole response; None: not JSON.
-        streams: media type of a streamed response; "": it cannot stream.
-        group: OpenAPI tag.
+        request_model: schema of the request body.
+        response_model: schema of a whole response; None: not JSON.
+        stream_media_type: media type of a streamed response; "": it cannot stream.
+        tag: OpenAPI tag.
         public: whether it needs no API key.
         media_type: media type of a whole response.
     """

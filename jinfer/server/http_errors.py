@@ -65,7 +65,7 @@ def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiEr
 
     Args:
         what: what is too long, such as "the prompt".
-        count, most: its number of tokens, and the context's size.
+        count, limit: its number of tokens, and the context's size.
         advice: how to fix it.
     """
     return invalid(

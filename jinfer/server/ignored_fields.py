@@ -58,12 +58,12 @@ def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]
 
 @cache
 def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
-    found: dict[str, Ignored] = {}
+    result: dict[str, Ignored] = {}
     for name, field in model.model_fields.items():
         for one in field.metadata:
             if isinstance(one, Ignored):
-                found[name] = one
-    return found
+                result[name] = one
+    return result
 
 
 def header(names: Sequence[str]) -> str:

@@ -45,8 +45,8 @@ async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
     if stream:
         return Stream(_streamed(call), media_type=LINES, failed=_failed)
     begun = time.perf_counter()
-    async with _running(call) as it:
-        ((one,),) = await it.run.completions()
+    async with _running(call) as answer:
+        ((one,),) = await answer.run.completions()
         return Reply(_piece(one.text, begun, "succ", end=True))
 
 
@@ -88,13 +88,13 @@ def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
-    how = asked(body, frontend, INFERFLOW, None, _ROUTE)
+    sampling = asked(body, frontend, INFERFLOW, None, _ROUTE)
     conversation = _conversation(call, hosted)
     if not conversation.has_template:
         if body.system_prompt:
             raise invalid("the model has no prompt format with a system prompt", "system_prompt")
         ids = frontend.encode(body.text + (body.res_prefix or ""))
-        return prepare(frontend, ids, how, param="text", timeout=settings.timeout)
+        return prepare(frontend, ids, sampling, param="text", timeout=settings.timeout)
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages = [{"role": "system", "content": body.system_prompt}, *messages]
@@ -103,7 +103,7 @@ def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
     ids = conversation.encode(frontend.tokenizer, messages)
     if body.res_prefix and not conversation.prompt.template:
         ids += frontend.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
-    return prepare(frontend, ids, how, param="text", timeout=settings.timeout)
+    return prepare(frontend, ids, sampling, param="text", timeout=settings.timeout)
 
 
 def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
@@ -126,7 +126,7 @@ def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
 async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
-    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

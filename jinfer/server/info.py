@@ -82,15 +82,15 @@ def describe(one: Hosted) -> dict[str, Any]:
 def capabilities(one: Hosted) -> list[str]:
     """What a model can do: embeddings, completion, chat, fill-mask."""
     spec = one.llm.spec
-    found = ["embeddings"]
+    result = ["embeddings"]
     if spec.generates:
-        found.append("completion")
+        result.append("completion")
         if one.llm.can_chat:
-            found.append("chat")
+            result.append("chat")
     tokenizer = one.llm.tokenizer
     if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
-        found.append("fill-mask")
-    return found
+        result.append("fill-mask")
+    return result
 
 
 def needs(one: Hosted, what: str, how: str) -> None:

@@ -34,10 +34,10 @@ async def complete(call: Call[LlamaRequest]) -> Reply | Stream:
     refuse(body, return_token_ids="ids are given with return_tokens")
     if body.stream:
         return Stream(_streamed(call))
-    async with _running(call) as it:
-        groups = await it.run.completions()
-        answers = [it.whole(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
-        return Reply(answers[0] if it.alone else answers)
+    async with _running(call) as answer:
+        groups = await answer.run.completions()
+        answers = [answer.whole(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
+        return Reply(answers[0] if answer.alone else answers)
 
 
 def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
@@ -59,13 +59,13 @@ async def _running(call: Call[LlamaRequest]) -> AsyncIterator[_Llama]:
 
 def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
-    how = asked(body, frontend, LLAMA_CPP, None, _ROUTE)
+    sampling = asked(body, frontend, LLAMA_CPP, None, _ROUTE)
     prompts = prompts_of(_plain(body.prompt), frontend, settings.most_prompts)
     timeout = settings.timeout
     if body.t_max_predict_ms:
         own = body.t_max_predict_ms / 1000
         timeout = own if timeout is None else min(own, timeout)
-    return [prepare(frontend, ids, how, param="prompt", timeout=timeout) for ids in prompts]
+    return [prepare(frontend, ids, sampling, param="prompt", timeout=timeout) for ids in prompts]
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
@@ -200,29 +200,29 @@ class _Llama:
 
 async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream; the last one of an answer has its statistics."""
-    async with _running(call) as it:
-        chunks: list[list[Chunk]] = [[] for _ in it.run.prepared]
-        owners = [number for number, job in enumerate(it.jobs) for _ in job.prepared]
+    async with _running(call) as answer:
+        chunks: list[list[Chunk]] = [[] for _ in answer.run.prepared]
+        owners = [number for number, job in enumerate(answer.jobs) for _ in job.prepared]
         ended: set[int] = set()
-        async with contextlib.aclosing(it.run.pieces()) as pieces:
+        async with contextlib.aclosing(answer.run.pieces()) as pieces:
             async for batch in pieces:
-                events = it.progress(first=batch != []) if call.body.return_progress else []
+                events = answer.progress(first=batch != []) if call.body.return_progress else []
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
-                    events.append(event(it.piece(index, chunk)))
-                for index in it.run.usages.keys() - ended:
+                    events.append(event(answer.piece(index, chunk)))
+                for index in answer.run.usages.keys() - ended:
                     ended.add(index)
-                    events.append(_end(it, index, owners[index], chunks[index]))
+                    events.append(_end(answer, index, owners[index], chunks[index]))
                 yield sent(events, batch)
         yield b"".join(
-            _end(it, index, owners[index], chunks[index])
-            for index in sorted(it.run.usages.keys() - ended)
+            _end(answer, index, owners[index], chunks[index])
+            for index in sorted(answer.run.usages.keys() - ended)
         )
 
 
-def _end(it: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
+def _end(answer: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
     """The final event of an answer; its text came in the events before."""
-    whole = it.whole(index, prompt, completion(chunks, it.run.usages[index]))
+    whole = answer.whole(index, prompt, completion(chunks, answer.run.usages[index]))
     said: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
     return event({name: said.get(name, value) for name, value in whole.items()})

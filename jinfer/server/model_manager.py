@@ -37,7 +37,7 @@ class Hosted:
         source: its name and path.
         state: whether it is loaded.
         users: number of requests that are using it.
-        used: when a request last used it.
+        last_used: when a request last used it.
         error: why it could not be loaded.
         parameters: number of parameters.
         created: when the server began to offer it.
@@ -73,7 +73,7 @@ class Models:
     """All models of a server.
 
     Attributes:
-        hosted: the models in the order of the command line; requests without a name use the first.
+        models: the models in the order of the command line; requests without a name use the first.
     """
 
     def __init__(

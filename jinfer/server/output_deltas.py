@@ -101,10 +101,10 @@ class Tooling:
 
     Attributes:
         parser: makes the parser of one answer.
-        changes: changes to `SamplingParams`, such as a grammar that forces tool calls.
-        shown: ids of special tokens that the parser needs to see in the text.
-        bound: makes the same for an answer that must match a JSON schema or be a tool call; None:
-            such an answer is all content.
+        param_changes: changes to `SamplingParams`, such as a grammar that forces tool calls.
+        shown_tokens: ids of special tokens that the parser needs to see in the text.
+        constrained: makes the same for an answer that must match a JSON schema or be a tool call;
+            None: such an answer is all content.
     """
 
     parser: Callable[[], Parser] = Plain

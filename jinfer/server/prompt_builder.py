@@ -227,7 +227,7 @@ def prompts_of(
     """The token ids of each prompt of a request: a text, a list of ids, or a list of either.
 
     Args:
-        most: the maximum number of prompts.
+        limit: the maximum number of prompts.
         special: whether to add special tokens (BOS, EOS); None: yes.
         param: the request field, for errors.
 

@@ -30,9 +30,9 @@ def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[Token
         text = tokenizer.decode([id], skip_special=False) if tokenizer else ""
         return TokenLogprob(id, text, logprob, others)
 
-    found = []
+    result = []
     for place, id in enumerate(ids[1:]):
         pairs = zip(likeliest[place, :top].tolist(), logprobs[place, :top].tolist(), strict=True)
         others = tuple(entry(other, logprob) for other, logprob in pairs)
-        found.append(entry(id, float(chosen[place]), others))
-    return found
+        result.append(entry(id, float(chosen[place]), others))
+    return result

@@ -33,8 +33,8 @@ class Job:
 
     Attributes:
         ids: the prompt.
-        asked: the request's sampling parameters.
-        prepared: one engine request for each answer.
+        sampling: the request's sampling parameters.
+        engine_requests: one engine request for each answer.
     """
 
     ids: list[int]
@@ -101,9 +101,9 @@ class Run:
     Attributes:
         frontend: the engine session.
         jobs: the prompts.
-        most: number of answers computed at a time.
+        max_running: number of answers computed at a time.
         ping: seconds of silence after which an empty list is yielded.
-        watch: measures latencies.
+        timer: measures latencies.
     """
 
     frontend: Frontend
@@ -219,7 +219,7 @@ class Run:
         Args:
             first: only first events, even if the answers have begun.
         """
-        found = []
+        result = []
         for index, prepared in enumerate(self.prepared):
             new = index not in self._told
             if not new and (first or self.watch.counts.get(index)):
@@ -236,8 +236,8 @@ class Run:
                 "processed": cached if new else min(done, total),
                 "time_ms": round(self.watch.seconds(index)[0] * 1000),
             }
-            found.append((index, figures))
-        return found
+            result.append((index, figures))
+        return result
 
     def summary(self) -> dict[str, Any]:
         """Fields for the access log."""

@@ -52,7 +52,7 @@ class Items:
 
     Attributes:
         done: complete items.
-        thought: number of reasoning deltas, which approximates reasoning tokens.
+        reasoning_deltas: number of reasoning deltas, which approximates reasoning tokens.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)

@@ -70,12 +70,12 @@ async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
             raise unsupported("a response is one answer", name)
     if body.stream:
         return Stream(_streamed(call), failed=_failed)
-    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         async for batch in pieces:
             for _, chunk in batch or ():
-                it.take(chunk)
-        it.finish()
-        return Reply(it.response(it.status))
+                answer.take(chunk)
+        answer.finish()
+        return Reply(answer.response(answer.status))
 
 
 def _failed(error: ApiError) -> bytes:
@@ -95,10 +95,10 @@ async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, read = await service.prepared(call.body, _prepared, call, hosted)
+        job, parsing = await service.prepared(call.body, _prepared, call, hosted)
         run = service.run(hosted, [job])
         try:
-            yield _Response(call, hosted, job, read, run)
+            yield _Response(call, hosted, job, parsing, run)
         finally:
             call.note(**run.summary())
 
@@ -146,10 +146,10 @@ def as_chat(body: ResponseRequest) -> ChatRequest:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    if body.text is not None and (how := body.text.format) is not None:
-        chat["response_format"] = {"type": how.type}
-        if how.type == "json_schema":
-            schema = {"name": how.name, "schema": how.schema_, "strict": how.strict}
+    if body.text is not None and (format := body.text.format) is not None:
+        chat["response_format"] = {"type": format.type}
+        if format.type == "json_schema":
+            schema = {"name": format.name, "schema": format.schema_, "strict": format.strict}
             chat["response_format"]["json_schema"] = schema
     if body.tools:
         chat["tools"] = [
@@ -326,18 +326,20 @@ async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
         number += 1
         return event({**one, "sequence_number": number - 1}, one["type"])
 
-    async with _running(call) as it, contextlib.aclosing(it.run.pieces()) as pieces:
+    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         begun = False
         async for batch in pieces:
             events: list[bytes] = []
             if not begun:
                 begun = True
                 for kind in ("created", "in_progress"):
-                    shown = {"type": f"response.{kind}", "response": it.response("in_progress")}
+                    shown = {"type": f"response.{kind}", "response": answer.response("in_progress")}
                     events.append(numbered(shown))
             for _, chunk in batch or ():
-                events += map(numbered, it.take(chunk))
+                events += map(numbered, answer.take(chunk))
             yield sent(events, batch)
-        events = list(map(numbered, it.finish()))
-        kind = f"response.{it.status}"
-        yield b"".join([*events, numbered({"type": kind, "response": it.response(it.status)})])
+        events = list(map(numbered, answer.finish()))
+        kind = f"response.{answer.status}"
+        yield b"".join(
+            [*events, numbered({"type": kind, "response": answer.response(answer.status)})]
+        )

@@ -34,7 +34,7 @@ class Settings:
         timeout: seconds that an answer may take; None: no limit.
         ping: seconds of silence after which a stream sends a comment (keep-alive).
         retry_after: the Retry-After header of refused requests, in seconds.
-        most_prompts: number of prompts of one request.
+        max_prompts: number of prompts of one request.
         log_prompts: whether prompts and answers are logged.
         request_templates: whether a request may bring its own chat template.
         strict: whether fields without effect, and names of models that are not served, are

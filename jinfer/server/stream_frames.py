@@ -62,16 +62,16 @@ def choice(
 
 def so_far(job: Job, options: StreamOptions | None, used: Usage) -> dict[str, Any]:
     """The usage and timings of a chunk, if requested."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if options is not None and options.continuous_usage_stats:
-        found["usage"] = usage.usage([job], {0: used})
+        result["usage"] = usage.usage([job], {0: used})
     if job.asked.timings:
-        found["timings"] = usage.timings(used)
-    return found
+        result["timings"] = usage.timings(used)
+    return result
 
 
 def sent(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
-    """The bytes for a batch of `RequestRunner.pieces`; a ping if nothing came for some time."""
+    """The bytes for a batch of `RequestRunner.chunks`; a ping if nothing came for some time."""
     return b"".join(events) or (PING if batch is not None and not batch else b"")
 
 

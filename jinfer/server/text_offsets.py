@@ -17,11 +17,11 @@ def places(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
 
     A token that continues a character has that character's offset. Advances the detokenizer.
     """
-    found = []
+    result = []
     for id in ids:
-        found.append(detokenizer.place(id))
+        result.append(detokenizer.place(id))
         detokenizer.push(id)
-    return found
+    return result
 
 
 class Offsets:
@@ -65,13 +65,13 @@ def places_in(
     data = valid_text(text).encode()
     begins = [0, *accumulate(len(letter.encode()) for letter in valid_text(text))]
     own = b"".join(map(tokenizer.token_bytes, ids))
-    found, at = [], max(0, len(data) - len(own)) if last else 0
+    result, at = [], max(0, len(data) - len(own)) if last else 0
     for id in ids:
         own = tokenizer.spelled(id)
         if tokenizer.is_control(id) and not data.startswith(own, at):
             own = b""  # bytes that the tokenizer adds around a text
         if at == 0 and tokenizer.strip_space and not data.startswith(own):
             own = own.removeprefix(b" ")
-        found.append(bisect_right(begins, at) - 1)
+        result.append(bisect_right(begins, at) - 1)
         at = min(at + len(own), len(data))
-    return found
+    return result

@@ -46,38 +46,38 @@ def tooling(
     if tokenizer is None:
         return Tooling()
     template = body.chat_template or conversation.jinja or ""
-    how = format_of(template, conversation.prompt.tool_calls)
-    thinking = None
-    if not how.thinks:
-        thinking = thinking_of(template, tokenizer, conversation.prompt.reasoning)
-    if not (tools or thinking or how.thinks):
+    format = format_of(template, conversation.prompt.tool_calls)
+    reasoning = None
+    if not format.thinks:
+        reasoning = thinking_of(template, tokenizer, conversation.prompt.reasoning)
+    if not (tools or reasoning or format.thinks):
         return Tooling()
     state: State = "free"
-    if thinking is not None:
-        state = _state(thinking, body, tokenizer.decode(prompt[-_TAIL:], skip_special=False))
-    marks = [*(how.marks if tools or how.thinks else ())]
-    if thinking is not None:
-        marks += [thinking.begin, thinking.end]
+    if reasoning is not None:
+        state = _state(reasoning, body, tokenizer.decode(prompt[-_TAIL:], skip_special=False))
+    marks = [*(format.marks if tools or format.thinks else ())]
+    if reasoning is not None:
+        marks += [reasoning.begin, reasoning.end]
     special = shown(marks, tokenizer)
     several = parallel and not isinstance(body.tool_choice, NamedTool)
 
     def parser(tools: Tools) -> Machine:
-        output = Output(how.new_id, None if parallel else 1)
-        return Machine(partial(_read, how, tools, thinking, state), output, bound=offer.wanted)
+        output = Output(format.new_id, None if parallel else 1)
+        return Machine(partial(_read, format, tools, reasoning, state), output, bound=offer.wanted)
 
     def calling(tools: Tools, schema: Any = None) -> str:
         """The grammar of an answer that calls some tools, or matches a JSON schema."""
         lark = Lark(tokenizer)
-        thought = "" if thinking is None else thinking.grammar(lark, state)
-        ways = [how.grammar(lark, tools, template, several)] if tools else []
+        thought = "" if reasoning is None else reasoning.grammar(lark, state)
+        ways = [format.grammar(lark, tools, template, several)] if tools else []
         if schema is not None:
             content = lark.json(schema)
-            ways.append(content if how.answer is None else how.answer(lark, content))
+            ways.append(content if format.answer is None else format.answer(lark, content))
         lark.rule("start", f"{thought} {lark.one_of('way', ways)}".strip())
         return str(lark)
 
     def bound(schema: Any) -> Tooling:
-        if not (tools or how.thinks or (thinking is not None and state != "closed")):
+        if not (tools or format.thinks or (reasoning is not None and state != "closed")):
             return Tooling()
         called, grammar = offer.grammar(tokenizer, partial(calling, schema=schema), ignore)
         return Tooling(partial(parser, called), {"grammar": grammar}, special)
@@ -91,27 +91,27 @@ def tooling(
     return Tooling(partial(parser, called), {"grammar": grammar}, special)
 
 
-def _state(thinking: Thinking, body: Rendering, tail: str) -> State:
+def _state(reasoning: Thinking, body: Rendering, tail: str) -> State:
     """Whether the prompt leaves the model inside, after or before reasoning."""
     if body.continue_final_message:
         content = body.messages[-1].content
         said = content if isinstance(content, str) else ""
-        return "open" if said.rfind(thinking.begin) > said.rfind(thinking.end) else "closed"
-    return thinking.state(tail)
+        return "open" if said.rfind(reasoning.begin) > said.rfind(reasoning.end) else "closed"
+    return reasoning.state(tail)
 
 
 def _read(
-    how: Format,
+    format: Format,
     tools: Tools,
-    thinking: Thinking | None,
+    reasoning: Thinking | None,
     state: State,
     reader: Reader,
     out: Output,
 ) -> Reading[None]:
     """Parses an answer: reasoning first, then tool calls and content."""
-    if thinking is not None:
-        yield from thinking.read(reader, out, state)
-    if tools or how.thinks:
-        yield from how.read(reader, out, tools)
+    if reasoning is not None:
+        yield from reasoning.read(reader, out, state)
+    if tools or format.thinks:
+        yield from format.read(reader, out, tools)
     else:
         yield from reader.until(("\0",), out.content)

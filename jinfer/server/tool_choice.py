@@ -25,8 +25,8 @@ class Offered:
 
     Attributes:
         tools: name -> JSON schema of the arguments, as sent.
-        places: name -> path of that schema in the request.
-        wanted: whether a call is required.
+        paths: name -> path of that schema in the request.
+        required: whether a call is required.
     """
 
     tools: Tools
@@ -39,7 +39,7 @@ class Offered:
         """Compiles a grammar with tool calls. Slow: call it in a worker thread.
 
         Args:
-            made: makes the grammar of an answer that may call some tools.
+            make_grammar: makes the grammar of an answer that may call some tools.
             ignore: records schema keywords that cannot be enforced.
 
         Returns:
@@ -82,17 +82,17 @@ class Offered:
 
     def _less(self, way: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
         """The tools with relaxed schemas; records what was left out."""
-        found: dict[str, Mapping[str, Any]] = {}
+        result: dict[str, Mapping[str, Any]] = {}
         for name, schema in self.tools.items():
             try:
-                found[name], left_out = way(parameters(schema))
+                result[name], left_out = way(parameters(schema))
             except ConstraintError as error:
                 raise self._refusal(name, error) from error
             for pointer in left_out:
                 place, _, key = pointer.rpartition("/")
                 why = f"json_schema at {place}: {key} is not supported"
                 ignore(self.places[name] + pointer, f"the tool {name}: {why}")
-        return found
+        return result
 
     def _refusal(self, name: str, error: ConstraintError) -> ApiError:
         return invalid(f"the tool {name}: {error}", self.places[name])

@@ -20,14 +20,14 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
         cached += first.cached_tokens if first is not None else 0
         number += len(job.prepared)
     new = sum(one.completion_tokens for one in usages.values())
-    found = tokens(prompt, new, cached)
+    result = tokens(prompt, new, cached)
     if drafted := sum(one.drafted_tokens for one in usages.values()):
         accepted = sum(one.accepted_tokens for one in usages.values())
-        found["completion_tokens_details"] = {
+        result["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         }
-    return found
+    return result
 
 
 def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:

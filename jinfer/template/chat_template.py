@@ -118,16 +118,16 @@ def _in_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_folder(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for file in ("tokenizer_config.json", "chat_template.json"):
         path = folder / file
         if is_there(path):
-            found.update(_named(path, _object(path).get("chat_template")))
+            result.update(_named(path, _object(path).get("chat_template")))
     if is_there(folder / "chat_template.jinja"):
-        found[_DEFAULT] = _text(folder / "chat_template.jinja")
+        result[_DEFAULT] = _text(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _text(path)
-    return found
+        result[path.stem] = _text(path)
+    return result
 
 
 def _named(path: Path, value: Any) -> Iterable[tuple[str, str]]:

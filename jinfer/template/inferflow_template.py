@@ -92,9 +92,9 @@ class PromptTemplate:
 
     Attributes:
         source: its text, for errors.
-        once: parts before the first turn.
+        preamble: parts before the first turn.
         parts: parts of the last turn, up to its answer.
-        past: parts of an answered turn.
+        past_parts: parts of an answered turn.
     """
 
     source: str
@@ -206,19 +206,19 @@ class PromptTemplate:
             "assistant_token": tokenizer.special.assistant,
         }
         if name in roles:
-            found = roles[name]
-            if found is None:
+            result = roles[name]
+            if result is None:
                 raise _error(self.source, f"the tokenizer has no {name}")
-            return found
+            return result
         spellings = (name, *(name.replace(" ", letter) for letter in _SPACE_LETTERS))
         ids = (tokenizer.id(spelling) for spelling in spellings)
-        found = next((id for id in ids if id is not None), None)
-        if found is None:
+        result = next((id for id in ids if id is not None), None)
+        if result is None:
             words = [*_SLOTS, *_NAMED_IDS, *tokenizer.special.control]
             near = difflib.get_close_matches(name, words, 1, cutoff=0.4)
             hint = f"; did you mean {{{near[0]}}}?" if near else ""
             raise _error(self.source, f"the vocabulary has no token {name!r}{hint}")
-        return found
+        return result
 
 
 def _error(source: str, reason: str) -> TemplateError:

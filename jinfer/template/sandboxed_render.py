@@ -1,6 +1,7 @@
 """Sandboxed rendering: a child process bounded by the operating system, for costly templates.
 
-Has both ends: `compile_there` and `render_there` send questions, `answer` runs in the child.
+Has both ends: `compile_in_sandbox` and `render_in_sandbox` send questions, which `answer` answers
+in the child.
 """
 
 from __future__ import annotations

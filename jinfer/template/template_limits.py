@@ -124,10 +124,10 @@ def measure(value: Any) -> int:
 
 def collect(items: Iterable[Any]) -> list[Any]:
     """Collects an iterable into a list, measuring it. Raises `TemplateError` if it is too large."""
-    found: list[Any] = []
+    result: list[Any] = []
     size = 0
     for item in items:
         size += ITEM_SIZE + measure(item)
         allow(size)
-        found.append(item)
-    return found
+        result.append(item)
+    return result

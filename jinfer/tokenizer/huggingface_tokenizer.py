@@ -83,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return (self.backend.id_to_token(id) or "") if 0 <= id < self.vocab_size else ""
 
     def id(self, token: str) -> int | None:
-        found: int | None = self.backend.token_to_id(token)
-        return found
+        result: int | None = self.backend.token_to_id(token)
+        return result
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         literal = not parse_special and self._control is not None and self._control.search(text)

@@ -22,10 +22,10 @@ _LOCALE = re.compile(r"[a-z]{2,3}_([A-Z]{2}|[A-Z][a-z]{3})")
 
 def languages(config: TokenizerConfig, find: Callable[[str], int | None]) -> dict[str, int]:
     """Language name -> id: the special tokens that look like languages and have an id."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for token in [added.content for added in config.added] + M2M100_LANGUAGES:
         short = _M2M100.fullmatch(token)
         id = find(token)
         if id is not None and (short or _LOCALE.fullmatch(token)):
-            found[short[1] if short else token] = id
-    return found
+            result[short[1] if short else token] = id
+    return result

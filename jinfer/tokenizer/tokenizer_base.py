@@ -210,11 +210,11 @@ class Tokenizer(ABC):
 
     def language_id(self, language: str) -> int:
         """The id of a language's token, with which a translation into it starts."""
-        found = self.special.languages.get(language)
-        if found is None:
+        result = self.special.languages.get(language)
+        if result is None:
             known = ", ".join(sorted(self.special.languages)) or "none"
             raise TokenizerError(f"language {language!r} is unknown; the tokenizer has: {known}")
-        return found
+        return result
 
     def _in_language(self, ids: tuple[int, ...], chosen: int) -> tuple[int, ...]:
         languages = set(self.special.languages.values())
@@ -254,10 +254,10 @@ class Tokenizer(ABC):
 
     def spelled(self, id: int) -> bytes:
         """Like `token_bytes`, but control tokens are spelled out."""
-        found = self._bytes.get(id)
-        if found is None:
-            found = self._bytes[id] = self._spell(id)
-        return found
+        result = self._bytes.get(id)
+        if result is None:
+            result = self._bytes[id] = self._spell(id)
+        return result
 
     def _spell(self, id: int) -> bytes:
         name = self.token(id)

@@ -28,7 +28,7 @@ _USUAL_NAMES = {  # defaults if no configuration names the token
 
 
 def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Reads a file of at most `most` bytes. Raises `TokenizerError`."""
+    """Reads a file of at most `limit` bytes. Raises `TokenizerError`."""
     try:
         return read_downloaded(path, most)
     except FileRefused as error:

@@ -28,8 +28,8 @@ class Answer:
         text: the text so far.
         reason: the finish reason, once there is one.
         usage: token counts from the server; empty if it sends none.
-        first, seconds: seconds to the first piece, and to the end.
-        thought: whether there was reasoning.
+        first_seconds, seconds: seconds to the first piece, and to the end.
+        has_reasoning: whether there was reasoning.
         interrupted: whether Ctrl-C stopped it.
     """
 

@@ -154,12 +154,12 @@ def _connection(parts: SplitResult) -> http.client.HTTPConnection:
 
 def _json(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        result = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        result = None
+    if not isinstance(result, dict):
         raise RemoteError(f"the server's answer is no JSON object: {content[:200]!r}")
-    return found
+    return result
 
 
 def _refused(answer: http.client.HTTPResponse) -> RemoteError:

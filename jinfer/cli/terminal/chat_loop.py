@@ -25,7 +25,7 @@ class Dialogue(ABC):
     """A conversation and its settings.
 
     Attributes:
-        mistakes: exceptions that are printed as one line, after which the chat continues.
+        caught: exceptions that are printed as one line, after which the chat continues.
         messages: the conversation; the last one is the user's if Ctrl-C came before its answer.
         sampling: sampling parameters that differ from the model's defaults.
         file: the file that it was last saved to or loaded from.

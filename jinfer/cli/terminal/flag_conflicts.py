@@ -76,14 +76,14 @@ def settle(options: argparse.Namespace) -> argparse.Namespace:
     words = list(options.question or ())
     if options.model is not None and options.source is not None:
         words.insert(0, options.source)
-    found = argparse.Namespace(**vars(options))
-    found.source = options.source if options.model is None else options.model
-    found.model, found.question = None, None
+    result = argparse.Namespace(**vars(options))
+    result.source = options.source if options.model is None else options.model
+    result.model, result.question = None, None
     if words:
         given = {name for name, value in vars(options).items() if value is not None}
         check_pairs(given | {"question"})
-        found.prompt = " ".join(words)
-    return found
+        result.prompt = " ".join(words)
+    return result
 
 
 def check(options: argparse.Namespace, chat: bool) -> None:

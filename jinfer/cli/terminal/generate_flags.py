@@ -173,11 +173,11 @@ def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
 
 def _described() -> dict[str, str]:
     """The help texts of `SamplingParams` by field; of fields documented together, for the first."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for (first, *others), text in described().items():
-        found[first] = text if not others else f"(with {', '.join(others)}) {text}"
-        found |= {name: f"see {spelled(first)}" for name in others}
-    return found
+        result[first] = text if not others else f"(with {', '.join(others)}) {text}"
+        result |= {name: f"see {spelled(first)}" for name in others}
+    return result
 
 
 def _positive(text: str) -> int:

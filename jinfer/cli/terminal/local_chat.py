@@ -95,7 +95,7 @@ def fitted(
 
     Args:
         room: tokens of the context.
-        most: tokens of the answer.
+        max_tokens: tokens of the answer.
 
     Raises:
         RequestError: the last question alone is too long.

@@ -21,7 +21,7 @@ def print_answer(
 
     Args:
         chunks: receives the chunks; before the first one, Ctrl-C interrupts at once.
-        asked: number of prompt tokens.
+        prompt_tokens: number of prompt tokens.
     """
     with ctrl_c(lambda: bool(chunks)) as pressed:
         try:

@@ -24,8 +24,8 @@ class Ignored:
     """Marks a field that has no effect; see `jinfer.server.ignored_fields`.
 
     Attributes:
-        why: the reason, as the error of a strict server says it.
-        but: values that ask for the default behaviour, which are not reported.
+        reason: the reason, as the error of a strict server says it.
+        allowed: values that ask for the default behaviour, which are not reported.
     """
 
     why: str

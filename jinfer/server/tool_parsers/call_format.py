@@ -18,11 +18,11 @@ class Format:
     Attributes:
         name: the value of `prompt.tool_calls` in a specification.
         marks: texts that delimit calls, each of which may be a special token.
-        read: parses an answer to its end; calls of unknown tools are content.
+        parse: parses an answer to its end; calls of unknown tools are content.
         grammar: adds the rule of a call to a grammar, or of several calls if those are wanted and
             the format allows them; returns its expression. The third argument is the template.
         new_id: generates a call's id.
-        answer: for a format with its own reasoning syntax, which `read` parses: adds the rule of an
+        answer: for a format with its own reasoning syntax, which `parse` reads: adds the rule of an
             answer with reasoning and this content.
     """
 

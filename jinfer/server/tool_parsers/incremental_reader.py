@@ -90,7 +90,7 @@ class Reader:
         Args:
             sink: receives the text before the mark as it comes.
             take: also consume the mark.
-            least: characters of a partial mark at the cut end that are withheld from `sink`.
+            min_overlap: characters of a partial mark at the cut end that are withheld from `sink`.
 
         Returns:
             The mark; None at the end.
@@ -119,7 +119,7 @@ class Reader:
 
         Args:
             end: the end of the text.
-            least: number of characters from which an overlap counts as a partial mark.
+            min_overlap: number of characters from which an overlap counts as a partial mark.
         """
         return self.cut and (self.bound or (len(end) >= least and not end[:1].isalnum()))
 

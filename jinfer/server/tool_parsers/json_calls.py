@@ -116,7 +116,7 @@ def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -
     """Parses an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
-        sure: it is known to be a call, which may have other members too.
+        certain: it is known to be a call, which may have other members too.
 
     Returns:
         Whether it is a call.

@@ -22,7 +22,7 @@ class Output:
 
         Args:
             new_id: generates call ids.
-            most: maximum number of calls; further ones are dropped.
+            max_calls: maximum number of calls; further ones are dropped.
         """
         self._new_id = new_id
         self._most = most
@@ -91,7 +91,7 @@ class Output:
         If the limit cut it, it is dropped, since it was probably a call.
 
         Args:
-            sure: nothing but a call begins like this.
+            certain: nothing but a call begins like this.
         """
         if reader.cut and (sure or reader.bound):
             reader.drop()
@@ -116,15 +116,15 @@ class Output:
 
 def _joined(calls: list[CallDelta]) -> list[CallDelta]:
     """Merges the pieces of each call's arguments."""
-    found: list[CallDelta] = []
+    result: list[CallDelta] = []
     for one in calls:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last is not None and last.index == one.index and not last.end:
             arguments = last.arguments + one.arguments
-            found[-1] = CallDelta(last.index, last.id, last.name, arguments, one.end)
+            result[-1] = CallDelta(last.index, last.id, last.name, arguments, one.end)
         else:
-            found.append(one)
-    return found
+            result.append(one)
+    return result
 
 
 class Machine:

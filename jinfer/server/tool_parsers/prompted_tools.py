@@ -28,7 +28,7 @@ def written(
     """Rewrites messages so that the template needs only roles and contents.
 
     Args:
-        teller: the role whose first message describes the tools.
+        tools_role: the role whose first message describes the tools.
     """
     found: list[dict[str, Any]] = []
     for message in messages:

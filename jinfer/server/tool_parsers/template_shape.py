@@ -38,8 +38,8 @@ class Shape:
     """The form of a message with tool calls.
 
     Attributes:
-        text: arguments are JSON text, not an object.
-        empty: missing content is None, not "".
+        json_text: arguments are JSON text, not an object.
+        null_content: missing content is None, not "".
     """
 
     text: bool = False
