@@ -1,4 +1,4 @@
-/** A model's words as they grow: of their blocks, only those that changed are made anew. */
+/** Streaming Markdown view of an answer: re-renders only the blocks that changed. */
 
 import { blocks, render } from "./markdown.js";
 
@@ -10,7 +10,7 @@ export class AnswerView {
     this.shown = [];
   }
 
-  /** @param {string} text all that there is so far */
+  /** @param {string} text the whole text so far */
   show(text) {
     const now = blocks(text);
     let same = 0;

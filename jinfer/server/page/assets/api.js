@@ -1,4 +1,4 @@
-/** The server's routes, as the page uses them. Paths are relative: a proxy may add to them. */
+/** API client of the server. Paths are relative, so that a proxy may add a prefix. */
 
 import { events } from "./sse.js";
 import { key } from "./store.js";
@@ -7,23 +7,23 @@ import { key } from "./store.js";
  * @typedef {object} Model
  * @property {string} id
  * @property {{value: string}} [status]
- * @property {string[]} [capabilities] known while it is in memory
+ * @property {string[]} [capabilities] known while it is loaded
  *
  * @typedef {object} Piece of an answer
  * @property {string} [content]
  * @property {string} [reasoning]
- * @property {string} [reason] why it ended
+ * @property {string} [reason] finish reason
  * @property {{completion_tokens: number}} [usage]
  * @property {{prompt_ms: number, predicted_per_second: number}} [timings]
  *
  * @typedef {{role: string, content: string}} Turn
  */
 
-/** What there is no answer to, in the server's own words. */
+/** A failed request, with the server's error message. */
 export class Refused extends Error {
   /**
    * @param {string} message
-   * @param {number} status of HTTP; 0: the server does not answer
+   * @param {number} status HTTP status; 0: the server does not respond
    */
   constructor(message, status) {
     super(message);
@@ -57,7 +57,7 @@ async function fetched(path, options) {
   }
 }
 
-/** Whether the server answers requests by now. */
+/** Whether the server is ready. */
 export async function healthy() {
   return (await fetched("health", {})).ok;
 }
@@ -68,7 +68,7 @@ export async function models() {
 }
 
 /**
- * The parameters that hold where a request says nothing.
+ * The model's default sampling parameters.
  * @param {string} model
  * @returns {Promise<Record<string, unknown>>}
  */
@@ -88,15 +88,15 @@ export async function fields() {
   return described.components.schemas[name].properties;
 }
 
-/** The figures for Prometheus. */
+/** The metrics in Prometheus's text format. */
 export async function metrics() {
   return (await request("metrics")).text();
 }
 
 /**
- * The answer to a conversation, as it comes.
+ * Streams the answer to a conversation.
  * @param {{model?: string, messages: Turn[]}} asked and sampling parameters
- * @param {AbortSignal} signal ends it, here and in the server
+ * @param {AbortSignal} signal cancels it, here and on the server
  * @returns {AsyncGenerator<Piece>}
  */
 export async function* chat(asked, signal) {

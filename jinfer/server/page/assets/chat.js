@@ -1,4 +1,4 @@
-/** A conversation with a model: what was said, and the answer that is on its way. */
+/** Chat view: the messages of a conversation, and the answer that is being streamed. */
 
 import { chat, Refused } from "./api.js";
 import { el } from "./dom.js";
@@ -10,15 +10,15 @@ import { say } from "./status.js";
  *
  * @typedef {object} Around
  * @property {import("./conversations.js").Conversations} conversations
- * @property {() => Record<string, unknown> | null} asked what goes with each request; null: not now
+ * @property {() => Record<string, unknown> | null} asked the fields of each request; null: invalid settings
  * @property {() => string} system the system prompt
- * @property {() => void} changed is told that something is said, or has been
- * @property {(error: Refused) => void} refused is told of an answer that the server refuses
+ * @property {() => void} changed called when messages change
+ * @property {(error: Refused) => void} refused called with a failed request
  */
 
 export class Chat {
   /**
-   * @param {HTMLElement} log where messages stand
+   * @param {HTMLElement} log container of the messages
    * @param {Around} around
    */
   constructor(log, around) {
@@ -36,7 +36,7 @@ export class Chat {
     this.around.conversations.current.messages = messages;
   }
 
-  /** Shows the current conversation; what was on its way in another one ends. */
+  /** Shows the current conversation; cancels an answer in another one. */
   open() {
     this.stop();
     const empty = el(
@@ -66,7 +66,7 @@ export class Chat {
   }
 
   /**
-   * Goes on in place of a message and all that follow it.
+   * Replaces a message and all that follow it.
    * @param {Message} message
    * @param {Message[]} others
    */
@@ -74,16 +74,16 @@ export class Chat {
     this.go([...this.messages.slice(0, this.messages.indexOf(message)), ...others]);
   }
 
-  /** Ends the answer that is on its way, here and in the server. */
+  /** Cancels the answer that is being streamed, here and on the server. */
   stop() {
     this.running?.abort();
     this.running = null;
   }
 
   /**
-   * Has the model answer.
+   * Requests an answer.
    * @param {Message[]} messages
-   * @returns {boolean} whether it is asked
+   * @returns {boolean} whether it was requested
    */
   go(messages) {
     const asked = this.around.asked();
@@ -100,7 +100,7 @@ export class Chat {
   }
 
   /**
-   * Shows an answer while it comes, and keeps it.
+   * Streams an answer to the view, and saves it.
    * @param {{messages: import("./api.js").Turn[]}} asked
    * @param {Message} answer
    */
@@ -125,7 +125,7 @@ export class Chat {
   }
 
   /**
-   * Reads an answer to its end, or until it is stopped.
+   * Reads an answer until it ends or is stopped.
    * @param {{messages: import("./api.js").Turn[]}} asked
    * @param {Message} answer
    * @param {MessageView} view
@@ -163,7 +163,7 @@ export class Chat {
   }
 
   /**
-   * Keeps the end in sight, for whoever has it in sight.
+   * Keeps scrolled to the bottom, if it was there.
    * @param {() => void} grow
    */
   follow(grow) {
@@ -174,7 +174,7 @@ export class Chat {
   }
 }
 
-/** @param {import("./api.js").Piece} last what the stream said beside the words */
+/** @param {import("./api.js").Piece} last the last chunk, with usage and timings */
 function noteOf({ reason, usage, timings }) {
   const parts = [];
   if (usage) parts.push(`${usage.completion_tokens} tokens`);

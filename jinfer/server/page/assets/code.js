@@ -1,4 +1,4 @@
-/** Code in an answer, and what copies it. */
+/** Code block with a copy button. */
 
 import { el, iconButton } from "./dom.js";
 import { say } from "./status.js";
@@ -39,7 +39,7 @@ async function copied(text) {
 }
 
 /**
- * For pages over plain HTTP from another machine, to which browsers give no clipboard.
+ * Copies without the clipboard API, which browsers deny to remote pages over plain HTTP.
  * @param {string} text
  */
 function copiedByHand(text) {

@@ -1,4 +1,4 @@
-/** Where a person writes: Enter sends, the field grows with its text. */
+/** Message input: Enter sends, the field grows with its text. */
 
 import { byId } from "./dom.js";
 import { sends } from "./message.js";
@@ -32,7 +32,7 @@ export class Composer {
     this.input.rows = Math.min(8, this.input.value.split("\n").length);
   }
 
-  /** @param {boolean} running whether an answer is on its way */
+  /** @param {boolean} running whether an answer is being streamed */
   busy(running) {
     const focused = document.activeElement === this.stopButton;
     this.sendButton.hidden = running;

@@ -1,4 +1,4 @@
-/** The conversations that the browser keeps. */
+/** Conversations saved in the browser's storage. */
 
 import { kept } from "./store.js";
 
@@ -6,9 +6,9 @@ import { kept } from "./store.js";
  * @typedef {object} Message
  * @property {"user" | "assistant"} role
  * @property {string} content
- * @property {string} [reasoning] what the model thought before
- * @property {string} [note] figures, and why it ended
- * @property {string} [error] why there is no more of it
+ * @property {string} [reasoning] the model's reasoning
+ * @property {string} [note] usage, timings and finish reason
+ * @property {string} [error] why the answer is incomplete
  *
  * @typedef {object} Conversation
  * @property {string} id
@@ -24,7 +24,7 @@ export class Conversations {
     this.current = this.all[0] ?? fresh();
   }
 
-  /** The latest first; one without a message is none yet. */
+  /** Latest first, without empty ones. */
   get all() {
     return this.kept.value;
   }
@@ -39,7 +39,7 @@ export class Conversations {
   }
 
   /**
-   * Keeps one, as the latest; where there is no room, the oldest make it.
+   * Saves one as the latest; removes the oldest if the storage is full.
    * @param {Conversation} latest
    */
   save(latest) {

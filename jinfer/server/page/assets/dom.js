@@ -1,4 +1,4 @@
-/** Elements, made without any HTML text: what a model says can only ever become text. */
+/** DOM helpers: elements without HTML parsing, so that generated text can only become text. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ function dressed(made, attributes, children) {
 }
 
 /**
- * Makes an element of HTML.
+ * Makes an HTML element.
  * @template {keyof HTMLElementTagNameMap} K
  * @param {K} name
  * @param {Attributes} [attributes]
@@ -33,7 +33,7 @@ export function el(name, attributes = {}, ...children) {
 }
 
 /**
- * Makes an element of SVG.
+ * Makes an SVG element.
  * @template {keyof SVGElementTagNameMap} K
  * @param {K} name
  * @param {Attributes} [attributes]
@@ -55,7 +55,7 @@ export function icon(name) {
 }
 
 /**
- * A button that shows a symbol, and says what it does.
+ * A button with a symbol and an accessible label.
  * @param {string} symbol
  * @param {string} label
  * @param {(event: MouseEvent) => void} pressed
@@ -66,7 +66,7 @@ export function iconButton(symbol, label, pressed) {
 }
 
 /**
- * An element of the page, which has to be there.
+ * An element of the page, which must exist.
  * @param {string} id
  * @returns {any}
  */

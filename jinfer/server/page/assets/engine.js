@@ -1,4 +1,4 @@
-/** What the engine does, once a second, as plots; asked for only while somebody looks. */
+/** Engine metrics as plots, polled once a second while they are visible. */
 
 import { metrics, Refused } from "./api.js";
 import { el } from "./dom.js";
@@ -23,7 +23,7 @@ const NAMES = {
 export class Engine {
   /**
    * @param {HTMLElement} place
-   * @param {() => string} model whose figures are shown
+   * @param {() => string} model the model whose metrics are shown
    * @param {(error: Refused) => void} refused
    */
   constructor(place, model, refused) {
@@ -47,7 +47,7 @@ export class Engine {
     document.addEventListener("visibilitychange", () => this.visible(this.wanted));
   }
 
-  /** @param {boolean} wanted whether somebody looks */
+  /** @param {boolean} wanted whether the plots are visible */
   visible(wanted) {
     this.wanted = wanted;
     this.watching = null;
@@ -55,7 +55,7 @@ export class Engine {
     if (wanted && !document.hidden) this.watch();
   }
 
-  /** Looks again and again, one look after the other, until nobody or somebody else watches. */
+  /** Polls until the plots are hidden or another poll has started. */
   async watch() {
     const watching = (this.watching = {});
     while (watching === this.watching) {
@@ -64,7 +64,7 @@ export class Engine {
     }
   }
 
-  /** Forgets what was seen: it was another model's. */
+  /** Clears the plots when the model changes. */
   clear() {
     this.last = null;
     for (const plot of Object.values(this.plots)) plot.clear();

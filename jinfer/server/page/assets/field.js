@@ -1,22 +1,22 @@
-/** A field of the form of settings, made from what the server's description says of it. */
+/** Settings field, generated from its OpenAPI schema. */
 
 import { el } from "./dom.js";
 
 /**
- * @typedef {object} Schema of a field, as OpenAPI has it
+ * @typedef {object} Schema of a field, from OpenAPI
  * @property {Schema[]} [anyOf]
  * @property {string} [type]
  * @property {unknown} [const]
  * @property {Schema} [items]
- * @property {any[]} [examples] what it may be
+ * @property {any[]} [examples] possible values
  * @property {string} [description]
  * @property {number} [minimum]
  * @property {number} [exclusiveMinimum]
  * @property {number} [maximum]
  *
- * @typedef {object} Form how a value is written, and read
+ * @typedef {object} Form how a value is shown and parsed
  * @property {HTMLInputElement | HTMLSelectElement | HTMLTextAreaElement} input
- * @property {(text: string) => unknown} read throws where it cannot be read
+ * @property {(text: string) => unknown} read throws if it is invalid
  * @property {string} hint
  */
 
@@ -60,13 +60,13 @@ export class Field {
     this.check();
   }
 
-  /** What is sent; undefined: nothing. Throws where it is none. */
+  /** The value to send; undefined: none. Throws if it is invalid. */
   get value() {
     const { input, read } = this.form;
     return input.value.trim() ? read(input.value) : undefined;
   }
 
-  /** @param {unknown} value that holds where nothing is set */
+  /** @param {unknown} value the default */
   set otherwise(value) {
     const shown =
       value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);

@@ -1,14 +1,14 @@
-/** Markdown within a line: emphasis, code, links. All else, HTML among it, is text. */
+/** Inline Markdown: emphasis, code, links. Everything else, including HTML, is text. */
 
 import { el } from "./dom.js";
 
-// [label](target "title"), or with ! before it; a target may have a pair of brackets in it.
+// [label](target "title"), or with ! before it; a target may contain a pair of parentheses.
 const LABEL = String.raw`!?\[([^[\]]{0,1000})\]`;
 const TARGET = String.raw`<?([^()\s<>]{0,2000}(?:\([^()\s]{0,200}\)[^()\s<>]{0,200})?)>?`;
 const TITLE = String.raw`(?:\s{1,9}"[^"]{0,500}")?`;
 const LINK = new RegExp(String.raw`${LABEL}\(\s{0,9}${TARGET}${TITLE}\s{0,9}\)`, "y");
 
-// Patterns are bounded, so that no text takes long. Each is tried where one of the signs stands.
+// Patterns are bounded, so that no text takes long. Each is tried at its delimiters only.
 const SIGNS = /[\\`*_~[!<h]/g;
 const RULES = /** @type {[RegExp, (found: RegExpExecArray) => Node | string][]} */ ([
   [/\\([!-/:-@[-`{-~])/y, (found) => found[1]],
@@ -51,7 +51,7 @@ export function inline(text) {
 }
 
 /**
- * The first rule that holds at a place.
+ * The first rule that matches at an index.
  * @param {string} text
  * @param {number} at
  */
@@ -68,7 +68,7 @@ function first(text, at) {
 const unpadded = (code) => code.replace(/^ ([^]*[^ ][^]*) $/, "$1");
 
 /**
- * A link to the web, or by mail; what leads anywhere else stays as it was written.
+ * A link to the web or a mail address; other targets stay text.
  * @param {string} target
  * @param {(Node | string)[]} label
  * @param {string} written

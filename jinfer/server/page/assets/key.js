@@ -1,4 +1,4 @@
-/** Asks for the key of a server that wants one; it is kept until the tab is closed. */
+/** API key dialog; the key is kept until the tab is closed. */
 
 import { byId } from "./dom.js";
 import { key } from "./store.js";
@@ -7,9 +7,9 @@ import { key } from "./store.js";
 let asking = null;
 
 /**
- * Has a person give a key.
+ * Asks the user for a key.
  * @param {string} why
- * @returns {Promise<boolean>} whether one was given; whoever asks meanwhile is told the same
+ * @returns {Promise<boolean>} whether one was entered; concurrent calls share the dialog
  */
 export function askForKey(why) {
   asking ??= asked(why).finally(() => (asking = null));

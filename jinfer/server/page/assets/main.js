@@ -1,4 +1,4 @@
-/** The page put together. */
+/** Entry point: connects the parts of the page. */
 
 import * as api from "./api.js";
 import { Chat } from "./chat.js";
@@ -43,7 +43,7 @@ const composer = new Composer(
 const sidebar = new Sidebar(byId("conversations"), conversations, opened);
 const engine = new Engine(byId("plots"), () => model.value, refused);
 
-/** What goes with a request; null, and the settings are shown, where one of them cannot be. */
+/** The fields of a request; if a setting is invalid, null, and the settings are shown. */
 function asked() {
   const values = settings.values();
   if (values) return model.value ? { model: model.value, ...values } : null;
@@ -52,7 +52,7 @@ function asked() {
   return null;
 }
 
-/** Another conversation is current. */
+/** Shows another conversation. */
 function opened() {
   chat.open();
   sidebar.show();
@@ -60,7 +60,7 @@ function opened() {
   showMenu(false);
 }
 
-/** @param {boolean} open the list of conversations, where there is no room for it beside them */
+/** @param {boolean} open whether the sidebar is open on a narrow screen */
 function showMenu(open) {
   aside.classList.toggle("open", open);
   menu.setAttribute("aria-expanded", String(open));
@@ -72,12 +72,12 @@ async function refused(error) {
   if (error.status === 401 && (await askForKey(error.message))) await connect();
 }
 
-/** Waits until the server is there, and asks it what it has. */
+/** Waits until the server is ready, and loads its models and schemas. */
 async function connect() {
   while (!(await known())) await new Promise((resolve) => setTimeout(resolve, AGAIN));
 }
 
-/** Whether the server has said what it has, or that it does not. */
+/** Whether the server has answered, with success or an error. */
 async function known() {
   try {
     if (!(await api.healthy())) {
@@ -111,7 +111,7 @@ function list(models) {
 }
 
 /**
- * Shows what holds for the model where nothing is set; one that is not in memory stays so.
+ * Shows the model's default settings; does not load a model for that.
  * @param {api.Model[]} models
  */
 async function modelChanged(models) {

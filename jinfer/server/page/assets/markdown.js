@@ -1,4 +1,4 @@
-/** Markdown as nodes: blocks. A text becomes a list of blocks, each of which stands for itself. */
+/** Markdown blocks: splits a text into independent blocks and renders each to a node. */
 
 import { codeBlock } from "./code.js";
 import { el } from "./dom.js";
@@ -13,7 +13,7 @@ const DIVIDER = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?\|? *$/;
 const DEEPEST = 8; // of blocks in blocks; what is deeper is text
 
 /**
- * Cuts a text into blocks. While an answer grows, all but the last stay what they were.
+ * Splits a text into blocks. While an answer grows, all but the last are stable.
  * @param {string} text
  * @returns {string[]}
  */
@@ -34,7 +34,7 @@ export function blocks(text) {
 }
 
 /**
- * Where the block that begins in a line ends.
+ * The end of the block that begins at a line.
  * @param {string[]} lines
  * @param {number} start
  */
@@ -69,7 +69,7 @@ const closes = (line, fence) =>
 const ordered = (item) => /\d/.test(item[2]);
 
 /**
- * A list goes on over empty lines as long as items, or indented lines, follow.
+ * A list continues over empty lines if items or indented lines follow.
  * @param {string[]} lines
  * @param {number} start
  */
@@ -91,7 +91,7 @@ function endOfList(lines, start) {
 }
 
 /**
- * A block as a node.
+ * Renders a block.
  * @param {string} block
  * @param {number} [depth]
  * @returns {HTMLElement}
@@ -125,7 +125,7 @@ export function render(block, depth = 0) {
 }
 
 /**
- * Lines with breaks between: models mean the ends of lines that they write.
+ * Lines separated by breaks: models intend their line ends.
  * @param {string[]} lines
  */
 function broken(lines) {
@@ -159,7 +159,7 @@ function list(lines, depth) {
 }
 
 /**
- * What an item has in it; a single paragraph is only its words.
+ * The content of a list item; a single paragraph is inlined.
  * @param {string[]} item
  * @param {number} depth
  */

@@ -1,4 +1,4 @@
-/** One message of a conversation, and what can be done with it. */
+/** Message view with its actions: edit, regenerate, copy. */
 
 import { AnswerView } from "./answer.js";
 import { copyButton } from "./code.js";
@@ -8,8 +8,8 @@ import { el, iconButton } from "./dom.js";
  * @typedef {import("./conversations.js").Message} Message
  *
  * @typedef {object} Actions
- * @property {(message: Message, text: string) => void} resend says something else there
- * @property {(message: Message) => void} regenerate answers again
+ * @property {(message: Message, text: string) => void} resend sends an edited text in its place
+ * @property {(message: Message) => void} regenerate requests another answer
  */
 
 export class MessageView {
@@ -56,7 +56,7 @@ export class MessageView {
     this.element.classList.toggle("growing", growing);
   }
 
-  /** Has the message written anew. */
+  /** Opens the editor. */
   edit() {
     const area = el("textarea", { "aria-label": "Edit message", rows: 3 });
     area.value = this.message.content;
@@ -96,7 +96,7 @@ export class MessageView {
 }
 
 /**
- * Whether a key sends what is written: Enter, but neither a new line nor the choice of a character.
+ * Whether a key sends the text: Enter, without Shift and not while an input method composes.
  * @param {KeyboardEvent} event
  */
 export function sends(event) {

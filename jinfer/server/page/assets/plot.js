@@ -1,4 +1,4 @@
-/** A plot that goes on: the latest figures of a few series, as lines. */
+/** Scrolling line plot of the latest values of a few series. */
 
 import { el, svg } from "./dom.js";
 
@@ -12,7 +12,7 @@ export class Plot {
    * @param {string} title
    * @param {string[]} names of the series
    * @param {(value: number) => string} format
-   * @param {number} [most] of the axis, where it is fixed
+   * @param {number} [most] fixed maximum of the axis
    */
   constructor(title, names, format, most) {
     this.title = title;
@@ -48,7 +48,7 @@ export class Plot {
     this.draw();
   }
 
-  /** Of the first series. */
+  /** The latest value of the first series. */
   get latest() {
     return this.values.at(-1)?.[0] ?? null;
   }
@@ -94,7 +94,7 @@ export class Plot {
   }
 }
 
-/** @param {number} value the least of 1, 2, 5, 10, 20, … that is no less */
+/** @param {number} value rounded up to 1, 2, 5, 10, 20, … */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
   return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= value) ?? value;

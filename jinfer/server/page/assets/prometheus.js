@@ -1,4 +1,4 @@
-/** Figures as Prometheus writes them. */
+/** Parser of Prometheus's text format. */
 
 /** @typedef {{name: string, labels: Record<string, string>, value: number}} Figure */
 

@@ -1,4 +1,4 @@
-/** The form of settings: a system prompt, and every sampling parameter that the server names. */
+/** Settings form: system prompt, and every sampling parameter of the server's OpenAPI schema. */
 
 import { el } from "./dom.js";
 import { Field } from "./field.js";
@@ -6,9 +6,9 @@ import { kept } from "./store.js";
 
 export class Settings {
   /**
-   * @param {HTMLElement} place where the parameters stand
+   * @param {HTMLElement} place container of the parameters
    * @param {HTMLTextAreaElement} system
-   * @param {(count: number) => void} changed is told how many are set
+   * @param {(count: number) => void} changed called with the number of parameters set
    */
   constructor(place, system, changed) {
     this.place = place;
@@ -50,12 +50,12 @@ export class Settings {
     this.tell();
   }
 
-  /** @param {Record<string, unknown>} values that hold where nothing is set */
+  /** @param {Record<string, unknown>} values the defaults */
   defaults(values) {
     for (const field of this.fields) field.otherwise = values[field.name];
   }
 
-  /** What is set, or null where something of it cannot be; then it is shown. */
+  /** The values set, or null if one is invalid, which is then shown. */
   values() {
     const wrong = this.fields.find((field) => !field.form.input.checkValidity());
     if (wrong) {

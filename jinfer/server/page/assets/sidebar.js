@@ -9,7 +9,7 @@ export class Sidebar {
   /**
    * @param {HTMLElement} list
    * @param {import("./conversations.js").Conversations} conversations
-   * @param {() => void} changed is told that another one is current
+   * @param {() => void} changed called when another one is selected
    */
   constructor(list, conversations, changed) {
     this.list = list;

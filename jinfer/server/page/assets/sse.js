@@ -1,4 +1,4 @@
-/** Server-sent events, as they stand in the body of an answer. */
+/** Server-sent events (SSE): parses a response body. */
 
 /**
  * The data of each event.

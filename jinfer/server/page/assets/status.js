@@ -1,4 +1,4 @@
-/** Short words at the foot of the page, which are also read aloud. */
+/** Status line at the bottom of the page, announced by screen readers. */
 
 import { byId } from "./dom.js";
 
@@ -6,9 +6,9 @@ const SECONDS = 2.5;
 let clears = 0;
 
 /**
- * Says what has happened.
+ * Announces an event.
  * @param {string} text
- * @param {boolean} [seen] false: only to those who do not see it anyway
+ * @param {boolean} [seen] false: only for screen readers
  */
 export function say(text, seen = true) {
   const place = byId("status");
@@ -19,8 +19,8 @@ export function say(text, seen = true) {
 }
 
 /**
- * Says what is the matter, until it is not any more.
- * @param {string} text empty: nothing is
+ * Shows a persistent problem.
+ * @param {string} text empty: none
  */
 export function notice(text) {
   const place = byId("notice");

@@ -1,16 +1,16 @@
-/** What the browser keeps: conversations and settings for good, a key until its tab is closed. */
+/** Browser storage: conversations and settings in localStorage, the API key in sessionStorage. */
 
 const PREFIX = "jinfer.";
 
 /**
- * A named value that outlives the page; where the browser keeps nothing, it lives as long as that.
+ * A named persistent value; without storage it lives as long as the page.
  * @template T
  */
-class Kept {
+class StoredValue {
   /**
-   * @param {() => Storage} storage asked for late: a browser may refuse
+   * @param {() => Storage} storage called late, because a browser may deny it
    * @param {string} name
-   * @param {T} otherwise where nothing is kept
+   * @param {T} otherwise the default
    */
   constructor(storage, name, otherwise) {
     this.storage = storage;
@@ -21,13 +21,13 @@ class Kept {
       const text = storage().getItem(this.name);
       if (text !== null) this.value = JSON.parse(text);
     } catch {
-      // What cannot be read is as good as nothing.
+      // An unreadable value counts as missing.
     }
   }
 
   /**
    * @param {T} value
-   * @returns {boolean} whether it is kept; it is not where there is no room
+   * @returns {boolean} whether it was stored; false if the storage is full
    */
   set(value) {
     this.value = value;
@@ -45,7 +45,7 @@ class Kept {
  * @param {string} name
  * @param {T} otherwise
  */
-export const kept = (name, otherwise) => new Kept(() => localStorage, name, otherwise);
+export const kept = (name, otherwise) => new StoredValue(() => localStorage, name, otherwise);
 
-/** The key of a server that wants one. */
-export const key = new Kept(() => sessionStorage, "key", "");
+/** The API key. */
+export const key = new StoredValue(() => sessionStorage, "key", "");

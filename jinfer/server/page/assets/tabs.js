@@ -1,8 +1,8 @@
-/** Tabs, as ARIA has them: arrows go from one to the next, and Tab goes to the chosen one. */
+/** Tabs (ARIA): arrow keys move between tabs, Tab moves to the selected one. */
 
 /**
  * @param {HTMLElement} row with the tabs, each of which controls a panel
- * @param {(id: string) => void} shown is told of the panel that is seen
+ * @param {(id: string) => void} shown called with the visible panel
  */
 export function tabs(row, shown) {
   const all = /** @type {HTMLElement[]} */ ([...row.querySelectorAll('[role="tab"]')]);

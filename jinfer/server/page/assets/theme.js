@@ -1,4 +1,4 @@
-/** Dark or light: as the system has it, until a person says otherwise. */
+/** Theme: dark or light, by the system's preference unless the user chooses. */
 
 import { kept } from "./store.js";
 
@@ -10,7 +10,7 @@ function apply() {
 }
 
 /**
- * Has a button go through the themes.
+ * Makes a button cycle through the themes.
  * @param {HTMLButtonElement} button
  */
 export function themeButton(button) {
