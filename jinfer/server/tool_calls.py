@@ -13,7 +13,7 @@ from jinfer.server.output_deltas import Tooling
 from jinfer.server.schemas.chat import NamedTool, Rendering
 from jinfer.server.tool_choice import offered
 from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
@@ -107,7 +107,7 @@ def _read(
     state: State,
     reader: Reader,
     out: Output,
-) -> Reading[None]:
+) -> Parse[None]:
     """Parses an answer: reasoning first, then tool calls and content."""
     if reasoning is not None:
         yield from reasoning.read(reader, out, state)

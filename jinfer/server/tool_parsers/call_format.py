@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Output, call_id
@@ -28,7 +28,7 @@ class Format:
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[Reader, Output, Tools], Reading[None]]
+    read: Callable[[Reader, Output, Tools], Parse[None]]
     grammar: Callable[[Lark, Tools, str, bool], str]
     new_id: Callable[[], str] = call_id
     answer: Callable[[Lark, str], str] | None = None

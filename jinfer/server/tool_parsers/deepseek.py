@@ -11,7 +11,7 @@ V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the begin and end m
 from __future__ import annotations
 
 from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, named
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -21,11 +21,11 @@ _MARKS = tuple(f"<\uff5ctool▁{word}\uff5c>" for word in _WORDS)
 CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = _MARKS
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     yield from in_a_row(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     """Parses a call up to its end mark, which may be missing."""
     head: list[str] = []
     if (yield from reader.until(_MARKS, head.append, take=False)) != SEPARATOR:

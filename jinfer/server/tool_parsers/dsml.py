@@ -16,7 +16,7 @@ from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
 from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, is_text
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -39,11 +39,11 @@ TAGS = Tags(
 )
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     yield from in_a_row(reader, out, tools, (OPEN, INVOKE, CLOSE), _call)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     """Parses a name, and parameters up to the call's end."""
     name = yield from _name(reader)
     if name is None or name not in tools or not (yield from reader.starts(">")):
@@ -52,11 +52,11 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
     return (yield from arguments(reader, out, tools[name], INVOKE_END, _key, _value))
 
 
-def _key(reader: Reader) -> Reading[str | None]:
+def _key(reader: Reader) -> Parse[str | None]:
     return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
 
 
-def _name(reader: Reader) -> Reading[str | None]:
+def _name(reader: Reader) -> Parse[str | None]:
     """Parses a name and the quote after it."""
     parts: list[str] = []
     mark = yield from reader.until(('"', "<", ">", "\n"), parts.append, take=False)
@@ -66,7 +66,7 @@ def _name(reader: Reader) -> Reading[str | None]:
     return "".join(parts) or None
 
 
-def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
+def _value(reader: Reader, out: Output, schema: Any) -> Parse[bool]:
     """Parses the rest of a parameter's tag, its value, and the closing tag."""
     yield from reader.space()
     text = yield from reader.starts(_TEXT)

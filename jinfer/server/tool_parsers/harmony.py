@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, named
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -24,7 +24,7 @@ _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     said = later = False
     headed = True  # the prompt has started a message
     while True:
@@ -50,7 +50,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             headed = True
 
 
-def _head(reader: Reader) -> Reading[str | None]:
+def _head(reader: Reader) -> Parse[str | None]:
     """Parses a message's header; None: there is no message."""
     head: list[str] = []
     yield from reader.space()
@@ -66,7 +66,7 @@ def _head(reader: Reader) -> Reading[str | None]:
     return "".join(head)
 
 
-def _begins(reader: Reader) -> Reading[bool]:
+def _begins(reader: Reader) -> Parse[bool]:
     """Whether a channel or a recipient comes next."""
     while True:
         rest = reader.rest()
@@ -89,7 +89,7 @@ def _kind(head: str, tools: Tools) -> str:
     return "reasoning" if channel is not None and channel[1] == "analysis" else "content"
 
 
-def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Reading[str | None]:
+def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Parse[str | None]:
     """Parses a message; returns the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":

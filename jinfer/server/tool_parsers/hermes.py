@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, json_calls
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -16,7 +16,7 @@ from jinfer.server.tool_parsers.parsed_deltas import Output
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     while (yield from reader.until((OPEN,), out.content)) is not None:
         reader.mark(OPEN)
         yield from reader.space()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
 
 _CLOSES = {"{": "}", "[": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
@@ -61,7 +61,7 @@ def begun(text: str) -> str:
     return ""
 
 
-def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | None]:
+def string(reader: Reader, sink: Sink = lambda piece: None) -> Parse[str | None]:
     """Parses a string and returns its decoded value; None: there is none.
 
     Args:
@@ -77,7 +77,7 @@ def string(reader: Reader, sink: Sink = lambda piece: None) -> Reading[str | Non
     return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
 
 
-def value(reader: Reader, sink: Sink) -> Reading[str | None]:
+def value(reader: Reader, sink: Sink) -> Parse[str | None]:
     """Parses a value.
 
     Escapes raw control characters in strings, which JSON forbids but models write.
@@ -97,7 +97,7 @@ def value(reader: Reader, sink: Sink) -> Reading[str | None]:
     return text
 
 
-def _enclosed(reader: Reader, sink: Sink) -> Reading[str | None]:
+def _enclosed(reader: Reader, sink: Sink) -> Parse[str | None]:
     """Parses a string, object or array up to its closing delimiter."""
     parts: list[str] = []
     open_: list[str] = []
@@ -136,7 +136,7 @@ def _enclosed(reader: Reader, sink: Sink) -> Reading[str | None]:
         yield
 
 
-def _word(reader: Reader, sink: Sink) -> Reading[str]:
+def _word(reader: Reader, sink: Sink) -> Parse[str]:
     """Parses a number or a literal such as null."""
     word = ""
     while (sign := (yield from reader.char())) and sign not in _BETWEEN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 # A generator that pauses where it needs more text; it returns the parsed value.
-type Reading[T] = Generator[None, None, T]
+type Parse[T] = Generator[None, None, T]
 type Sink = Callable[[str], object]
 
 
@@ -57,13 +57,13 @@ class Reader:
             self._raw.append(text)
         return text
 
-    def char(self) -> Reading[str]:
+    def char(self) -> Parse[str]:
         """Peeks at the next character; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
-    def starts(self, text: str) -> Reading[bool]:
+    def starts(self, text: str) -> Parse[bool]:
         """Consumes this text if it comes next."""
         while True:
             there = self._text[self._at : self._at + len(text)]
@@ -76,7 +76,7 @@ class Reader:
                 return False
             yield
 
-    def space(self) -> Reading[None]:
+    def space(self) -> Parse[None]:
         """Skips white space."""
         while (yield from self.char()).isspace():
             rest = self.rest()
@@ -84,7 +84,7 @@ class Reader:
 
     def until(
         self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
-    ) -> Reading[str | None]:
+    ) -> Parse[str | None]:
         """Reads up to the first of some marks, none of which is part of another.
 
         Args:

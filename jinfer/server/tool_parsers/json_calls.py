@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
 from jinfer.server.tool_parsers.parsed_deltas import Output
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
@@ -24,7 +24,7 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") == "string" or all(isinstance(value, str) for value in values)
 
 
-def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
+def arguments(reader: Reader, sink: Sink) -> Parse[bool]:
     """Parses a call's arguments: an object, a string that contains one, or null.
 
     Returns:
@@ -46,7 +46,7 @@ def arguments(reader: Reader, sink: Sink) -> Reading[bool]:
     return True
 
 
-def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]:
+def named(reader: Reader, out: Output, name: str, tools: Tools) -> Parse[bool]:
     """Parses the arguments of a call to a known tool. Returns whether it is a call."""
     if name not in tools:
         return False
@@ -58,7 +58,7 @@ def named(reader: Reader, out: Output, name: str, tools: Tools) -> Reading[bool]
     return False
 
 
-def json_calls(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+def json_calls(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     """Parses one call or several: objects, or a list of them. Sets a mark after each.
 
     Returns:
@@ -85,8 +85,8 @@ def in_a_row(
     out: Output,
     tools: Tools,
     marks: tuple[str, str, str],
-    call: Callable[[Reader, Output, Tools], Reading[bool]],
-) -> Reading[None]:
+    call: Callable[[Reader, Output, Tools], Parse[bool]],
+) -> Parse[None]:
     """Parses an answer to its end, with a list of calls in it.
 
     Args:
@@ -112,7 +112,7 @@ def in_a_row(
             yield from reader.starts(closes)
 
 
-def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Reading[bool]:
+def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Parse[bool]:
     """Parses an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
@@ -144,7 +144,7 @@ class _Call:
         self._early: list[str] = []  # arguments that came before the name
         self._opened = self._argued = False
 
-    def member(self) -> Reading[bool]:
+    def member(self) -> Parse[bool]:
         """Parses a key and its value."""
         reader = self._reader
         key = yield from incremental_json.string(reader)

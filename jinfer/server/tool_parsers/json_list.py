@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, json_calls
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -30,7 +30,7 @@ SAID, FENCE, FENCE_END = "Action:", "```json", "```"
 
 def _read(
     begins: Sequence[str], ends: Sequence[str], reader: Reader, out: Output, tools: Tools
-) -> Reading[None]:
+) -> Parse[None]:
     while (mark := (yield from reader.until(begins, out.content, take=False))) is not None:
         reader.mark()
         reader.take(len(mark.removesuffix("[")))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from jinfer.server.tool_parsers.call_format import Format, json_object
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, json_call
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -15,7 +15,7 @@ from jinfer.server.tool_parsers.parsed_deltas import Output
 TAG = "<|python_tag|>"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     reader.mark()
     marked = False
     while True:

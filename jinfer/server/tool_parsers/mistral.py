@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 
 from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, json_calls, named
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -18,7 +18,7 @@ from jinfer.server.tool_parsers.parsed_deltas import Output
 CALLS, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     while (yield from reader.until((CALLS,), out.content)) is not None:
         reader.mark(CALLS)
         yield from reader.space()
@@ -27,7 +27,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
             out.rejected(reader)
 
 
-def _named(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+def _named(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     """Parses a name and its arguments."""
     name: list[str] = []
     mark = yield from reader.until((ID, ARGS, CALLS, "{"), name.append, take=False)

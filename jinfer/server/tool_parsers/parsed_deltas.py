@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from jinfer.server.output_deltas import CallDelta, Delta
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 
 
 def call_id() -> str:
@@ -132,7 +132,7 @@ class Machine:
 
     def __init__(
         self,
-        read: Callable[[Reader, Output], Reading[None]],
+        read: Callable[[Reader, Output], Parse[None]],
         output: Output,
         *,
         bound: bool = False,

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
 from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading, Sink
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
 from jinfer.server.tool_parsers.json_calls import Tools, is_text, json_calls
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -37,7 +37,7 @@ TAGS = Tags(
 _MARKS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
+def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
     # The model sometimes omits the outer tag.
     while (mark := (yield from reader.until((OPEN, FUNCTION), out.content))) is not None:
         reader.mark(mark)
@@ -50,7 +50,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Reading[None]:
         yield from reader.starts(CLOSE)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
+def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     """Parses a name, and parameters up to the function's end."""
     name = yield from _name(reader)
     if name is None or name not in tools:
@@ -59,11 +59,11 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Reading[bool]:
     return (yield from arguments(reader, out, tools[name], FUNCTION_END, _key, _value))
 
 
-def _key(reader: Reader) -> Reading[str | None]:
+def _key(reader: Reader) -> Parse[str | None]:
     return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
 
 
-def _name(reader: Reader) -> Reading[str | None]:
+def _name(reader: Reader) -> Parse[str | None]:
     """Parses a name up to the end of its tag."""
     parts: list[str] = []
     if (yield from reader.until((">", "<", "\n"), parts.append, take=False)) != ">":
@@ -72,7 +72,7 @@ def _name(reader: Reader) -> Reading[str | None]:
     return "".join(parts).strip()
 
 
-def _value(reader: Reader, out: Output, schema: Any) -> Reading[bool]:
+def _value(reader: Reader, out: Output, schema: Any) -> Parse[bool]:
     """Parses a value and its closing tag."""
     parts: list[str] = []
     line = _Line(lambda piece: out.arguments(incremental_json.escaped(piece)))

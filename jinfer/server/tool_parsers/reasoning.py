@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.lark_grammar import Lark
 from jinfer.server.tool_parsers.parsed_deltas import Output
 
@@ -33,7 +33,7 @@ class Thinking:
             return "open"
         return "closed" if prompt.endswith(self.end) else "free"
 
-    def read(self, reader: Reader, out: Output, state: State) -> Reading[None]:
+    def read(self, reader: Reader, out: Output, state: State) -> Parse[None]:
         """Parses the reasoning at the beginning of an answer, if any."""
         if state == "closed":
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.json_calls import Tools, is_text
 from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
 from jinfer.server.tool_parsers.parsed_deltas import Output
@@ -41,9 +41,9 @@ def arguments(
     out: Output,
     schema: Mapping[str, Any],
     end: str,
-    key: Callable[[Reader], Reading[str | None]],
-    value: Callable[[Reader, Output, Any], Reading[bool]],
-) -> Reading[bool]:
+    key: Callable[[Reader], Parse[str | None]],
+    value: Callable[[Reader, Output, Any], Parse[bool]],
+) -> Parse[bool]:
     """Parses a call's arguments, after its name, up to its end.
 
     Args:

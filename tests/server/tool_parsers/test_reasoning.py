@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.incremental_reader import Reader, Reading
+from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
 from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
 from jinfer.server.tool_parsers.reasoning import THINKINGS, State
 from tests.server.tool_parsers.reading import TOOLS, pieces, read
@@ -29,7 +29,7 @@ CASES: list[tuple[State, str, str, str, list[tuple[str, str]]]] = [
 
 
 def parser(state: State) -> Machine:
-    def reading(reader: Reader, out: Output) -> Reading[None]:
+    def reading(reader: Reader, out: Output) -> Parse[None]:
         yield from THINK.read(reader, out, state)
         yield from HERMES.read(reader, out, TOOLS)
 

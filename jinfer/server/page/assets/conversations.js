@@ -1,6 +1,6 @@
 /** Conversations saved in the browser's storage. */
 
-import { kept } from "./store.js";
+import { stored } from "./store.js";
 
 /**
  * @typedef {object} Message
@@ -19,14 +19,14 @@ const LONGEST_TITLE = 60;
 
 export class Conversations {
   constructor() {
-    this.kept = kept("conversations", /** @type {Conversation[]} */ ([]));
+    this.stored = stored("conversations", /** @type {Conversation[]} */ ([]));
     /** @type {Conversation} */
     this.current = this.all[0] ?? fresh();
   }
 
   /** Latest first, without empty ones. */
   get all() {
-    return this.kept.value;
+    return this.stored.value;
   }
 
   begin() {
@@ -44,17 +44,17 @@ export class Conversations {
    */
   save(latest) {
     let all = [latest, ...this.all.filter((one) => one !== latest)];
-    while (!this.kept.set(all) && all.length > 1) all = all.slice(0, -1);
+    while (!this.stored.set(all) && all.length > 1) all = all.slice(0, -1);
   }
 
   /** @param {Conversation} one */
   remove(one) {
-    this.kept.set(this.all.filter((other) => other !== one));
+    this.stored.set(this.all.filter((other) => other !== one));
     if (one === this.current) this.current = this.all[0] ?? fresh();
   }
 
   clear() {
-    this.kept.set([]);
+    this.stored.set([]);
     this.begin();
   }
 }

@@ -10,7 +10,7 @@ import { askForKey } from "./key.js";
 import { Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { notice } from "./status.js";
-import { kept } from "./store.js";
+import { stored } from "./store.js";
 import { tabs } from "./tabs.js";
 import { themeButton } from "./theme.js";
 
@@ -20,7 +20,7 @@ const model = /** @type {HTMLSelectElement} */ (byId("model"));
 const dialog = /** @type {HTMLDialogElement} */ (byId("settings"));
 const aside = byId("aside");
 const menu = byId("menu");
-const chosen = kept("model", "");
+const chosen = stored("model", "");
 
 const conversations = new Conversations();
 const settings = new Settings(byId("parameters"), byId("system"), (count) => {

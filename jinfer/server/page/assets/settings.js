@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 import { Field } from "./field.js";
-import { kept } from "./store.js";
+import { stored } from "./store.js";
 
 export class Settings {
   /**
@@ -14,11 +14,11 @@ export class Settings {
     this.place = place;
     this.system = system;
     this.changed = changed;
-    this.kept = kept("settings", /** @type {Record<string, string>} */ ({}));
-    this.keptSystem = kept("system", "");
+    this.stored = stored("settings", /** @type {Record<string, string>} */ ({}));
+    this.storedSystem = stored("system", "");
     /** @type {Field[]} */
     this.fields = [];
-    system.value = this.keptSystem.value;
+    system.value = this.storedSystem.value;
     system.addEventListener("input", () => this.save());
   }
 
@@ -33,7 +33,7 @@ export class Settings {
       const group = schema["x-group"];
       if (!group) continue;
       const field = new Field(name, schema, () => this.save());
-      field.text = this.kept.value[name] ?? "";
+      field.text = this.stored.value[name] ?? "";
       groups.set(group, [...(groups.get(group) ?? []), field]);
     }
     this.fields = [...groups.values()].flat();
@@ -74,12 +74,12 @@ export class Settings {
 
   save() {
     const pairs = this.fields.map((field) => [field.name, field.text]);
-    this.kept.set(Object.fromEntries(pairs.filter(([, text]) => text)));
-    this.keptSystem.set(this.system.value);
+    this.stored.set(Object.fromEntries(pairs.filter(([, text]) => text)));
+    this.storedSystem.set(this.system.value);
     this.tell();
   }
 
   tell() {
-    this.changed(Object.keys(this.kept.value).length + (this.system.value.trim() ? 1 : 0));
+    this.changed(Object.keys(this.stored.value).length + (this.system.value.trim() ? 1 : 0));
   }
 }

@@ -45,7 +45,7 @@ class StoredValue {
  * @param {string} name
  * @param {T} otherwise
  */
-export const kept = (name, otherwise) => new StoredValue(() => localStorage, name, otherwise);
+export const stored = (name, otherwise) => new StoredValue(() => localStorage, name, otherwise);
 
 /** The API key. */
 export const key = new StoredValue(() => sessionStorage, "key", "");

@@ -1,9 +1,9 @@
 /** Theme: dark or light, by the system's preference unless the user chooses. */
 
-import { kept } from "./store.js";
+import { stored } from "./store.js";
 
 const ORDER = ["auto", "dark", "light"];
-const theme = kept("theme", "auto");
+const theme = stored("theme", "auto");
 
 function apply() {
   document.documentElement.dataset.theme = theme.value;
