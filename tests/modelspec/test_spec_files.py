@@ -18,11 +18,11 @@ from jinfer.modelspec.spec_files import (
     families,
     find_family,
     format_table,
-    nested,
     parse_override,
     read_toml,
     with_families,
 )
+from jinfer.modelspec.toml_tables import nested
 
 from .helpers import PATH, facts, one_line
 
