@@ -1,6 +1,6 @@
 """Finds or compiles, loads and registers the custom calls.
 
-Every `*.cc` beside this file becomes one shared library, compiled at first use with the machine's
+Every `*.cc` under `src` becomes one shared library, compiled at first use with the machine's
 C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. Where the
 package brought one along (`prebuilt.py`), or `python -m jinfer.cpu` compiled it ahead of use, as
 for a container image, neither a compiler nor a folder that can be written to is needed.
@@ -53,7 +53,7 @@ EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests n
 TESTED: Final = "tested"  # all; a compiler does not optimize those that this machine lacks
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
-_FOLDER = Path(__file__).parent
+SRC = Path(__file__).parent / "src"
 _SECONDS = {True: 130, False: 46}  # of one core, to compile everything or for one machine
 # Links a library that needs no more of a system than its C library.
 _STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
@@ -239,7 +239,7 @@ def _compiler() -> list[str]:
 
 def _sources(only: Wanted = None) -> list[Path]:
     """Handlers, and of each family of kernels those for all instructions, or the best for some."""
-    files = sorted(_FOLDER.glob("*.cc"))
+    files = sorted(SRC.rglob("*.cc"))
     kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
     if only is not None and only != TESTED:
         order = (LOWER_ISA.get(only, only), only)
@@ -272,8 +272,8 @@ def own_key(only: Wanted = None) -> str:
     """The same, of what is jinfer's own."""
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
-    for path in [*_sources(), *sorted(_FOLDER.glob("*.h"))]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in [*_sources(), *sorted(SRC.rglob("*.h"))]:
+        digest.update(path.relative_to(SRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
@@ -327,7 +327,7 @@ def _compile(
     for isa, name in (("avx512bf16", "JINFER_BF16"), ("amx", "JINFER_AMX")):
         if any(source.stem.endswith(f"_{isa}") for source in sources):
             common.append(f"-D{name}")
-    include = ("-I", headers, "-I", str(_FOLDER))
+    include = ("-I", headers, "-I", str(SRC))
 
     compiled, commands = list[tuple[int, str]](), list[list[str]]()
     for unit in units(sources):

@@ -26,8 +26,8 @@ ISA_FLAGS = {
 }
 # Of what reads XLA's headers and calls kernels: -O2 takes half as long again, and gives nothing.
 HANDLER_FLAGS = ("-O1",)
-_LOOPS = ("reading", "repacking")  # for any processor; they read no such header
-_TOGETHER = (("attention", "dense"), ("choose", "rows"))  # kernels for the same instructions
+_LOOPS = ("read_bandwidth", "repack_gguf")  # for any processor; they read no such header
+_TOGETHER = (("attention", "dense"), ("sample", "rowwise"))  # kernels for the same instructions
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Unit:
         if len(self.paths) == 1:
             return self.paths[0]
         unit = folder / f"{self.name}.cc"
-        lines = [f'#include "{path.name}"\n' for path in self.paths]
+        lines = [f'#include "{path.parent.name}/{path.name}"\n' for path in self.paths]
         unit.write_text("".join(lines), encoding="utf-8")
         return unit
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Operation(IntEnum):
-    """The numbers are those of its namesake in chain.cc."""
+    """The numbers are those of its namesake in fused_layers.cc."""
 
     NORM = 0
     LINEAR = 1
@@ -271,7 +271,7 @@ class Program:
 
 # XLA's numbers of the types that weights have.
 _TYPES = {"int8": 2, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16}
-FIELDS = 8  # that describe a matrix; see `Field` in linear_product.h
+FIELDS = 8  # that describe a matrix; see `Field` in linear_driver.h
 
 
 def _bits(number: float) -> int:

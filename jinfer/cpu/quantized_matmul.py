@@ -118,14 +118,14 @@ def coded_linear(
 
 
 def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
-    """How matrices of stacks are chosen, as `Select` in select.h counts, and the operand for it."""
+    """How matrices of stacks are chosen, as `Select` in expert_select.h counts, and the operand for it."""
     if index is not None:
         return 1, [index.reshape(1)]
     return (0, []) if offsets is None else (2, [offsets])
 
 
 def fields_of(matrix: Coded) -> list[int]:
-    """What is said of it to the calls: the fields that linear_product.h names."""
+    """What is said of it to the calls: the fields that linear_driver.h names."""
     return [
         matrix.words.shape[-3],
         matrix.per_code,

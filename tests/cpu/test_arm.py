@@ -38,10 +38,13 @@ pytestmark = [
 def compiled(name: str, kernels: tuple[str, ...], folder: Path) -> Path:
     """A program of the folder `arm`, with some files of kernels as build.py compiles them."""
     objects = []
-    for source in (_PROGRAMS / f"{name}.cc", *(build_library._FOLDER / f"{k}.cc" for k in kernels)):
+    for source in (
+        _PROGRAMS / f"{name}.cc",
+        *(build_library.SRC / "linear" / f"{k}.cc" for k in kernels),
+    ):
         flags = next((f for end, f in ISA_FLAGS.items() if source.stem.endswith(end)), ())
         objects.append(folder / f"{source.parent.name}_{source.stem}.o")
-        include = ("-I", str(build_library._FOLDER))
+        include = ("-I", str(build_library.SRC))
         command = [_COMPILER, *FLAGS, *flags, *include, "-c", str(source)]
         subprocess.run([*command, "-o", str(objects[-1])], check=True)
     program = folder / name

@@ -353,9 +353,9 @@ def test_a_machine_compiles_its_own_kernels(
     bf16 = [
         path.stem
         for path in build_library._sources()
-        if path.stem.startswith(("dense_p", "dense_t"))
+        if path.stem.startswith(("dense_p", "dense_bf16"))
     ]
-    own = ["dense_pairs_avx512bf16", "dense_portable", "dense_tiles_amx"]
+    own = ["dense_bf16_amx", "dense_bf16_avx512bf16", "dense_portable"]
     assert bf16 == (own if machine == "x86_64" else ["dense_portable"])
 
 
@@ -372,16 +372,16 @@ def test_at_first_use_there_are_kernels_for_this_machine_alone(
     }
     assert not any(path.stem.endswith("_portable") for path in build_library._sources("avx2"))
     stems = {path.stem for path in build_library._sources("avxvnni")}
-    assert stems > {"linear_avxvnni", "rows_avx2"}
+    assert stems > {"linear_avxvnni", "rowwise_avx2"}
     assert "linear_avx2" not in stems
     stems = {path.stem for path in build_library._sources("avx512bf16")}
-    assert stems > {"linear_avx512bf16", "dense_avx512", "dense_pairs_avx512bf16"}
+    assert stems > {"linear_avx512bf16", "dense_avx512", "dense_bf16_avx512bf16"}
     assert "linear_avx512" not in stems
     stems = {path.stem for path in build_library._sources("amx")}
-    assert stems > {"linear_amx", "dense_avx512", "dense_tiles_amx"}
-    assert not stems & {"linear_avx512bf16", "dense_pairs_avx512bf16"}
+    assert stems > {"linear_amx", "dense_avx512", "dense_bf16_amx"}
+    assert not stems & {"linear_avx512bf16", "dense_bf16_avx512bf16"}
     stems = {path.stem for path in build_library._sources("neon")}
-    assert stems > {"linear_neon", "rows_portable"}
+    assert stems > {"linear_neon", "rowwise_portable"}
     assert "linear_portable" not in stems
     for variable in (build_library.EVERY, build_library.LOWER):
         monkeypatch.delenv(variable, raising=False)
@@ -436,7 +436,7 @@ FASTER = [unit for unit in units(build_library._sources()) if "-mavx2" in unit.f
 @pytest.mark.parametrize("unit", FASTER, ids=lambda unit: unit.name)
 def test_kernels_have_no_name_in_common(unit: Unit, tmp_path: Path) -> None:
     """A linker takes one of all functions of a name, perhaps one for instructions that lack."""
-    include = ("-I", jax.ffi.include_dir(), "-I", str(build_library._FOLDER))
+    include = ("-I", jax.ffi.include_dir(), "-I", str(build_library.SRC))
     compiler = [*build_library._compiler(), *FLAGS, *unit.flags, *include]
     out = tmp_path / "kernels.o"
     subprocess.run([*compiler, "-c", str(unit.write(tmp_path)), "-o", str(out)], check=True)

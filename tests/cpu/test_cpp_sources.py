@@ -32,7 +32,7 @@ def test_files_have_the_flags_of_their_names() -> None:
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.cc", tmp_path / "two.cc"
+    one, two = tmp_path / "one" / "a.cc", tmp_path / "two" / "b.cc"
     assert Unit("alone", (one,)).write(tmp_path) == one
     made = Unit("both", (one, two)).write(tmp_path)
-    assert made.read_text() == '#include "one.cc"\n#include "two.cc"\n'
+    assert made.read_text() == '#include "one/a.cc"\n#include "two/b.cc"\n'

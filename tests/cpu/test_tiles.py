@@ -9,7 +9,12 @@ import pytest
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import own_isa
 
-TESTED = ("test_linear.py", "test_dense.py", "test_chain.py", "test_company.py")
+TESTED = (
+    "test_quantized_matmul.py",
+    "test_dense_matmul.py",
+    "test_fused_layers.py",
+    "test_company.py",
+)
 
 
 @pytest.mark.soak

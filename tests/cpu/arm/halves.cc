@@ -3,7 +3,7 @@
 #include <cstdlib>
 
 #include "guarded.h"
-#include "lanes.h"
+#include "simd/simd.h"
 
 using namespace jinfer;
 

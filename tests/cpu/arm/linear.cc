@@ -1,7 +1,7 @@
 // Products with quantized matrices by the kernels of two sets of instructions: as many cases as
 // standard input has, each as linear_case() of test_arm.py writes it. Of each, the product of the
 // portable kernels and of those with dot products go to standard output, float32 [rows, outputs].
-#include "linear.h"
+#include "linear/linear.h"
 
 #include <cmath>
 #include <cstring>

@@ -1,3 +1,0 @@
-#include "choose_kernels.h"
-
-const jinfer::ChooseKernels& jinfer::choose_avx2() { return jinfer::kChoose; }

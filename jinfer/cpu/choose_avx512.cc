@@ -1,3 +1,0 @@
-#include "choose_kernels.h"
-
-const jinfer::ChooseKernels& jinfer::choose_avx512() { return jinfer::kChoose; }

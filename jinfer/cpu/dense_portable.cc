@@ -1,3 +1,0 @@
-#include "dense_plain.h"
-
-const jinfer::DenseKernels& jinfer::dense_portable() { return jinfer::kDense; }

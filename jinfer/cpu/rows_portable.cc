@@ -1,3 +1,0 @@
-#include "rows_kernels.h"
-
-const jinfer::RowKernels& jinfer::rows_portable() { return jinfer::kRows; }

@@ -1,0 +1,74 @@
+// Attention of a flat batch over a paged cache, and the writing of new keys and values into it.
+//
+// Queries of one sequence and key head that stand next to each other are the rows of a tile. Only
+// keys that are there are read. A tile may be cut at fixed positions and its parts computed by
+// several threads: they are merged in their order either way, so that a row's bits depend neither on
+// its neighbours nor on the threads.
+
+#include "attention/attention.h"
+
+#include <algorithm>
+
+#include "attention/attention_checks.h"
+#include "attention/attention_schedule.h"
+#include "common/handler.h"
+#include "common/parallel.h"
+#include "common/scratch.h"
+
+namespace jinfer {
+namespace {
+
+thread_local Plans plans;
+thread_local Scratch partials, biases;
+
+// As Rules::by_distance has it.
+const float* turned_biases(const float* from, int64_t heads, int64_t distances) {
+  const int64_t row = distances + 2 * KEYS;
+  float* to = biases.of(heads * row);
+  for (int64_t head = 0; head < heads; ++head, from += distances, to += row) {
+    std::fill(to, to + KEYS, from[distances - 1]);
+    std::reverse_copy(from, from + distances, to + KEYS);
+    std::fill(to + KEYS + distances, to + row, from[0]);
+  }
+  return to - heads * row;
+}
+
+// Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, which may
+// be empty; keys and values of the new tokens where they are to be written; the cache's parts: codes
+// and numbers, or the vectors, of the keys, then, unless shared, of the values. Results: attention's;
+// its sums where it is partial; then, where they are written, the cache's parts.
+ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
+                     bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
+                     bool symmetric, int32_t dim, int32_t value_dim, bool partial) {
+  const Codes codes{bits, levels, per_code, symmetric};
+  Buffers buffers;
+  Call call{};
+  call.rules = {scale, softcap, window, ahead, nullptr, nullptr, nullptr, 0, lowest};
+  call.written = written, call.shared = shared;
+  call.keys.codes = call.values.codes = codes;
+  call.keys.dim = dim, call.values.dim = shared ? dim : value_dim;
+  if (ffi::Error error = buffers.take(args, rets); error.failure()) return error;
+  if (ffi::Error error = buffers.fill(call, partial); error.failure()) return error;
+  plans.clear();
+  const auto planned = plans.of(call, pool);
+  if (planned.has_error()) return planned.error();
+  if (call.rules.by_distance)
+    call.rules.by_distance =
+        turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
+  AttentionWork work(call, **planned);
+  work.put(call.q, call.k, call.v, call.out, partials.of(work.room()));
+  in_stages(pool, {work.chunks(0), work.chunks(1), work.chunks(2)}, work.threads(),
+            [&](int64_t stage, int64_t chunk) { work.run(stage, chunk); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jinfer_attention(
+    XLA_FFI_CallFrame* frame);
+
+JINFER_HANDLER(jinfer_attention, jinfer::attention, "scale", "softcap", "window", "ahead", "lowest",
+               "written", "shared", "bits", "levels", "per_code", "symmetric", "dim", "value_dim",
+               "partial");

@@ -1,0 +1,163 @@
+// What an attention is given, checked: each array's type and shape against the others and the
+// attributes.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/attention_slots.h"
+#include "common/operands.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jinfer {
+namespace {
+
+namespace ffi = xla::ffi;
+
+inline bool kind_of(ffi::DataType type, Kind* kind) {
+  switch (type) {
+    case ffi::DataType::F32: *kind = Kind::f32; return true;
+    case ffi::DataType::BF16: *kind = Kind::bf16; return true;
+    case ffi::DataType::F16: *kind = Kind::f16; return true;
+    case ffi::DataType::U32: *kind = Kind::codes; return true;
+    default: return false;
+  }
+}
+
+// The formats that jinfer/modelspec/quant_format.py knows.
+inline bool known(const Codes& c) {
+  const int widths[][3] = {{2, 4, 1},  {3, 8, 1},  {7, 11, 2}, {4, 16, 1},
+                           {5, 32, 1}, {6, 64, 1}, {8, 256, 1}};
+  for (const int* w : widths)
+    if (c.bits == w[0] && c.levels == w[1] && c.per_code == w[2]) return true;
+  return false;
+}
+
+struct Buffers {
+  std::vector<Operand> in, out;
+  std::string error;
+
+  void clear() { in.clear(), out.clear(), error.clear(); }
+
+  ffi::Error take(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+    for (size_t i = 0; i < args.size(); ++i) {
+      auto buffer = args.get<ffi::AnyBuffer>(i);
+      if (!buffer) return buffer.error();
+      in.emplace_back(*buffer);
+    }
+    for (size_t i = 0; i < rets.size(); ++i) {
+      auto buffer = rets.get<ffi::AnyBuffer>(i);
+      if (!buffer) return buffer.error();
+      out.emplace_back(**buffer);
+    }
+    return ffi::Error::Success();
+  }
+
+  // The data of a buffer of this type and shape; anything else is remembered as the error.
+  template <class T = void>
+  T* data(const char* name, const Operand& buffer, ffi::DataType type,
+          std::initializer_list<int64_t> shape) {
+    auto dims = buffer.dimensions();
+    bool equal = buffer.element_type() == type && dims.size() == shape.size() &&
+                 std::equal(shape.begin(), shape.end(), dims.begin());
+    if (!equal && error.empty()) {
+      error = std::string(name) + " must have another type, or the shape [";
+      for (int64_t size : shape) error += (error.back() == '[' ? "" : ", ") + std::to_string(size);
+      error += "]";
+    }
+    return static_cast<T*>(const_cast<void*>(buffer.untyped_data()));
+  }
+
+  // Fills in a call, whose attributes are set.
+  ffi::Error fill(Call& call, bool partial) {
+    using Type = ffi::DataType;
+    const bool written = call.written;
+    const Codes& codes = call.keys.codes;
+    const bool coded = codes.bits > 0;
+    const size_t each = coded ? 2 : 1, parts = (call.shared ? 1 : 2) * each;
+    const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
+    const size_t results = partial ? 2 : 1;
+    if (in.size() != given + parts || out.size() != results + (written ? parts : 0))
+      return wrong("another number of arguments or results");
+    if (coded && !known(codes)) return wrong("no such codes");
+    if (call.keys.dim < 1 || call.values.dim < 1) return wrong("vectors without numbers");
+    if (call.rules.window < -1 || call.rules.ahead < -1) return wrong("a window below 0");
+    auto q = in[0].dimensions(), tables = in[4].dimensions(), pool = in[given].dimensions();
+    if (q.size() != 3 || tables.size() != 2 || pool.size() != 4 || in[7].dimensions().size() != 2)
+      return wrong("queries, tables, pools and biases must have 3, 2, 4 and 2 axes");
+    call.tokens = q[0], call.heads = q[1];
+    call.width = tables[1];
+    call.blocks = pool[0], call.kv_heads = pool[1], call.size = pool[2];
+    if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads ||
+        call.heads / call.kv_heads > ROWS)
+      return wrong("query heads that key heads do not divide, or too many, or none");
+    call.group = int(call.heads / call.kv_heads);
+    if (call.size < 1 || (call.size % KEYS && call.width > 1))
+      return wrong("blocks must be of " + std::to_string(KEYS) + " tokens, or one a sequence");
+    if (!kind_of(in[0].element_type(), &call.kind) || call.kind == Kind::codes ||
+        !kind_of(in[given].element_type(), &call.keys.kind) ||
+        (call.keys.kind == Kind::codes) != coded)
+      return wrong("queries or a cache of this type");
+    call.values.kind = call.keys.kind;
+
+    const Type type = in[0].element_type();
+    call.q = data("queries", in[0], type, {call.tokens, call.heads, call.keys.dim});
+    call.rows = data<int32_t>("rows", in[1], Type::S32, {call.tokens});
+    call.positions = data<int32_t>("positions", in[2], Type::S32, {call.tokens});
+    call.last = data<int32_t>("last", in[3], Type::S32, {call.tokens});
+    call.tables = data<int32_t>("tables", in[4], Type::S32, {tables[0], tables[1]});
+    if (in[5].element_count())
+      call.rules.sinks = data<float>("sinks", in[5], Type::F32, {call.heads});
+    if (in[6].element_count())
+      call.rules.slopes = data<float>("slopes", in[6], Type::F32, {call.heads});
+    if (in[7].element_count()) {
+      call.rules.distances = in[7].dimensions()[1];
+      call.rules.by_distance =
+          data<float>("biases", in[7], Type::F32, {call.heads, call.rules.distances});
+    }
+    if (written) {
+      call.k = data("new keys", in[8], type, {call.tokens, call.kv_heads, call.keys.dim});
+      if (!call.shared)
+        call.v = data("new values", in[9], type, {call.tokens, call.kv_heads, call.values.dim});
+    }
+    auto kept = [&](Kept& rows, const char* name, size_t at) {
+      const int64_t b = call.blocks, h = call.kv_heads, s = call.size;
+      if (!coded) {
+        rows.data = data(name, in[at], in[given].element_type(), {b, h, s, rows.dim});
+      } else {
+        rows.data = data(name, in[at], Type::U32, {b, h, s, codes.words(rows.dim)});
+        rows.numbers = data<uint16_t>(name, in[at + 1], Type::F16,
+                                      {b, h, s, codes.numbers(rows.dim)});
+      }
+    };
+    kept(call.keys, "keys", given);
+    if (call.shared)
+      call.values = call.keys;
+    else
+      kept(call.values, "values", given + each);
+    call.out = data("result", out[0], partial ? Type::F32 : type,
+                    {call.tokens, call.heads, call.values.dim});
+    if (partial) call.sums = data<float>("sums", out[1], Type::F32, {call.tokens, call.heads, 2});
+    for (size_t i = results; i < out.size(); ++i) {
+      const Operand& before = in[given + i - results];
+      if (out[i].untyped_data() != before.untyped_data() ||
+          out[i].size_bytes() != before.size_bytes())
+        return wrong("a cache that is not in place");
+    }
+    if (!error.empty()) return wrong(error);
+    return check_rows(call, tables[0]);
+  }
+
+  static ffi::Error check_rows(const Call& call, int64_t sequences) {
+    for (int64_t t = 0; t < call.tokens; ++t)
+      if (call.rows[t] < -1 || call.rows[t] >= sequences)
+        return wrong("token " + std::to_string(t) + " is in row " + std::to_string(call.rows[t]) +
+                     " of " + std::to_string(sequences) + " tables");
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace
+}  // namespace jinfer

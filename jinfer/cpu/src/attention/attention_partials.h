@@ -1,0 +1,77 @@
+// What attention has found of a part of the keys, and the merging of parts to results, for the
+// instructions that the including file is compiled for. A row of a part has partial_floats: highest
+// score, sum of weights, and from place 16 on the weighted sum of values.
+#pragma once
+
+#include "attention/kv_quant.h"
+
+namespace jinfer {
+namespace {
+
+constexpr float NEVER = -INFINITY;
+
+// What scores may be reduced by without making NaN of those that are infinite.
+inline float finite(float highest) { return std::isfinite(highest) ? highest : 0; }
+
+inline bool saw_nothing(const float* part) { return part[0] == NEVER && part[1] == 0; }
+
+// Adds a part to those before it; one that has seen nothing leaves them as they are.
+__attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
+  if (saw_nothing(part)) return;
+  if (saw_nothing(sum)) {
+    std::copy(part, part + 16 + dim, sum);
+    return;
+  }
+  const float now = std::max(sum[0], part[0]), base = finite(now);
+  auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
+  const float before = factor(sum[0]), here = factor(part[0]);
+  sum[0] = now;
+  sum[1] = sum[1] * before + part[1] * here;
+  for (int d = 16; d < 16 + dim; d += LANES)
+    store(sum + d, load(sum + d) * before + load(part + d) * here);
+}
+
+void nothing(const Call& call, const Tile& tile, float* sum) {
+  std::fill(sum, sum + tile.rows * partial_floats(call), 0.0f);
+  for (int r = 0; r < tile.rows; ++r) sum[r * partial_floats(call)] = NEVER;
+}
+
+void fold_rows(const Call& call, const Tile& tile, const float* part, float* sum) {
+  const int64_t row = partial_floats(call);
+  for (int r = 0; r < tile.rows; ++r) fold(part + r * row, call.values.padded(), sum + r * row);
+}
+
+// Finished rows: divided by the sum of their weights, with the sink's among them.
+void finish(const Call& call, const Tile& tile, float* sums) {
+  const int group = call.group;
+  const int dim = call.values.dim;
+  for (int r = 0; r < tile.rows; ++r) {
+    float* row = sums + r * partial_floats(call);
+    const float highest = row[0], total = row[1];
+    float factor = total == 0 || call.sums ? 1 : 1 / total;
+    if (call.rules.sinks) {
+      const float sink = call.rules.sinks[tile.head * group + r % group];
+      const float base = finite(std::max(highest, sink));
+      const float mine = std::exp(highest - base);
+      const float all = total * mine + std::exp(sink - base);
+      factor = all == 0 ? 0 : mine / all;
+    }
+    for (int d = 16; d < 16 + call.values.padded(); d += LANES) store(row + d, load(row + d) * factor);
+    const int64_t query = call.row_of(tile, r), at = query * dim;
+    if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
+    const Kind kind = call.out_kind();
+    from_floats(kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(kind));
+  }
+}
+
+void merge(const Call& call, const Tile& tile, const float* partial, float* sum) {
+  nothing(call, tile, sum);
+  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
+    fold_rows(call, tile, partial, sum);
+    partial += tile.rows * partial_floats(call);
+  }
+  finish(call, tile, sum);
+}
+
+}  // namespace
+}  // namespace jinfer

@@ -1,0 +1,97 @@
+#include "attention/attention_schedule.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "attention/attention_plan.h"
+#include "attention/attention_slots.h"
+#include "common/scratch.h"
+
+namespace jinfer {
+namespace {
+
+constexpr int64_t kWrites = 8;  // tokens that one thread writes
+
+thread_local Scratch scratch;
+
+// Whether two calls are cut alike, and see and write the same places.
+bool alike(const Call& a, const Call& b) {
+  const auto places = [](const Call& c) {
+    return std::make_tuple(c.rows, c.positions, c.last, c.tables, c.tokens, c.width, c.blocks, c.size,
+                           c.rules.window, c.rules.ahead, c.written, c.sums != nullptr);
+  };
+  const auto shapes = [](const Call& c) {
+    return std::make_tuple(c.heads, c.kv_heads, c.keys.dim, c.values.padded());
+  };
+  return places(a) == places(b) && shapes(a) == shapes(b);
+}
+
+}  // namespace
+
+struct Planned {
+  Call call;  // that it was made for
+  Plan plan;
+  bool late;  // who computes a whole tile writes its tokens
+};
+
+Plans::Plans() = default;
+Plans::~Plans() = default;
+
+ffi::ErrorOr<const Planned*> Plans::of(const Call& call, const ffi::ThreadPool& pool) {
+  for (size_t i = 0; i < used_; ++i)
+    if (alike(plans_[i]->call, call)) return const_cast<const Planned*>(plans_[i].get());
+  if (ffi::Error error = check_places(call); error.failure()) return error;
+  if (used_ == plans_.size()) plans_.push_back(std::make_unique<Planned>());
+  Planned* planned = plans_[used_++].get();
+  planned->call = call;
+  planned->late = call.written && apart(call);
+  planned->plan.make(call, most_threads(pool));
+  return const_cast<const Planned*>(planned);
+}
+
+AttentionWork::AttentionWork(const Call& call, const Planned& planned)
+    : call_(call), planned_(&planned) {
+  const Plan& plan = planned.plan;
+  call_.late = planned.late;
+  const int64_t cut = plan.cut().size();
+  if (call.written) chunks_[0] = call_.late ? cut : (call.tokens + kWrites - 1) / kWrites;
+  chunks_[1] = plan.items + !plan.padding().empty();
+  chunks_[2] = cut;
+}
+
+int64_t AttentionWork::threads() const { return planned_->plan.threads; }
+int64_t AttentionWork::room() const { return planned_->plan.room; }
+
+void AttentionWork::put(const void* q, const void* k, const void* v, void* out, float* partial) {
+  call_.q = q, call_.k = k, call_.v = v, call_.out = out, partial_ = partial;
+}
+
+void AttentionWork::write(int64_t token, int64_t head) const {
+  if (call_.rows[token] >= 0)
+    attention_kernels().write(call_, token, head, scratch.of(write_floats(call_)));
+}
+
+void AttentionWork::run(int64_t stage, int64_t chunk) const {
+  const AttentionKernels& kernels = attention_kernels();
+  const Plan& plan = planned_->plan;
+  if (stage == 0 && call_.late) {
+    const Tile& tile = plan.cut()[chunk];
+    for (int64_t t = 0; t < tile.rows / call_.group; ++t) write(tile.token + t, tile.head);
+  } else if (stage == 0) {
+    for (int64_t t = chunk * kWrites; t < std::min(call_.tokens, (chunk + 1) * kWrites); ++t)
+      for (int64_t head = 0; head < call_.kv_heads; ++head) write(t, head);
+  } else if (stage == 2) {
+    const Tile& tile = plan.cut()[chunk];
+    kernels.merge(call_, tile, partial_ + tile.at, scratch.of(merge_floats(call_)));
+  } else if (chunk == plan.items) {
+    for (int64_t token : plan.padding()) clear(call_, token);
+  } else if (const auto [tile, part] = plan.piece(call_, chunk); part < 0) {
+    kernels.whole(call_, tile, scratch.of(whole_floats(call_)));
+  } else {
+    const int64_t before = part - tile.first_part();
+    float* to = partial_ + tile.at + before * tile.rows * partial_floats(call_);
+    kernels.part(call_, tile, part, to, scratch.of(part_floats(call_)));
+  }
+}
+
+}  // namespace jinfer

@@ -1,0 +1,339 @@
+// Vectors of keys and values as the cache keeps them: plain, or as codes with numbers for each
+// block of 32 (jinfer/quant/kv_vectors.py has the layout, jinfer/quant/bit_packing.py that of the codes).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "simd/simd.h"
+
+namespace jinfer {
+namespace {
+
+template <class T>
+inline void widen(const void* from, int64_t count, float* to) {
+  const T* x = static_cast<const T*>(from);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(x + i));
+  if (i < count) {
+    const Floats rest = load_some(x + i, count - i);
+    memcpy(to + i, &rest, 4 * (count - i));
+  }
+}
+
+// Converts `count` numbers to float, and back.
+inline void to_floats(Kind kind, const void* from, int64_t count, float* to) {
+  if (kind == Kind::f32) memcpy(to, from, 4 * count);
+  if (kind == Kind::bf16) widen<Bfloat>(from, count, to);
+  if (kind == Kind::f16) widen<Half>(from, count, to);
+}
+
+inline void from_floats(Kind kind, const float* from, int64_t count, void* to) {
+  uint16_t* y = static_cast<uint16_t*>(to);
+  int64_t i = 0;
+  if (kind == Kind::f32) {
+    memcpy(to, from, 4 * count);
+  } else if (kind == Kind::bf16) {
+    for (; i + 16 <= count; i += 16)
+      for (int j = 0; j < 16; ++j) y[i + j] = to_bfloat(from[i + j]);
+    for (; i < count; ++i) y[i] = to_bfloat(from[i]);
+  } else {
+    auto within = [](float x) { return std::min(std::max(x, -65504.0f), 65504.0f); };
+#if defined(__AVX512F__)
+    for (; i + 16 <= count; i += 16) {
+      __m512 x = _mm512_loadu_ps(from + i), most = _mm512_set1_ps(65504.0f);
+      x = _mm512_min_ps(most, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), most), x));
+      _mm256_storeu_si256((__m256i*)(y + i), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < count; ++i) y[i] = to_half(within(from[i]));
+  }
+}
+
+// Some bits of a code: (byte >> low) & (2^width - 1), standing at bit `at` of it.
+struct Piece {
+  int byte, low, width, at;
+};
+struct Pieces {
+  Piece all[8];  // the rest have width 0
+};
+
+// Where the bits of code s of a strip stand; as PIECES of jinfer/quant/bit_packing.py.
+template <int bits>
+constexpr Pieces pieces(int s) {
+  if (bits == 2) return {{{s % 2, 2 * (s / 2), 2, 0}}};
+  if (bits == 4) return {{{s % 4, 4 * (s / 4), 4, 0}}};
+  if (bits == 8) return {{{s, 0, 8, 0}}};
+  if (bits == 3) {
+    if (s == 6) return {{{0, 6, 2, 0}, {2, 6, 1, 2}}};
+    if (s == 7) return {{{1, 6, 2, 0}, {2, 7, 1, 2}}};
+    return {{{s % 3, 3 * (s / 3), 3, 0}}};
+  }
+  if (bits == 5) {
+    if (s == 5) return {{{0, 5, 3, 0}, {1, 5, 2, 3}}};
+    if (s == 6) return {{{2, 5, 3, 0}, {3, 5, 2, 3}}};
+    if (s == 7) return {{{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
+    return {{{s, 0, 5, 0}}};
+  }
+  if (bits == 6) {
+    if (s == 6) return {{{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
+    if (s == 7) return {{{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
+    return {{{s, 0, 6, 0}}};
+  }
+  if (s < 7) return {{{s, 0, 7, 0}}};
+  return {{{0, 7, 1, 0}, {1, 7, 1, 1}, {2, 7, 1, 2}, {3, 7, 1, 3}, {4, 7, 1, 4}, {5, 7, 1, 5},
+           {6, 7, 1, 6}}};
+}
+
+// Four codes in the four bytes of each of eight words; words may be lanes of them.
+template <int bits, class Word>
+inline void unpack(const Word* words, Word* codes) {
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s) {
+    Word four = {};
+#pragma GCC unroll 8
+    for (Piece p : pieces<bits>(s).all)
+      four |= ((words[p.byte] >> p.low) & (((1u << p.width) - 1) * 0x01010101u)) << p.at;
+    codes[s] = four;
+  }
+}
+
+template <int bits>
+inline void pack(const uint32_t* codes, uint32_t* words) {
+  if (bits == 8) {
+    memcpy(words, codes, 32);
+    return;
+  }
+  for (int t = 0; t < bits; ++t) words[t] = 0;
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s)
+#pragma GCC unroll 8
+    for (Piece p : pieces<bits>(s).all)
+      words[p.byte] |= ((codes[s] >> p.at) & (((1u << p.width) - 1) * 0x01010101u)) << p.low;
+}
+
+// to[i] = scale * codes[i] + base, for 32 codes.
+inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < 32; i += 16) {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i)));
+    store(to + i, scale * (Floats)_mm512_cvtepi32_ps(wide) + base);
+  }
+#elif defined(__AVX2__)
+  for (int i = 0; i < 32; i += 8) {
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + i)));
+    store(to + i, scale * (Floats)_mm256_cvtepi32_ps(wide) + base);
+  }
+#elif defined(__aarch64__)
+  for (int i = 0; i < 32; i += 8) {
+    const uint16x8_t wide = vmovl_u8(vld1_u8(codes + i));
+    store(to + i, scale * (Floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))) + base);
+    store(to + i + 4, scale * (Floats)vcvtq_f32_u32(vmovl_high_u16(wide)) + base);
+  }
+#else
+  for (int i = 0; i < 32; ++i) to[i] = scale * float(codes[i]) + base;
+#endif
+}
+
+// Pairs 11 * x + y in the bytes of eight words; x goes to the first eight words, y to the others.
+template <class Word>
+inline void split_pairs(Word* words) {
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; ++s) {
+    const Word pairs = words[s], even = pairs & 0x00ff00ffu, odd = (pairs >> 8) & 0x00ff00ffu;
+    const Word x = ((even * 187u) >> 11 & 0x000f000fu) | ((odd * 187u) >> 11 & 0x000f000fu) << 8;
+    words[s] = x;
+    words[8 + s] = pairs - 11 * x;
+  }
+}
+
+template <int bits>
+void decode(const Codes& c, int dim, const uint32_t* words, const uint16_t* numbers, float* to) {
+  for (int column = 0; column < c.columns(dim); ++column, words += bits) {
+    uint32_t codes[16];
+    if (bits != 8) unpack<bits>(words, codes);
+    if (bits == 7) split_pairs(codes);
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(bits == 8 ? words : codes);
+    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, to += 32) {
+      const float scale = from_half(*numbers++);
+      const float base = c.symmetric ? -scale * (c.levels / 2) : from_half(*numbers++);
+      scaled(bytes + 32 * half, scale, base, to);
+    }
+  }
+}
+
+// Vectors of LANES keys, decoded and turned: emit(d, x) with number d of each, d rising.
+template <int bits, class F>
+inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turned, const F& emit) {
+  const Codes& c = kept.codes;
+  const int words = c.words(kept.dim), numbers = c.numbers(kept.dim), each = c.symmetric ? 1 : 2;
+  for (int w = 0; w < words; w += 8) {
+    const uint32_t* from[LANES];
+    for (int i = 0; i < LANES; ++i)
+      from[i] = static_cast<const uint32_t*>(kept.data) + vectors[i] * words + w;
+    turn_words(from, std::min(8, words - w), turned + w);
+  }
+  auto number = [&](int at) {
+    Half x[LANES];
+    for (int i = 0; i < LANES; ++i) x[i].bits = kept.numbers[vectors[i] * numbers + at];
+    return load(x);
+  };
+  for (int column = 0, block = 0; column < c.columns(kept.dim); ++column, turned += bits) {
+    Words codes[16];
+    if (bits != 8) unpack<bits>(turned, codes);
+    if (bits == 7) split_pairs(codes);
+    const Words* fours = bits == 8 ? turned : codes;
+    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, ++block) {
+      const Floats scale = number(block * each);
+      const Floats base = c.symmetric ? -scale * float(c.levels / 2) : number(block * each + 1);
+#pragma GCC unroll 1
+      for (int s = 0; s < 8; ++s)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Words code = (fours[8 * half + s] >> (8 * i)) & 255u;
+          emit(32 * block + 4 * s + i,
+               fused(scale, __builtin_convertvector((Ints)code, Floats), base));
+        }
+    }
+  }
+}
+
+// Share of a block's range that its levels cover, as REACH of jinfer/quant/kv_vectors.py.
+inline float reach(int levels) {
+  return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
+}
+
+// The larger of each lane, or NaN where either is; and of all lanes, in every one.
+inline Floats larger_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+
+template <int apart = LANES / 2>
+inline Floats highest_or_nan(Floats x) {
+  if constexpr (apart == 0) {
+    return x;
+  } else {
+    x = larger_or_nan(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return highest_or_nan<apart / 2>(x);
+  }
+}
+
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a NaN
+// gets NaN for its numbers: what is broken must not look like text.
+inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
+  Floats lowest = load(x), most = lowest;
+#pragma GCC unroll 8
+  for (int i = LANES; i < 32; i += LANES) {
+    lowest = -larger_or_nan(-lowest, -load(x + i));
+    most = larger_or_nan(most, load(x + i));
+  }
+  const float low = -highest_or_nan(-lowest)[0], high = highest_or_nan(most)[0];
+  auto half = [](float y) { return to_half(std::min(std::max(y, -65504.0f), 65504.0f)); };
+  float base = 0, offset = 0;
+  if (c.symmetric) {
+    offset = float(c.levels / 2);
+    numbers[0] = half((high >= -low ? high : low) / -offset);
+  } else {
+    const float spread = high - low, share = reach(c.levels);
+    numbers[0] = half(spread * (share / float(c.levels - 1)));
+    numbers[1] = half(low + spread * ((1 - share) / 2));
+    base = from_half(numbers[1]);
+  }
+  const float scale = from_half(numbers[0]), inverse = scale != 0 ? 1 / scale : 0;
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  alignas(64) int32_t wide[32];
+#pragma GCC unroll 8
+  for (int i = 0; i < 32; i += LANES) {
+    Floats q = (load(x + i) - base) * inverse + offset;
+    q = larger(-larger(-q, all(1 - float(c.levels))), Floats{});  // NaN, too, becomes a code
+    Ints rounded = __builtin_convertvector((q + magic) - magic, Ints);
+    memcpy(wide + i, &rounded, sizeof rounded);
+  }
+  for (int i = 0; i < 32; ++i) codes[i] = uint8_t(wide[i]);
+}
+
+template <int bits>
+void encode(const Codes& c, int dim, const float* from, uint32_t* words, uint16_t* numbers) {
+  for (int column = 0; column < c.columns(dim); ++column, words += bits) {
+    alignas(32) uint8_t codes[64];
+    for (int half = 0; half < c.per_code; ++half) {
+      const int at = 32 * (column * c.per_code + half);
+      const float* block = from + at;
+      float padded[32];
+      if (at + 32 > dim) {
+        for (int i = 0; i < 32; ++i) padded[i] = from[std::min(at + i, dim - 1)];
+        block = padded;
+      }
+      encode_block(c, block, numbers, codes + 32 * half);
+      numbers += c.symmetric ? 1 : 2;
+    }
+    if (bits == 7)
+      for (int i = 0; i < 32; ++i) codes[i] = 11 * codes[i] + codes[32 + i];
+    pack<bits>(reinterpret_cast<const uint32_t*>(codes), words);
+  }
+}
+
+template <class F>
+inline void each_width(int bits, F f) {
+  switch (bits) {
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 5: return f(std::integral_constant<int, 5>{});
+    case 6: return f(std::integral_constant<int, 6>{});
+    case 7: return f(std::integral_constant<int, 7>{});
+    default: return f(std::integral_constant<int, 8>{});
+  }
+}
+
+// Vectors first .. first + count as floats, each with zeros after its own up to its padded width.
+inline const float* read(const Kept& kept, int64_t first, int count, float* scratch) {
+  const int dim = kept.dim, stride = kept.padded();
+  if (kept.kind == Kind::codes) {
+    const Codes& c = kept.codes;
+    const uint32_t* words = static_cast<const uint32_t*>(kept.data) + first * c.words(dim);
+    const uint16_t* numbers = kept.numbers + first * c.numbers(dim);
+    each_width(c.bits, [&](auto bits) {
+      for (int i = 0; i < count; ++i)
+        decode<bits.value>(c, dim, words + i * c.words(dim), numbers + i * c.numbers(dim),
+                           scratch + int64_t(i) * stride);
+    });
+  } else {
+    const char* from = static_cast<const char*>(kept.data) + first * dim * bytes_of(kept.kind);
+    for (int i = 0; i < count; ++i, from += dim * bytes_of(kept.kind))
+      to_floats(kept.kind, from, dim, scratch + int64_t(i) * stride);
+  }
+  for (int i = 0; i < count && dim < stride; ++i)
+    std::fill(scratch + int64_t(i) * stride + dim, scratch + int64_t(i + 1) * stride, 0.0f);
+  return scratch;
+}
+
+// Has vectors fetched that will be needed soon.
+inline void fetch(const Kept& kept, int64_t vector, int count) {
+  auto lines = [](const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    asm volatile("");  // or calls are left out, as of a function that does nothing
+  };
+  if (kept.kind != Kind::codes) {
+    const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
+    return lines(static_cast<const char*>(kept.data) + vector * bytes, count * bytes);
+  }
+  const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
+  lines(static_cast<const char*>(kept.data) + vector * words, count * words);
+  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * count * numbers);
+}
+
+// Puts a vector in.
+inline void write(const Kept& kept, int64_t at, const float* from) {
+  const int dim = kept.dim;
+  if (kept.kind == Kind::codes) {
+    const Codes& c = kept.codes;
+    uint32_t* words = static_cast<uint32_t*>(kept.data) + at * c.words(dim);
+    uint16_t* numbers = kept.numbers + at * c.numbers(dim);
+    each_width(c.bits, [&](auto bits) { encode<bits.value>(c, dim, from, words, numbers); });
+  } else {
+    from_floats(kept.kind, from, dim, static_cast<char*>(kept.data) + at * dim * bytes_of(kept.kind));
+  }
+}
+
+}  // namespace
+}  // namespace jinfer

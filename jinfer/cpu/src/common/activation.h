@@ -1,0 +1,23 @@
+// Activation functions of feed-forwards, by number; glu.h computes them.
+#pragma once
+
+#include <cstdint>
+
+namespace jinfer {
+
+// The numbers are those of ACTIVATIONS in quantized_matmul.py. A gate has one up to `relu`.
+enum class Activation : int {
+  none = 0,
+  silu = 1,
+  gelu_tanh = 2,
+  relu = 3,
+  gelu = 4,
+  quick_gelu = 5,
+  relu2 = 6,
+};
+
+inline bool is_activation(int64_t number) {
+  return number > 0 && number <= static_cast<int64_t>(Activation::relu2);
+}
+
+}  // namespace jinfer

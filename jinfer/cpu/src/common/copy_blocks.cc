@@ -1,0 +1,54 @@
+// The handler of `jinfer_copy_blocks`: some blocks of arrays become copies of others, in place.
+#include <cstdint>
+#include <cstring>
+
+#include "common/buffer_checks.h"
+#include "common/handler.h"
+#include "common/parallel.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
+                       ffi::Buffer<ffi::S32> targets, ffi::Buffer<ffi::S32> count,
+                       ffi::RemainingArgs arrays, ffi::RemainingRets out) {
+  const int64_t most = sources.element_count();
+  const int64_t copies = count.element_count() == 1 ? count.typed_data()[0] : -1;
+  if (!has_shape(targets, {most}) || copies < 0 || copies > most || arrays.size() != out.size()) {
+    return ffi::Error::InvalidArgument("copies do not fit each other");
+  }
+  for (int64_t i = 0; i < copies; ++i) {
+    for (size_t a = 0; a < arrays.size(); ++a) {
+      auto array = arrays.get<ffi::AnyBuffer>(a);
+      auto result = out.get<ffi::AnyBuffer>(a);
+      if (!array.has_value() || !result.has_value() || array->dimensions().size() < 1 ||
+          array->untyped_data() != (*result)->untyped_data()) {
+        return ffi::Error::InvalidArgument("an array is not changed in place");
+      }
+      const int64_t blocks = array->dimensions()[0];
+      const int64_t source = sources.typed_data()[i], target = targets.typed_data()[i];
+      if (source < 0 || source >= blocks || target < 0 || target >= blocks) {
+        return ffi::Error::InvalidArgument("there is no such block");
+      }
+    }
+  }
+  if (copies == 0) return ffi::Error::Success();
+  // One copy may be of what another has made: those of an array are done in their order.
+  parallel(pool, static_cast<int64_t>(arrays.size()), pool.num_threads(), [&](int64_t a) {
+    auto array = *arrays.get<ffi::AnyBuffer>(a);
+    const int64_t bytes = static_cast<int64_t>(array.size_bytes()) / array.dimensions()[0];
+    char* data = static_cast<char*>(array.untyped_data());
+    for (int64_t i = 0; i < copies; ++i) {
+      const int64_t source = sources.typed_data()[i], target = targets.typed_data()[i];
+      if (source != target) std::memcpy(data + target * bytes, data + source * bytes, bytes);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+JINFER_HANDLER(jinfer_copy_blocks, jinfer::copy_blocks);

@@ -1,0 +1,37 @@
+// Flags that the host raises while a program runs, and the handler of `jinfer_interrupted`, by which
+// the program's loop looks at one.
+#include <atomic>
+#include <cstdint>
+
+#include "common/handler.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+constexpr int32_t kFlags = 1024;
+std::atomic<bool> raised[kFlags];
+
+bool known(int32_t flag) { return flag >= 0 && flag < kFlags; }
+
+ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
+                       ffi::Result<ffi::Buffer<ffi::PRED>> out) {
+  const int32_t which = flag.typed_data()[0];
+  if (!known(which)) return ffi::Error::InvalidArgument("there is no such flag");
+  out->typed_data()[0] = raised[which].load(std::memory_order_relaxed);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+// The step that is the second argument is not read: with it the call cannot be taken out of a loop.
+JINFER_HANDLER(jinfer_interrupted, jinfer::interrupted);
+
+// Whether there is such a flag.
+extern "C" __attribute__((visibility("default"))) bool jinfer_raise(int32_t flag, bool on) {
+  if (!jinfer::known(flag)) return false;
+  jinfer::raised[flag].store(on, std::memory_order_relaxed);
+  return true;
+}

@@ -1,0 +1,69 @@
+// The handler of `jinfer_dense`: rows times plain matrices, or times some of stacks of them.
+#include <algorithm>
+#include <vector>
+
+#include "common/handler.h"
+#include "dense/dense_driver.h"
+
+namespace jinfer {
+namespace {
+
+constexpr int64_t ROWS = 32;  // that are worth a thread's arranging them
+
+ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
+                 ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
+                 int64_t first, int64_t taken, bool rounded) {
+  if (x.dimensions().size() != 2) return invalid_dense("x is no matrix");
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
+  size_t next = 0;
+  std::vector<Segment> segments{{0, 0, rows}};
+  if (select != kOnly) {
+    auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
+    if (chosen.has_error()) return chosen.error();
+    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
+  }
+  DenseProduct product;
+  const size_t count = args.size() - next;
+  Operands operands(args, next);
+  auto error = product.read(operands, count, inputs,
+                            {activation, select != kOnly, transposed, first, taken, rounded});
+  if (error.failure()) return error;
+  for (const Segment& segment : segments)
+    if (segment.index < 0 || segment.index >= product.count())
+      return invalid_dense("no such matrix in the stack");
+  if (rets.size() != product.results()) return invalid_dense("wrong number of results");
+  for (size_t t = 0; t < product.results(); ++t) {
+    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
+    if (y.has_error()) return y.error();
+    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid_dense("a result's shape does not fit");
+    product.put(t, (*y)->typed_data());
+    if (inputs == 0) std::fill_n((*y)->typed_data(), (*y)->element_count(), 0.0f);
+  }
+  if (rows == 0 || inputs == 0) return ffi::Error::Success();
+
+  product.cut(segments.data(), segments.size(), pool);
+  product.rows[DenseProduct::kPlain] = static_cast<char*>(x.untyped_data());
+  static thread_local std::vector<float> kept[DenseProduct::kForms];
+  bool some = false;
+  for (size_t form = DenseProduct::kPlain + 1; form < DenseProduct::kForms; ++form) {
+    const size_t size = rows * product.row_bytes(form) / 4;
+    if (kept[form].size() < size) kept[form].resize(size);
+    product.rows[form] = reinterpret_cast<char*>(kept[form].data());
+    some |= size > 0;
+  }
+  if (some) {
+    const int64_t shares = std::min<int64_t>(rows / ROWS + 1, 4 * product.threads);
+    parallel(pool, shares, product.threads, [&](int64_t share) {
+      for (int64_t m = rows * share / shares; m < rows * (share + 1) / shares; ++m)
+        product.prepare(x.typed_data() + m * inputs, m);
+    });
+  }
+  parallel(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+JINFER_HANDLER(jinfer_dense, jinfer::dense, "activation", "select", "transposed", "first", "taken",
+               "rounded");

@@ -1,0 +1,92 @@
+// An attention as a part of a chain: it computes with values of the chain, and the rest of what
+// `jinfer_attention` is given are operands.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "attention/attention_checks.h"
+#include "attention/attention_schedule.h"
+#include "common/operands.h"
+#include "fused/fused_program.h"
+
+namespace jinfer {
+namespace {
+
+struct Attending {
+  Call call;
+  AttentionWork work;
+  size_t q, k, v, y;  // values; k and v are q where there are none
+  int64_t stage;      // its first
+
+  // Reads what it is; false: values that `size_of` says the sizes of do not fit its heads.
+  template <class SizeOf>
+  bool read(Reader& reader, size_t query, const SizeOf& size_of) {
+    const int64_t key = reader.next(), value = reader.next();
+    call = {};
+    call.rules = {reader.real(), reader.real()};
+    call.rules.window = reader.next(), call.rules.ahead = reader.next();
+    call.rules.lowest = reader.next();
+    call.written = reader.next(), call.shared = reader.next();
+    Codes codes{int(reader.next()), int(reader.next()), int(reader.next())};
+    codes.symmetric = reader.next();
+    call.keys.codes = call.values.codes = codes;
+    const int64_t dim = reader.next(), value_dim = reader.next();
+    const auto cut = [&](int64_t matrix, int64_t into) {
+      return size_of(matrix) > 0 && size_of(matrix) % into == 0;
+    };
+    const bool has_k = call.written, has_v = call.written && !call.shared;
+    if (reader.failed() || dim < 1 || value_dim < 1 || !cut(query, dim)) return false;
+    if ((has_k && !cut(key, dim)) || (has_v && !cut(value, value_dim))) return false;
+    call.keys.dim = dim, call.values.dim = value_dim;
+    q = query, k = has_k ? key : query, v = has_v ? value : query;
+    return true;
+  }
+
+  int64_t result_size() const { return call.heads * call.values.dim; }
+
+  // Takes what else it needs, and of results the pools from number `next` on.
+  template <class SizeOf>
+  ffi::Error take(Operands& operands, int64_t rows, const SizeOf& size_of,
+                  const ffi::RemainingRets& rets, size_t& next) {
+    static constexpr int64_t kNothing[2] = {0, 0};
+    const int64_t dim = call.keys.dim, value_dim = call.values.dim, heads = size_of(q) / dim;
+    const std::array<int64_t, 3> q_shape{rows, heads, dim}, y_shape{rows, heads, value_dim},
+        k_shape{rows, size_of(k) / dim, dim}, v_shape{rows, size_of(v) / value_dim, value_dim};
+    // Where they stand is not known yet.
+    const auto computed = [](const std::array<int64_t, 3>& shape) {
+      return Operand(ffi::DataType::F32, {shape.data(), shape.size()}, nullptr);
+    };
+    std::vector<Operand>& in = buffers_.in;
+    const auto given = [&](size_t count) {
+      for (; count > 0; --count) {
+        const auto operand = operands.next();
+        if (operand.has_error()) return operand.error();
+        in.push_back(*operand);
+      }
+      return ffi::Error::Success();
+    };
+    buffers_.clear();
+    in.push_back(computed(q_shape));
+    if (ffi::Error error = given(6); error.failure()) return error;  // places, sinks and slopes
+    in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
+    if (call.written) in.push_back(computed(k_shape));
+    if (call.written && !call.shared) in.push_back(computed(v_shape));
+    const size_t pools = (call.keys.codes.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
+    if (ffi::Error error = given(pools); error.failure()) return error;
+    buffers_.out.push_back(computed(y_shape));
+    for (size_t i = 0; call.written && i < pools; ++i) {
+      const auto pool = rets.get<ffi::AnyBuffer>(next++);
+      if (pool.has_error()) return pool.error();
+      buffers_.out.emplace_back(**pool);
+    }
+    return buffers_.fill(call, false);
+  }
+
+ private:
+  Buffers buffers_;
+};
+
+}  // namespace
+}  // namespace jinfer

@@ -1,0 +1,78 @@
+// The handler of `jinfer_linear`: rows times matrices, or times some of stacks of them.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "common/handler.h"
+#include "linear/linear_driver.h"
+
+namespace jinfer {
+namespace {
+
+// Rows of activations in a form.
+struct Prepared {
+  std::vector<char> memory;
+
+  char* prepare(ffi::ThreadPool& pool, const Form& form, const float* x, int64_t rows,
+                int64_t inputs) {
+    const size_t bytes = rows * form.row_bytes() + 64;
+    if (memory.size() < bytes) memory.resize(bytes);
+    char* data = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+    const LinearKernels& k = linear_kernels();
+    const int64_t chunks = rows >= 16 ? std::min<int64_t>(rows / 8, 16) : 1;
+    parallel(pool, chunks, chunks, [&](int64_t chunk) {
+      for (int64_t m = rows * chunk / chunks; m < rows * (chunk + 1) / chunks; ++m)
+        k.prepare(x + m * inputs, inputs, form, data + m * form.row_bytes());
+    });
+    return data;
+  }
+};
+
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets, ffi::Span<const int64_t> fields,
+                  ffi::Span<const int64_t> codebook, int64_t digits, int64_t activation,
+                  int64_t select) {
+  if (x.dimensions().size() != 2) return invalid("x is no matrix");
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
+  size_t next = 0;
+  std::vector<Segment> segments{{0, 0, rows}};
+  if (select != kOnly) {
+    auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
+    if (chosen.has_error()) return chosen.error();
+    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
+  }
+  Operands operands(args, next);
+  LinearProduct product;
+  auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
+                            codebook.size(), inputs, digits, activation,
+                            rows / std::max<int64_t>(segments.size(), 1));
+  if (error.failure()) return error;
+  for (const Tensor& tensor : product.tensors)
+    for (const Segment& segment : segments)
+      if (segment.index < 0 || segment.index >= tensor.count)
+        return invalid("no such matrix in the stack");
+  if (rets.size() != product.results()) return invalid("wrong number of results");
+  for (size_t t = 0; t < product.results(); ++t) {
+    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
+    if (y.has_error()) return y.error();
+    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result does not fit");
+    product.put(t, (*y)->typed_data());
+  }
+  if (!operands.done()) return invalid("wrong number of buffers");
+  if (rows == 0) return ffi::Error::Success();
+
+  // Activations, once for all tensors that take them in the same form.
+  static thread_local std::vector<Prepared> kept;
+  if (kept.size() < product.forms.size()) kept.resize(product.forms.size());
+  for (size_t f = 0; f < product.forms.size(); ++f)
+    product.rows[f] = kept[f].prepare(pool, product.forms[f], x.typed_data(), rows, inputs);
+  product.cut(segments.data(), segments.size(), pool);
+  parallel(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+JINFER_HANDLER(jinfer_linear, jinfer::linear, "tensors", "codebook", "digits", "activation",
+               "select");

@@ -1,0 +1,284 @@
+// Products of many rows in AMX's tiles, over AVX-512's `Vector`: 16 rows of activations times 16 outputs,
+// a column at a time.
+//
+// What is added, and in which order, is what multiply_int8() and finish() do, whose vectors have a lane
+// for each of g columns: here these come one after the other, so that the sums of one stay in registers,
+// and are added up as sum_runs() does. The bits are equal.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear/linear_kernels.h"
+#include "simd/amx.h"
+
+namespace {
+
+constexpr int kTileRows = 16;        // of activations, and outputs
+constexpr int kPanelOfTiles = 256 << 10;  // bytes, of the second-level cache
+
+// From so many rows on. Fewer go through linear_gemv.h, four or eight at a time.
+constexpr int64_t kManyRows = 33;
+
+// Of 16 lanes of a and b, in groups of 2 * half: their lower halves side by side, or the upper ones.
+template <int half, bool upper>
+inline Vector::I halves_of(Vector::I a, Vector::I b) {
+  struct Lanes {
+    alignas(64) int32_t from[L];
+    constexpr Lanes() : from() {
+      for (int lane = 0; lane < L; ++lane) {
+        const int in_half = lane & ~half;
+        from[lane] = (in_half | (upper ? half : 0)) + (lane & half ? L : 0);
+      }
+    }
+  };
+  static constexpr Lanes lanes;
+  return _mm512_permutex2var_epi32(a, _mm512_load_si512(lanes.from), b);
+}
+
+// Of g vectors, each of 16 / g rows of g columns: those of each column, which stand at `place()`.
+template <int g, int half = g / 2>
+inline void to_columns(Vector::I* v) {
+  if constexpr (half > 0) {
+    UNROLL
+    for (int i = 0; i < g; ++i) {
+      if (i & half) continue;
+      const Vector::I a = v[i], b = v[i + half];
+      v[i] = halves_of<half, false>(a, b);
+      v[i + half] = halves_of<half, true>(a, b);
+    }
+    to_columns<g, half / 2>(v);
+  }
+}
+
+// Puts what to_columns() makes of outputs in their order.
+template <int g>
+inline Vector::F in_order(Vector::F v) {
+  struct Lanes {
+    alignas(64) int32_t from[L];
+    constexpr Lanes() : from() {
+      for (int output = 0; output < L; ++output)
+        from[output] = output % (L / g) * g + output / (L / g);
+    }
+  };
+  static constexpr Lanes lanes;
+  return _mm512_permutexvar_ps(_mm512_load_si512(lanes.from), v);
+}
+
+// 16 outputs decoded, first those of all units' first columns.
+struct Block {
+  uint8_t* codes;  // [g][units][8][16][4], signed where there are no bases
+  float* scales;   // [g][units][parts][16]
+  float* bases;    // [g][units][parts][16]
+};
+
+// The row groups of a block; the last one again where there are fewer.
+template <int g>
+struct Groups {
+  int64_t of[g];
+  Groups(int64_t first, int64_t end) {
+    for (int i = 0; i < g; ++i) of[i] = std::min(first + i, end - 1);
+  }
+};
+
+template <int bits, int g>
+void fill_block_codes(const Plan& plan, const Groups<g>& groups, uint8_t* codes) {
+  const Matrix& m = *plan.matrix;
+  const int64_t apart = plan.units * 32 * L;  // from one column's to the next one's
+  const Vector::I zero = _mm512_set1_epi8(static_cast<char>(m.affine() ? 0 : m.zero));
+  alignas(64) uint32_t words[g][bits][L];
+  for (int64_t i = 0; i < m.superblocks; ++i) {
+    for (int b = 0; b < bits; ++b) {
+      Vector::I v[g];
+      UNROLL
+      for (int j = 0; j < g; ++j) {
+        const uint32_t* from = m.words + ((groups.of[j] * m.superblocks + i) * bits + b) * L;
+        v[j] = Vector::load(from);
+      }
+      to_columns<g>(v);
+      UNROLL
+      for (int c = 0; c < g; ++c) Vector::store(words[c][b], v[c]);
+    }
+    for (int c = 0; c < g; ++c) {
+      uint8_t* to = codes + c * apart + i * m.halves * 32 * L;
+      decode<bits>(words[c][0], L, m.codebook, to, to + 32 * L);
+      if (m.affine()) continue;
+      for (int at = 0; at < m.halves * 32 * L; at += 4 * L)
+        Vector::store(to + at, _mm512_sub_epi8(Vector::load(to + at), zero));
+    }
+  }
+}
+
+// `room`: as many numbers as a block has, twice.
+template <int g>
+void fill_block(const Plan& plan, int64_t first, int64_t end, const Block& block, float* room) {
+  using Codes = void (*)(const Plan&, const Groups<g>&, uint8_t*);
+  static constexpr Codes codes[] = {nullptr,
+                                    nullptr,
+                                    fill_block_codes<2, g>,
+                                    fill_block_codes<3, g>,
+                                    fill_block_codes<4, g>,
+                                    fill_block_codes<5, g>,
+                                    fill_block_codes<6, g>,
+                                    fill_block_codes<7, g>,
+                                    fill_block_codes<8, g>};
+  const Matrix& m = *plan.matrix;
+  const Groups<g> groups(first, end);
+  codes[m.bits](plan, groups, block.codes);
+  const int64_t count = plan.units * plan.parts;
+  float* of[2] = {room, room + g * count * L};
+  for (int j = 0; j < g; ++j)
+    plan.fill(plan, groups.of[j] * m.superblocks * m.R, m.superblocks, of[0] + j * count * L,
+              of[1] + j * count * L);
+  for (int k = 0; k < (m.affine() ? 2 : 1); ++k) {
+    float* to = k ? block.bases : block.scales;
+    for (int64_t i = 0; i < count; ++i) {
+      Vector::I v[g];
+      UNROLL
+      for (int j = 0; j < g; ++j) v[j] = Vector::load(of[k] + (j * count + i) * L);
+      to_columns<g>(v);
+      UNROLL
+      for (int c = 0; c < g; ++c) Vector::store(to + (c * count + i) * L, v[c]);
+    }
+  }
+}
+
+// The product of 16 rows with a block: to[row] are 16 outputs, as to_columns() puts them.
+template <int g, bool affine, int parts>
+void multiply_block(const Block& block, const Form& form, int64_t units, const char* x,
+                    Vector::F* to) {
+  constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
+  const int64_t stride = form.digit_bytes();
+  const uint8_t* codes = block.codes;
+  const float* scales = block.scales;
+  const float* bases = block.bases;
+  alignas(64) int32_t products[kTileRows][L];
+  Vector::F kept[levels + 1][kTileRows];
+  for (int c = 0; c < g; ++c) {
+    Vector::F total[kTileRows];
+#pragma GCC unroll 16
+    for (int m = 0; m < kTileRows; ++m) total[m] = Vector::zero_f();
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t column = u * g + c;
+      const char* scale_of = x + 32 * form.columns + 4 * column;
+      UNROLL
+      for (int part = 0; part < parts; ++part) {
+        jinfer::tile_zero<0>();
+        jinfer::tile_load<1>(x + 32 * column + 4 * part * steps, stride);
+        jinfer::tile_load<2>(codes + part * steps * 4 * L, 4 * L);
+        if constexpr (affine) {
+          jinfer::tile_dot_unsigned<0, 1, 2>();
+        } else {
+          jinfer::tile_dot_signed<0, 1, 2>();
+        }
+        jinfer::tile_store<0>(products, 4 * L);
+        const Vector::F scale = Vector::load_f(scales + part * L);
+        const char* sum_of = scale_of + 4 * (part + 1) * form.columns;
+#pragma GCC unroll 16
+        for (int m = 0; m < kTileRows; ++m) {
+          float by;
+          std::memcpy(&by, scale_of + m * stride, 4);
+          const Vector::F both = Vector::mul(scale, Vector::set_f(by));
+          total[m] = Vector::fma(Vector::to_float(Vector::load(products[m])), both, total[m]);
+        }
+        if constexpr (affine) {
+          const Vector::F base = Vector::load_f(bases + part * L);
+#pragma GCC unroll 16
+          for (int m = 0; m < kTileRows; ++m) {
+            float sum;
+            std::memcpy(&sum, sum_of + m * stride, 4);
+            total[m] = Vector::fma(base, Vector::set_f(sum), total[m]);
+          }
+        }
+      }
+      codes += 32 * L;
+      scales += parts * L;
+      bases += parts * L;
+    }
+    // Neighbours first, as soon as both are there.
+    int level = 0;
+    for (; c >> level & 1; ++level)
+#pragma GCC unroll 16
+      for (int m = 0; m < kTileRows; ++m) total[m] = kept[level][m] + total[m];
+#pragma GCC unroll 16
+    for (int m = 0; m < kTileRows; ++m) kept[level][m] = total[m];
+  }
+  for (int m = 0; m < kTileRows; ++m) to[m] = kept[levels][m];
+}
+
+template <int g>
+void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
+                       int64_t end, float* y, int64_t stride, Scratch& scratch) {
+  const Matrix& m = *plan.matrix;
+  constexpr int parts = kMostParts<g>;
+  const auto multiply =
+      m.affine() ? (plan.parts == 2 ? multiply_block<g, true, parts> : multiply_block<g, true, 1>)
+                 : (plan.parts == 2 ? multiply_block<g, false, parts> : multiply_block<g, false, 1>);
+  const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
+  const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.form.digit_bytes();
+  const int64_t blocks = (end - begin + g - 1) / g;
+  const int64_t together = std::clamp<int64_t>(kPanelOfTiles / block_bytes, 1, blocks);
+  // Fewer rows than a tile has are copied, and what is beside them is of no use.
+  const int64_t copied = rows < kTileRows ? kTileRows * row_bytes : 0;
+  char* memory = scratch.get(together * block_bytes + 2 * 4 * numbers + copied);
+  float* room = reinterpret_cast<float*>(memory + together * block_bytes);
+  const char* from = x.data;
+  if (copied) {
+    char* copy = reinterpret_cast<char*>(room + 2 * numbers);
+    std::memcpy(copy, x.data, rows * row_bytes);
+    std::memset(copy + rows * row_bytes, 0, copied - rows * row_bytes);
+    from = copy;
+  }
+  const auto block_at = [&](int64_t i) {
+    char* at = memory + i * block_bytes;
+    float* scales = reinterpret_cast<float*>(at + code_bytes);
+    return Block{reinterpret_cast<uint8_t*>(at), scales, scales + numbers};
+  };
+
+  jinfer::TileShapes shapes;
+  shapes.set(0, kTileRows, 4 * L);
+  shapes.set(1, kTileRows, 32 / plan.parts);
+  shapes.set(2, 8 / plan.parts, 4 * L);
+  const jinfer::Tiles tiles(shapes);
+  for (int64_t first = 0; first < blocks; first += together) {
+    const int64_t here = std::min(together, blocks - first);
+    for (int64_t i = 0; i < here; ++i)
+      fill_block<g>(plan, begin + (first + i) * g, end, block_at(i), room);
+    for (int64_t next = 0, done = 0; next < rows; next += kTileRows, done = next) {
+      // At the end some once more.
+      const int64_t row = std::max<int64_t>(0, std::min(next, rows - kTileRows));
+      const int here_rows = std::min<int64_t>(kTileRows, rows);
+      const Results results(y, stride, x.form.digits, row, here_rows, done);
+      for (int64_t i = 0; i < here; ++i) {
+        Vector::F sums[kTileRows];
+        multiply(block_at(i), x.form, plan.units, from + row * row_bytes, sums);
+        const int64_t group = begin + (first + i) * g, output = group * (L / g);
+        const int64_t left = std::min(std::min<int64_t>(g, end - group) * (L / g), m.outputs - output);
+        const __mmask16 mask = left >= L ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+        for (int r = 0; r < here_rows; ++r) {
+          const auto [to, add] = results.of[r];
+          if (!to) continue;
+          Vector::F sum = in_order<g>(sums[r]);
+          if (add) sum = _mm512_maskz_loadu_ps(mask, to + output) + sum;
+          _mm512_mask_storeu_ps(to + output, mask, sum);
+        }
+      }
+    }
+  }
+}
+
+// Of rows in tiles; all others as without.
+void multiply_or_in_tiles(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
+                          int64_t end, float* y, int64_t stride) {
+  if (!x.form.tiles) return multiply(matrix, x, rows, begin, end, y, stride);
+  rows *= x.form.digits;
+  static thread_local Scratch scratch;
+  const Plan& plan = plan_of(matrix);
+  with_columns(matrix.G, [&](auto g) {
+    multiply_in_tiles<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
+  });
+}
+
+const jinfer::LinearKernels kernels_and_tiles{prepare, multiply_or_in_tiles, jinfer::gate, kManyRows};
+
+}  // namespace

@@ -1,0 +1,149 @@
+// Products of codes of 16 bits, over a `Vector` that the including file has defined: two weights in a
+// word, times two activations of 14 bits. Codes are multiplied as they stand in memory, whatever rows
+// there are: nothing of them is to be decoded.
+//
+// Sums of a column's 32 products are exact: codes are at most 2^13 in magnitude, activations
+// kWideLimit, so that they fit into 32 bits. They are scaled and added up in order, to the same bits
+// for all numbers of rows.
+#pragma once
+
+#include <algorithm>
+
+#include "linear/linear_unpack.h"
+
+namespace {
+
+constexpr int kWideBits = 16, kWideColumns = 2;
+constexpr int kWideTile = 16;         // words of a superblock that stand side by side: R * G
+constexpr float kWideLimit = 8191;    // of activations
+constexpr int kWideBeside = 4;        // most tiles beside one another
+constexpr int64_t kWideAhead = 4096;  // bytes
+
+// Rows `first` .. `first` + `count` - 1; a kernel takes the last one again where it takes more.
+struct WideRows {
+  const char* x;
+  int64_t stride;
+  int count;
+  Results results;
+  int64_t ahead;  // bytes that words are fetched ahead; 0: they are not
+};
+
+// The product for `tiles` of them beside one another, with their scales.
+template <int count, int tiles, bool fetch>
+void multiply_wide_tiles(const Plan& plan, const WideRows& rows, int64_t tile, const float* scales) {
+  constexpr int g = kWideColumns, height = L / g, of_tile = kWideTile / L, vectors = tiles * of_tile;
+  constexpr int64_t record = Form::wide_bytes() * g, step = kWideBits * kWideTile;
+  const Matrix& m = *plan.matrix;
+  const int64_t superblocks = m.superblocks, room = superblocks * L, apart = superblocks * step;
+  const char* x[count];
+  for (int r = 0; r < count; ++r) x[r] = rows.x + std::min(r, rows.count - 1) * rows.stride;
+  const uint32_t* words = m.words + tile * apart;
+  const int64_t ahead = rows.ahead / 4;
+  // In memory, as registers have no room for more than the sums.
+  alignas(64) float total[vectors][count][L] = {};
+  for (int64_t u = 0; u < superblocks; ++u, words += step) {
+    const int64_t at = u * record;
+    Vector::I sum[vectors][count];
+    UNROLL
+    for (int v = 0; v < vectors; ++v) {
+      UNROLL
+      for (int r = 0; r < count; ++r) sum[v][r] = Vector::zero();
+    }
+#pragma GCC unroll 16
+    for (int s = 0; s < kWideBits; ++s) {
+      Vector::I w[vectors];
+      UNROLL
+      for (int v = 0; v < vectors; ++v)
+        w[v] = Vector::load(words + v / of_tile * apart + s * kWideTile + v % of_tile * L);
+      if (fetch) __builtin_prefetch(words + s * kWideTile + ahead, 0, 2);
+      UNROLL
+      for (int r = 0; r < count; ++r) {
+        const Vector::I by = Vector::repeat<g>(x[r] + at + 4 * g * s);
+        UNROLL
+        for (int v = 0; v < vectors; ++v) Vector::dot_wide(sum[v][r], w[v], by);
+      }
+    }
+    UNROLL
+    for (int v = 0; v < vectors; ++v) {
+      const Vector::F scale = Vector::load_f(scales + v * room + u * L);
+      UNROLL
+      for (int r = 0; r < count; ++r) {
+        const Vector::F by = Vector::repeat_f<g>(x[r] + at + 64 * g);
+        const Vector::F before = Vector::load_f(total[v][r]);
+        Vector::store_f(total[v][r], Vector::fma(Vector::to_float(sum[v][r]),
+                                                 Vector::mul(scale, by), before));
+      }
+    }
+    asm volatile("" : : "r"(total) : "memory");
+  }
+  for (int v = 0; v < vectors; ++v) {
+    for (int r = 0; r < rows.count; ++r)
+      put<g>(Vector::load_f(total[v][r]), rows.results.of[r], (tile * of_tile + v) * height, m.outputs);
+  }
+}
+
+// Tiles begin .. end - 1, with the scales of the first and those after it. One or two rows take no longer
+// than their weights take to come, which they do faster in several streams of memory.
+template <int count>
+void multiply_wide_rows(const Plan& plan, const WideRows& rows, int64_t begin, int64_t end,
+                        const float* scales) {
+  constexpr int beside = count <= 2 ? kWideBeside / count : 1;
+  const auto multiply = count > 2 && rows.ahead ? multiply_wide_tiles<count, 1, (count > 2)>
+                                                : multiply_wide_tiles<count, 1, false>;
+  const int64_t each = plan.matrix->superblocks * kWideTile;
+  int64_t tile = begin;
+  for (; beside > 1 && tile + beside <= end; tile += beside, scales += beside * each)
+    multiply_wide_tiles<count, beside, false>(plan, rows, tile, scales);
+  for (; tile < end; ++tile, scales += each) multiply(plan, rows, tile, scales);
+}
+
+using Wide = void (*)(const Plan&, const WideRows&, int64_t, int64_t, const float*);
+
+// The kernel that takes so many rows, or a few more.
+Wide wide_for(int64_t rows) {
+  if (rows == 1) return multiply_wide_rows<1>;
+  if (rows == 2) return multiply_wide_rows<2>;
+  if constexpr (Vector::kRows == 8) {
+    if (rows > 4) return multiply_wide_rows<8>;
+  }
+  return rows == 3 ? multiply_wide_rows<3> : multiply_wide_rows<4>;
+}
+
+// Of words, that stay in a cache while rows go by, which are so many at a time.
+constexpr int64_t kWideWords = 96 << 10;
+
+// The scales of tiles begin .. end - 1, float32 [tiles][vectors of a tile][superblocks][L].
+void fill_wide(const Plan& plan, int64_t begin, int64_t end, float* scales) {
+  const Matrix& m = *plan.matrix;
+  for (int64_t tile = begin; tile < end; ++tile) {
+    for (int row = 0; row < m.R; row += plan.rows, scales += m.superblocks * L)
+      plan.fill(plan, tile * m.superblocks * m.R + row, m.superblocks, scales, scales);
+  }
+}
+
+// Row groups begin .. end - 1, which are whole tiles.
+void multiply_wide(const Plan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+                   float* y, int64_t stride, Scratch& scratch) {
+  constexpr int64_t most = Vector::kRows, of_tile = kWideTile / L;
+  const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.form.digit_bytes();
+  const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kWideBits * kWideTile * 4;
+  begin /= of_tile, end /= of_tile;
+  int64_t tiles = std::max<int64_t>(rows <= 2 ? kWideBeside : 1, kWideWords / tile_bytes);
+  if (tiles > kWideBeside) tiles -= tiles % kWideBeside;
+  float* scales = scratch.of(tiles * superblocks * kWideTile);
+  for (int64_t first = begin; first < end; first += tiles) {
+    const int64_t last = std::min(end, first + tiles);
+    fill_wide(plan, first, last, scales);
+    for (int64_t row = 0; row < rows; row += most) {
+      const int count = static_cast<int>(std::min(most, rows - row));
+      // A piece comes while its first rows are multiplied, and the next one meanwhile with the last.
+      const bool is_last = row + most >= rows && last + tiles <= end;
+      const int64_t ahead = row == 0 ? kWideAhead : is_last ? tiles * tile_bytes : 0;
+      const WideRows some{x.data + row * row_bytes, row_bytes, count, Results(y, stride, 1, row, count),
+                          ahead};
+      wide_for(count)(plan, some, first, last, scales);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,365 @@
+// The kernels, over a `Vector` and a multiply_few() that the including file has defined: rows of
+// activations times the panels that linear_unpack.h decodes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "linear/linear_int16.h"
+#include "linear/linear_unpack.h"
+#include "rowwise/glu.h"
+
+namespace {
+
+// Bytes of a panel: for few rows of activations a share of the first-level cache, as what is
+// written beyond costs more than it saves; for many a share of the second. Measured: 32 and 64 KiB
+// instead of 16 make 8 rows 10-40% slower.
+constexpr int kFewRowsPanel = 16 << 10;
+constexpr int kPanel = 96 << 10;
+// Of the activations that a panel is multiplied with, before the next of its row groups.
+constexpr int kRowsShare = 24 << 10;
+
+// ---- products ---------------------------------------------------------------------------------
+
+// What a product is made from: some row groups of a panel, and as many rows of activations as the
+// kernel takes.
+struct Operands {
+  Panel panel;
+  int64_t groups, units;  // units: of a group that are multiplied with
+  int64_t all_units;      // of a group in the panel
+  const char* x;          // the record of the first row that belongs to the groups' first units
+  int64_t x_stride;       // bytes to the next row's
+  bool add;               // to the sums that are there
+  const char* ahead;      // memory that is wanted soon, of which each group's product fetches some
+  int64_t fetch;          // bytes, 0 where there is nothing
+  float* sums;            // [groups][rows][L]
+  int64_t sums_stride;    // floats to the next group's
+};
+
+// `most`: codes are not above it. Vector::kGroups row groups are multiplied beside one another, so
+// that what is loaded of the activations is used as often; a tile has whole numbers of these.
+template <int g, int count, bool affine, int parts, int most>
+void multiply_int8(const Operands& o) {
+  constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
+  constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
+  const int64_t stride = o.x_stride, numbers = o.all_units * parts * L, codes = o.all_units * 32 * L;
+  for (int64_t group = 0; group < o.groups; group += beside) {
+    const uint8_t* panel_codes = o.panel.codes + group * codes;
+    const float* scales = o.panel.scales + group * numbers;
+    const float* bases = o.panel.bases + group * numbers;
+    float* sums = o.sums + group * o.sums_stride;
+    const char* x = o.x;
+    for (int64_t at = 0; at < beside * o.fetch; at += 64)
+      __builtin_prefetch(o.ahead + group * o.fetch + at, 0, 2);
+    Vector::F total[beside][count];
+    UNROLL
+    for (int v = 0; v < beside; ++v) {
+      UNROLL
+      for (int m = 0; m < count; ++m)
+        total[v][m] = o.add ? Vector::load_f(sums + v * o.sums_stride + m * L) : Vector::zero_f();
+    }
+    for (int64_t u = 0; u < o.units; ++u) {
+      UNROLL
+      for (int part = 0; part < parts; ++part) {
+        const int sum = (36 + 4 * part) * g, first = part * steps;
+        Vector::I within[beside][count], pairs[beside][count];
+        UNROLL
+        for (int m = 0; m < count; ++m) {
+          const Vector::I from =
+              affine || minus ? Vector::zero() : Vector::repeat<g>(x + m * stride + sum);
+          UNROLL
+          for (int v = 0; v < beside; ++v) within[v][m] = from;
+        }
+        Vector::I second[beside];  // so that a single row does not wait for itself
+        UNROLL
+        for (int v = 0; v < beside; ++v) second[v] = Vector::zero();
+        // All rows of a step before the next step: their sums do not wait for each other.
+        UNROLL
+        for (int s = first; s < first + steps; ++s) {
+          Vector::I of[beside];
+          UNROLL
+          for (int v = 0; v < beside; ++v) of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
+          UNROLL
+          for (int m = 0; m < count; ++m) {
+            const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
+            UNROLL
+            for (int v = 0; v < beside; ++v) {
+              Vector::I& a = count == 1 && s % 2 ? second[v] : within[v][m];
+              Vector::dot<most, minus, steps>(a, pairs[v][m], of[v], by, s - first);
+            }
+          }
+        }
+        UNROLL
+        for (int v = 0; v < beside; ++v) {
+          if (count == 1) within[v][0] = Vector::add(within[v][0], second[v]);
+          const Vector::F scale = Vector::load_f(scales + v * numbers + part * L);
+          UNROLL
+          for (int m = 0; m < count; ++m) {
+            const Vector::F both = Vector::mul(scale, Vector::repeat_f<g>(x + m * stride + 32 * g));
+            total[v][m] = Vector::fma(Vector::to_float(within[v][m]), both, total[v][m]);
+            if constexpr (affine) {
+              const Vector::F x_sum = Vector::repeat_f<g>(x + m * stride + sum);
+              const Vector::F base = Vector::load_f(bases + v * numbers + part * L);
+              total[v][m] = Vector::fma(base, x_sum, total[v][m]);
+            }
+          }
+        }
+      }
+      x += record;
+      panel_codes += 32 * L;
+      scales += parts * L;
+      bases += parts * L;
+    }
+    UNROLL
+    for (int v = 0; v < beside; ++v) {
+      UNROLL
+      for (int m = 0; m < count; ++m)
+        Vector::store_f(sums + v * o.sums_stride + m * L, total[v][m]);
+    }
+  }
+}
+
+using Product = void (*)(const Operands&);
+
+template <int g, int count, int most>
+Product product_int8(const Plan& plan) {
+  constexpr int parts = kMostParts<g>;
+  // Two-level codes have 6 bits at most, or a codebook and no bases.
+  constexpr bool can_be_affine = g != 8 || !Vector::kNarrowCodes || most <= 127;
+  if constexpr (can_be_affine) {
+    if (plan.matrix->affine())
+      return plan.parts == 2 ? multiply_int8<g, count, true, parts, most>
+                             : multiply_int8<g, count, true, 1, most>;
+  }
+  return plan.parts == 2 ? multiply_int8<g, count, false, parts, most>
+                         : multiply_int8<g, count, false, 1, most>;
+}
+
+template <int g, int count>
+Product product(const Plan& plan) {
+  // A single row is rarely multiplied here: one product for all codes of 7 bits at most.
+  constexpr int few = Vector::alike(count == 1 ? 127 : 15);
+  constexpr int some = Vector::alike(count == 1 ? 127 : 63), all = Vector::alike(255);
+  const int most = most_of(plan.matrix->bits, plan.matrix->codebook);
+  return most <= few    ? product_int8<g, count, few>(plan)
+         : most <= some ? product_int8<g, count, some>(plan)
+                        : product_int8<g, count, all>(plan);
+}
+
+// Sums over the lanes of each row, where they belong. `o`: what the product was given.
+template <int g, int count>
+void finish(const Plan& plan, const Operands& o, int64_t group, const Results& results) {
+  for (int64_t i = 0; i < o.groups; ++i) {
+    const int64_t output = (group + i) * (L / g);
+    for (int m = 0; m < count; ++m) {
+      const Vector::F sums = Vector::load_f(o.sums + i * o.sums_stride + m * L);
+      put<g>(sums, results.of[m], output, plan.matrix->outputs);
+    }
+  }
+}
+
+template <int g>
+void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
+                     int64_t end, float* y, int64_t stride, Scratch& scratch) {
+  const Matrix& m = *plan.matrix;
+  const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
+  const int64_t panel_bytes = code_bytes + 2 * number_bytes;
+  const int64_t room = rows <= 16 ? kFewRowsPanel : kPanel;
+  constexpr int64_t beside = Vector::kGroups;
+  static_assert(16 / L % beside == 0);
+  const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
+  const int64_t groups = std::min(fit, end - begin);
+  // Units at a time, so that the rows' share of them stays in the first-level cache.
+  constexpr int most = Vector::kRows;
+  const int64_t share = g * x.form.column_bytes() * (rows < most ? rows : most);
+  const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
+  const int64_t piece = (plan.units + pieces - 1) / pieces;
+
+  char* memory = scratch.get(groups * (panel_bytes + most * 4 * L));
+  const Panel panel{reinterpret_cast<uint8_t*>(memory),
+                    reinterpret_cast<float*>(memory + groups * code_bytes),
+                    reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
+  float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
+  const int64_t digit_bytes = x.form.digit_bytes();
+  const Product many_rows = product<g, most>(plan), some_rows = product<g, most / 2>(plan),
+                one_row = product<g, 1>(plan);
+
+  // Of words. Groups follow one another where each is a tile; else nearly.
+  const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
+  for (int64_t first = begin; first < end; first += groups) {
+    const int64_t here = end - first < groups ? end - first : groups;
+    fill(plan, first, here, panel);
+    // While it is multiplied with, the words of the next one are fetched, some with each group.
+    const int64_t products = (rows + most - 1) / most * pieces * here;
+    const int64_t fetch = (here * group_bytes / products + 63) / 64 * 64;
+    const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
+    const char* fetched = first + here + groups <= all_groups ? ahead + here * group_bytes : ahead;
+    int64_t done = 0;  // rows
+    auto some = [&](auto times, Product multiply, int64_t row) {
+      constexpr int count = decltype(times)::value;
+      Operands o;
+      o.groups = here;
+      o.all_units = plan.units;
+      o.x_stride = digit_bytes;
+      o.sums = sums;
+      o.sums_stride = count * L;
+      for (int64_t from = 0; from < plan.units; from += piece) {
+        o.units = plan.units - from < piece ? plan.units - from : piece;
+        const int64_t number = from * plan.parts * L;
+        o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
+        o.x = x.data + row * digit_bytes + from * g * x.form.column_bytes();
+        o.add = from > 0;
+        o.ahead = ahead, o.fetch = ahead < fetched ? fetch : 0;
+        ahead += here * fetch;
+        multiply(o);
+      }
+      finish<g, count>(plan, o, first, Results(y, stride, x.form.digits, row, count, done));
+      done = row + count;
+    };
+    // At the end some rows once more: cheaper than one by one.
+    for (int64_t row = 0; row < rows;) {
+      const int64_t left = rows - row;
+      if (left > most / 2 && rows >= most) {
+        row = std::min(row, rows - most);
+        some(std::integral_constant<int, most>{}, many_rows, row);
+        row += most;
+      } else if (left > 1 && rows >= most / 2) {
+        row = std::min(row, rows - most / 2);
+        some(std::integral_constant<int, most / 2>{}, some_rows, row);
+        row += most / 2;
+      } else {
+        some(std::integral_constant<int, 1>{}, one_row, row);
+        ++row;
+      }
+    }
+  }
+}
+
+// f(std::integral_constant<int, g>) for superblocks of so many columns; see columns_of().
+template <class F>
+void with_columns(int columns, F f) {
+  switch (columns) {
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 8: return f(std::integral_constant<int, 8>{});
+  }
+}
+
+void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+              float* y, int64_t stride) {
+  static thread_local Scratch scratch;
+  rows *= x.form.digits;
+  const Plan& plan = plan_of(matrix);
+  const int64_t groups_of_tile = matrix.R / plan.rows;
+  begin *= groups_of_tile;
+  end *= groups_of_tile;
+  if (x.form.wide) return multiply_wide(plan, x, rows, begin, end, y, stride, scratch);
+  if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
+  with_columns(matrix.G, [&](auto g) {
+    multiply_groups<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
+  });
+}
+
+// ---- activations ------------------------------------------------------------------------------
+
+// Of digits, which are -127 .. 127. Less than 255, so that a quotient need not be rounded exactly.
+constexpr float kBase = 253;
+
+// What a block's largest magnitude becomes: with three digits it has 23 bits.
+constexpr float largest(int digits) { return digits == 1 ? 127 : kBase * largest(digits - 1); }
+
+// 32 whole numbers.
+struct Whole {
+  Vector::I v[32 / L];
+
+  // Takes the lowest digit off.
+  Whole take_digit() {
+    Whole digit;
+    for (int i = 0; i < 32 / L; ++i) {
+      const Vector::F all = Vector::to_float(v[i]);
+      v[i] = Vector::rounded(Vector::mul(all, Vector::set_f(1 / kBase)));
+      digit.v[i] = Vector::rounded(Vector::fma(Vector::to_float(v[i]), Vector::set_f(-kBase), all));
+    }
+    return digit;
+  }
+};
+
+// A column's activations as whole numbers up to `limit`, and what one of them is worth. A block with a
+// number that is not finite becomes NaN; one below 1e-30 becomes 0.
+Whole round_column(const float* x, int64_t inputs, int64_t column, float limit, float& scale) {
+  const int64_t left = inputs - column * 32;
+  const float* from = x + column * 32;
+  alignas(64) float padded[32];
+  if (left < 32) {
+    std::memset(padded, 0, sizeof padded);
+    if (left > 0) std::memcpy(padded, from, left * sizeof(float));
+    from = padded;
+  }
+  const uint32_t bits = Vector::magnitude(from);
+  float most;
+  std::memcpy(&most, &bits, 4);
+  const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
+  scale = finite ? (some ? most / limit : 0.0f) : NAN;
+  Whole whole = {};
+  for (int i = 0; some && i < 32 / L; ++i)
+    whole.v[i] =
+        Vector::rounded(Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
+  return whole;
+}
+
+void prepare_wide(const float* x, int64_t inputs, const Form& form, char* row) {
+  constexpr int g = kWideColumns;
+  for (int64_t column = 0; column < form.columns; ++column) {
+    char* to = row + column / g * g * form.column_bytes();
+    const int64_t lane = column % g;
+    float scale;
+    const Whole whole = round_column(x, inputs, column, kWideLimit, scale);
+    alignas(64) int16_t codes[32];
+    Vector::to_halves(whole.v, codes);
+    for (int s = 0; s < 16; ++s) std::memcpy(to + 4 * (s * g + lane), codes + 2 * s, 4);
+    std::memcpy(to + 64 * g + 4 * lane, &scale, 4);
+  }
+}
+
+void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
+  if (form.wide) return prepare_wide(x, inputs, form, row);
+  const int g = form.group;
+  const int64_t record = g * form.column_bytes(), digit_bytes = form.digit_bytes();
+  for (int64_t column = 0; column < form.columns; ++column) {
+    const int64_t lane = column % g;
+    float scale;
+    Whole whole = round_column(x, inputs, column, largest(form.digits), scale);
+    for (int digit = form.digits - 1; digit >= 0; --digit, scale *= kBase) {
+      alignas(64) int8_t codes[32];
+      int32_t total[2];
+      Vector::to_bytes(digit ? whole.take_digit().v : whole.v, codes, total);
+      char* of_digit = row + digit * digit_bytes;
+      char* to = of_digit + column / g * record;
+      float* sums = reinterpret_cast<float*>(to + 36 * g) + lane;
+      int64_t apart = g;  // from one part's sum to the next
+      if (form.tiles) {
+        apart = form.columns;
+        std::memcpy(of_digit + 32 * column, codes, 32);
+        float* scales = reinterpret_cast<float*>(of_digit + 32 * form.columns) + column;
+        *scales = scale, sums = scales + form.columns;
+      } else {
+        for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, codes + 4 * s, 4);
+        reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
+      }
+      if (form.parts == 1) total[0] += total[1];
+      for (int part = 0; part < form.parts; ++part) {
+        if (form.zero >= 0) {
+          const int32_t sum = -form.zero * total[part];
+          std::memcpy(sums + part * apart, &sum, 4);
+        } else {
+          sums[part * apart] = scale * static_cast<float>(total[part]);
+        }
+      }
+    }
+  }
+}
+
+const jinfer::LinearKernels kernels{prepare, multiply, jinfer::gate, 0};
+
+}  // namespace

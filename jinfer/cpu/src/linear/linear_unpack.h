@@ -1,0 +1,355 @@
+// Decoding, over a `Vector` that the including file has defined: codes to one byte a weight, and
+// the numbers of blocks to float32, into a panel that stays in a cache while rows of activations
+// are multiplied with it.
+//
+// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is G columns of
+// L / G rows. A *row group* is these rows.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/scratch.h"
+#include "linear/linear.h"
+
+// Loops over what a register each holds, unrolled at any level of optimization.
+#ifndef UNROLL
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+namespace {
+
+using jinfer::Activations;
+using jinfer::Form;
+using jinfer::Matrix;
+using jinfer::Scratch;
+
+constexpr int L = Vector::L;
+
+// Of a column, in superblocks of g: formats with blocks of 16 are in two levels, and have 8.
+template <int g>
+constexpr int kMostParts = g == 8 ? 2 : 1;
+
+// Where the products of some rows of digits belong. Those of a row's digits are added up in order.
+struct Results {
+  struct Row {
+    float* y;  // null: it is there already
+    bool add;
+  };
+  static constexpr int kMost = 16;
+  Row of[kMost];
+
+  // Of rows `first` .. `first` + `count` - 1, of which those before `done` are there.
+  Results(float* y, int64_t stride, int digits, int64_t first, int count, int64_t done = 0) {
+    for (int r = 0; r < count; ++r) {
+      const int64_t row = first + r;
+      of[r] = {row < done ? nullptr : y + row / digits * stride, row % digits != 0};
+    }
+  }
+};
+
+// Sums over runs of g lanes, which are a row's outputs `output` ..
+template <int g>
+inline void put(Vector::F v, const Results::Row& row, int64_t output, int64_t outputs) {
+  constexpr int many = L / g;
+  if (!row.y) return;
+  if (output + many <= outputs && !row.add) return Vector::sum_runs<g>(v, row.y + output);
+  float all[many];
+  Vector::sum_runs<g>(v, all);
+  for (int i = 0; i < many && output + i < outputs; ++i)
+    row.y[output + i] = row.add ? row.y[output + i] + all[i] : all[i];
+}
+
+// ---- codes ------------------------------------------------------------------------------------
+
+struct Piece {  // see PIECES in jinfer/quant/bit_packing.py
+  int byte, low, width, at;
+};
+struct Pieces {
+  int count;
+  Piece of[7];
+};
+
+constexpr Pieces pieces(int bits, int s) {
+  if (bits == 2) return {1, {{s % 2, 2 * (s / 2), 2, 0}}};
+  if (bits == 4) return {1, {{s % 4, 4 * (s / 4), 4, 0}}};
+  if (bits == 3) {
+    if (s < 6) return {1, {{s % 3, 3 * (s / 3), 3, 0}}};
+    if (s == 6) return {2, {{0, 6, 2, 0}, {2, 6, 1, 2}}};
+    return {2, {{1, 6, 2, 0}, {2, 7, 1, 2}}};
+  }
+  if (s < bits) return {1, {{s, 0, bits, 0}}};
+  if (bits == 5) {
+    if (s == 5) return {2, {{0, 5, 3, 0}, {1, 5, 2, 3}}};
+    if (s == 6) return {2, {{2, 5, 3, 0}, {3, 5, 2, 3}}};
+    return {3, {{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
+  }
+  if (bits == 6) {
+    if (s == 6) return {3, {{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
+    return {3, {{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
+  }
+  return {7,
+          {{0, 7, 1, 0},
+           {1, 7, 1, 1},
+           {2, 7, 1, 2},
+           {3, 7, 1, 3},
+           {4, 7, 1, 4},
+           {5, 7, 1, 5},
+           {6, 7, 1, 6}}};
+}
+
+template <int bits, int s, int piece = 0>
+inline Vector::I four(const Vector::I* words) {
+  constexpr Pieces all = pieces(bits, s);
+  constexpr Piece p = all.of[piece];
+  constexpr uint32_t mask = ((1u << p.width) - 1) << p.at;
+  Vector::I v = words[p.byte];
+  if constexpr (p.low >= p.at) {
+    v = Vector::right<(p.low >= p.at ? p.low - p.at : 0)>(v);
+  } else {
+    v = Vector::left<(p.low < p.at ? p.at - p.low : 0)>(v);
+  }
+  constexpr bool alone = Vector::kByteShifts && p.low + p.width == 8 && p.at == 0;
+  constexpr bool whole = bits == 8 || (bits == 7 && s < bits && Vector::kSplitsSevenBits);
+  if constexpr (!whole && !alone) v = Vector::mask(v, mask * 0x01010101u);
+  if constexpr (piece + 1 < all.count) v = Vector::either(v, four<bits, s, piece + 1>(words));
+  return v;
+}
+
+// The largest byte that codes are multiplied as.
+constexpr int most_of(int bits, bool coded) {
+  return coded ? 255 : bits == 7 ? 127 / 11 : (1 << bits) - 1;
+}
+
+// `words` of one unit, `stride` words apart -> codes[8][L]; 7 bits: two units, for both halves.
+template <int bits>
+inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codebook, uint8_t* codes,
+                   uint8_t* second) {
+  Vector::I w[bits];
+  UNROLL
+  for (int b = 0; b < bits; ++b) {
+    w[b] = Vector::load(words + b * stride);
+    __builtin_prefetch(words + b * stride + 1024);
+  }
+  auto put = [&](int s, Vector::I v) {
+    if constexpr (bits == 7) {
+      Vector::I x, y;
+      Vector::split_pairs(v, x, y);
+      Vector::store(codes + s * 4 * L, x);
+      Vector::store(second + s * 4 * L, y);
+    } else {
+      if constexpr (bits <= 4) {
+        if (codebook) v = Vector::look_up(codebook, v);
+      }
+      Vector::store(codes + s * 4 * L, v);
+    }
+  };
+  put(0, four<bits, 0>(w));
+  put(1, four<bits, 1>(w));
+  put(2, four<bits, 2>(w));
+  put(3, four<bits, 3>(w));
+  put(4, four<bits, 4>(w));
+  put(5, four<bits, 5>(w));
+  put(6, four<bits, 6>(w));
+  put(7, four<bits, 7>(w));
+}
+
+// ---- numbers ----------------------------------------------------------------------------------
+
+// Where the numbers of each lane stand among those of a row group, for one half of a code and one
+// half of a column: at[lane] and, of bases, at[16 + lane].
+struct Places {
+  uint16_t at[32];
+  int count;  // of numbers that a vector needs
+};
+
+// Of blocks of `block` inputs.
+Places places(const Matrix& matrix, int block, int half, int part) {
+  Places out;
+  const int rows = L / matrix.G, per_row = std::max(1, matrix.width() / block);
+  for (int lane = 0; lane < 16; ++lane) {
+    const int input = (half * matrix.G + lane % matrix.G) * 32 + part * 16;
+    const int at = lane < L ? lane / matrix.G * per_row + input / block : 0;
+    out.at[lane] = at * matrix.numbers;
+    out.at[16 + lane] = at * matrix.numbers + 1;
+  }
+  out.count = rows * per_row * matrix.numbers;
+  return out;
+}
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  float value;
+  uint32_t bits;
+  if (exponent == 0) {
+    value = fraction * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &value, 4);
+    bits |= sign;
+  } else {
+    bits = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
+  }
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline __attribute__((always_inline)) void gather(const void* p, bool bytes, const Places& places,
+                                                  bool both, Vector::F& first, Vector::F& second) {
+  if (Vector::gather(p, bytes, places.count, places.at, both, first, second)) return;
+  float values[2 * L];
+  for (int k = 0; k < (both ? 2 : 1); ++k) {
+    for (int lane = 0; lane < L; ++lane) {
+      const int at = places.at[16 * k + lane];
+      values[k * L + lane] = bytes ? static_cast<const int8_t*>(p)[at]
+                                   : half_to_float(static_cast<const uint16_t*>(p)[at]);
+    }
+  }
+  first = Vector::load_f(values);
+  if (both) second = Vector::load_f(values + L);
+}
+
+// ---- panels -----------------------------------------------------------------------------------
+
+// What does not change within a call.
+struct Plan {
+  const Matrix* matrix = nullptr;
+  // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
+  // units of a superblock's row.
+  void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
+  // Numbers stand in memory as lanes do, each of its column, or as they can be taken from there.
+  bool as_lanes = false;
+  int rows, parts;
+  int64_t units;
+  // Of a superblock's units and their parts: how their numbers stand in a row group's.
+  struct Numbers {
+    Places blocks, steps;
+  } numbers[4];
+
+  Plan() = default;
+  explicit Plan(const Matrix& m)
+      : rows(L / m.G),
+        parts(m.block == 16 ? 2 : 1),
+        key{m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr} {
+    for (int half = 0; half < m.halves; ++half) {
+      for (int part = 0; part < parts; ++part) {
+        Numbers& out = numbers[half * parts + part];
+        out.blocks = places(m, m.block, half, part);
+        if (m.steps) out.steps = places(m, 256, half, part);
+      }
+    }
+  }
+
+  int key[6] = {};  // what all but `matrix` and what depends on it follows from
+};
+
+// What `Plan::fill` points to.
+template <bool affine, bool two_level>
+void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  const Matrix& m = *plan.matrix;
+  const int count = m.halves * plan.parts;
+  const int per_row = m.numbers * std::max(1, m.width() / m.block), shared = m.shared();
+  const int steps_per_row = m.numbers * m.G * m.halves / 8;
+  const int64_t in_tile = row % m.R, first = row / m.R;
+  int64_t at = (first / shared * m.R + in_tile) * per_row, step_at = row * steps_per_row;
+  int64_t left = shared - first % shared;  // superblocks with these numbers
+  for (int64_t i = 0; i < superblocks; ++i) {
+    for (int k = 0; k < count; ++k) {
+      const Plan::Numbers& numbers = plan.numbers[k];
+      Vector::F scale, base;
+      if constexpr (two_level) {
+        Vector::F step, floor;
+        gather(static_cast<const int8_t*>(m.scales) + at, true, numbers.blocks,
+               affine, scale, base);
+        gather(m.steps + step_at, false, numbers.steps, affine, step, floor);
+        scale = Vector::mul(scale, step);
+        if (affine) base = Vector::mul(base, floor);
+      } else {
+        gather(static_cast<const uint16_t*>(m.scales) + at, false, numbers.blocks,
+               affine, scale, base);
+      }
+      Vector::store_f(scales, scale);
+      if (affine) Vector::store_f(bases, base);
+      scales += L;
+      bases += L;
+    }
+    step_at += m.R * steps_per_row;
+    if (--left == 0) at += m.R * per_row, left = shared;
+  }
+}
+
+// The same where a row's columns in a superblock, of codes of one weight, share their numbers, as often
+// with those of the next superblocks.
+template <bool affine, class V = Vector>
+void fill_twice(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  if constexpr (V::kTwice) {
+    const Matrix& m = *plan.matrix;
+    const int64_t first = row / m.R, shared = m.shared();
+    const auto* numbers = static_cast<const uint16_t*>(m.scales);
+    numbers += (first / shared * m.R + row % m.R) * m.numbers;
+    for (int64_t i = 0, left = shared - first % shared; i < superblocks; left = shared) {
+      Vector::F scale, base;
+      V::template load_twice<affine>(numbers, scale, base);
+      for (; left > 0 && i < superblocks; --left, ++i, scales += L, bases += L) {
+        Vector::store_f(scales, scale);
+        if (affine) Vector::store_f(bases, base);
+      }
+      numbers += m.R * m.numbers;
+    }
+  }
+}
+
+// The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
+const Plan& plan_of(const Matrix& m) {
+  static thread_local Plan plan;
+  const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
+  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
+  plan.matrix = &m;
+  plan.as_lanes =
+      m.steps ? Vector::kLevels : m.block == 32 && (m.halves == 1 || Vector::kRowsOfHalves > 0);
+  plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
+                         : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
+  if (Vector::kTwice && !m.steps && m.halves == 1 && m.block >= m.width())
+    plan.fill = m.affine() ? fill_twice<true> : fill_twice<false>;
+  plan.units = m.superblocks * m.halves;
+  return plan;
+}
+
+// Decoded units of some row groups, one after the other.
+struct Panel {
+  uint8_t* codes;  // [groups][units][8][L][4]
+  float* scales;   // [groups][units][parts][L]
+  float* bases;    // [groups][units][parts][L]
+};
+
+template <int bits>
+void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
+  const Matrix& m = *plan.matrix;
+  const int64_t lanes = int64_t{m.R} * m.G;
+  constexpr int64_t unit = 32 * L;
+  for (int64_t i = 0; i < superblocks; ++i) {
+    decode<bits>(words, lanes, m.codebook, codes, codes + unit);
+    words += bits * lanes;
+    codes += m.halves * unit;
+  }
+}
+
+// Row groups `group` .. `group` + `groups` - 1.
+void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
+  using Codes = void (*)(const Plan&, const uint32_t*, int64_t, uint8_t*);
+  static constexpr Codes codes[] = {nullptr,       nullptr,       fill_codes<2>,
+                                    fill_codes<3>, fill_codes<4>, fill_codes<5>,
+                                    fill_codes<6>, fill_codes<7>, fill_codes<8>};
+  const Matrix& m = *plan.matrix;
+  // Tiles of one group each follow one another without a gap.
+  const int64_t together = m.R == plan.rows ? groups : 1;
+  const int64_t units = plan.units, count = units * plan.parts * L;
+  for (int64_t i = 0; i < groups; i += together) {
+    const int64_t tile = (group + i) * plan.rows / m.R, row = (group + i) * plan.rows % m.R;
+    const int64_t superblock = tile * m.superblocks, superblocks = together * m.superblocks;
+    const uint32_t* words = m.words + (superblock * m.bits * m.R + row) * m.G;
+    codes[m.bits](plan, words, superblocks, panel.codes + i * units * 32 * L);
+    plan.fill(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
+            panel.bases + i * count);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,135 @@
+// The handlers of `jinfer_route`, `jinfer_by_expert` and `jinfer_of_experts`: which experts of a mixture each
+// row goes to, pairs of row and expert sorted by expert, and the sum of what experts gave. As operations of
+// XLA's they are some forty for each layer, which take longer than a small model's experts.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "common/buffer_checks.h"
+#include "common/handler.h"
+#include "common/parallel_rows.h"
+#include "rowwise/rowwise.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+// The best of `ranked`, the first of such as are equal. There are `count`, even where none is a number.
+void take_best(const float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
+  const int64_t experts = taken.size();
+  std::fill(taken.begin(), taken.end(), 0);
+  for (int64_t k = 0; k < count; ++k) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < experts; ++i)
+      if (!taken[i] && (best < 0 || ranked[i] > ranked[best])) best = i;
+    taken[best] = 1;
+    chosen[k] = static_cast<int32_t>(best);
+  }
+}
+
+// `args`: what is added to the scores for the choice only, or nothing.
+ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::RemainingArgs args,
+                 ffi::ResultBuffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::F32> weights,
+                 bool softmax, bool renormalize, float scale) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_route: ") + what);
+  };
+  if (logits.dimensions().size() != 2 || chosen->dimensions().size() != 2)
+    return refuse("no matrices");
+  const int64_t rows = logits.dimensions()[0], experts = logits.dimensions()[1];
+  const int64_t count = chosen->dimensions()[1];
+  if (!has_shape(*chosen, {rows, count}) || !has_shape(*weights, {rows, count}) || count > experts)
+    return refuse("results do not fit the logits");
+  const float* correction = nullptr;
+  if (args.size() > 1) return refuse("too many arrays");
+  if (args.size() == 1) {
+    auto vector = args.get<ffi::Buffer<ffi::F32>>(0);
+    if (vector.has_error()) return vector.error();
+    if (!has_shape(*vector, {experts})) return refuse("a correction does not fit the logits");
+    correction = vector->typed_data();
+  }
+  const RowKernels& k = row_kernels();
+  for_rows(pool, rows, experts, [&](int64_t row) {
+    static thread_local std::vector<float> scores, corrected;
+    static thread_local std::vector<char> taken;
+    scores.resize(experts), corrected.resize(experts), taken.resize(experts);
+    const float* from = logits.typed_data() + row * experts;
+    (softmax ? k.softmax : k.sigmoid)(from, experts, scores.data());
+    if (correction) k.add(scores.data(), correction, experts, corrected.data());
+    int32_t* own = chosen->typed_data() + row * count;
+    float* to = weights->typed_data() + row * count;
+    take_best(correction ? corrected.data() : scores.data(), taken, count, own);
+    float total = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = scores[own[i]];
+      total = i ? total + to[i] : to[i];
+    }
+    if (total < 1e-20f) total = 1e-20f;  // sigmoids can all be 0
+    for (int64_t i = 0; i < count; ++i) to[i] = (renormalize ? to[i] / total : to[i]) * scale;
+  });
+  return ffi::Error::Success();
+}
+
+// Pairs of row and expert, sorted by expert and then by row: of each its row and its expert; where each
+// expert's begin, and at last where all end; of each pair as it was given, its place.
+ffi::Error by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> row_of,
+                     ffi::ResultBuffer<ffi::S32> expert_of, ffi::ResultBuffer<ffi::S32> begins,
+                     ffi::ResultBuffer<ffi::S32> place_of) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_by_expert: ") + what);
+  };
+  if (chosen.dimensions().size() != 2 || begins->dimensions().size() != 1) return refuse("no matrix");
+  const int64_t rows = chosen.dimensions()[0], count = chosen.dimensions()[1], pairs = rows * count;
+  const int64_t experts = begins->dimensions()[0] - 1;
+  if (!has_shape(*row_of, {pairs}) || !has_shape(*expert_of, {pairs}) ||
+      !has_shape(*place_of, {pairs}) || experts < 0)
+    return refuse("results do not fit");
+  const int32_t* of = chosen.typed_data();
+  int32_t* begin = begins->typed_data();
+  std::fill_n(begin, experts + 1, 0);
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (of[i] < 0 || of[i] >= experts) return refuse("no such expert");
+    ++begin[of[i] + 1];
+  }
+  for (int64_t e = 0; e < experts; ++e) begin[e + 1] += begin[e];
+  static thread_local std::vector<int32_t> next;
+  next.assign(begin, begin + experts);
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int32_t place = next[of[i]]++;
+    row_of->typed_data()[place] = static_cast<int32_t>(i / count);
+    expert_of->typed_data()[place] = of[i];
+    place_of->typed_data()[i] = place;
+  }
+  return ffi::Error::Success();
+}
+
+// Of each row the sum of its pairs' results times their weights, one after the other.
+ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
+                      ffi::Buffer<ffi::S32> places, ffi::Buffer<ffi::F32> weights,
+                      ffi::ResultBuffer<ffi::F32> y) {
+  const auto refuse = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("jinfer_of_experts: ") + what);
+  };
+  if (results.dimensions().size() != 2 || weights.dimensions().size() != 2)
+    return refuse("no matrices");
+  const int64_t pairs = results.dimensions()[0], size = results.dimensions()[1];
+  const int64_t rows = weights.dimensions()[0], count = weights.dimensions()[1];
+  if (rows * count != pairs || !has_shape(places, {pairs}) || !has_shape(*y, {rows, size}))
+    return refuse("places, weights or the result do not fit");
+  for (int64_t i = 0; i < pairs; ++i)
+    if (places.typed_data()[i] < 0 || places.typed_data()[i] >= pairs) return refuse("no such place");
+  for_rows(pool, rows, size * count, [&](int64_t row) {
+    row_kernels().weighted_sum(results.typed_data(), places.typed_data() + row * count,
+                               weights.typed_data() + row * count, count, size,
+                               y->typed_data() + row * size);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+JINFER_HANDLER(jinfer_route, jinfer::route, "softmax", "renormalize", "scale");
+JINFER_HANDLER(jinfer_by_expert, jinfer::by_expert);
+JINFER_HANDLER(jinfer_of_experts, jinfer::of_experts);

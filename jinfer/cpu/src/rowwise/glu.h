@@ -1,0 +1,77 @@
+// Activation functions, alone and of a feed-forward's gate, for the instructions that the including file is
+// compiled for.
+#pragma once
+
+#include "common/activation.h"
+#include "simd/simd.h"
+
+namespace jinfer {
+namespace {
+
+// 1 + e^-x, which a sigmoid is the inverse of; a NaN stays one.
+inline Floats one_and_exponential(Floats x) {
+  return 1.0f + exponential(-x > 88.0f ? all(88.0f) : -x);
+}
+
+// The complement of the error function of x >= 0, to 2 units of float32's last place where that is not
+// too small to matter: Chebyshev's approximation of "Numerical Recipes", section 6.2.
+inline Floats erfc_of_positive(Floats x) {
+  const Floats t = 1.0f / (1.0f + 0.5f * x);
+  Floats p = all(0.17087277f);
+  p = p * t - 0.82215223f;
+  p = p * t + 1.48851587f;
+  p = p * t - 1.13520398f;
+  p = p * t + 0.27886807f;
+  p = p * t - 0.18628806f;
+  p = p * t + 0.09678418f;
+  p = p * t + 0.37409196f;
+  p = p * t + 1.00002368f;
+  p = p * t - 1.26551223f;
+  return t * exponential(p - x * x);
+}
+
+inline Floats silu(Floats x) { return x / one_and_exponential(x); }
+
+// 0.5 (1 + tanh(z)) = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+inline Floats gelu_tanh(Floats x) {
+  return x / one_and_exponential(1.5957691216f * (x + 0.044715f * x * x * x));
+}
+
+// x times the share of a normal distribution that is below x (arXiv 1606.08415).
+inline Floats gelu(Floats x) {
+  const Floats above = 0.5f * erfc_of_positive((x < 0.0f ? -x : x) * 0.70710678f);
+  return x * (x < 0.0f ? above : 1.0f - above);
+}
+
+inline Floats quick_gelu(Floats x) { return x / one_and_exponential(1.702f * x); }
+
+inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
+
+// f(function of a vector) for the one that is named.
+template <class F>
+inline void with(Activation activation, F f) {
+  switch (activation) {
+    case Activation::silu: return f([](Floats x) { return silu(x); });
+    case Activation::gelu_tanh: return f([](Floats x) { return gelu_tanh(x); });
+    case Activation::relu: return f([](Floats x) { return relu(x); });
+    case Activation::gelu: return f([](Floats x) { return gelu(x); });
+    case Activation::quick_gelu: return f([](Floats x) { return quick_gelu(x); });
+    case Activation::relu2: return f([](Floats x) { return relu(x) * relu(x); });
+    case Activation::none: break;
+  }
+}
+
+// y[n] = activation(y[n]) * up[n]. Every element goes through vectors, the last ones too: which of them a
+// number is among does not change its bits.
+inline void gate(Activation activation, int64_t count, const float* up, float* y) {
+  with(activation, [=](auto f) {
+    int64_t n = 0;
+    for (; n + LANES <= count; n += LANES) store(y + n, f(load(y + n)) * load(up + n));
+    if (n == count) return;
+    const Floats rest = f(load_some(y + n, count - n)) * load_some(up + n, count - n);
+    memcpy(y + n, &rest, 4 * (count - n));
+  });
+}
+
+}  // namespace
+}  // namespace jinfer

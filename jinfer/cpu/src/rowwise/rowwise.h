@@ -1,0 +1,62 @@
+// What is computed of each row by itself: norms, rotations, Hadamard transforms, softmax, sigmoid,
+// activation functions, sums, and where its greatest number is. A row's bits depend on nothing but the row, which is not so of XLA's
+// sums over the last axis.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.h"
+#include "common/isa.h"
+
+namespace jinfer {
+
+struct Norm {
+  bool centered;        // a layer norm, else a root mean square norm
+  float eps, offset;    // of the weights
+  const float* weight;  // [size], or null: 1
+  const float* bias;    // [size], or null: 0
+};
+
+struct Rotation {
+  int64_t size, pairs;  // of a head, of which the first 2 * pairs numbers are rotated
+  bool adjacent;        // whether a pair's numbers are neighbours, else they are `pairs` apart
+};
+
+struct Hadamard {
+  int64_t size;  // of a head
+  bool query;    // else a key: the two factors together make scores what they were
+};
+
+struct Greatest {
+  float value;
+  int64_t at;    // its first index
+  bool missing;  // something is not a number: the rest means nothing
+};
+
+struct RowKernels {
+  // y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, mean = 0 if not
+  // centered.
+  void (*norm)(const float* x, int64_t size, const Norm& norm, float* y);
+  // Each product is rounded before it is added to another one, as XLA's are; size is that of x.
+  void (*rotate)(const float* x, const float* cos, const float* sin, int64_t size,
+                 const Rotation& rotation, float* y);
+  // Nothing but signs, powers of two and sums of two numbers: jinfer/ops/attention/hadamard.py defines it.
+  void (*hadamard)(const float* x, int64_t size, const Hadamard& hadamard, float* y);
+  void (*softmax)(const float* x, int64_t size, float* y);
+  void (*sigmoid)(const float* x, int64_t size, float* y);
+  void (*activate)(const float* x, Activation activation, int64_t size, float* y);
+  void (*add)(const float* a, const float* b, int64_t size, float* y);
+  void (*multiply)(const float* a, const float* b, int64_t size, float* y);
+  // The sum of rows `places` of x times their weights, each product rounded before it is added.
+  void (*weighted_sum)(const float* x, const int32_t* places, const float* weights, int64_t count,
+                       int64_t size, float* y);
+  void (*scale)(const float* x, float factor, int64_t size, float* y);
+  Greatest (*greatest)(const float* x, int64_t size);  // size > 0
+};
+
+const RowKernels& rowwise_portable();
+const RowKernels& rowwise_avx2();
+const RowKernels& rowwise_avx512();
+inline const RowKernels& row_kernels() { return JINFER_PICK(rowwise); }
+
+}  // namespace jinfer

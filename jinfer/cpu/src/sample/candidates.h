@@ -1,0 +1,270 @@
+// The tokens that the stages of a row have left so far, and how they are cut.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <new>
+#include <vector>
+
+#include "simd/simd.h"
+
+namespace jinfer {
+namespace {
+
+// Arrays of types of this file's own: a linker takes one of all functions of one name, and one of
+// std::vector<float> that was compiled for these instructions may not be taken for another file's. For
+// the same reason there are loops here in the place of std::fill and the like.
+template <class T>
+struct Own {
+  using value_type = T;
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T))); }
+  void deallocate(T* from, size_t) { ::operator delete(from); }
+  bool operator==(const Own&) const { return true; }
+  bool operator!=(const Own&) const { return false; }
+};
+template <class T>
+using Array = std::vector<T, Own<T>>;
+
+struct Falling {
+  bool operator()(float a, float b) const { return a > b; }
+};
+
+// Whether a comparison holds in any lane.
+inline bool any(Ints which) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)which);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)which);
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)which);
+#else
+  int32_t found = 0;
+  for (int i = 0; i < LANES; ++i) found |= which[i];
+  return found;
+#endif
+}
+
+// f(i, vector of x at i) for all of them; what fills the last vector up is `rest`.
+template <class F>
+inline void vectors(const float* x, int64_t count, float rest, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) f(i, load(x + i));
+  if (i < count) {
+    Floats last = all(rest);
+    memcpy(&last, x + i, 4 * (count - i));
+    f(i, last);
+  }
+}
+
+// A thread's own memory, of the greatest vocabulary that it has seen.
+struct Scratch {
+  Array<float> x, weights, keys, parts;
+  Array<int32_t> ids;
+  Array<int32_t> marks;  // a number for each token; all are 0 between two uses
+
+  void hold(int64_t vocab) {
+    if (static_cast<int64_t>(x.size()) >= vocab) return;
+    for (auto* each : {&x, &weights, &keys, &parts}) each->resize(vocab);
+    ids.resize(vocab);
+    marks.resize(vocab);
+  }
+
+  static Scratch& own() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
+};
+
+// Numbers in order of their tokens, all of them finite: what is -inf is dropped, and nothing makes
+// another number infinite. Else sums and orders of them might not be.
+struct Left {
+  Scratch& scratch;
+  const int64_t vocab;
+  int64_t count;
+  bool whole = true;  // token i is number i, and `ids` is not written yet
+
+  float* x() { return scratch.x.data(); }
+  int32_t id(int64_t i) const { return whole ? static_cast<int32_t>(i) : scratch.ids[i]; }
+
+  // Keeps those whose key is at least this.
+  void keep(const float* keys, float least) {
+    float* const x = scratch.x.data();
+    int32_t* const ids = scratch.ids.data();
+    const bool whole = this->whole;
+    int64_t kept = 0;
+    // Without a branch, which nobody could foresee: what is not kept is written over.
+    const auto look = [&](int64_t i) {
+      const bool keeps = keys[i] >= least;
+      x[kept] = x[i];
+      ids[kept] = whole ? static_cast<int32_t>(i) : ids[i];
+      kept += keeps;
+    };
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+      if (!any(load(keys + i) >= all(least))) continue;
+      for (int lane = 0; lane < LANES; ++lane) look(i + lane);
+    }
+    for (; i < count; ++i) look(i);
+    count = kept;
+    this->whole = false;
+  }
+
+  void keep(float least) { keep(x(), least); }
+  void drop_infinite();
+};
+
+inline float greatest_of(const float* x, int64_t count) {
+  Floats most = all(-INFINITY);
+  vectors(x, count, -INFINITY, [&](int64_t, Floats v) { most = larger(v, most); });
+  return highest(most)[0];
+}
+
+inline float least_of(const float* x, int64_t count) {
+  Floats least = all(INFINITY);
+  vectors(x, count, INFINITY, [&](int64_t, Floats v) { least = v < least ? v : least; });
+  return -highest(-least)[0];
+}
+
+// What is -inf.
+inline void Left::drop_infinite() {
+  if (least_of(x(), count) == -INFINITY) keep(-FLT_MAX);
+}
+
+inline float sum_of(const float* x, int64_t count) {
+  Floats sum[4] = {};
+  vectors(x, count, 0, [&](int64_t i, Floats v) { sum[i / LANES % 4] += v; });
+  return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+// y = f(x), vector by vector.
+template <class F>
+inline void map(const float* x, int64_t count, float* y, F f) {
+  vectors(x, count, 0, [&](int64_t i, Floats v) {
+    v = f(v);
+    memcpy(y + i, &v, 4 * std::min<int64_t>(LANES, count - i));
+  });
+}
+
+// A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
+// vectors has one. -inf where there are not as many lanes.
+inline float bound(const float* keys, int64_t count, int64_t wanted, Array<float>& lanes) {
+  constexpr int64_t RUN = 32;  // vectors
+  lanes.clear();
+  for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
+    Floats most = all(-INFINITY);
+    vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
+            [&](int64_t, Floats v) { most = larger(v, most); });
+    for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
+  }
+  if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
+  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), Falling());
+  return lanes[wanted - 1];
+}
+
+// The keys that are at least this.
+inline void reaching(const float* keys, int64_t count, float least, Array<float>& found) {
+  found.clear();
+  vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
+    if (!any(v >= all(least))) return;
+    for (int lane = 0; lane < LANES; ++lane)
+      if (v[lane] >= least) found.push_back(v[lane]);
+  });
+}
+
+// The key that is number `place` from the greatest, 1 to count.
+inline float at_place(const float* keys, int64_t count, int64_t place) {
+  thread_local Array<float> found;
+  reaching(keys, count, bound(keys, count, place, found), found);
+  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), Falling());
+  return found[place - 1];
+}
+
+// Where the greatest keys are, the greatest first, of equal ones the first; `wanted` is 1 to count.
+inline Array<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted) {
+  const float least = at_place(keys, count, wanted);
+  Array<int64_t> best;
+  vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+    if (!any(v >= all(least))) return;
+    for (int64_t lane = 0; lane < std::min<int64_t>(LANES, count - i); ++lane)
+      if (v[lane] >= least) best.push_back(i + lane);
+  });
+  std::sort(best.begin(), best.end(), [&](int64_t a, int64_t b) {
+    return keys[a] > keys[b] || (keys[a] == keys[b] && a < b);
+  });
+  best.resize(wanted);
+  return best;
+}
+
+// The greatest key such that those which reach it weigh this much together; the least key where all
+// of them do not. Both arrays are changed.
+//
+// Quickselect by weight (Hoare's FIND, with sums in the place of counts); it begins with a number
+// that some dozens reach, since these mostly are enough.
+inline float weighing(float* keys, float* weights, int64_t count, float mass) {
+  constexpr int64_t FEW = 64;
+  thread_local Array<float> spare;
+  mass = std::max(mass, 1e-30f);  // without a bound a tiny mass would keep not even the first
+  float pivot = bound(keys, count, FEW, spare);
+  while (count > FEW) {
+    Floats reach[2] = {}, above[2] = {};
+    const Floats p = all(pivot);
+    vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+      Floats w = {};
+      memcpy(&w, weights + i, 4 * std::min<int64_t>(LANES, count - i));
+      reach[i / LANES % 2] += v >= p ? w : Floats{};
+      above[i / LANES % 2] += v > p ? w : Floats{};
+    });
+    const float reached = total(reach[0] + reach[1]), over = total(above[0] + above[1]);
+    if (over < mass && reached >= mass) return pivot;
+    const bool higher = over >= mass;
+    int64_t kept = 0;
+    vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
+      if (!any(higher ? v > p : v < p)) return;
+      const int64_t lanes = std::min<int64_t>(LANES, count - i);
+      for (int lane = 0; lane < lanes; ++lane) {  // without a branch, as above
+        const bool keeps = higher ? v[lane] > pivot : v[lane] < pivot;
+        weights[kept] = weights[i + lane];
+        keys[kept] = v[lane];
+        kept += keeps;
+      }
+    });
+    if (!higher && !kept) return pivot;  // rounding: all of them weigh less than was said
+    if (!higher) mass -= reached;
+    count = kept;
+    float some[9];
+    for (int i = 0; i < 9; ++i) some[i] = keys[count * (2 * i + 1) / 18];
+    std::nth_element(some, some + 4, some + 9, Falling());
+    pivot = some[4];
+  }
+  int64_t order[FEW];
+  for (int64_t i = 0; i < count; ++i) order[i] = i;
+  std::sort(order, order + count, [&](int64_t a, int64_t b) { return keys[a] > keys[b]; });
+  float sum = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if ((sum += weights[order[i]]) >= mass) return keys[order[i]];
+  return count ? keys[order[count - 1]] : -INFINITY;
+}
+
+// Numbers in falling order (by their bits, eleven at a time).
+inline void sort_falling(float* x, int64_t count, float* spare) {
+  const auto key = [](float v) {
+    uint32_t bits;
+    v += 0.0f;  // -0 is 0
+    memcpy(&bits, &v, 4);
+    return ~(bits & 0x80000000u ? ~bits : bits | 0x80000000u);
+  };
+  for (int shift = 0; shift < 33; shift += 11) {
+    int64_t places[2049] = {};
+    for (int64_t i = 0; i < count; ++i) ++places[(key(x[i]) >> shift & 2047) + 1];
+    for (int i = 0; i < 2048; ++i) places[i + 1] += places[i];
+    for (int64_t i = 0; i < count; ++i) spare[places[key(x[i]) >> shift & 2047]++] = x[i];
+    float* const sorted = spare;
+    spare = x;
+    x = sorted;
+  }
+  memcpy(spare, x, 4 * count);  // three times: what was the spare one is the caller's
+}
+
+}  // namespace
+}  // namespace jinfer
