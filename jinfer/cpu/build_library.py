@@ -40,7 +40,7 @@ from jinfer.cpu import prebuilt
 from jinfer.cpu.compilers import BuildError, compile_and_link
 from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
-from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, units
+from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.xla.calls import include_dir, register_call
 
@@ -53,7 +53,6 @@ EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests n
 TESTED: Final = "tested"  # all; a compiler does not optimize those that this machine lacks
 FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
 
-SRC = Path(__file__).parent / "src"
 _SECONDS = {True: 130, False: 46}  # of one core, to compile everything or for one machine
 # Links a library that needs no more of a system than its C library.
 _STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
@@ -239,7 +238,7 @@ def _compiler() -> list[str]:
 
 def _sources(only: Wanted = None) -> list[Path]:
     """Handlers, and of each family of kernels those for all instructions, or the best for some."""
-    files = sorted(SRC.rglob("*.cc"))
+    files = all_sources()
     kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
     if only is not None and only != TESTED:
         order = (LOWER_ISA.get(only, only), only)
@@ -273,7 +272,9 @@ def own_key(only: Wanted = None) -> str:
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *sorted(SRC.rglob("*.h"))]:
-        digest.update(path.relative_to(SRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(
+            path.relative_to(SRC).as_posix().encode() + b"\0" + source_bytes(path) + b"\0"
+        )
     return f"{platform.machine()}-{digest.hexdigest()[:16]}"
 
 
@@ -336,7 +337,7 @@ def _compile(
         digest = hashlib.sha256(repr(start).encode()).hexdigest()[:8]
         output = str(place.library.with_name(f"{digest}-{unit.name}.o"))
         commands.append([*start, "-c", str(unit.write(place.library.parent)), "-o", output])
-        compiled.append((unit.needs, output))
+        compiled.append((unit.isa_rank, output))
     # Of a function that several files have, the linker keeps the first: that for any processor.
     objects = [output for _, output in sorted(compiled)]
     shared = [*compiler, *_extra(), *link, "-shared", *objects]

@@ -1,7 +1,7 @@
-"""What the compiler is given of the custom calls, and with which flags.
+"""C++ sources of the custom calls: translation units, and the compiler flags of each.
 
-Most files are put together: to read the headers of XLA and of a processor's instructions takes
-longer than to compile what many of them do.
+Most files share a unit with others, since reading XLA's headers and those of a processor's
+instructions takes longer than compiling many of the files.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+SRC = Path(__file__).parent / "src"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512")
-# Of the files whose names end so.
+# By the end of a file's name, its instruction set.
 ISA_FLAGS = {
     "_portable": (),
     "_avx2": _AVX2,
@@ -24,20 +25,50 @@ ISA_FLAGS = {
     "_amx": (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "_neon": ("-march=armv8.2-a+dotprod",),
 }
-# Of what reads XLA's headers and calls kernels: -O2 takes half as long again, and gives nothing.
+# For code that reads XLA's headers and calls kernels: -O2 compiles longer and gains nothing.
 HANDLER_FLAGS = ("-O1",)
-_LOOPS = ("read_bandwidth", "repack_gguf")  # for any processor; they read no such header
-_TOGETHER = (("attention", "dense"), ("sample", "rowwise"))  # kernels for the same instructions
+_WITHOUT_XLA = ("read_bandwidth", "repack_gguf")  # portable loops that include no XLA headers
+_TOGETHER = (("attention", "dense"), ("sample", "rowwise"))  # families that share a unit per ISA
+# Families whose `<family>_kernels.h` is all there is to compile for an instruction set.
+_GENERATED = ("attention", "dense", "rowwise", "sample")
+_GENERATED_ISAS = ("portable", "avx2", "avx512")
+
+
+def _generated(family: str, isa: str) -> str:
+    name = family.capitalize()
+    return (
+        f'#include "{family}/{family}_kernels.h"\n'
+        f"const jinfer::{name}Kernels& jinfer::{family}_{isa}() {{ return jinfer::k{name}; }}\n"
+    )
+
+
+# Text of the files that are not written by hand, by the path that each would have.
+GENERATED = {
+    SRC / family / f"{family}_{isa}.cc": _generated(family, isa)
+    for family in _GENERATED
+    for isa in _GENERATED_ISAS
+}
+
+
+def all_sources() -> list[Path]:
+    """Every `*.cc`, written by hand or generated, sorted."""
+    return sorted([*SRC.rglob("*.cc"), *GENERATED])
+
+
+def source_bytes(path: Path) -> bytes:
+    """What a source holds."""
+    text = GENERATED.get(path)
+    return path.read_bytes() if text is None else text.encode()
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A file for the compiler.
+    """A translation unit.
 
     Attributes:
         name: without an ending.
-        paths: the files that it is made of.
-        flags: of its own, beside `FLAGS`.
+        paths: the sources that it is made of.
+        flags: compiler flags of this unit, beside `FLAGS`.
     """
 
     name: str
@@ -45,26 +76,29 @@ class Unit:
     flags: tuple[str, ...] = ()
 
     @property
-    def needs(self) -> int:
-        """What of a processor, as its place in `ISA_FLAGS`; -1: nothing."""
-        isas = [number for number, end in enumerate(ISA_FLAGS) if self.name.endswith(end)]
-        return isas[0] if isas else -1
+    def isa_rank(self) -> int:
+        """Position of the unit's instruction set in `ISA_FLAGS`; -1: any processor's."""
+        ranks = [rank for rank, end in enumerate(ISA_FLAGS) if self.name.endswith(end)]
+        return ranks[0] if ranks else -1
 
     def write(self, folder: Path) -> Path:
-        """The file; one of several is written to a folder."""
-        if len(self.paths) == 1:
+        """The file to compile, written to `folder` unless it is a single handwritten source."""
+        if len(self.paths) == 1 and self.paths[0] not in GENERATED:
             return self.paths[0]
         unit = folder / f"{self.name}.cc"
-        lines = [f'#include "{path.parent.name}/{path.name}"\n' for path in self.paths]
-        unit.write_text("".join(lines), encoding="utf-8")
+        unit.write_text("".join(map(_part, self.paths)), encoding="utf-8")
         return unit
 
 
-def units(sources: Iterable[Path]) -> list[Unit]:
-    """Those of the files in `sources`, the slowest first: nothing else waits for it at the end.
+def _part(path: Path) -> str:
+    return GENERATED.get(path) or f'#include "{path.parent.name}/{path.name}"\n'
 
-    Two families of kernels for the same instructions are a file, products with quantized matrices,
-    which take longest, one by themselves; handlers are two, for two cores.
+
+def units(sources: Iterable[Path]) -> list[Unit]:
+    """Translation units of `sources`, slowest first, so that none is waited for at the end.
+
+    Two families of kernels for one instruction set share a unit. Quantized products, the slowest
+    to compile, have one for themselves. Handlers are split into two, for two cores.
     """
     left = {path.stem: path for path in sources}
 
@@ -72,17 +106,17 @@ def units(sources: Iterable[Path]) -> list[Unit]:
         paths = tuple(left.pop(stem) for stem in [*stems] if stem in left)
         return [Unit(name, paths, flags)] if paths else []
 
-    found: list[Unit] = []
+    made: list[Unit] = []
     for end, flags in ISA_FLAGS.items():
         for families in _TOGETHER:
             name = "_".join((*families, end[1:]))
-            found += take(name, [f"{family}{end}" for family in families], flags)
+            made += take(name, [f"{family}{end}" for family in families], flags)
         for stem in [stem for stem in left if stem.endswith(end)]:
-            found += take(stem, [stem], flags)
-    for stem in _LOOPS:
-        found += take(stem, [stem], ())
+            made += take(stem, [stem], flags)
+    for stem in _WITHOUT_XLA:
+        made += take(stem, [stem], ())
     for number, stems in enumerate(([*left][::2], [*left][1::2]), start=1):
-        found += take(f"handlers_{number}", stems, HANDLER_FLAGS)
+        made += take(f"handlers_{number}", stems, HANDLER_FLAGS)
     slowest = ("linear", "attention", "handlers")
-    place = {start: number for number, start in enumerate(slowest)}
-    return sorted(found, key=lambda unit: place.get(unit.name.partition("_")[0], len(slowest)))
+    order = {start: number for number, start in enumerate(slowest)}
+    return sorted(made, key=lambda unit: order.get(unit.name.partition("_")[0], len(slowest)))

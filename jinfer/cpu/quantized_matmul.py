@@ -118,7 +118,7 @@ def coded_linear(
 
 
 def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
-    """How matrices of stacks are chosen, as `Select` in expert_select.h counts, and the operand for it."""
+    """How matrices of stacks are selected: a number of expert_select.h's `Select`, the operand."""
     if index is not None:
         return 1, [index.reshape(1)]
     return (0, []) if offsets is None else (2, [offsets])

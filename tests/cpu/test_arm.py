@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jinfer.cpu import build_library
-from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS
+from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
 from jinfer.cpu.quantized_matmul import Mode
 from jinfer.modelspec.quant_format import WIDE, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
@@ -36,15 +35,15 @@ pytestmark = [
 
 
 def compiled(name: str, kernels: tuple[str, ...], folder: Path) -> Path:
-    """A program of the folder `arm`, with some files of kernels as build.py compiles them."""
+    """A program of the folder `arm`, with some kernels compiled as the library's are."""
     objects = []
     for source in (
         _PROGRAMS / f"{name}.cc",
-        *(build_library.SRC / "linear" / f"{k}.cc" for k in kernels),
+        *(SRC / "linear" / f"{k}.cc" for k in kernels),
     ):
         flags = next((f for end, f in ISA_FLAGS.items() if source.stem.endswith(end)), ())
         objects.append(folder / f"{source.parent.name}_{source.stem}.o")
-        include = ("-I", str(build_library.SRC))
+        include = ("-I", str(SRC))
         command = [_COMPILER, *FLAGS, *flags, *include, "-c", str(source)]
         subprocess.run([*command, "-o", str(objects[-1])], check=True)
     program = folder / name

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from jinfer.cpu import build_library, compilers, library_cache
-from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, Unit, units
+from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC, Unit, units
 from jinfer.cpu.isa import ISAS, own_isa
 from tests.cpu.helpers import copying_compiler
 
@@ -436,7 +436,7 @@ FASTER = [unit for unit in units(build_library._sources()) if "-mavx2" in unit.f
 @pytest.mark.parametrize("unit", FASTER, ids=lambda unit: unit.name)
 def test_kernels_have_no_name_in_common(unit: Unit, tmp_path: Path) -> None:
     """A linker takes one of all functions of a name, perhaps one for instructions that lack."""
-    include = ("-I", jax.ffi.include_dir(), "-I", str(build_library.SRC))
+    include = ("-I", jax.ffi.include_dir(), "-I", str(SRC))
     compiler = [*build_library._compiler(), *FLAGS, *unit.flags, *include]
     out = tmp_path / "kernels.o"
     subprocess.run([*compiler, "-c", str(unit.write(tmp_path)), "-o", str(out)], check=True)

@@ -1,11 +1,11 @@
-"""What the compiler is given of the custom calls."""
+"""C++ sources: translation units and their flags."""
 
 from pathlib import Path
 
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, Unit, units
+from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, Unit, source_bytes, units
 from jinfer.cpu.isa import Isa
 
 
@@ -28,7 +28,7 @@ def test_files_have_the_flags_of_their_names() -> None:
         elif unit.name.startswith("handlers"):
             assert unit.flags == HANDLER_FLAGS
         else:
-            assert "xla/" not in unit.paths[0].read_text()
+            assert b"xla/" not in source_bytes(unit.paths[0])
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -36,3 +36,11 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert Unit("alone", (one,)).write(tmp_path) == one
     made = Unit("both", (one, two)).write(tmp_path)
     assert made.read_text() == '#include "one/a.cc"\n#include "two/b.cc"\n'
+
+
+def test_kernels_without_a_file_are_generated(tmp_path: Path) -> None:
+    path = SRC / "sample" / "sample_avx2.cc"
+    made = Unit("sample_avx2", (path,)).write(tmp_path).read_bytes()
+    assert made == source_bytes(path)
+    assert made.startswith(b'#include "sample/sample_kernels.h"\n')
+    assert b"jinfer::sample_avx2()" in made

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t OUTPUTS = 16, ROWS = 16;  // of a tile
 constexpr int64_t DEPTH = 32;               // inputs
 constexpr int64_t TOGETHER = 64;            // outputs that stay in a cache while rows go by
-constexpr int64_t AHEAD = 24 << 10;         // bytes; see multiply_rows() in dense_kernels.h
+constexpr int64_t AHEAD = 24 << 10;         // bytes; see multiply_rows() in dense_gemm.h
 
 // Pairs of an arranged row.
 int64_t pairs_of(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * DEPTH / 2; }

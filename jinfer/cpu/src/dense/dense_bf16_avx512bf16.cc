@@ -1,6 +1,6 @@
 // Products of numbers in bfloat16, two neighbours at a time: a pair of weights times a pair of
 // activations is added to a float32 in one instruction, twice as many as it is in float32.
-#include "dense/dense_kernels.h"
+#include "dense/dense_gemm.h"
 
 namespace jinfer {
 namespace {

@@ -400,20 +400,20 @@ class Chain {
     if (o.product) return o.product->prepare(a, row);
     float* y = values_[o.y].y + row * size;
     if (o.kind == kNorm) {
-      for (int64_t i = 0; i < size; i += o.each) row_kernels().norm(a + i, o.each, o.norm, y + i);
+      for (int64_t i = 0; i < size; i += o.each) rowwise_kernels().norm(a + i, o.each, o.norm, y + i);
       return;
     }
     if (o.kind == kRotate) {
       const int64_t angles = row * o.rotation.pairs;
       const float *cos = values_[o.b].x + angles, *sin = values_[o.c].x + angles;
-      return row_kernels().rotate(a, cos, sin, size, o.rotation, y);
+      return rowwise_kernels().rotate(a, cos, sin, size, o.rotation, y);
     }
-    if (o.kind == kHadamard) return row_kernels().hadamard(a, size, o.hadamard, y);
-    if (o.kind == kScale) return row_kernels().scale(a, o.factor, size, y);
-    if (o.kind == kActivate) return row_kernels().activate(a, o.activation, size, y);
+    if (o.kind == kHadamard) return rowwise_kernels().hadamard(a, size, o.hadamard, y);
+    if (o.kind == kScale) return rowwise_kernels().scale(a, o.factor, size, y);
+    if (o.kind == kActivate) return rowwise_kernels().activate(a, o.activation, size, y);
     if (o.kind == kMultiply)
-      return row_kernels().multiply(a, values_[o.b].x + row * size, size, y);
-    row_kernels().add(a, o.kind == kAdd ? values_[o.b].x + row * size : o.vector, size, y);
+      return rowwise_kernels().multiply(a, values_[o.b].x + row * size, size, y);
+    rowwise_kernels().add(a, o.kind == kAdd ? values_[o.b].x + row * size : o.vector, size, y);
   }
 
   int64_t rows_ = 0, stage_count_ = 0;

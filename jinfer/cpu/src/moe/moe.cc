@@ -49,7 +49,7 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
     if (!has_shape(*vector, {experts})) return refuse("a correction does not fit the logits");
     correction = vector->typed_data();
   }
-  const RowKernels& k = row_kernels();
+  const RowwiseKernels& k = rowwise_kernels();
   for_rows(pool, rows, experts, [&](int64_t row) {
     static thread_local std::vector<float> scores, corrected;
     static thread_local std::vector<char> taken;
@@ -120,7 +120,7 @@ ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
   for (int64_t i = 0; i < pairs; ++i)
     if (places.typed_data()[i] < 0 || places.typed_data()[i] >= pairs) return refuse("no such place");
   for_rows(pool, rows, size * count, [&](int64_t row) {
-    row_kernels().weighted_sum(results.typed_data(), places.typed_data() + row * count,
+    rowwise_kernels().weighted_sum(results.typed_data(), places.typed_data() + row * count,
                                weights.typed_data() + row * count, count, size,
                                y->typed_data() + row * size);
   });

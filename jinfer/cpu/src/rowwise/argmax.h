@@ -20,7 +20,7 @@ inline void greatest_of_rows(ffi::ThreadPool& pool, const float* x, int64_t rows
   constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece, of another thread
   const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
   std::vector<Greatest> found(rows * cuts);
-  const RowKernels& k = row_kernels();
+  const RowwiseKernels& k = rowwise_kernels();
   parallel(pool, rows * cuts, 1 + rows * size / WORTH, [&](int64_t i) {
     const int64_t begin = std::min(i % cuts * each, size - 1);
     const int64_t end = std::min(begin + each, size);

@@ -40,7 +40,7 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArg
   if (groups < 1) return refuse("no weights");
   const float* weight = weighted ? vectors[0] : nullptr;
   const float* bias = biased ? vectors[weighted] : nullptr;
-  const RowKernels& k = row_kernels();
+  const RowwiseKernels& k = rowwise_kernels();
   for_rows(pool, rows, size, [&](int64_t row) {
     const int64_t at = row % groups * size;
     const Norm norm{centered, eps, offset, weight ? weight + at : nullptr,
@@ -64,7 +64,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
     return refuse("angles or the result do not fit x");
   const Rotation rotation{size, pairs, adjacent};
   for_rows(pool, rows, width, [&](int64_t row) {
-    row_kernels().rotate(x.typed_data() + row * width, cos.typed_data() + row * pairs,
+    rowwise_kernels().rotate(x.typed_data() + row * width, cos.typed_data() + row * pairs,
                          sin.typed_data() + row * pairs, width, rotation,
                          y->typed_data() + row * width);
   });
@@ -82,7 +82,7 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
   if (!has_shape(*y, {rows, width})) return refuse("the result has not the shape of x");
   for_rows(pool, rows, width, [&](int64_t row) {
     const int64_t at = row * width;
-    row_kernels().hadamard(x.typed_data() + at, width, {size, query}, y->typed_data() + at);
+    rowwise_kernels().hadamard(x.typed_data() + at, width, {size, query}, y->typed_data() + at);
   });
   return ffi::Error::Success();
 }
@@ -92,7 +92,7 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
     return ffi::Error::InvalidArgument("jinfer_scores: x and the result are not alike matrices");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  const auto score = softmax ? row_kernels().softmax : row_kernels().sigmoid;
+  const auto score = softmax ? rowwise_kernels().softmax : rowwise_kernels().sigmoid;
   for_rows(pool, rows, size, [&](int64_t row) {
     score(x.typed_data() + row * size, size, y->typed_data() + row * size);
   });
@@ -107,7 +107,7 @@ ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
     return ffi::Error::InvalidArgument("jinfer_activate: no such activation");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   for_rows(pool, rows, size, [&](int64_t row) {
-    row_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation), size,
+    rowwise_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation), size,
                            y->typed_data() + row * size);
   });
   return ffi::Error::Success();

@@ -33,7 +33,7 @@ struct Greatest {
   bool missing;  // something is not a number: the rest means nothing
 };
 
-struct RowKernels {
+struct RowwiseKernels {
   // y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, mean = 0 if not
   // centered.
   void (*norm)(const float* x, int64_t size, const Norm& norm, float* y);
@@ -54,9 +54,9 @@ struct RowKernels {
   Greatest (*greatest)(const float* x, int64_t size);  // size > 0
 };
 
-const RowKernels& rowwise_portable();
-const RowKernels& rowwise_avx2();
-const RowKernels& rowwise_avx512();
-inline const RowKernels& row_kernels() { return JINFER_PICK(rowwise); }
+const RowwiseKernels& rowwise_portable();
+const RowwiseKernels& rowwise_avx2();
+const RowwiseKernels& rowwise_avx512();
+inline const RowwiseKernels& rowwise_kernels() { return JINFER_PICK(rowwise); }
 
 }  // namespace jinfer

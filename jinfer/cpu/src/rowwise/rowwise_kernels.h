@@ -256,7 +256,7 @@ Greatest greatest(const float* x, int64_t size) {
   return found;
 }
 
-const RowKernels kRows = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
+const RowwiseKernels kRowwise = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
                           add,  multiply, weighted_sum, scale,   greatest};
 
 }  // namespace

@@ -139,9 +139,9 @@ ffi::Error choose(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
     const float* const own = x + row * vocab;
     Choice choice{0, each[row].mu};
     if (!whole && is_greedy(each[row]))
-      choice.token = index_of(row_kernels().greatest(own, vocab), vocab);
+      choice.token = index_of(rowwise_kernels().greatest(own, vocab), vocab);
     else
-      choice = choose_kernels().choose(own, vocab, each[row], whole ? whole + row * vocab : nullptr);
+      choice = sample_kernels().choose(own, vocab, each[row], whole ? whole + row * vocab : nullptr);
     tokens->typed_data()[row] = choice.token;
     after->typed_data()[row] = choice.mu;
   });
@@ -170,7 +170,7 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
       return;
     }
     const int64_t token = std::clamp<int64_t>(tokens.typed_data()[row], 0, vocab - 1);
-    first = choose_kernels().log_probabilities(logits.typed_data() + row * vocab, vocab,
+    first = sample_kernels().log_probabilities(logits.typed_data() + row * vocab, vocab,
                                                static_cast<int32_t>(token), count, to, values);
   });
   return ffi::Error::Success();

@@ -98,7 +98,7 @@ struct Choice {
   float mu;
 };
 
-struct ChooseKernels {
+struct SampleKernels {
   // The token of a row of logits, the last one where there is something that is not a number. Where
   // `left` is not null, it becomes what the stages left of them, -inf for the rest.
   Choice (*choose)(const float* logits, int64_t vocab, const Request& request, float* left);
@@ -107,10 +107,10 @@ struct ChooseKernels {
                              int32_t* ids, float* top);
 };
 
-const ChooseKernels& sample_portable();
-const ChooseKernels& sample_avx2();
-const ChooseKernels& sample_avx512();
-inline const ChooseKernels& choose_kernels() { return JINFER_PICK(sample); }
+const SampleKernels& sample_portable();
+const SampleKernels& sample_avx2();
+const SampleKernels& sample_avx512();
+inline const SampleKernels& sample_kernels() { return JINFER_PICK(sample); }
 
 inline bool is_stage(int32_t number) { return 0 <= number && number < STAGES; }
 

@@ -150,7 +150,7 @@ float log_probabilities(const float* logits, int64_t vocab, int32_t token, int64
   return left.x()[token];
 }
 
-const ChooseKernels kChoose = {choose, log_probabilities};
+const SampleKernels kSample = {choose, log_probabilities};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,3 +1,0 @@
-#include "sample/sample_kernels.h"
-
-const jinfer::ChooseKernels& jinfer::sample_portable() { return jinfer::kChoose; }
