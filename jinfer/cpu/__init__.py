@@ -1,1 +1,1 @@
-"""Custom calls for XLA:CPU, in C++: raw arrays in, raw arrays out."""
+"""Custom calls for XLA:CPU, written in C++: arrays in, arrays out."""

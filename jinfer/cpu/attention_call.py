@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and the writing of new tokens into it, in one custom call."""
+"""Paged attention, with the writing of new keys and values, as one custom call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 _SYMBOL = "jinfer_attention"
-_MOST_GROUP = 192  # query heads of a key head
+_MAX_GROUP = 192  # query heads per key head
 
 
-class Coding(NamedTuple):
-    """How the codes of a quantized cache stand for numbers; blocks are of 32."""
+class KvFormat(NamedTuple):
+    """Format of a quantized cache; blocks are of 32."""
 
     bits: int
     levels: int
@@ -28,11 +28,11 @@ class Coding(NamedTuple):
     symmetric: bool
 
 
-class Parts(NamedTuple):
-    """Keys or values of a pool.
+class CachedVectors(NamedTuple):
+    """Keys or values of the block pool.
 
     Attributes:
-        arrays: one of [blocks, kv_heads, size, dim], or codes and numbers of each vector.
+        arrays: [blocks, kv_heads, size, dim], or codes and numbers of each vector.
         dim: numbers of a vector.
     """
 
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are changed; as `jinfer.ops.attention.mask_rules.ScoreRules`."""
+    """Scaling, masking and biases of scores; as `jinfer.ops.attention.mask_rules.ScoreRules`."""
 
     scale: float
     softcap: float | None = None
@@ -54,8 +54,8 @@ class Scores(NamedTuple):
 
 
 def supported(heads: int, kv_heads: int) -> bool:
-    """Whether there is a custom call on this machine, and for so many heads."""
-    return heads // kv_heads <= _MOST_GROUP and register(_SYMBOL)
+    """Whether the custom call exists on this machine, and takes so many heads."""
+    return heads // kv_heads <= _MAX_GROUP and register(_SYMBOL)
 
 
 def attention(
@@ -64,9 +64,9 @@ def attention(
     positions: Int[Array, " tokens"],
     last: Int[Array, " tokens"],
     tables: Int[Array, "rows entries"],
-    keys: Parts,
-    values: Parts | None,
-    coding: Coding | None,
+    keys: CachedVectors,
+    values: CachedVectors | None,
+    coding: KvFormat | None,
     scores: Scores,
     new: tuple[Array, ...] | None = None,
     *,
@@ -74,7 +74,7 @@ def attention(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
     """Attention's output, and the arrays of keys and values.
 
-    A call with a token or a block that is not in the tables or the pool fails.
+    Fails where a token or a block is not in the tables or the pool.
 
     Args:
         rows: each token's row of the tables; -1: padding, which gets zeros.
@@ -82,39 +82,38 @@ def attention(
         tables: the block of each sequence's positions size * j .. size * (j + 1) - 1; `size` is a
             multiple of 64, or there is one entry.
         values: None: the keys are the values too.
-        coding: of a quantized cache.
-        new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, which are first
-            put into the pool. The pool's arrays are then changed in place: they must not be used
-            afterwards.
-        partial: entries of the tables may be -1, of which nothing is written or seen. The output is
-            then float32, not divided by the sum of the weights, and beside it are, in one array,
-            each query's highest score and that sum.
+        coding: format of a quantized cache.
+        new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, to be written to
+            the pool first. The pool's arrays are changed in place and must not be used again.
+        partial: entries of the tables may be -1: blocks that are elsewhere, neither written nor
+            seen. The output is then float32 and not normalized, and a second array holds each
+            query's maximum score and sum of weights.
 
     Returns:
         The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others.
     """
     cached = (*keys.arrays, *(values.arrays if values is not None else ()))
-    numbers = (
+    biases = (
         jnp.zeros(0, jnp.float32) if scores.sinks is None else _f32(scores.sinks),
         jnp.zeros(0, jnp.float32) if scores.slopes is None else _f32(scores.slopes),
         jnp.zeros((0, 0), jnp.float32) if scores.by_distance is None else _f32(scores.by_distance),
     )
-    where = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
-    given = (q, *where, *numbers, *(new or ()))
+    indices = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
+    arguments = (q, *indices, *biases, *(new or ()))
     value_dim = keys.dim if values is None else values.dim
     results = [jax.ShapeDtypeStruct((*q.shape[:2], value_dim), q.dtype)]
     if partial:
         sizes = ((*q.shape[:2], value_dim), (*q.shape[:2], 2))
         results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
-    kept = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
-    bits, levels, per_code, symmetric = coding or Coding(0, 0, 1, True)
+    pool = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
+    bits, levels, per_code, symmetric = coding or KvFormat(0, 0, 1, True)
     count, width = len(results), len(keys.arrays)
-    found = jax.ffi.ffi_call(
+    out = jax.ffi.ffi_call(
         _SYMBOL,
-        [*results, *kept],
-        input_output_aliases={len(given) + i: count + i for i in range(len(kept))},
+        [*results, *pool],
+        input_output_aliases={len(arguments) + i: count + i for i in range(len(pool))},
     )(
-        *given,
+        *arguments,
         *cached,
         scale=np.float32(scores.scale),
         softcap=np.float32(scores.softcap or 0.0),
@@ -131,8 +130,8 @@ def attention(
         value_dim=np.int32(value_dim),
         partial=partial,
     )
-    after: Sequence[Array] = found[count:] or cached
-    return tuple(found[:count]), tuple(after[:width]), tuple(after[width:])
+    after: Sequence[Array] = out[count:] or cached
+    return tuple(out[:count]), tuple(after[:width]), tuple(after[width:])
 
 
 def _f32(numbers: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Copies of blocks, in place."""
+"""KV cache: copies whole blocks in place, as one custom call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether there is such a custom call on this machine."""
+    """Whether the custom call exists on this machine; compiles it the first time."""
     return build_library.register("jinfer_copy_blocks")
 
 
@@ -25,7 +25,7 @@ def copy_blocks(
     targets: Int[Array, " copies"],
     count: Int[Array, ""],
 ) -> list[Array]:
-    """Arrays of blocks of which the first `count` targets have become copies of the sources."""
+    """The arrays, with blocks `sources[i]` copied to `targets[i]` for i < count."""
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     aliases = {3 + i: i for i in range(len(shapes))}
     call = jax.ffi.ffi_call("jinfer_copy_blocks", shapes, input_output_aliases=aliases)

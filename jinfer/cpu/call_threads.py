@@ -1,4 +1,4 @@
-"""A bound on the threads that custom calls share their work among."""
+"""Thread limits of the custom calls."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Callable
 from itertools import count
 
 from jinfer.cpu import build_library
-from jinfer.cpu.cores import bounds, most_threads
+from jinfer.cpu.cores import limits, most_threads
 
-_names = count()
+_keys = count()
 
 
-def bound(threads: int) -> Callable[[], None]:
-    """At most so many threads from now on, in the whole process, until the result is called.
+def limit_threads(threads: int) -> Callable[[], None]:
+    """Limits the threads of custom calls, in the whole process, until the result is called.
 
-    Of several bounds that are in force the least counts.
+    Of several limits in force the lowest counts.
     """
-    name = next(_names)
-    bounds[name] = threads
-    _tell()
+    key = next(_keys)
+    limits[key] = threads
+    _apply()
 
     def lift() -> None:
-        bounds.pop(name, None)
-        _tell()
+        limits.pop(key, None)
+        _apply()
 
     return lift
 
 
-def _tell() -> None:
+def _apply() -> None:
     if (library := build_library.opened_already()) is not None:
         library.jinfer_limit_threads(most_threads())

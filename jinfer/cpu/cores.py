@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""CPU cores that this process may use: affinity and container quotas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 _ROOT = Path("/")
-bounds: dict[int, int] = {}  # that are in force: see `jinfer.cpu.call_threads`
+limits: dict[int, int] = {}  # in force; see `jinfer.cpu.call_threads`
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores that the scheduler gives: those of the affinity, no more than the container's quota.
+    """Cores of the process's affinity, at most the container's quota, rounded up.
 
-    `os.cpu_count()` knows neither. More threads than cores wait for each other's turns.
+    `os.cpu_count()` knows neither. More threads than cores take turns.
 
     Args:
         root: of the file system that control groups are read from.
@@ -24,20 +24,20 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def most_threads() -> int:
-    """Threads that may compute: a core each, no more than any bound that is in force."""
-    return min([usable_cores(), *bounds.values()])
+    """Threads that may compute: one per usable core, at most any limit in force."""
+    return min([usable_cores(), *limits.values()])
 
 
 def cpu_quota(root: Path = _ROOT) -> float:
-    """Cores' worth of time that the control groups of this process leave it; infinite without."""
+    """CPU quota of this process's control groups (cgroup v1 or v2) in cores; infinite without."""
     least = math.inf
     groups = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, kinds, name = line.split(":", 2) if line.count(":") >= 2 else ("", "", "")
         base = groups / "cpu" if "cpu" in kinds.split(",") else groups
-        own = base / name.lstrip("/")
+        group = base / name.lstrip("/")
         # A group's ancestors limit it too; a container may see only the root, as its own.
-        for folder in (own, *own.parents):
+        for folder in (group, *group.parents):
             least = min(least, _quota(folder))
             if folder == base:
                 break

@@ -1,4 +1,7 @@
-"""Products with plain matrices as one custom call, with weights of 16 bits as they are stored."""
+"""Matmul with float32, bfloat16 or float16 weights as one custom call.
+
+Weights of 16 bits are read as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ def dense_linear(
     part: slice | None = None,
     rounded: bool = False,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ weight.T for each weight, in float32; all weights share the reading of x.
+    """x @ weight.T for each weight, in float32; x is prepared once for all of them.
 
     Args:
         x: float32.
         weights: float32, bfloat16 or float16, converted to float32 without loss.
         activation: other than "none": there are two weights, gate and up, of equal shape, and the
             one result is activation(x @ gate.T) * (x @ up.T).
-        index, offsets: as in `coded_linear`; with one of them weights have three axes, else two.
+        index, offsets: as in `quantized_linear`; with either, weights have three axes, else two.
         transposed: weights are [inputs, outputs] instead: x @ weight.
-        part: the rows of each matrix that count, as if there were no others.
-        rounded: x may be rounded to bfloat16 where a weight is; it is where the processor then
-            multiplies twice as many numbers at a time.
+        part: a slice of each matrix's rows to use.
+        rounded: x may be rounded to bfloat16 for bfloat16 weights; it is where the processor has
+            bfloat16 dot products or tiles (AVX-512 BF16, AMX).
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
@@ -51,10 +54,10 @@ def dense_linear(
     first, end, _ = (part or slice(None)).indices(weights[0].shape[-2])
     widths = [w.shape[-1] if transposed else end - first if part else w.shape[-2] for w in results]
     shapes = [jax.ShapeDtypeStruct((x.shape[0], width), np.float32) for width in widths]
-    select, chosen = selection(index, offsets)
+    select, selector = selection(index, offsets)
     out = jax.ffi.ffi_call("jinfer_dense", shapes)(
         x,
-        *chosen,
+        *selector,
         *weights,
         activation=np.int64(ACTIVATIONS.index(activation)),
         select=np.int64(select),

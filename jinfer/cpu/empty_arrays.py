@@ -1,4 +1,4 @@
-"""Arrays that nobody has written to."""
+"""Uninitialised arrays, like `numpy.empty`: memory is taken as it is written to."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def available() -> bool:
-    """Whether there is such a custom call on this machine."""
-    return register("jinfer_unwritten")
+    """Whether the custom call exists on this machine; compiles it the first time."""
+    return register("jinfer_empty")
 
 
-def unwritten(shape: tuple[int, ...], dtype: DTypeLike, which: int) -> Array:
-    """An array that may hold anything; it takes memory where it is written to.
+def empty(shape: tuple[int, ...], dtype: DTypeLike, which: int) -> Array:
+    """An array of undefined content.
 
     Args:
-        which: of a program's own. Two calls that are the same XLA makes one, and then copies what
-            it gives: all of it is written to.
+        which: different for each call of a program. XLA merges equal calls and copies the result,
+            which would write all of it.
     """
     like = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-    return jax.ffi.ffi_call("jinfer_unwritten", like)(which=np.int32(which))
+    return jax.ffi.ffi_call("jinfer_empty", like)(which=np.int32(which))

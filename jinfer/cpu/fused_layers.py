@@ -1,8 +1,8 @@
-"""Norms, products with matrices, rotations, activations, sums and attentions, as one custom call.
+"""Fused layers: norms, matmuls, RoPE, activations, sums and attentions as one custom call.
 
-A `Program` is written operation by operation; each gives one or more values, which stand for
-matrices [rows, size] and may be given to the ones after it. What is not asked for at the end is
-never written anywhere that XLA knows.
+A `Program` is built operation by operation. Each yields one or more values, numbers that stand for
+matrices [rows, size] and may be operands of later operations. Values that are not results exist
+only within the call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Operation(IntEnum):
-    """The numbers are those of its namesake in fused_layers.cc."""
+    """Operations of a program, numbered as in fused_layers.cc."""
 
     NORM = 0
     LINEAR = 1
@@ -40,11 +40,11 @@ class Operation(IntEnum):
 
 def available() -> bool:
     """Whether the custom call exists on this machine; compiles it the first time."""
-    return build_library.register("jinfer_chain")
+    return build_library.register("jinfer_fused_layers")
 
 
-class Attending(NamedTuple):
-    """The attributes of `jinfer_attention`, in the order in which a program has them."""
+class AttentionAttributes(NamedTuple):
+    """Attributes of `jinfer_attention`, in the order of a program."""
 
     scale: float
     softcap: float
@@ -61,29 +61,29 @@ class Attending(NamedTuple):
     value_dim: int
 
     def numbers(self) -> list[int]:
-        """As a program has them."""
+        """The attributes as a program encodes them."""
         return [_bits(x) if isinstance(x, float) else int(x) for x in self]
 
 
 @dataclass
 class Program:
-    """Operations on rows, one after the other.
+    """Operations on rows, in order.
 
     Attributes:
-        given: float32 [rows, size], all of equally many rows: the values 0, 1, ...
-        table: where weights are (see `jinfer.ops.fusion.weight_pointers`), or None.
-        told: by the id of a weight: its row of the table. The call is told its address and type
-            instead of being given it.
+        inputs: float32 [rows, size], all of equally many rows: the values 0, 1, ...
+        table: pointers to weights (see `jinfer.ops.fusion.weight_pointers`), or None.
+        table_rows: by the id of a weight, its row of the table. The call reads such a weight
+            through its pointer instead of taking it as an argument.
     """
 
-    given: Sequence[Float[Array, "rows size"]]
+    inputs: Sequence[Float[Array, "rows size"]]
     table: UInt[Array, "weights 4"] | None = None
-    told: Mapping[int, int] = field(default_factory=dict)
+    table_rows: Mapping[int, int] = field(default_factory=dict)
     _numbers: list[int] = field(default_factory=list)
     _operands: list[Array] = field(default_factory=list)
-    _arguments: dict[int, int] = field(default_factory=dict)  # where an operand is one, by its id
-    _told: list[int] = field(default_factory=list)  # of all operands; see operands.h
-    _sizes: list[int] = field(default_factory=list)  # of values that operations give
+    _arguments: dict[int, int] = field(default_factory=dict)  # argument index by operand id
+    _layout: list[int] = field(default_factory=list)  # where each operand is; see operands.h
+    _sizes: list[int] = field(default_factory=list)  # of the operations' values
     _pools: list[int] = field(default_factory=list)  # operands that attentions write to
 
     def norm(
@@ -100,10 +100,11 @@ class Program:
         """As `jinfer.cpu.rowwise.norm`, with the same weights and biases for all rows.
 
         Args:
-            each: numbers of a norm, of which a row may have several, those of heads; None: all.
+            each: size of a norm, such as a head's; None: the whole row.
         """
-        there, each = (weight is not None, bias is not None), each or self._size(x)
-        numbers = [int(centered), *map(int, there), _bits(eps), _bits(offset), each]
+        each = each or self._size(x)
+        present = int(weight is not None), int(bias is not None)
+        numbers = [int(centered), *present, _bits(eps), _bits(offset), each]
         vectors = [vector for vector in (weight, bias) if vector is not None]
         return self._add(Operation.NORM, x, numbers, vectors, [self._size(x)])[0]
 
@@ -118,10 +119,10 @@ class Program:
         activation: int,
         outputs: Sequence[int],
     ) -> list[int]:
-        """As `jinfer.cpu.quantized_matmul.coded_linear`.
+        """As `jinfer.cpu.quantized_matmul.quantized_linear`.
 
         Args:
-            buffers, fields, codebook, digits, activation: what it gives to its call.
+            buffers, fields, codebook, digits, activation: arguments of its call.
             outputs: sizes of its results.
         """
         count = len(fields) // FIELDS
@@ -143,7 +144,7 @@ class Program:
         """As `jinfer.cpu.dense_matmul.dense_linear`.
 
         Args:
-            weights, activation, transposed, first, taken, rounded: what it gives to its call.
+            weights, activation, transposed, first, taken, rounded: arguments of its call.
             outputs: sizes of its results.
         """
         numbers = [len(weights), activation, int(transposed), first, taken, int(rounded)]
@@ -178,65 +179,65 @@ class Program:
         """As `jinfer.cpu.rowwise.hadamard`."""
         return self._add(Operation.HADAMARD, x, [size, int(query)], [], [self._size(x)])[0]
 
-    def attend(
+    def attention(
         self,
         q: int,
         new: Sequence[int],
-        places: Sequence[Int[Array, ...]],
-        numbers: Sequence[Float[Array, ...]],
+        indices: Sequence[Int[Array, ...]],
+        biases: Sequence[Float[Array, ...]],
         pools: Sequence[Array],
-        kind: Attending,
+        attributes: AttentionAttributes,
     ) -> list[int]:
         """As `attention_call.attention`, with whole results and without biases by distance.
 
         Args:
-            new: keys and, unless shared, values that are first put into the pool; or none.
-            places: rows, positions, last and tables.
-            numbers: sinks and slopes.
+            new: keys and, unless shared, values to be written to the pool first; or nothing.
+            indices: rows, positions, last and tables.
+            biases: sinks and slopes.
             pools: the arrays of keys and values.
-            kind: what the call is told else.
+            attributes: the call's attributes.
 
         Returns:
-            The result, and the pools where they are written to: these only `run` may be asked for.
+            The result, and the pools if they are written to, which can only be results of `run`.
         """
         key, value = (*new, -1, -1)[:2]
-        result = self._size(q) // kind.dim * kind.value_dim
-        own = [key, value, *kind.numbers()]
-        out = self._add(Operation.ATTENTION, q, own, [*places, *numbers], [result])
-        # Each an argument of its own: who else reads a pool sees it as it was.
-        given = [self._give(pool) for pool in pools]
-        if kind.written:
+        size = self._size(q) // attributes.dim * attributes.value_dim
+        numbers = [key, value, *attributes.numbers()]
+        out = self._add(Operation.ATTENTION, q, numbers, [*indices, *biases], [size])
+        # Never shared with other operands: those must see the pool as it was.
+        arguments = [self._add_argument(pool) for pool in pools]
+        if attributes.written:
             before = len(self._pools)
-            self._pools += given
+            self._pools += arguments
             out += [-1 - number for number in range(before, len(self._pools))]
         return out
 
     def run(self, results: Sequence[int]) -> Sequence[Array]:
-        """The values with these numbers, which operations gave: float32 [rows, size], or pools."""
-        rows = self.given[0].shape[0]
-        values = [one for one in results if one >= 0]
-        shapes = [jax.ShapeDtypeStruct((rows, self._size(one)), np.float32) for one in values]
-        pools = [self._operands[place] for place in self._pools]
+        """Runs the program; results are values of operations, float32 [rows, size], or pools."""
+        rows = self.inputs[0].shape[0]
+        values = [value for value in results if value >= 0]
+        shapes = [jax.ShapeDtypeStruct((rows, self._size(value)), np.float32) for value in values]
+        pools = [self._operands[index] for index in self._pools]
         shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
-        some = any(number != -1 for number in self._told)  # else there is nothing to tell
-        first = len(self.given) + some
-        aliases = {first + place: len(values) + i for i, place in enumerate(self._pools)}
-        call = jax.ffi.ffi_call("jinfer_chain", shapes, input_output_aliases=aliases)
+        has_layout = any(number != -1 for number in self._layout)  # else all are arguments
+        first = len(self.inputs) + has_layout
+        aliases = {first + index: len(values) + i for i, index in enumerate(self._pools)}
+        call = jax.ffi.ffi_call("jinfer_fused_layers", shapes, input_output_aliases=aliases)
         out = call(
-            *self.given,
-            *([self.table] if some else []),
+            *self.inputs,
+            *([self.table] if has_layout else []),
             *self._operands,
             program=np.array(self._numbers, np.int64),
             results=np.array(values, np.int64),
-            given=np.int64(len(self.given)),
-            told=np.array(self._told if some else [], np.int64),
+            inputs=np.int64(len(self.inputs)),
+            operands=np.array(self._layout if has_layout else [], np.int64),
         )
-        left = iter(out)
-        return [out[len(values) - 1 - one] if one < 0 else next(left) for one in results]
+        computed = iter(out)
+        return [out[len(values) - 1 - value] if value < 0 else next(computed) for value in results]
 
     def _size(self, value: int) -> int:
-        known = len(self.given)
-        return self.given[value].shape[1] if value < known else self._sizes[value - known]
+        count = len(self.inputs)
+        return self.inputs[value].shape[1] if value < count else self._sizes[value - count]
 
     def _add(
         self,
@@ -246,32 +247,32 @@ class Program:
         operands: Sequence[Array],
         sizes: Sequence[int],
     ) -> list[int]:
-        first = len(self.given) + len(self._sizes)
+        first = len(self.inputs) + len(self._sizes)
         self._numbers += [int(kind), x, *numbers]
         for operand in operands:
-            row = self.told.get(id(operand))
+            row = self.table_rows.get(id(operand))
             if row is None:
                 before = None if self.table is None else self._arguments.get(id(operand))
                 if before is None:
-                    self._arguments[id(operand)] = self._give(operand)
+                    self._arguments[id(operand)] = self._add_argument(operand)
                 else:
-                    self._told.append(-2 - before)
+                    self._layout.append(-2 - before)
             else:
                 shape = operand.shape
-                self._told += [row, _TYPES[np.dtype(operand.dtype).name], len(shape), *shape]
+                self._layout += [row, _TYPES[np.dtype(operand.dtype).name], len(shape), *shape]
         self._sizes += sizes
         return list(range(first, first + len(sizes)))
 
-    def _give(self, operand: Array) -> int:
-        """Gives the call one more argument; which of its operands' it is."""
+    def _add_argument(self, operand: Array) -> int:
+        """Adds an argument to the call; its index among the operands' arguments."""
         self._operands.append(operand)
-        self._told.append(-1)
+        self._layout.append(-1)
         return len(self._operands) - 1
 
 
-# XLA's numbers of the types that weights have.
+# XLA's dtype numbers.
 _TYPES = {"int8": 2, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16}
-FIELDS = 8  # that describe a matrix; see `Field` in linear_driver.h
+FIELDS = 8  # numbers of a matrix; see `Field` in linear_driver.h
 
 
 def _bits(number: float) -> int:

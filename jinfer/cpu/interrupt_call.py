@@ -1,4 +1,4 @@
-"""Ends a loop of a running program early: the host raises a flag, and the loop looks at it."""
+"""Interrupts: the host raises a flag that the loop of a running program polls, to end it early."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from jinfer.cpu import build_library
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-_FLAGS = 1024  # as in interrupt.cc; two that share one only end early more often
+_FLAGS = 1024  # as in interrupt.cc; sharing a flag only ends a loop early more often
 _numbers = count()
 
 
 def available() -> bool:
-    """Whether a program can be interrupted on this machine."""
+    """Whether programs can be interrupted on this machine."""
     return build_library.register("jinfer_interrupted")
 
 
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
-    """Whether a flag is raised when this step of a loop would begin."""
+    """Whether a flag is raised, asked before a step of a loop.
+
+    Args:
+        flag: `Flag.number`.
+        step: the loop's counter. With it the call cannot be hoisted out of the loop.
+    """
     return jax.ffi.ffi_call("jinfer_interrupted", jax.ShapeDtypeStruct((), jnp.bool_))(flag, step)
 
 
@@ -32,13 +37,13 @@ class Flag:
     """A flag that any thread may raise and lower.
 
     Attributes:
-        number: what a program knows it by.
+        number: identifies the flag in programs.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers) % _FLAGS
 
     def set(self, raised: bool) -> None:
-        """Raises or lowers it. Where there is no library no program looks at it."""
+        """Raises or lowers the flag; does nothing without a library, as no program polls then."""
         if (library := build_library.opened_already()) is not None:
-            library.jinfer_raise(self.number, raised)
+            library.jinfer_set_interrupt(self.number, raised)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build_library.register("jinfer_route", "jinfer_by_expert", "jinfer_of_experts")
+    return build_library.register("jinfer_route", "jinfer_sort_by_expert", "jinfer_combine_experts")
 
 
 def route(
@@ -31,11 +31,11 @@ def route(
     renormalize: bool,
     scale: float,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """The best experts of each row, the first of such as are equal, and their weights.
+    """The top-k experts of each row, the lower index among equals, and their weights.
 
     Args:
         logits: float32.
-        correction: added to the scores for the choice only.
+        correction: added to the scores for the selection only.
         softmax: scores are a softmax of the logits; else each is its logit's sigmoid.
         renormalize: weights are scores over their sum, else the scores; either times `scale`.
     """
@@ -55,9 +55,9 @@ class Sorted(NamedTuple):
     """Pairs of row and expert, sorted by expert and then by row.
 
     Attributes:
-        row_of, expert_of: of each pair.
+        row_of, expert_of: row and expert of each sorted pair.
         offsets: pairs offsets[i] .. offsets[i + 1] - 1 are expert i's.
-        place_of: where each pair stands, in the order in which they were given.
+        place_of: sorted index of each pair, in the order before sorting.
     """
 
     row_of: Int[Array, " pairs"]
@@ -66,19 +66,19 @@ class Sorted(NamedTuple):
     place_of: Int[Array, " pairs"]
 
 
-def by_expert(chosen: Int[Array, "rows top_k"], experts: int) -> Sorted:
-    """Sorts pairs; `chosen` is int32 and below `experts`."""
+def sort_by_expert(chosen: Int[Array, "rows top_k"], experts: int) -> Sorted:
+    """Sorts pairs of row and expert by expert; `chosen` is int32 and below `experts`."""
     sizes = chosen.size, chosen.size, experts + 1, chosen.size
     results = [jax.ShapeDtypeStruct((size,), np.int32) for size in sizes]
-    return Sorted(*jax.ffi.ffi_call("jinfer_by_expert", results)(chosen))
+    return Sorted(*jax.ffi.ffi_call("jinfer_sort_by_expert", results)(chosen))
 
 
-def of_experts(
+def combine_experts(
     results: Float[Array, "pairs hidden"],
     place_of: Int[Array, " pairs"],
     weights: Float[Array, "rows top_k"],
 ) -> Float[Array, "rows hidden"]:
-    """The sum of each row's results times their weights, all float32, one after the other."""
+    """Each row's weighted sum of its experts' results, all float32, in the order of its experts."""
     shape = jax.ShapeDtypeStruct((weights.shape[0], results.shape[1]), np.float32)
-    out: Array = jax.ffi.ffi_call("jinfer_of_experts", shape)(results, place_of, weights)
+    out: Array = jax.ffi.ffi_call("jinfer_combine_experts", shape)(results, place_of, weights)
     return out

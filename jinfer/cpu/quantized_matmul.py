@@ -1,11 +1,10 @@
-"""Products with quantized matrices as one custom call.
+"""Quantized matmul as one custom call.
 
-The matrices are `QuantizedTensor`s taken apart: their arrays as they are, and what their format
-says. Activations are float32 rows, which are rounded to whole numbers in blocks of 32; a block with
-a number that is not finite makes its products NaN. In mode "int8" a whole number is one digit, -127
-.. 127, with scale = largest magnitude / 127, in mode "int16" it has two in base 253. In mode
-"float" it has three, of which the last counts 1.2e-7 of the block's largest magnitude, as much as
-its last bit does in float32. Products with digits are sums of integers; those of each digit are
+Matrices are the arrays and the format of a `QuantizedTensor`. Activations are float32 rows,
+quantized to integers in blocks of 32; a block that is not finite makes its products NaN. An
+integer has one digit in mode "int8", -127 .. 127 with scale = largest magnitude / 127, and two in
+base 253 in mode "int16". Mode "float" has three, the last of which counts 1.2e-7 of the block's
+largest magnitude, as much as its last bit does in float32. Products with digits are integer sums,
 scaled and added up in float32.
 """
 
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 type Mode = Literal["int8", "int16", "float"]
 _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits
-# The numbers of `Activation` in activation.h; products take those up to relu.
+# Indexed by `Activation` of activation.h; a matmul's GLU takes those up to relu.
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
-_CODEBOOK = 16  # most values
+_MAX_CODEBOOK = 16
 
 
 @dataclass(frozen=True)
-class Coded:
-    """A matrix as codes, or a stack of such matrices; the layout is `QuantizedTensor`'s.
+class QuantizedMatrix:
+    """A quantized matrix, or a stack of them, in the layout of `QuantizedTensor`.
 
     Attributes:
         words: uint32 [*stack, tiles, superblocks, bits, R, G], at most one axis of stack.
@@ -61,28 +60,28 @@ def available() -> bool:
     return build_library.register("jinfer_linear")
 
 
-def supports(matrix: Coded) -> bool:
-    """Whether the call can multiply with a matrix.
+def supports(matrix: QuantizedMatrix) -> bool:
+    """Whether the call has kernels for a matrix.
 
-    It can with all formats but codebooks of over 16 values, in the layout of `columns_of`.
+    It has for all formats but codebooks of over 16 values, in the layout of `columns_of`.
     """
     if matrix.words.shape[-1] != (2 if matrix.steps is None else 8):
         return False
     return matrix.codebook is None or (
-        len(matrix.codebook) <= _CODEBOOK and matrix.scales.shape[-1] == 1
+        len(matrix.codebook) <= _MAX_CODEBOOK and matrix.scales.shape[-1] == 1
     )
 
 
-def coded_linear(
+def quantized_linear(
     x: Float[Array, "rows inputs"],
-    matrices: Sequence[Coded],
+    matrices: Sequence[QuantizedMatrix],
     *,
     mode: Mode = "int8",
     activation: str = "none",
     index: Int[Array, ""] | None = None,
     offsets: Int[Array, " experts_1"] | None = None,
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """x @ matrix.T for each matrix, in float32; all matrices share the reading of x.
+    """x @ matrix.T for each matrix, in float32; x is quantized once for all of them.
 
     Args:
         x: float32.
@@ -96,8 +95,8 @@ def coded_linear(
     """
     if not available():
         raise RuntimeError("there are no custom calls on this machine")
-    select, chosen = selection(index, offsets)
-    operands: list[Any] = [x, *chosen]
+    select, selector = selection(index, offsets)
+    operands: list[Any] = [x, *selector]
     for matrix in matrices:
         operands += [matrix.words, matrix.scales]
         operands += [] if matrix.steps is None else [matrix.steps]
@@ -118,14 +117,14 @@ def coded_linear(
 
 
 def selection(index: Array | None, offsets: Array | None) -> tuple[int, list[Array]]:
-    """How matrices of stacks are selected: a number of expert_select.h's `Select`, the operand."""
+    """How a stack's matrix is selected: `ExpertSelect` of expert_select.h, and its operand."""
     if index is not None:
         return 1, [index.reshape(1)]
     return (0, []) if offsets is None else (2, [offsets])
 
 
-def fields_of(matrix: Coded) -> list[int]:
-    """What is said of it to the calls: the fields that linear_driver.h names."""
+def fields_of(matrix: QuantizedMatrix) -> list[int]:
+    """A matrix's format as the calls expect it: the numbers of `Field` in linear_driver.h."""
     return [
         matrix.words.shape[-3],
         matrix.per_code,

@@ -1,4 +1,4 @@
-"""Reading of memory as products with few rows read their weights, and nothing else."""
+"""Memory bandwidth: reads an array as a GEMV reads its weights, and does nothing else."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import numpy as np
 
 from jinfer.cpu import build_library
 
-# Bytes that are fetched before they are read: some processors read faster so, others by themselves.
-AHEAD = (0, 24 << 10)
+AHEAD = (0, 24 << 10)  # prefetch distances in bytes; which is faster depends on the processor
 
 
 def available() -> bool:
-    """Whether there is a library on this machine."""
+    """Whether there is a library on this machine; compiles it the first time."""
     return build_library.available()
 
 
 def read(array: np.ndarray, ahead: int) -> int:
-    """A word of each 64 bytes of an array, ORed; other threads of Python run meanwhile.
+    """The bitwise OR of one word of each 64 bytes of an array; releases the GIL.
 
     Args:
         array: contiguous.
-        ahead: one of `AHEAD`.
+        ahead: prefetch distance, one of `AHEAD`.
+
+    Raises:
+        RuntimeError: there is no library in use.
     """
     library = build_library.opened_already()
     if library is None:
         raise RuntimeError("there are no custom calls on this machine")
-    call = library.jinfer_read
+    call = library.jinfer_read_bandwidth
     call.restype = ctypes.c_uint64
     return call(
         ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes), ctypes.c_int64(ahead)

@@ -1,4 +1,4 @@
-"""GGUF's blocks as tiles of words and numbers, by compiled code that needs no lock of Python's."""
+"""GGUF: repacks quantized blocks into `QuantizedTensor`'s tiles, in C++ without the GIL."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def repack(
     scales: np.ndarray,
     steps: np.ndarray | None,
 ) -> bool:
-    """Writes rows of blocks to the first rows of tiles; other threads of Python run meanwhile.
+    """Repacks rows of GGUF blocks into the first rows of tiles; releases the GIL.
 
     Args:
-        type_name: of GGML, "Q4_K".
-        block: bytes of one, and weights.
-        words: uint32 [tiles, superblocks, bits, R, G], whose superblocks hold whole blocks.
+        type_name: GGML's, such as "Q4_K".
+        block: bytes and weights of a block.
+        words: uint32 [tiles, superblocks, bits, R, G]; a superblock holds whole blocks.
         scales, steps: [tiles, superblocks, R, ...], the numbers of a superblock's rows.
 
     Returns:
-        Whether that was done: where the custom calls are not compiled (yet), or do not know the
-        type, it is not.
+        False, with nothing written, where the library is not compiled (yet) or does not support
+        the type or the layout.
     """
     library = build_library.opened_if_kept()
     if library is None:
         return False
     tiles, superblocks, _, height, columns = words.shape
-    blocks, cut = divmod(rows.shape[1], block[0])
+    blocks, rest = divmod(rows.shape[1], block[0])
     numbers = (rows.strides[0], len(rows), blocks, superblocks, height, columns)
-    parts = [words, scales] if steps is None else [words, scales, steps]
+    arrays = [words, scales] if steps is None else [words, scales, steps]
     if (
-        cut
+        rest
         or rows.strides[1] != 1
         or len(rows) > tiles * height
         or blocks * block[1] > superblocks * 32 * columns
-        or not all(part.flags.c_contiguous and part.flags.writeable for part in parts)
+        or not all(array.flags.c_contiguous and array.flags.writeable for array in arrays)
     ):
         return False
-    places = [part.ctypes.data for part in parts] + [None] * (steps is None)
+    pointers = [array.ctypes.data for array in arrays] + [None] * (steps is None)
     done = library.jinfer_repack(
         type_name.encode(),
         ctypes.c_void_p(rows.ctypes.data),
         *map(ctypes.c_int64, numbers),
-        *map(ctypes.c_void_p, places),
+        *map(ctypes.c_void_p, pointers),
     )
     return bool(done)

@@ -1,7 +1,6 @@
-"""Norms, rotations, Hadamard transforms, activations, softmax, argmax of rows, as custom calls.
+"""Row-wise operations as custom calls: norms, RoPE, Hadamard, activations, softmax, argmax.
 
-A row's result is the same to the bit whatever other rows there are; XLA's own sums over the last
-axis are cut into other parts from some thousand numbers on.
+A row's bits do not depend on the other rows, unlike those of XLA's sums over a long last axis.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def norm(
     """(x - mean) / sqrt(mean((x - mean)^2) + eps) * (weight + offset) + bias, all float32.
 
     Args:
-        weight, bias: row i takes number i % groups of them; None: 1 and 0.
+        weight, bias: row i uses group i % groups; None: 1 and 0.
         centered: False for mean = 0.
     """
     vectors = [vector for vector in (weight, bias) if vector is not None]
@@ -61,7 +60,7 @@ def rotate(
     size: int,
     adjacent: bool,
 ) -> Float[Array, "rows width"]:
-    """Rotates heads; see `jinfer.ops.rope.rotate`. Products are rounded before they are added.
+    """Rotary position embedding; see `jinfer.ops.rope.rotate`. Products are rounded before adding.
 
     Args:
         x, cos, sin: float32.
@@ -73,23 +72,23 @@ def rotate(
 def hadamard(
     x: Float[Array, "rows width"], *, size: int, query: bool
 ) -> Float[Array, "rows width"]:
-    """Of heads of a size, float32; see `jinfer.ops.attention.hadamard`."""
+    """Hadamard transform of heads of a size, float32; see `jinfer.ops.attention.hadamard`."""
     call = jax.ffi.ffi_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, size=np.int64(size), query=query)
 
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Of each row, in float32."""
+    """Softmax of each row, in float32."""
     return _scores(x, True)
 
 
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Of each number, in float32."""
+    """Sigmoid of each number, in float32."""
     return _scores(x, False)
 
 
 def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:
-    """Of each number, in float32.
+    """An activation function of each number, in float32.
 
     Args:
         function: one of `jinfer.cpu.quantized_matmul.ACTIVATIONS`.
@@ -99,7 +98,7 @@ def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows 
 
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
-    """The first index of each row's greatest number; the last index where one is not a number."""
+    """The first index of each row's largest number; the last index for a row with a NaN."""
     return jax.ffi.ffi_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
 
 

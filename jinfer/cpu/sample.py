@@ -1,4 +1,4 @@
-"""The sampler as custom calls: the stages of `jinfer.sampling` on each row by itself.
+"""Sampling: the stages of `jinfer.sampling`, row by row, as custom calls.
 
 A row's token depends on its logits, parameters, progress and history alone, to the bit.
 """
@@ -20,44 +20,45 @@ if TYPE_CHECKING:
 
 def available() -> bool:
     """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build_library.register("jinfer_choose", "jinfer_logprobs")
+    return build_library.register("jinfer_sample", "jinfer_logprobs")
 
 
-def choose(
+def sample(
     logits: Float[Array, "rows vocab"],
     parameters: Sequence[Array],
     history: Int[Array, "slots length"],
     lengths: Int[Array, " requests"],
     prompts: Int[Array, " requests"],
-    owners: Int[Array, " rows"],
+    requests: Int[Array, " rows"],
     slots: Int[Array, " rows"],
     masks: Sequence[Array] = (),
     *,
-    left: bool = False,
-) -> tuple[Int[Array, " rows"], Float[Array, " rows"], Float[Array, "some vocab"]]:
+    filtered: bool = False,
+) -> tuple[Int[Array, " rows"], Float[Array, " rows"], Float[Array, "rows_or_0 vocab"]]:
     """The next token of each row; see `jinfer.sampling.sampler.sample`.
 
     Args:
         logits: float32.
-        parameters: of each request: what `Sampler` and `Progress` have, in their order.
-        history, lengths, prompts: tokens of sequences; of each request how many there are, and how
-            many of them were given.
-        owners, slots: of each row, its request and the row of `history` that has its sequence.
-        masks: of each request, a bit per token that is allowed, and whether it obeys them.
-        left: whether it is wanted what the stages leave of the logits.
+        parameters: the fields of `Sampler` and `Progress`, in their order, a row per request.
+        history: token ids of sequences.
+        lengths, prompts: each request's length so far, and the length of its prompt.
+        requests, slots: each row's request, and the row of `history` that holds its sequence.
+        masks: per request, a bitmask of allowed tokens and whether it applies; or nothing.
+        filtered: whether to return the logits that the stages leave.
 
     Returns:
-        The tokens, mirostat's mu after them, and what is left, in no rows if that is not wanted.
+        The tokens, mirostat's mu after them, and the filtered logits (-inf for removed tokens),
+        with no rows unless requested.
     """
     rows, vocab = logits.shape
     results = [
         jax.ShapeDtypeStruct((rows,), np.int32),
         jax.ShapeDtypeStruct((rows,), np.float32),
-        jax.ShapeDtypeStruct((rows if left else 0, vocab), np.float32),
+        jax.ShapeDtypeStruct((rows if filtered else 0, vocab), np.float32),
     ]
-    given = (*parameters, history, lengths, prompts, owners, slots, *masks)
-    tokens, mu, rest = jax.ffi.ffi_call("jinfer_choose", results)(logits, *given)
-    return tokens, mu, rest
+    arguments = (*parameters, history, lengths, prompts, requests, slots, *masks)
+    tokens, mu, remaining = jax.ffi.ffi_call("jinfer_sample", results)(logits, *arguments)
+    return tokens, mu, remaining
 
 
 def log_probabilities(
@@ -66,13 +67,16 @@ def log_probabilities(
     wanted: Bool[Array, " rows"],
     top: int,
 ) -> tuple[Float[Array, " rows"], Int[Array, "rows top"], Float[Array, "rows top"]]:
-    """As `jinfer.sampling.logprobs` has them; zeros in rows where they are not wanted.
+    """Log-probabilities of tokens and of the most likely ones; see `jinfer.sampling.logprobs`.
 
     Args:
         logits: float32.
+        tokens: whose log-probability is the first result.
+        wanted: rows to compute; the others are zeros.
+        top: how many of the most likely tokens, most likely first.
     """
     rows = logits.shape[0]
     shapes = ((rows,), np.float32), ((rows, top), np.int32), ((rows, top), np.float32)
     results = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
-    own, ids, values = jax.ffi.ffi_call("jinfer_logprobs", results)(logits, tokens, wanted)
-    return own, ids, values
+    chosen, ids, values = jax.ffi.ffi_call("jinfer_logprobs", results)(logits, tokens, wanted)
+    return chosen, ids, values

@@ -82,7 +82,9 @@ def mixture(
         order = _by_expert(chosen, experts.up.weight.shape[0])
         out = _sorted(x, order, experts)
         if _has_calls():
-            return cpu.of_experts(out.astype(jnp.float32), order.place_of, weights).astype(x.dtype)
+            return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
+                x.dtype
+            )
         y = out[order.place_of]
     else:
         y = _in_blocks(x, chosen, experts)
@@ -98,7 +100,7 @@ def _has_calls() -> bool:
 
 def _by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
     if _has_calls():
-        return cpu.by_expert(chosen.astype(jnp.int32), count)
+        return cpu.sort_by_expert(chosen.astype(jnp.int32), count)
     expert_of, top_k = chosen.reshape(-1), chosen.shape[1]
     order = jnp.argsort(expert_of, stable=True)
     sizes = _sizes(expert_of, count)

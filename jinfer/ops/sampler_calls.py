@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jinfer.cpu import sample as cpu
-from jinfer.cpu.sample import choose, log_probabilities
+from jinfer.cpu.sample import log_probabilities, sample
 from jinfer.ops.backend import backend
 
-__all__ = ["available", "choose", "log_probabilities"]
+__all__ = ["available", "log_probabilities", "sample"]
 
 
 def available() -> bool:

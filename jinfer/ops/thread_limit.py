@@ -20,7 +20,7 @@ def bound(count: int) -> Callable[[], None]:
     XLA sizes its pools once, when it starts: they obey the limit if it has not started yet and keep
     their size otherwise. Custom calls obey the smallest limit in force.
     """
-    lift = call_threads.bound(count)
+    lift = call_threads.limit_threads(count)
     if not has_started():
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(count)

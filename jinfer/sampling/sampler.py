@@ -84,7 +84,7 @@ def sample(
     masks = () if mask is None or masked is None else (mask, masked)
     if sampler_calls.available():
         sequences = (history, lengths, prompt_lengths, slots, slots)
-        tokens, mu, _ = sampler_calls.choose(logits, (*sampler, *progress), *sequences, masks)
+        tokens, mu, _ = sampler_calls.sample(logits, (*sampler, *progress), *sequences, masks)
     else:
 
         def drawn() -> tuple[Array, Array]:
@@ -172,7 +172,7 @@ def filtered(
         tokens, slots, lengths, prompts = history
         own = jnp.arange(logits.shape[0], dtype=jnp.int32)
         sequences = (tokens, lengths, prompts, own, slots)
-        return sampler_calls.choose(logits, (*sampler, *progress), *sequences, left=True)[2]
+        return sampler_calls.sample(logits, (*sampler, *progress), *sequences, filtered=True)[2]
     functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
     which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
     function_of = jnp.array(which, jnp.int32)

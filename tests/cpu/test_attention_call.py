@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from jinfer.cpu import build_library
-from jinfer.cpu.attention_call import Coding, Parts, Scores, attention, supported
+from jinfer.cpu.attention_call import CachedVectors, KvFormat, Scores, attention, supported
 from jinfer.cpu.isa import Isa
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.attention.kv_cache import CacheShape, empty
@@ -21,7 +21,7 @@ from tests.cpu.helpers import isas
 pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 HEADS, KV_HEADS, DIM, BLOCKS, TOKENS = 4, 2, 40, 3, 5
-Q8, Q4 = Coding(8, 256, 1, True), Coding(4, 16, 1, False)
+Q8, Q4 = KvFormat(8, 256, 1, True), KvFormat(4, 16, 1, False)
 
 
 def zeros(*shape: int, dtype: Any = jnp.float32) -> Array:
@@ -32,7 +32,7 @@ def arguments(kind: str = "f32") -> dict[str, Any]:
     """A call that is right: two sequences, of which one has a block before its window gone."""
     shape = CacheShape(KV_HEADS, DIM, DIM)
     cache = empty({"a": shape}, BLOCKS, jnp.float32 if kind == "f32" else parse_format(kind))["a"]
-    keys, values = (Parts(tuple(jax.tree.leaves(part)), DIM) for part in cache)
+    keys, values = (CachedVectors(tuple(jax.tree.leaves(part)), DIM) for part in cache)
     return {
         "q": zeros(TOKENS, HEADS, DIM),
         "rows": on_device([0, 0, 1, 1, -1], jnp.int32),
@@ -83,29 +83,33 @@ PLAIN: dict[str, dict[str, Any]] = {
     "new keys of too few tokens": {"new": (zeros(4, 2, DIM), zeros(5, 2, DIM))},
     "new values of too few heads": {"new": (zeros(5, 2, DIM), zeros(5, 1, DIM))},
     "new keys of another type": {"new": (zeros(5, 2, DIM, dtype=jnp.float16), zeros(5, 2, DIM))},
-    "keys wider than said": {"keys": Parts((zeros(BLOCKS, 2, 64, DIM + 1),), DIM)},
-    "keys with three axes": {"keys": Parts((zeros(BLOCKS, 64, DIM),), DIM)},
-    "no key heads": {"keys": Parts((zeros(BLOCKS, 0, 64, DIM),), DIM)},
-    "keys of width 0": {"keys": Parts((zeros(BLOCKS, 2, 64, 0),), 0)},
-    "blocks of 60 tokens": {"keys": Parts((zeros(BLOCKS, 2, 60, DIM),), DIM)},
-    "values in fewer blocks": {"values": Parts((zeros(BLOCKS - 1, 2, 64, DIM),), DIM)},
-    "values of another type": {"values": Parts((zeros(3, 2, 64, DIM, dtype=jnp.float16),), DIM)},
+    "keys wider than said": {"keys": CachedVectors((zeros(BLOCKS, 2, 64, DIM + 1),), DIM)},
+    "keys with three axes": {"keys": CachedVectors((zeros(BLOCKS, 64, DIM),), DIM)},
+    "no key heads": {"keys": CachedVectors((zeros(BLOCKS, 0, 64, DIM),), DIM)},
+    "keys of width 0": {"keys": CachedVectors((zeros(BLOCKS, 2, 64, 0),), 0)},
+    "blocks of 60 tokens": {"keys": CachedVectors((zeros(BLOCKS, 2, 60, DIM),), DIM)},
+    "values in fewer blocks": {"values": CachedVectors((zeros(BLOCKS - 1, 2, 64, DIM),), DIM)},
+    "values of another type": {
+        "values": CachedVectors((zeros(3, 2, 64, DIM, dtype=jnp.float16),), DIM)
+    },
     "codes where there are none": {"coding": Q8},
 }
 CODED: dict[str, dict[str, Any]] = {
-    "words of another width": {"keys": Parts((zeros(3, 2, 64, 15, dtype=jnp.uint32),), DIM)},
+    "words of another width": {
+        "keys": CachedVectors((zeros(3, 2, 64, 15, dtype=jnp.uint32),), DIM)
+    },
     "too few numbers": {
-        "values": Parts(
+        "values": CachedVectors(
             (zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 1, dtype=jnp.float16)), DIM
         )
     },
     "numbers of another type": {
-        "values": Parts((zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 2)), DIM)
+        "values": CachedVectors((zeros(3, 2, 64, 16, dtype=jnp.uint32), zeros(3, 2, 64, 2)), DIM)
     },
-    "codes of 9 bits": {"coding": Coding(9, 512, 1, True)},
-    "codes of 1 bit": {"coding": Coding(1, 2, 1, True)},
-    "more levels than bits": {"coding": Coding(4, 256, 1, True)},
-    "vectors wider than the words": {"keys": Parts((), 500)},
+    "codes of 9 bits": {"coding": KvFormat(9, 512, 1, True)},
+    "codes of 1 bit": {"coding": KvFormat(1, 2, 1, True)},
+    "more levels than bits": {"coding": KvFormat(4, 256, 1, True)},
+    "vectors wider than the words": {"keys": CachedVectors((), 500)},
     "codes without a coding": {"coding": None},
 }
 
@@ -135,7 +139,7 @@ def test_codes_that_do_not_fit_are_refused(name: str) -> None:
     changed = dict(CODED[name])
     if "keys" in changed:
         missing = given["keys"].arrays[len(changed["keys"].arrays) :]
-        changed["keys"] = Parts((*changed["keys"].arrays, *missing), changed["keys"].dim)
+        changed["keys"] = CachedVectors((*changed["keys"].arrays, *missing), changed["keys"].dim)
     with pytest.raises(jax.errors.JaxRuntimeError, match="jinfer_attention: "):
         call({**given, **changed})
 

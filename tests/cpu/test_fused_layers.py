@@ -1,4 +1,4 @@
-"""The custom call for chains of row operations gives the bits that the calls alone give."""
+"""Fused layers: one custom call gives the bits of the separate calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jinfer.cpu import build_library, fused_layers, rowwise
 from jinfer.cpu.dense_matmul import dense_linear
 from jinfer.cpu.fused_layers import Operation, Program
 from jinfer.cpu.isa import Isa
-from jinfer.cpu.quantized_matmul import ACTIVATIONS, Coded, coded_linear, fields_of
+from jinfer.cpu.quantized_matmul import ACTIVATIONS, QuantizedMatrix, fields_of, quantized_linear
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.fusion.weight_pointers import table
 from tests.arrays import on_device
@@ -35,12 +35,12 @@ def random(*shape: int, seed: int = 0) -> jax.Array:
 
 def arrays(one: Any) -> list[jax.Array]:
     """Those of a matrix."""
-    parts = (one.words, one.scales, one.steps) if isinstance(one, Coded) else (one,)
+    parts = (one.words, one.scales, one.steps) if isinstance(one, QuantizedMatrix) else (one,)
     return [part for part in parts if part is not None]
 
 
 def product(
-    program: Program, x: int, matrices: Sequence[Coded], activation: str = "none"
+    program: Program, x: int, matrices: Sequence[QuantizedMatrix], activation: str = "none"
 ) -> list[int]:
     buffers = [part for m in matrices for part in arrays(m)]
     fields = [number for m in matrices for number in fields_of(m)]
@@ -62,7 +62,7 @@ def one_norm(x: Any, weight: Any, bias: Any = None, *, centered: bool = False) -
 
 
 class Quantized:
-    """Products with matrices of a format, in a chain and alone."""
+    """Products with matrices of a format, fused and alone."""
 
     def __init__(self, format: QuantFormat = FOUR) -> None:
         self.format = format
@@ -74,7 +74,7 @@ class Quantized:
         return product(program, x, of, activation)
 
     def alone(self, x: Any, of: Sequence[Any], activation: str) -> Sequence[Any]:
-        return coded_linear(x, of, activation=activation)
+        return quantized_linear(x, of, activation=activation)
 
 
 class Plain:
@@ -120,8 +120,8 @@ class Layer:
         }
         self.weight, self.bias = random(1, hidden, seed=7), random(1, hidden, seed=8)
 
-    def chain(self, x: Any, attended: Any, **told: Any) -> Sequence[Any]:
-        program = Program([x, attended], **told)
+    def fused(self, x: Any, attended: Any, **weights: Any) -> Sequence[Any]:
+        program = Program([x, attended], **weights)
 
         def product(x: int, *names: str, activation: str = "none") -> list[int]:
             return self.kind.add(program, x, [self.of[name] for name in names], activation)
@@ -166,7 +166,7 @@ def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: Isa, kind: str) -> 
     for count in COUNTS:
         x, attended = random(count, hidden, seed=count), random(count, hidden, seed=count + 1)
         with build_library.lowered_isa(isa):
-            got = jax.jit(layer.chain)(x, attended)
+            got = jax.jit(layer.fused)(x, attended)
             wanted = [on_device(part) for part in layer.apart(x, attended)]
             for a, b in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -185,7 +185,7 @@ def test_a_layer_has_the_bits_of_its_calls(hidden: int, isa: Isa, kind: str) -> 
 def test_formats(format: QuantFormat) -> None:
     layer = Layer(256, 512, Quantized(format))
     x, attended = random(5, 256), random(5, 256, seed=1)
-    for a, b in zip(layer.chain(x, attended), layer.apart(x, attended), strict=True):
+    for a, b in zip(layer.fused(x, attended), layer.apart(x, attended), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -196,22 +196,22 @@ def test_products_side_by_side() -> None:
     program = Program([x])
     (a,), (b,) = product(program, 0, [left]), product(program, 0, [right])
     got = program.run([b, a])
-    wanted = coded_linear(x, [left, right])
+    wanted = quantized_linear(x, [left, right])
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(wanted[1]))
     np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(wanted[0]))
 
 
-def test_told_weights_give_the_bits_of_given_ones() -> None:
+def test_weights_by_pointer_give_the_bits_of_arguments() -> None:
     """One after the other, and both kinds in one call."""
     for kind in KINDS.values():
         layer = Layer(96, 288, kind)
         weights = [part for one in layer.of.values() for part in arrays(one)] + [layer.weight]
         where = table(weights)
         x, attended = random(3, 96), random(3, 96, seed=1)
-        wanted = layer.chain(x, attended)
+        wanted = layer.fused(x, attended)
         for some in (weights, weights[::2]):
-            told = {id(one): row for row, one in enumerate(weights) if any(one is w for w in some)}
-            got = layer.chain(x, attended, table=where, told=told)
+            rows = {id(one): row for row, one in enumerate(weights) if any(one is w for w in some)}
+            got = layer.fused(x, attended, table=where, table_rows=rows)
             for a, b in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -225,7 +225,7 @@ def test_no_rows() -> None:
 def test_many_at_once() -> None:
     """Calls on several threads each have memory of their own."""
     layer = Layer(576, 1536)
-    run = jax.jit(layer.chain)
+    run = jax.jit(layer.fused)
     given = [(random(3, 576, seed=i), random(3, 576, seed=i + 50)) for i in range(12)]
     alone = [jax.block_until_ready(run(*each)) for each in given]
     together = jax.block_until_ready([run(*each) for each in given for _ in range(4)])
@@ -238,31 +238,31 @@ def call(
     numbers: list[int],
     results: list[int],
     *operands: Any,
-    given: int = 1,
-    told: list[int] | None = None,
+    inputs: int = 1,
+    layout: list[int] | None = None,
     more: int = 0,
 ) -> None:
     out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in range(len(results) + more)]
     jax.block_until_ready(
-        jax.ffi.ffi_call("jinfer_chain", out)(
+        jax.ffi.ffi_call("jinfer_fused_layers", out)(
             *operands,
             program=np.array(numbers, np.int64),
             results=np.array(results, np.int64),
-            given=np.int64(given),
-            told=np.array(told or [], np.int64),
+            inputs=np.int64(inputs),
+            operands=np.array(layout or [], np.int64),
         )
     )
 
 
 def turn(cos: int, sin: int, size: int = 16) -> None:
     """Rotates by values of the call, of which number 1 is for 8 pairs."""
-    call([int(Operation.ROTATE), 0, cos, sin, size, 0], [2], X, random(2, 8), given=2)
+    call([int(Operation.ROTATE), 0, cos, sin, size, 0], [2], X, random(2, 8), inputs=2)
 
 
-def tell(told: list[int]) -> None:
-    """Adds a vector that the call is told this of."""
+def add_weight(layout: list[int]) -> None:
+    """Adds a vector whose operand is described so."""
     vector = random(64)
-    call([int(Operation.ADD_VECTOR), 0], [1], X, table([vector]), told=told)
+    call([int(Operation.ADD_VECTOR), 0], [1], X, table([vector]), layout=layout)
 
 
 DENSE = [int(Operation.DENSE), 0, 1, 0, 0, 0, 0, 0]
@@ -385,31 +385,31 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "a factor of another size": (
         "no such value",
-        lambda: call([int(Operation.MULTIPLY), 0, 1], [2], X, random(2, 32), given=2),
+        lambda: call([int(Operation.MULTIPLY), 0, 1], [2], X, random(2, 32), inputs=2),
     ),
-    "an argument that is not there again": ("out of range", lambda: tell([-7])),
+    "an argument that is not there again": ("out of range", lambda: add_weight([-7])),
     "too short a vector": (
         "does not fit its rows",
         lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, random(63)),
     ),
-    "nothing given": ("nothing is given", lambda: call([], [0], X, given=0)),
-    "too much given": ("nothing is given", lambda: call([], [0], X, given=2)),
-    "other rows": ("equally many rows", lambda: call([], [0], X, random(3, 64), given=2)),
+    "nothing given": ("nothing is given", lambda: call([], [0], X, inputs=0)),
+    "too much given": ("nothing is given", lambda: call([], [0], X, inputs=2)),
+    "other rows": ("equally many rows", lambda: call([], [0], X, random(3, 64), inputs=2)),
     "what is there asked for": ("does not fit", lambda: call([], [0], X)),
     "asked for twice": (
         "does not fit",
         lambda: call([int(Operation.SCALE), 0, 0], [1, 1], X),
     ),
-    "a row that the table has not": ("told of a weight", lambda: tell([1, 11, 1, 64])),
-    "another number of bytes": ("told of a weight", lambda: tell([0, 11, 1, 65])),
-    "more axes than are told": ("told of a weight", lambda: tell([0, 11, 2, 64])),
-    "less than a type and axes": ("told of a weight", lambda: tell([0, 11])),
-    "fewer than no axes": ("told of a weight", lambda: tell([0, 11, -1])),
-    "a type that does not fit": ("does not fit its rows", lambda: tell([0, 8, 1, 64])),
-    "too much told": ("wrong number of buffers", lambda: tell([0, 11, 1, 64, -1])),
+    "a row that the table has not": ("told of a weight", lambda: add_weight([1, 11, 1, 64])),
+    "another number of bytes": ("told of a weight", lambda: add_weight([0, 11, 1, 65])),
+    "more axes than are told": ("told of a weight", lambda: add_weight([0, 11, 2, 64])),
+    "less than a type and axes": ("told of a weight", lambda: add_weight([0, 11])),
+    "fewer than no axes": ("told of a weight", lambda: add_weight([0, 11, -1])),
+    "a type that does not fit": ("does not fit its rows", lambda: add_weight([0, 8, 1, 64])),
+    "too much told": ("wrong number of buffers", lambda: add_weight([0, 11, 1, 64, -1])),
     "told without a table": (
         "told of a weight",
-        lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, X, told=[0, 11, 1, 64]),
+        lambda: call([int(Operation.ADD_VECTOR), 0], [1], X, X, layout=[0, 11, 1, 64]),
     ),
     "a buffer too many": (
         "wrong number of buffers",

@@ -33,7 +33,7 @@ def looks(number: int) -> bool:
 def library() -> Any:
     opened = build_library.opened_already()
     assert opened is not None
-    opened.jinfer_raise.restype = ctypes.c_bool
+    opened.jinfer_set_interrupt.restype = ctypes.c_bool
     return opened
 
 
@@ -51,14 +51,14 @@ def test_raised_and_lowered(flag: Flag) -> None:
 def test_the_first_and_the_last(number: int) -> None:
     before = looks(number)
     for raised in (not before, before):
-        assert library().jinfer_raise(number, raised)
+        assert library().jinfer_set_interrupt(number, raised)
         assert looks(number) == raised
 
 
 @pytest.mark.parametrize("number", OUTSIDE)
 def test_a_flag_that_is_not_there(number: int) -> None:
     """Nobody can raise it, and a program that asks for it fails."""
-    assert not library().jinfer_raise(number, True)
+    assert not library().jinfer_set_interrupt(number, True)
     with pytest.raises(Exception, match="there is no such flag"):
         looks(number)
 

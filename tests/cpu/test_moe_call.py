@@ -78,7 +78,7 @@ def test_pairs_by_expert(of: int, count: int, seed: int, data: st.DataObject) ->
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(count)[:top_k] for _ in range(of)]).astype(np.int32)
     order = np.argsort(chosen.reshape(-1), stable=True)
-    got = moe_call.by_expert(on_device(chosen), count)
+    got = moe_call.sort_by_expert(on_device(chosen), count)
     np.testing.assert_array_equal(got.row_of, order // top_k)
     np.testing.assert_array_equal(got.expert_of, chosen.reshape(-1)[order])
     sizes = np.bincount(chosen.reshape(-1), minlength=count)
@@ -96,7 +96,7 @@ def test_sums(count: int, top_k: int, size: int) -> None:
     wanted = reduce(add, (each[:, k] * weights[:, k : k + 1] for k in range(top_k)))
     for isa in isas():
         with build_library.lowered_isa(isa):
-            got = moe_call.of_experts(on_device(y), on_device(places), on_device(weights))
+            got = moe_call.combine_experts(on_device(y), on_device(places), on_device(weights))
             np.testing.assert_array_equal(np.asarray(got), wanted)
 
 
@@ -104,8 +104,8 @@ LOGITS = jnp.zeros((2, 4))
 REFUSED = {
     "more than there are": ("do not fit", lambda: routed(5)),
     "a correction of another size": ("does not fit", lambda: routed(2, jnp.zeros(3))),
-    "no such expert": ("no such expert", lambda: moe_call.by_expert(jnp.full((1, 1), 4), 4)),
-    "an expert below": ("no such expert", lambda: moe_call.by_expert(jnp.full((1, 1), -1), 4)),
+    "no such expert": ("no such expert", lambda: moe_call.sort_by_expert(jnp.full((1, 1), 4), 4)),
+    "an expert below": ("no such expert", lambda: moe_call.sort_by_expert(jnp.full((1, 1), -1), 4)),
     "a place beyond": ("no such place", lambda: summed(on_device([0, 2], jnp.int32))),
     "a place too few": ("do not fit", lambda: summed(on_device([0], jnp.int32))),
 }
@@ -117,7 +117,7 @@ def routed(top_k: int, correction: Any = None) -> Any:
 
 
 def summed(places: jax.Array) -> jax.Array:
-    return moe_call.of_experts(jnp.zeros((2, 3)), places, jnp.zeros((2, 1)))
+    return moe_call.combine_experts(jnp.zeros((2, 3)), places, jnp.zeros((2, 1)))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
-from jinfer.cpu.quantized_matmul import Coded, Mode, coded_linear, supports
+from jinfer.cpu.quantized_matmul import Mode, QuantizedMatrix, quantized_linear, supports
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
@@ -52,9 +52,9 @@ def matrix(
     return from_codes(codes, scales, format)
 
 
-def coded(tensor: QuantizedTensor) -> Coded:
+def coded(tensor: QuantizedTensor) -> QuantizedMatrix:
     format = tensor.format
-    return Coded(
+    return QuantizedMatrix(
         tensor.words,
         tensor.scales,
         tensor.steps,
@@ -71,7 +71,7 @@ def _run(
     x: Any, tensors: list[QuantizedTensor], mode: Mode, activation: str, which: dict[str, Any]
 ) -> Any:
     matrices = [coded(tensor) for tensor in tensors]
-    return coded_linear(x, matrices, mode=mode, activation=activation, **which)
+    return quantized_linear(x, matrices, mode=mode, activation=activation, **which)
 
 
 def run(

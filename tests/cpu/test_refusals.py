@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library, dense_matmul
-from jinfer.cpu.quantized_matmul import Coded, coded_linear
+from jinfer.cpu.quantized_matmul import QuantizedMatrix, quantized_linear
 from jinfer.modelspec.quant_format import QuantFormat
 from tests.cpu.test_quantized_matmul import coded, matrix
 
@@ -30,9 +30,11 @@ DENSE: dict[str, Any] = {
 }
 
 
-def run(matrices: list[Coded], inputs: int, activation: str = "none", **which: Any) -> None:
+def run(
+    matrices: list[QuantizedMatrix], inputs: int, activation: str = "none", **which: Any
+) -> None:
     x = jnp.ones((3, inputs), jnp.float32)
-    jax.block_until_ready(coded_linear(x, matrices, activation=activation, **which))
+    jax.block_until_ready(quantized_linear(x, matrices, activation=activation, **which))
 
 
 def as_other(words: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -27,7 +27,7 @@ def chosen(logits: Any, rows: Batch, masks: Any = (), left: bool = False) -> lis
     """Tokens, mu, and what is left."""
     sequences = (rows.history, rows.lengths, rows.prompts, rows.slots, rows.slots)
     parameters = (*rows.sampler, *rows.progress)
-    made = sample.choose(logits, parameters, *sequences, masks, left=left)
+    made = sample.sample(logits, parameters, *sequences, masks, filtered=left)
     return [np.asarray(part) for part in made]
 
 
@@ -54,7 +54,7 @@ def in_sampler(**parts: Any) -> Batch:
     ],
 )
 def test_what_does_not_fit_is_refused(rows: Batch, what: str) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jinfer_choose: .*{what}"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jinfer_sample: .*{what}"):
         chosen(LOGITS, rows)
 
 

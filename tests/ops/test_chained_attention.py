@@ -129,7 +129,7 @@ def test_calls_and_bits(batch: str, kind: str) -> None:
     """Two layers are one call, whatever the cache holds and however attention is cut."""
     function, arguments = layers(RULES["plain"]), given(BATCHES[batch], kind)
     assert calls(lambda x: chained(function)(x, *arguments[1:]), arguments[0]) == {
-        "jinfer_chain": 1
+        "jinfer_fused_layers": 1
     }
     assert_same(function, arguments)
 
@@ -156,7 +156,7 @@ def test_keys_that_are_values() -> None:
         return x + linear(out.reshape(x.shape), W["o"]), pool
 
     x = on_device(random(7, 1, len(at.rows), SIZE), jnp.float32)
-    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_chain": 1}
+    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_fused_layers": 1}
     assert_same(function, (x, pool))
 
 
@@ -170,7 +170,7 @@ def test_keys_of_somebody_else() -> None:
         out = attend(q, pool.keys, pool.values, at, at.positions, PLAIN)
         return x + linear(out.reshape(x.shape), W["o"]), pool
 
-    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_chain": 2}
+    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_fused_layers": 2}
     assert_same(function, (x, pool))
 
 
@@ -189,7 +189,7 @@ def test_keys_as_they_were() -> None:
     def rewritten(*given: Any) -> Any:
         return chained(function, told)(*given)
 
-    assert calls(lambda x: rewritten(weights, x, pool), x) == {"jinfer_chain": 1}
+    assert calls(lambda x: rewritten(weights, x, pool), x) == {"jinfer_fused_layers": 1}
     for changed in (rewritten, chained(function)):
         assert_equal(jax.jit(changed)(weights, x, pool), jax.jit(function)(weights, x, pool))
 
@@ -206,7 +206,7 @@ def test_axes_that_change_places_are_no_rows() -> None:
         return x + linear(jax.lax.reshape(y, x.shape, dimensions=(2, 1, 0)), W["o"])
 
     x = on_device(random(7, 1, 3, SIZE), jnp.float32)
-    assert calls(chained(function), x) == {"jinfer_chain": 2}
+    assert calls(chained(function), x) == {"jinfer_fused_layers": 2}
     assert_same(function, (x,))
 
 
@@ -215,7 +215,7 @@ def test_what_is_not_computed_whole_stays_a_call_of_its_own() -> None:
     x, caches, at = given(BATCHES["prompts"], "f16")
     function = layers((far, PLAIN))
     found = calls(lambda x: chained(function)(x, caches, at), x)
-    assert found == {"jinfer_chain": 2, "jinfer_attention": 1}
+    assert found == {"jinfer_fused_layers": 2, "jinfer_attention": 1}
     assert_same(function, (x, caches, at))
 
 

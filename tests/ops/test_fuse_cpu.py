@@ -134,16 +134,16 @@ def transforms(x: jax.Array, w: Weights) -> jax.Array:
 
 # What is left of calls, by name; "": those of a product by itself.
 CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
-    "one after the other": (one_after_the_other, {"jinfer_chain": 2}),
-    "side by side": (side_by_side, {"jinfer_chain": 2}),
-    "biases and factors": (with_biases, {"jinfer_chain": 3}),
-    "norms after": (norms_after, {"": 1, "jinfer_chain": 1}),
-    "rotations": (rotations, {"jinfer_chain": 2}),
-    "transforms": (transforms, {"jinfer_chain": 2}),
-    "heads": (heads, {"jinfer_chain": 1}),
-    "a row of its own": (a_row_of_its_own, {"jinfer_chain": 1}),
-    "without a gate": (without_a_gate, {"jinfer_chain": 1}),
-    "a gate of its own": (a_gate_of_its_own, {"jinfer_chain": 1}),
+    "one after the other": (one_after_the_other, {"jinfer_fused_layers": 2}),
+    "side by side": (side_by_side, {"jinfer_fused_layers": 2}),
+    "biases and factors": (with_biases, {"jinfer_fused_layers": 3}),
+    "norms after": (norms_after, {"": 1, "jinfer_fused_layers": 1}),
+    "rotations": (rotations, {"jinfer_fused_layers": 2}),
+    "transforms": (transforms, {"jinfer_fused_layers": 2}),
+    "heads": (heads, {"jinfer_fused_layers": 1}),
+    "a row of its own": (a_row_of_its_own, {"jinfer_fused_layers": 1}),
+    "without a gate": (without_a_gate, {"jinfer_fused_layers": 1}),
+    "a gate of its own": (a_gate_of_its_own, {"jinfer_fused_layers": 1}),
 }
 
 

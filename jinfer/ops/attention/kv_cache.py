@@ -160,7 +160,7 @@ def unwritten(
         return empty(shapes, blocks, kind)
     arrays, tree = trees.flatten(abstract(shapes, blocks, kind))
     return trees.unflatten(
-        tree, [empty_arrays.unwritten(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
+        tree, [empty_arrays.empty(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
     )
 
 

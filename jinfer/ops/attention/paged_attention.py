@@ -292,7 +292,7 @@ def _call(
     coding = None
     if isinstance(keys, QuantizedVectors):
         format = keys.format
-        coding = custom.Coding(format.code_bits, format.levels, format.per_code, format.symmetric)
+        coding = custom.KvFormat(format.code_bits, format.levels, format.per_code, format.symmetric)
     scores = custom.Scores(
         rules.scale,
         rules.softcap,
@@ -308,10 +308,10 @@ def _call(
     return custom.attention(q, *places, *parts, coding, scores, new, partial=partial)
 
 
-def _parts(rows: Rows) -> custom.Parts:
+def _parts(rows: Rows) -> custom.CachedVectors:
     if isinstance(rows, QuantizedVectors):
-        return custom.Parts((rows.words, rows.scales), rows.width)
-    return custom.Parts((rows,), rows.shape[3])
+        return custom.CachedVectors((rows.words, rows.scales), rows.width)
+    return custom.CachedVectors((rows,), rows.shape[3])
 
 
 def _with_parts(rows: Rows, parts: tuple[Array, ...]) -> Rows:

@@ -85,7 +85,7 @@ class Chains[R]:
         found, self._outs = operations(traced, inputs, self._known)
         self._known |= dict(zip(inputs, flat, strict=True))
         table, rows = (None, {}) if told is None else (told.table, told.of(flat))
-        self._program = partial(cpu.Program, table=table, told=rows)
+        self._program = partial(cpu.Program, table=table, table_rows=rows)
         found, self._outs = _once(found, self._outs)
         found = _needed(found, self._outs)
         self._plan, self._users = _planned(found), _users(found, self._outs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jinfer.cpu.fused_layers import Attending, Program
+from jinfer.cpu.fused_layers import AttentionAttributes, Program
 from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot
 
 type Known = Mapping[Slot, Any]  # an array's slot -> the array
@@ -191,11 +191,11 @@ def _attention(operation: Operation) -> RowOperation | None:
         return None
     new = (2 - given["shared"]) * given["written"]
     matrices, pools = operation.operands[8 : 8 + new], operation.operands[8 + new :]
-    kind = Attending(*(_plain(given[name]) for name in Attending._fields))
+    kind = AttentionAttributes(*(_plain(given[name]) for name in AttentionAttributes._fields))
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
-        return program.attend(values[0], values[1:], where, own, read, kind)
+        return program.attention(values[0], values[1:], where, own, read, kind)
 
     return RowOperation(q.aval.shape[0], (q, *matrices), add, product=True)
 

@@ -49,7 +49,7 @@ def products(
             which: dict[str, Any] = {"index": index, "offsets": offsets}
             return tuple(products(x, [weight], **which)[0] for weight in weights)
         if all(cpu.supports(each) for each in coded):
-            return cpu.coded_linear(
+            return cpu.quantized_linear(
                 x,
                 coded,
                 mode=weights[0].activations,
@@ -131,9 +131,9 @@ def pick(stacked: Any, index: Int[Array, ""]) -> Any:
     return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, index, keepdims=False), stacked)
 
 
-def _coded(weight: QuantizedTensor) -> cpu.Coded:
+def _coded(weight: QuantizedTensor) -> cpu.QuantizedMatrix:
     format = weight.format
-    return cpu.Coded(
+    return cpu.QuantizedMatrix(
         weight.words,
         weight.scales,
         weight.steps,

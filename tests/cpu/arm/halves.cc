@@ -9,15 +9,15 @@ using namespace jinfer;
 
 int main() {
   static float alone[1 << 16], vectors[1 << 16];
-  static Half all[1 << 16];
-  for (int i = 0; i < 1 << 16; ++i) all[i].bits = i, alone[i] = from_half(i);
+  static Float16 all[1 << 16];
+  for (int i = 0; i < 1 << 16; ++i) all[i].bits = i, alone[i] = from_f16(i);
   for (int i = 0; i < 1 << 16; i += LANES) store(vectors + i, load(all + i));
   std::fwrite(alone, sizeof alone, 1, stdout);
   std::fwrite(vectors, sizeof vectors, 1, stdout);
 
   float x;
   while (std::fread(&x, 4, 1, stdin) == 1) {
-    const uint16_t bits = to_half(x);
+    const uint16_t bits = to_f16(x);
     std::fwrite(&bits, 2, 1, stdout);
   }
 
@@ -29,7 +29,7 @@ int main() {
       from[lane] = words;
     }
     Words to[8];
-    turn_words(from, count, to);
+    transpose_words(from, count, to);
     for (int i = 0; i < count; ++i)
       for (uint32_t lane = 0; lane < LANES; ++lane)
         if (to[i][lane] != 100 * lane + i) return EXIT_FAILURE;

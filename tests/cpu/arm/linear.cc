@@ -15,7 +15,7 @@ using namespace jinfer;
 
 void run(const LinearKernels& kernels, const Matrix& m, const float* x, int64_t rows, int digits) {
   const bool wide = m.bits == 16;
-  const Form form{m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, wide ? 1 : digits,
+  const ActivationLayout form{m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, wide ? 1 : digits,
                   false, wide};
   char* records = guarded(rows * form.row_bytes());
   for (int64_t row = 0; row < rows; ++row)
@@ -31,10 +31,10 @@ int main() {
   int64_t h[14];
   while (std::fread(h, sizeof h, 1, stdin) == 1) {
     Matrix m = {};
-    m.bits = h[0], m.halves = h[1], m.block = h[2], m.numbers = h[3], m.zero = h[4];
+    m.bits = h[0], m.per_code = h[1], m.block = h[2], m.numbers = h[3], m.zero = h[4];
     m.R = h[5], m.G = h[6], m.tiles = h[7], m.superblocks = h[8], m.outputs = h[9], m.inputs = h[10];
     const bool two_level = h[11], coded = h[12];
-    const int64_t rows = h[13], width = 32 * m.G * m.halves, all = m.tiles * m.superblocks * m.R;
+    const int64_t rows = h[13], width = 32 * m.G * m.per_code, all = m.tiles * m.superblocks * m.R;
     m.words = read_array<uint32_t>(m.tiles * m.superblocks * m.bits * m.R * m.G);
     const int64_t numbers = all * width / m.block * m.numbers;
     m.scales = two_level ? static_cast<const void*>(read_array<int8_t>(numbers))

@@ -18,17 +18,17 @@
 namespace jinfer {
 namespace {
 
-thread_local Plans plans;
+thread_local PlanCache plans;
 thread_local Scratch partials, biases;
 
-// As Rules::by_distance has it.
-const float* turned_biases(const float* from, int64_t heads, int64_t distances) {
-  const int64_t row = distances + 2 * KEYS;
+// As ScoreRules::by_distance has it.
+const float* reversed_biases(const float* from, int64_t heads, int64_t distances) {
+  const int64_t row = distances + 2 * BLOCK_KEYS;
   float* to = biases.of(heads * row);
   for (int64_t head = 0; head < heads; ++head, from += distances, to += row) {
-    std::fill(to, to + KEYS, from[distances - 1]);
-    std::reverse_copy(from, from + distances, to + KEYS);
-    std::fill(to + KEYS + distances, to + row, from[0]);
+    std::fill(to, to + BLOCK_KEYS, from[distances - 1]);
+    std::reverse_copy(from, from + distances, to + BLOCK_KEYS);
+    std::fill(to + BLOCK_KEYS + distances, to + row, from[0]);
   }
   return to - heads * row;
 }
@@ -41,24 +41,24 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
                      float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
                      bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
                      bool symmetric, int32_t dim, int32_t value_dim, bool partial) {
-  const Codes codes{bits, levels, per_code, symmetric};
+  const KvFormat codes{bits, levels, per_code, symmetric};
   Buffers buffers;
   Call call{};
   call.rules = {scale, softcap, window, ahead, nullptr, nullptr, nullptr, 0, lowest};
   call.written = written, call.shared = shared;
-  call.keys.codes = call.values.codes = codes;
+  call.keys.format = call.values.format = codes;
   call.keys.dim = dim, call.values.dim = shared ? dim : value_dim;
   if (ffi::Error error = buffers.take(args, rets); error.failure()) return error;
   if (ffi::Error error = buffers.fill(call, partial); error.failure()) return error;
   plans.clear();
-  const auto planned = plans.of(call, pool);
-  if (planned.has_error()) return planned.error();
+  const auto cached = plans.of(call, pool);
+  if (cached.has_error()) return cached.error();
   if (call.rules.by_distance)
     call.rules.by_distance =
-        turned_biases(call.rules.by_distance, call.heads, call.rules.distances);
-  AttentionWork work(call, **planned);
-  work.put(call.q, call.k, call.v, call.out, partials.of(work.room()));
-  in_stages(pool, {work.chunks(0), work.chunks(1), work.chunks(2)}, work.threads(),
+        reversed_biases(call.rules.by_distance, call.heads, call.rules.distances);
+  AttentionWork work(call, **cached);
+  work.bind(call.q, call.k, call.v, call.out, partials.of(work.room()));
+  run_stages(pool, {work.chunks(0), work.chunks(1), work.chunks(2)}, work.threads(),
             [&](int64_t stage, int64_t chunk) { work.run(stage, chunk); });
   return ffi::Error::Success();
 }

@@ -16,22 +16,20 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-inline bool kind_of(ffi::DataType type, Kind* kind) {
+inline bool dtype_of(ffi::DataType type, DType* dtype) {
   switch (type) {
-    case ffi::DataType::F32: *kind = Kind::f32; return true;
-    case ffi::DataType::BF16: *kind = Kind::bf16; return true;
-    case ffi::DataType::F16: *kind = Kind::f16; return true;
-    case ffi::DataType::U32: *kind = Kind::codes; return true;
+    case ffi::DataType::F32: *dtype = DType::f32; return true;
+    case ffi::DataType::BF16: *dtype = DType::bf16; return true;
+    case ffi::DataType::F16: *dtype = DType::f16; return true;
+    case ffi::DataType::U32: *dtype = DType::quantized; return true;
     default: return false;
   }
 }
 
 // The formats that jinfer/modelspec/quant_format.py knows.
-inline bool known(const Codes& c) {
-  const int widths[][3] = {{2, 4, 1},  {3, 8, 1},  {7, 11, 2}, {4, 16, 1},
-                           {5, 32, 1}, {6, 64, 1}, {8, 256, 1}};
-  for (const int* w : widths)
-    if (c.bits == w[0] && c.levels == w[1] && c.per_code == w[2]) return true;
+inline bool is_supported(const KvFormat& c) {
+  for (const CodeWidth& w : kWidths)
+    if (c.bits == w.bits && c.levels == w.levels && c.per_code == w.per_code) return c.bits <= 8;
   return false;
 }
 
@@ -74,14 +72,14 @@ struct Buffers {
   ffi::Error fill(Call& call, bool partial) {
     using Type = ffi::DataType;
     const bool written = call.written;
-    const Codes& codes = call.keys.codes;
+    const KvFormat& codes = call.keys.format;
     const bool coded = codes.bits > 0;
-    const size_t each = coded ? 2 : 1, parts = (call.shared ? 1 : 2) * each;
+    const size_t each = coded ? 2 : 1, arrays = (call.shared ? 1 : 2) * each;
     const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
     const size_t results = partial ? 2 : 1;
-    if (in.size() != given + parts || out.size() != results + (written ? parts : 0))
+    if (in.size() != given + arrays || out.size() != results + (written ? arrays : 0))
       return wrong("another number of arguments or results");
-    if (coded && !known(codes)) return wrong("no such codes");
+    if (coded && !is_supported(codes)) return wrong("no such codes");
     if (call.keys.dim < 1 || call.values.dim < 1) return wrong("vectors without numbers");
     if (call.rules.window < -1 || call.rules.ahead < -1) return wrong("a window below 0");
     auto q = in[0].dimensions(), tables = in[4].dimensions(), pool = in[given].dimensions();
@@ -91,16 +89,16 @@ struct Buffers {
     call.width = tables[1];
     call.blocks = pool[0], call.kv_heads = pool[1], call.size = pool[2];
     if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads ||
-        call.heads / call.kv_heads > ROWS)
+        call.heads / call.kv_heads > MAX_TILE_ROWS)
       return wrong("query heads that key heads do not divide, or too many, or none");
     call.group = int(call.heads / call.kv_heads);
-    if (call.size < 1 || (call.size % KEYS && call.width > 1))
-      return wrong("blocks must be of " + std::to_string(KEYS) + " tokens, or one a sequence");
-    if (!kind_of(in[0].element_type(), &call.kind) || call.kind == Kind::codes ||
-        !kind_of(in[given].element_type(), &call.keys.kind) ||
-        (call.keys.kind == Kind::codes) != coded)
+    if (call.size < 1 || (call.size % BLOCK_KEYS && call.width > 1))
+      return wrong("blocks must be of " + std::to_string(BLOCK_KEYS) + " tokens, or one a sequence");
+    if (!dtype_of(in[0].element_type(), &call.dtype) || call.dtype == DType::quantized ||
+        !dtype_of(in[given].element_type(), &call.keys.dtype) ||
+        (call.keys.dtype == DType::quantized) != coded)
       return wrong("queries or a cache of this type");
-    call.values.kind = call.keys.kind;
+    call.values.dtype = call.keys.dtype;
 
     const Type type = in[0].element_type();
     call.q = data("queries", in[0], type, {call.tokens, call.heads, call.keys.dim});
@@ -122,21 +120,21 @@ struct Buffers {
       if (!call.shared)
         call.v = data("new values", in[9], type, {call.tokens, call.kv_heads, call.values.dim});
     }
-    auto kept = [&](Kept& rows, const char* name, size_t at) {
+    auto bind_cache = [&](CachedVectors& cache, const char* name, size_t at) {
       const int64_t b = call.blocks, h = call.kv_heads, s = call.size;
       if (!coded) {
-        rows.data = data(name, in[at], in[given].element_type(), {b, h, s, rows.dim});
+        cache.data = data(name, in[at], in[given].element_type(), {b, h, s, cache.dim});
       } else {
-        rows.data = data(name, in[at], Type::U32, {b, h, s, codes.words(rows.dim)});
-        rows.numbers = data<uint16_t>(name, in[at + 1], Type::F16,
-                                      {b, h, s, codes.numbers(rows.dim)});
+        cache.data = data(name, in[at], Type::U32, {b, h, s, codes.words(cache.dim)});
+        cache.numbers = data<uint16_t>(name, in[at + 1], Type::F16,
+                                      {b, h, s, codes.numbers(cache.dim)});
       }
     };
-    kept(call.keys, "keys", given);
+    bind_cache(call.keys, "keys", given);
     if (call.shared)
       call.values = call.keys;
     else
-      kept(call.values, "values", given + each);
+      bind_cache(call.values, "values", given + each);
     call.out = data("result", out[0], partial ? Type::F32 : type,
                     {call.tokens, call.heads, call.values.dim});
     if (partial) call.sums = data<float>("sums", out[1], Type::F32, {call.tokens, call.heads, 2});

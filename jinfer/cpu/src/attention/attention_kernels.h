@@ -1,7 +1,7 @@
 // Attention of one tile, for the instructions that the including file is compiled for.
 //
 // A tile walks over its keys in blocks and keeps a running maximum and sum of the softmax (arXiv
-// 2112.05682), anew for each PART of the positions; the parts are merged in their order. Blocks and
+// 2112.05682), anew for each SPLIT_KEYS of the positions; the parts are merged in their order. Blocks and
 // parts begin at fixed positions, and a key's lane is that of its position: a row's bits depend on
 // its query, its keys and its values alone, not on the tile or the thread.
 #pragma once
@@ -13,18 +13,18 @@ namespace jinfer {
 namespace {
 
 // What the rows of a tile have seen of a part so far.
-struct Walk {
+struct SoftmaxState {
   const Call& call;
   int rows, key_dim, value_dim;  // dims padded to whole vectors
   float *q, *partial, *scores;   // `partial` is rows of partial_floats
-  float highest[ROWS];
-  alignas(64) float total[ROWS * LANES];  // in lanes, to be summed at the end
-  int first[ROWS], end[ROWS];             // keys each row sees
-  int positions[ROWS];
-  float slopes[ROWS];
-  const float* by_distance[ROWS];
+  float highest[MAX_TILE_ROWS];
+  alignas(64) float total[MAX_TILE_ROWS * LANES];  // in lanes, to be summed at the end
+  int first[MAX_TILE_ROWS], end[MAX_TILE_ROWS];             // keys each row sees
+  int positions[MAX_TILE_ROWS];
+  float slopes[MAX_TILE_ROWS];
+  const float* by_distance[MAX_TILE_ROWS];
 
-  Walk(const Call& call, int rows, float* q, float* partial)
+  SoftmaxState(const Call& call, int rows, float* q, float* partial)
       : call(call),
         rows(rows),
         key_dim(call.keys.padded()),
@@ -36,39 +36,39 @@ struct Walk {
 };
 
 // Scores of a block to weights, in place; returns what the sums so far are to be multiplied by.
-__attribute__((noinline)) float soften(Walk& walk, int row, int start, float* scores) {
-  const Rules& rules = walk.call.rules;
-  const int first = std::max(walk.first[row] - start, 0);
-  const int end = std::min(walk.end[row] - start, KEYS);
+__attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int start, float* scores) {
+  const ScoreRules& rules = state.call.rules;
+  const int first = std::max(state.first[row] - start, 0);
+  const int end = std::min(state.end[row] - start, BLOCK_KEYS);
   if (first >= end) {
-    std::fill(scores, scores + KEYS, 0.0f);
+    std::fill(scores, scores + BLOCK_KEYS, 0.0f);
     return 1;
   }
-  Floats s[KEYS / LANES];
+  Floats s[BLOCK_KEYS / LANES];
 #pragma GCC unroll 16
-  for (int i = 0; i < KEYS / LANES; ++i) s[i] = load(scores + i * LANES);
+  for (int i = 0; i < BLOCK_KEYS / LANES; ++i) s[i] = load(scores + i * LANES);
   if (rules.softcap > 0)
     for (Floats& x : s) x = rules.softcap * hyperbolic_tangent(x / rules.softcap);
   Ints lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
   if (rules.by_distance) {
     const int64_t most = rules.lowest + rules.distances - 1;
-    const int64_t at = start - walk.positions[row] + most + KEYS;
-    const float* bias = walk.by_distance[row] +
-                        std::max<int64_t>(0, std::min<int64_t>(at, rules.distances + KEYS));
-    for (int i = 0; i < KEYS / LANES; ++i) s[i] += load(bias + i * LANES);
+    const int64_t at = start - state.positions[row] + most + BLOCK_KEYS;
+    const float* bias = state.by_distance[row] +
+                        std::max<int64_t>(0, std::min<int64_t>(at, rules.distances + BLOCK_KEYS));
+    for (int i = 0; i < BLOCK_KEYS / LANES; ++i) s[i] += load(bias + i * LANES);
   }
   if (rules.slopes) {
-    Ints distance = walk.positions[row] - start - lane;
+    Ints distance = state.positions[row] - start - lane;
     for (Floats& x : s) {
-      x -= walk.slopes[row] * __builtin_convertvector(distance, Floats);
+      x -= state.slopes[row] * __builtin_convertvector(distance, Floats);
       distance -= LANES;
     }
   }
-  if (first > 0 || end < KEYS) {
+  if (first > 0 || end < BLOCK_KEYS) {
     Ints at = lane;
     for (Floats& x : s) {
-      x = (at >= first) & (at < end) ? x : all(NEVER);
+      x = (at >= first) & (at < end) ? x : broadcast(NO_SCORE);
       at += LANES;
     }
   }
@@ -76,9 +76,9 @@ __attribute__((noinline)) float soften(Walk& walk, int row, int start, float* sc
   Floats most = s[0];
 #pragma GCC unroll 1
   for (int i = 1; i < seen; ++i) most = larger(most, s[i]);
-  const float before = walk.highest[row];
-  const float now = larger(highest(most), all(before))[0];
-  const Floats base = all(finite(now));
+  const float before = state.highest[row];
+  const float now = larger(max_lane(most), broadcast(before))[0];
+  const Floats base = broadcast(finite(now));
   Floats sum = {};
 #pragma GCC unroll 1
   for (int i = 0; i < seen; ++i) {
@@ -86,24 +86,24 @@ __attribute__((noinline)) float soften(Walk& walk, int row, int start, float* sc
     store(scores + i * LANES, weight);
     sum += weight;
   }
-  std::fill(scores + seen * LANES, scores + KEYS, 0.0f);
-  const Floats kept = exponential(all(before) - base);
-  walk.highest[row] = now;
-  float* total = walk.total + row * LANES;
-  store(total, load(total) * kept + sum);
-  return kept[0];
+  std::fill(scores + seen * LANES, scores + BLOCK_KEYS, 0.0f);
+  const Floats rescale = exponential(broadcast(before) - base);
+  state.highest[row] = now;
+  float* total = state.total + row * LANES;
+  store(total, load(total) * rescale + sum);
+  return rescale[0];
 }
 
 // Keys or values of a block where they stand, in the type that they have there, if that can be
 // computed with as it is; otherwise f is not called. f(vectors, stride).
 template <class F>
-inline bool in_place(const Kept& kept, int64_t vector, F f) {
-  if (kept.dim != kept.padded()) return false;
-  const int64_t at = vector * kept.dim;
-  switch (kept.kind) {
-    case Kind::f32: f(static_cast<const float*>(kept.data) + at); return true;
-    case Kind::bf16: f(static_cast<const Bfloat*>(kept.data) + at); return true;
-    case Kind::f16: f(static_cast<const Half*>(kept.data) + at); return true;
+inline bool with_plain_vectors(const CachedVectors& cache, int64_t vector, F f) {
+  if (cache.dim != cache.padded()) return false;
+  const int64_t at = vector * cache.dim;
+  switch (cache.dtype) {
+    case DType::f32: f(static_cast<const float*>(cache.data) + at); return true;
+    case DType::bf16: f(static_cast<const BFloat16*>(cache.data) + at); return true;
+    case DType::f16: f(static_cast<const Float16*>(cache.data) + at); return true;
     default: return false;
   }
 }
@@ -111,14 +111,14 @@ inline bool in_place(const Kept& kept, int64_t vector, F f) {
 // f(vectors, ahead, first, count) for the vectors first .. first + count of a block, in place or a
 // few at a time through scratch memory; what is used after them, `then`, stands `ahead` of them.
 template <class F>
-inline void each(const Kept& kept, int64_t vector, const char* then, int count, float* some, F f) {
+inline void for_chunks(const CachedVectors& cache, int64_t vector, const char* then, int count, float* chunk, F f) {
   auto use = [&](const auto* x) {
     f(x, (then - reinterpret_cast<const char*>(x)) / int64_t(sizeof *x), 0, count);
   };
-  if (in_place(kept, vector, use)) return;
-  for (int j = 0; j < count; j += SOME) {
-    const int part = std::min(SOME, count - j);
-    f(read(kept, vector + j, part, some), 0, j, part);
+  if (with_plain_vectors(cache, vector, use)) return;
+  for (int j = 0; j < count; j += CHUNK) {
+    const int vectors = std::min(CHUNK, count - j);
+    f(read(cache, vector + j, vectors, chunk), 0, j, vectors);
   }
 }
 
@@ -127,20 +127,20 @@ struct Block {
   const Call& call;
   int64_t vector, next;  // the first one's, and that of the block after
   int start, count;
-  float *some, *columns, *rows;  // scratch memory
-  bool turned = false;
+  float *chunk, *columns, *rows;  // scratch memory
+  bool transposed = false;
   const float* values = nullptr;
 
-  const float* key_columns() {
+  const float* transposed_keys() {
     const int dim = call.keys.padded();
-    if (!turned && call.keys.kind == Kind::codes)
-      to_columns(call.keys, vector, count, words(), columns);
-    else if (!turned)
-      each(call.keys, vector, call.keys.at(vector), count, some,
-           [&](const auto* keys, int64_t, int first, int part) {
-             to_columns(keys, dim, part, dim, columns + first);
+    if (!transposed && call.keys.dtype == DType::quantized)
+      transpose_keys(call.keys, vector, count, words(), columns);
+    else if (!transposed)
+      for_chunks(call.keys, vector, call.keys.at(vector), count, chunk,
+           [&](const auto* keys, int64_t, int first, int vectors) {
+             transpose_keys(keys, dim, vectors, dim, columns + first);
            });
-    turned = true;
+    transposed = true;
     return columns;
   }
 
@@ -150,73 +150,73 @@ struct Block {
   }
   const char* after_values() const { return call.keys.at(next); }
 
-  Words* words() { return reinterpret_cast<Words*>(some); }
+  Words* words() { return reinterpret_cast<Words*>(chunk); }
 
-  const float* value_rows() {
+  const float* float_values() {
     if (values) return values;
-    const Kept& kept = call.values;
-    values = kept.kind == Kind::f32 && kept.dim == kept.padded()
-                 ? static_cast<const float*>(kept.data) + vector * kept.dim
-                 : read(kept, vector, count, rows);
+    const CachedVectors& cache = call.values;
+    values = cache.dtype == DType::f32 && cache.dim == cache.padded()
+                 ? static_cast<const float*>(cache.data) + vector * cache.dim
+                 : read(cache, vector, count, rows);
     return values;
   }
 
   // Whether all values first..end are finite.
-  bool numbers(int first, int end) {
+  bool are_finite(int first, int end) {
     const int dim = call.values.padded();
-    const float* x = value_rows();
+    const float* x = float_values();
     Floats sum = {};
     for (int64_t i = int64_t(first) * dim; i < int64_t(end) * dim; i += LANES)
       sum += load(x + i) * 0.0f;
-    return total(sum) == 0;
+    return sum_lanes(sum) == 0;
   }
 };
 
 // A block for the rows row .. row + M of a tile, which all have `few` others or many.
 template <int M>
-void take(Walk& walk, Block& block, int row, bool few) {
+void attend_block(SoftmaxState& state, Block& block, int row, bool few) {
   const int start = block.start;
-  int first = walk.first[row], end = walk.end[row];
+  int first = state.first[row], end = state.end[row];
   bool equal = true;
   auto clipped = [&](int key) { return std::max(0, std::min(key - start, block.count)); };
   for (int m = 1; m < M; ++m) {
-    const int mine = walk.first[row + m], stop = walk.end[row + m];
-    equal &= clipped(mine) == clipped(walk.first[row]) && clipped(stop) == clipped(walk.end[row]);
+    const int mine = state.first[row + m], stop = state.end[row + m];
+    equal &= clipped(mine) == clipped(state.first[row]) && clipped(stop) == clipped(state.end[row]);
     first = std::min(first, mine), end = std::max(end, stop);
   }
   first = clipped(first), end = clipped(end);
   if (first >= end) return;
   // Rows that see other keys than their neighbours give theirs weights of 0; a value that is no
   // number would still get through.
-  if (M > 1 && !equal && !block.numbers(first, end)) {
-    for (int m = 0; m < M; ++m) take<1>(walk, block, row + m, few);
+  if (M > 1 && !equal && !block.are_finite(first, end)) {
+    for (int m = 0; m < M; ++m) attend_block<1>(state, block, row + m, few);
     return;
   }
-  const Call& call = walk.call;
-  const float* q = walk.q + int64_t(row) * walk.key_dim;
-  float* scores = walk.scores;
+  const Call& call = state.call;
+  const float* q = state.q + int64_t(row) * state.key_dim;
+  float* scores = state.scores;
   float keep[M];
-  if (few && call.keys.kind != Kind::codes) {  // to decode codes is to turn them
-    each(call.keys, block.vector, block.after_keys(), end, block.some,
-         [&](const auto* keys, int64_t ahead, int j, int part) {
-           scores_of_few<M>(q, walk.key_dim, keys, walk.key_dim, ahead, part, walk.key_dim,
+  if (few && call.keys.dtype != DType::quantized) {  // to decode codes is to turn them
+    for_chunks(call.keys, block.vector, block.after_keys(), end, block.chunk,
+         [&](const auto* keys, int64_t ahead, int j, int vectors) {
+           scores_in_place<M>(q, state.key_dim, keys, state.key_dim, ahead, vectors, state.key_dim,
                             scores + j);
          });
   } else {
-    scores_of_columns<M>(q, walk.key_dim, block.key_columns(), walk.key_dim, scores);
+    scores_of_transposed<M>(q, state.key_dim, block.transposed_keys(), state.key_dim, scores);
   }
-  for (int m = 0; m < M; ++m) keep[m] = soften(walk, row + m, start, scores + m * KEYS);
-  const int dim = walk.value_dim;
+  for (int m = 0; m < M; ++m) keep[m] = online_softmax(state, row + m, start, scores + m * BLOCK_KEYS);
+  const int dim = state.value_dim;
   if (few) {
-    each(call.values, block.vector + first, block.after_values(), end - first, block.some,
-         [&](const auto* values, int64_t ahead, int j, int part) {
-           add_values<M, true>(scores + first + j, values, dim, ahead, part, dim, keep,
-                               walk.out_of(row), partial_floats(call));
+    for_chunks(call.values, block.vector + first, block.after_values(), end - first, block.chunk,
+         [&](const auto* values, int64_t ahead, int j, int vectors) {
+           accumulate_values<M, true>(scores + first + j, values, dim, ahead, vectors, dim, keep,
+                               state.out_of(row), partial_floats(call));
            for (float& factor : keep) factor = 1;
          });
   } else {
-    add_values<M, false>(scores + first, block.value_rows() + int64_t(first) * dim, dim, 0,
-                         end - first, dim, keep, walk.out_of(row), partial_floats(call));
+    accumulate_values<M, false>(scores + first, block.float_values() + int64_t(first) * dim, dim, 0,
+                         end - first, dim, keep, state.out_of(row), partial_floats(call));
   }
 }
 
@@ -226,125 +226,125 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
   const int dim = call.keys.dim, padded = call.keys.padded();
   for (int r = 0; r < tile.rows; ++r, q += padded) {
     const int64_t at = call.row_of(tile, r) * dim;
-    to_floats(call.kind, static_cast<const char*>(call.q) + at * bytes_of(call.kind), dim, q);
+    to_floats(call.dtype, static_cast<const char*>(call.q) + at * bytes_of(call.dtype), dim, q);
     std::fill(q + dim, q + padded, 0.0f);
     for (int d = 0; d < padded; d += LANES) store(q + d, load(q + d) * call.rules.scale);
   }
 }
 
 // One part of a tile to rows of partial_floats.
-void walk_part(const Call& call, const Tile& tile, int part, float* q, float* partial,
+void attend_split(const Call& call, const Tile& tile, int split, float* q, float* partial,
                float* scratch) {
   const int group = call.group;
   const int rows = tile.rows;
-  const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
+  const int begin = std::max(tile.first, split * SPLIT_KEYS), stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
   auto reserve = [&scratch](int64_t count) { return (scratch += count) - count; };
-  Walk walk(call, rows, q, partial);
-  float* some = reserve(SOME * int64_t(std::max(walk.key_dim, walk.value_dim)));
-  float* columns = reserve(KEYS * int64_t(walk.key_dim));
-  float* value_rows = reserve(KEYS * int64_t(walk.value_dim));
-  alignas(64) float scores[TALL * KEYS];
-  walk.scores = scores;
+  SoftmaxState state(call, rows, q, partial);
+  float* chunk = reserve(CHUNK * int64_t(std::max(state.key_dim, state.value_dim)));
+  float* columns = reserve(BLOCK_KEYS * int64_t(state.key_dim));
+  float* value_rows = reserve(BLOCK_KEYS * int64_t(state.value_dim));
+  alignas(64) float scores[MR * BLOCK_KEYS];
+  state.scores = scores;
   for (int r = 0; r < rows; ++r) {
     const int64_t token = tile.token + r / group, head = tile.head * group + r % group;
-    call.seen(token, &walk.first[r], &walk.end[r]);
-    walk.first[r] = std::max(walk.first[r], begin), walk.end[r] = std::min(walk.end[r], stop);
-    walk.positions[r] = call.positions[token];
-    walk.slopes[r] = call.rules.slopes ? call.rules.slopes[head] : 0;
-    walk.by_distance[r] = call.rules.by_distance + head * (call.rules.distances + 2 * KEYS);
-    walk.highest[r] = NEVER;
-    store(walk.total + r * LANES, Floats{});
-    std::fill(walk.out_of(r), walk.out_of(r) + walk.value_dim, 0.0f);
+    call.seen(token, &state.first[r], &state.end[r]);
+    state.first[r] = std::max(state.first[r], begin), state.end[r] = std::min(state.end[r], stop);
+    state.positions[r] = call.positions[token];
+    state.slopes[r] = call.rules.slopes ? call.rules.slopes[head] : 0;
+    state.by_distance[r] = call.rules.by_distance + head * (call.rules.distances + 2 * BLOCK_KEYS);
+    state.highest[r] = NO_SCORE;
+    store(state.total + r * LANES, Floats{});
+    std::fill(state.out_of(r), state.out_of(r) + state.value_dim, 0.0f);
   }
 
   const int64_t sequence = call.rows[tile.token];
-  const int heights = (rows + TALL - 1) / TALL, tall = (rows + heights - 1) / heights;
-  for (int start = begin / KEYS * KEYS; start < stop; start += KEYS) {
+  const int heights = (rows + MR - 1) / MR, tall = (rows + heights - 1) / heights;
+  for (int start = begin / BLOCK_KEYS * BLOCK_KEYS; start < stop; start += BLOCK_KEYS) {
     int count = 0;  // keys of the block that somebody sees; where nobody does there may be no block
     for (int r = 0; r < rows; ++r)
-      if (walk.first[r] < std::min(walk.end[r], start + KEYS) && walk.end[r] > start)
-        count = std::max(count, std::min(walk.end[r] - start, KEYS));
+      if (state.first[r] < std::min(state.end[r], start + BLOCK_KEYS) && state.end[r] > start)
+        count = std::max(count, std::min(state.end[r] - start, BLOCK_KEYS));
     if (count == 0) continue;
-    if (call.block(sequence, start) == ELSEWHERE) continue;
+    if (call.block(sequence, start) == NOT_LOCAL) continue;
     const int64_t vector = call.vector(sequence, tile.head, start);
     const bool more =
-        start + KEYS < stop && call.block(sequence, start + KEYS) != ELSEWHERE;
-    const int64_t next = more ? call.vector(sequence, tile.head, start + KEYS) : vector;
+        start + BLOCK_KEYS < stop && call.block(sequence, start + BLOCK_KEYS) != NOT_LOCAL;
+    const int64_t next = more ? call.vector(sequence, tile.head, start + BLOCK_KEYS) : vector;
     // Many rows compute longer than the next block takes to come; few fetch what is in place while
     // they compute.
-    if (more && (rows <= FEW ? !call.keys.streams() : rows <= 4 * FEW)) {
-      const int then = std::min(stop - start - KEYS, KEYS);
-      fetch(call.keys, next, then);
-      if (!call.shared) fetch(call.values, next, then);
+    if (more && (rows <= FEW_ROWS ? !call.keys.streams() : rows <= 4 * FEW_ROWS)) {
+      const int then = std::min(stop - start - BLOCK_KEYS, BLOCK_KEYS);
+      prefetch(call.keys, next, then);
+      if (!call.shared) prefetch(call.values, next, then);
     }
-    Block block{call, vector, next, start, count, some, columns, value_rows};
+    Block block{call, vector, next, start, count, chunk, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
-      counted(std::min(tall, rows - row),
-              [&](auto m) { take<m.value>(walk, block, row, rows <= FEW); });
+      dispatch_count(std::min(tall, rows - row),
+              [&](auto m) { attend_block<m.value>(state, block, row, rows <= FEW_ROWS); });
   }
   for (int r = 0; r < rows; ++r) {
     float* to = partial + r * partial_floats(call);
-    to[0] = walk.highest[r], to[1] = total(load(walk.total + r * LANES));
+    to[0] = state.highest[r], to[1] = sum_lanes(load(state.total + r * LANES));
   }
 }
 
 // For few rows, has the first block of a part fetched: its keys, and its values unless they are
 // fetched while the keys are used.
-void fetch_part(const Call& call, const Tile& tile, int part) {
-  const int begin = std::max(tile.first, part * PART), stop = std::min(tile.end, (part + 1) * PART);
+void prefetch_split(const Call& call, const Tile& tile, int split) {
+  const int begin = std::max(tile.first, split * SPLIT_KEYS), stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
   const int64_t sequence = call.rows[tile.token];
-  if (tile.rows > FEW || begin >= stop || call.block(sequence, begin) == ELSEWHERE) return;
-  const int start = begin / KEYS * KEYS, count = std::min(stop - start, KEYS);
+  if (tile.rows > FEW_ROWS || begin >= stop || call.block(sequence, begin) == NOT_LOCAL) return;
+  const int start = begin / BLOCK_KEYS * BLOCK_KEYS, count = std::min(stop - start, BLOCK_KEYS);
   const int64_t vector = call.vector(sequence, tile.head, start);
-  fetch(call.keys, vector, count);
-  if (!call.keys.streams() && !call.shared) fetch(call.values, vector, count);
+  prefetch(call.keys, vector, count);
+  if (!call.keys.streams() && !call.shared) prefetch(call.values, vector, count);
 }
 
-void run_part(const Call& call, const Tile& tile, int part, float* partial, float* scratch) {
+void run_split(const Call& call, const Tile& tile, int split, float* partial, float* scratch) {
   float* q = scratch;
-  fetch_part(call, tile, part);
+  prefetch_split(call, tile, split);
   read_queries(call, tile, q);
-  walk_part(call, tile, part, q, partial, q + int64_t(tile.rows) * call.keys.padded());
+  attend_split(call, tile, split, q, partial, q + int64_t(tile.rows) * call.keys.padded());
 }
 
 // A token's key and value of one head into their places.
 void write_token(const Call& call, int64_t token, int64_t head, float* x) {
-  if (call.block(call.rows[token], call.positions[token]) == ELSEWHERE) return;
+  if (call.block(call.rows[token], call.positions[token]) == NOT_LOCAL) return;
   const int64_t vector = call.vector(call.rows[token], head, call.positions[token]);
-  auto put = [&](const Kept& kept, const void* from) {
-    const int64_t at = (token * call.kv_heads + head) * kept.dim;
-    to_floats(call.kind, static_cast<const char*>(from) + at * bytes_of(call.kind), kept.dim, x);
-    write(kept, vector, x);
+  auto put = [&](const CachedVectors& cache, const void* from) {
+    const int64_t at = (token * call.kv_heads + head) * cache.dim;
+    to_floats(call.dtype, static_cast<const char*>(from) + at * bytes_of(call.dtype), cache.dim, x);
+    write_vector(cache, vector, x);
   };
   put(call.keys, call.k);
   if (!call.shared) put(call.values, call.v);
 }
 
-void run_whole(const Call& call, const Tile& tile, float* scratch) {
+void run_tile(const Call& call, const Tile& tile, float* scratch) {
   const int64_t row = partial_floats(call), floats = tile.rows * row;
   float *sum = scratch, *partial = sum + floats, *q = partial + floats;
   float* rest = q + int64_t(tile.rows) * call.keys.padded();
-  const int first = tile.first_part(), end = tile.end_part();
-  fetch_part(call, tile, first);
-  for (int64_t t = 0; call.late && t < tile.rows / call.group; ++t)
+  const int first = tile.first_split(), end = tile.end_split();
+  prefetch_split(call, tile, first);
+  for (int64_t t = 0; call.writes_in_tile && t < tile.rows / call.group; ++t)
     write_token(call, tile.token + t, tile.head, scratch);
   read_queries(call, tile, q);
   if (end - first == 1) {
-    walk_part(call, tile, first, q, sum, rest);
+    attend_split(call, tile, first, q, sum, rest);
     for (int r = 0; r < tile.rows; ++r)
-      if (saw_nothing(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
+      if (is_empty(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
   } else {
-    nothing(call, tile, sum);
-    for (int part = first; part < end; ++part) {
-      if (part > first) fetch_part(call, tile, part);
-      walk_part(call, tile, part, q, partial, rest);
-      fold_rows(call, tile, partial, sum);
+    clear_partials(call, tile, sum);
+    for (int split = first; split < end; ++split) {
+      if (split > first) prefetch_split(call, tile, split);
+      attend_split(call, tile, split, q, partial, rest);
+      merge_rows(call, tile, partial, sum);
     }
   }
-  finish(call, tile, sum);
+  normalize(call, tile, sum);
 }
 
-const AttentionKernels kAttention = {write_token, run_part, merge, run_whole};
+const AttentionKernels kAttention = {write_token, run_split, merge, run_tile};
 
 }  // namespace
 }  // namespace jinfer

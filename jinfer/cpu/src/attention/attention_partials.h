@@ -8,41 +8,41 @@
 namespace jinfer {
 namespace {
 
-constexpr float NEVER = -INFINITY;
+constexpr float NO_SCORE = -INFINITY;
 
 // What scores may be reduced by without making NaN of those that are infinite.
 inline float finite(float highest) { return std::isfinite(highest) ? highest : 0; }
 
-inline bool saw_nothing(const float* part) { return part[0] == NEVER && part[1] == 0; }
+inline bool is_empty(const float* partial) { return partial[0] == NO_SCORE && partial[1] == 0; }
 
 // Adds a part to those before it; one that has seen nothing leaves them as they are.
-__attribute__((noinline)) void fold(const float* part, int dim, float* sum) {
-  if (saw_nothing(part)) return;
-  if (saw_nothing(sum)) {
-    std::copy(part, part + 16 + dim, sum);
+__attribute__((noinline)) void merge_partial(const float* partial, int dim, float* sum) {
+  if (is_empty(partial)) return;
+  if (is_empty(sum)) {
+    std::copy(partial, partial + 16 + dim, sum);
     return;
   }
-  const float now = std::max(sum[0], part[0]), base = finite(now);
+  const float now = std::max(sum[0], partial[0]), base = finite(now);
   auto factor = [base](float highest) { return highest == base ? 1 : std::exp(highest - base); };
-  const float before = factor(sum[0]), here = factor(part[0]);
+  const float before = factor(sum[0]), here = factor(partial[0]);
   sum[0] = now;
-  sum[1] = sum[1] * before + part[1] * here;
+  sum[1] = sum[1] * before + partial[1] * here;
   for (int d = 16; d < 16 + dim; d += LANES)
-    store(sum + d, load(sum + d) * before + load(part + d) * here);
+    store(sum + d, load(sum + d) * before + load(partial + d) * here);
 }
 
-void nothing(const Call& call, const Tile& tile, float* sum) {
+void clear_partials(const Call& call, const Tile& tile, float* sum) {
   std::fill(sum, sum + tile.rows * partial_floats(call), 0.0f);
-  for (int r = 0; r < tile.rows; ++r) sum[r * partial_floats(call)] = NEVER;
+  for (int r = 0; r < tile.rows; ++r) sum[r * partial_floats(call)] = NO_SCORE;
 }
 
-void fold_rows(const Call& call, const Tile& tile, const float* part, float* sum) {
+void merge_rows(const Call& call, const Tile& tile, const float* partial, float* sum) {
   const int64_t row = partial_floats(call);
-  for (int r = 0; r < tile.rows; ++r) fold(part + r * row, call.values.padded(), sum + r * row);
+  for (int r = 0; r < tile.rows; ++r) merge_partial(partial + r * row, call.values.padded(), sum + r * row);
 }
 
 // Finished rows: divided by the sum of their weights, with the sink's among them.
-void finish(const Call& call, const Tile& tile, float* sums) {
+void normalize(const Call& call, const Tile& tile, float* sums) {
   const int group = call.group;
   const int dim = call.values.dim;
   for (int r = 0; r < tile.rows; ++r) {
@@ -59,18 +59,18 @@ void finish(const Call& call, const Tile& tile, float* sums) {
     for (int d = 16; d < 16 + call.values.padded(); d += LANES) store(row + d, load(row + d) * factor);
     const int64_t query = call.row_of(tile, r), at = query * dim;
     if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
-    const Kind kind = call.out_kind();
-    from_floats(kind, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(kind));
+    const DType dtype = call.out_dtype();
+    from_floats(dtype, row + 16, dim, static_cast<char*>(call.out) + at * bytes_of(dtype));
   }
 }
 
 void merge(const Call& call, const Tile& tile, const float* partial, float* sum) {
-  nothing(call, tile, sum);
-  for (int part = tile.first_part(); part < tile.end_part(); ++part) {
-    fold_rows(call, tile, partial, sum);
+  clear_partials(call, tile, sum);
+  for (int split = tile.first_split(); split < tile.end_split(); ++split) {
+    merge_rows(call, tile, partial, sum);
     partial += tile.rows * partial_floats(call);
   }
-  finish(call, tile, sum);
+  normalize(call, tile, sum);
 }
 
 }  // namespace

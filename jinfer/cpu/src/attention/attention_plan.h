@@ -11,13 +11,13 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t EACH = 1 << 15;      // multiplications that are worth another thread
-constexpr int TILES = 3;               // of each thread, so that they end together
-constexpr int LEAST = 48;              // rows of a tile, as far as there are: they share its keys
-constexpr int64_t PARTIALS = 1 << 24;  // floats of results of parts, at most
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 15;      // multiplications that are worth another thread
+constexpr int TILES_PER_THREAD = 3;               // of each thread, so that they end together
+constexpr int MIN_TILE_ROWS = 48;              // rows of a tile, as far as there are: they share its keys
+constexpr int64_t MAX_PARTIAL_FLOATS = 1 << 24;  // floats of results of parts, at most
 
 // Tokens of one sequence that stand next to each other: a tile for each key head.
-struct Run {
+struct TokenRun {
   int64_t token;         // the first
   int rows, first, end;  // of its tiles
   int pieces;            // that each of them is cut into: its parts, or one
@@ -26,7 +26,7 @@ struct Run {
 };
 
 // To be kept from call to call, for its memory: a decoding step makes one or two of them.
-class Plan {
+class TilePlan {
  public:
   int64_t items;    // pieces of work
   int64_t threads;  // that they are worth
@@ -34,69 +34,69 @@ class Plan {
 
   struct Piece {
     Tile tile;
-    int part;  // -1: the whole tile
+    int split;  // -1: the whole tile
   };
 
   void make(const Call& call, int64_t most_threads) {
-    runs_.clear(), cut_.clear(), padding_.clear();
+    runs_.clear(), split_tiles_.clear(), padding_.clear();
     add_runs(call, most_threads);
     int64_t all = 0;
-    for (const Run& run : runs_) all += call.kv_heads * multiplications(call, run);
-    threads = std::max<int64_t>(1, std::min(most_threads, all / EACH));
+    for (const TokenRun& run : runs_) all += call.kv_heads * multiplications(call, run);
+    threads = std::max<int64_t>(1, std::min(most_threads, all / MIN_WORK_PER_THREAD));
     // The longest first, so that threads end together.
-    const auto longer = [&](const Run& a, const Run& b) {
+    const auto longer = [&](const TokenRun& a, const TokenRun& b) {
       return multiplications(call, a) > multiplications(call, b);
     };
     if (!std::is_sorted(runs_.begin(), runs_.end(), longer))
       std::stable_sort(runs_.begin(), runs_.end(), longer);
     items = room = 0;
-    for (Run& run : runs_) {
-      const int parts = tile_of(call, run, 0).parts();
-      const int64_t floats = call.kv_heads * parts * run.rows * partial_floats(call);
-      const bool whole = threads < 2 || parts < 2 || room + floats > PARTIALS ||
+    for (TokenRun& run : runs_) {
+      const int splits = tile_of(call, run, 0).splits();
+      const int64_t floats = call.kv_heads * splits * run.rows * partial_floats(call);
+      const bool whole = threads < 2 || splits < 2 || room + floats > MAX_PARTIAL_FLOATS ||
                          multiplications(call, run) * 4 * threads < all;
-      run.pieces = whole ? 1 : parts, run.item = items, run.at = room;
+      run.pieces = whole ? 1 : splits, run.item = items, run.at = room;
       items += call.kv_heads * run.pieces;
       if (whole) continue;
       room += floats;
       for (int64_t head = 0; head < call.kv_heads; ++head)
-        cut_.push_back(tile_of(call, run, head));
+        split_tiles_.push_back(tile_of(call, run, head));
     }
   }
 
   Piece piece(const Call& call, int64_t item) const {
     const auto after = std::upper_bound(
-        runs_.begin(), runs_.end(), item, [](int64_t i, const Run& run) { return i < run.item; });
-    const Run& run = after[-1];
+        runs_.begin(), runs_.end(), item, [](int64_t i, const TokenRun& run) { return i < run.item; });
+    const TokenRun& run = after[-1];
     const int64_t i = item - run.item;
     const Tile tile = tile_of(call, run, i / run.pieces);
-    return {tile, run.pieces < 2 ? -1 : tile.first_part() + int(i % run.pieces)};
+    return {tile, run.pieces < 2 ? -1 : tile.first_split() + int(i % run.pieces)};
   }
 
   // Tiles whose parts are pieces of their own.
-  const std::vector<Tile>& cut() const { return cut_; }
+  const std::vector<Tile>& split_tiles() const { return split_tiles_; }
 
   // Tokens that are in no sequence.
   const std::vector<int64_t>& padding() const { return padding_; }
 
  private:
-  std::vector<Run> runs_;
-  std::vector<Tile> cut_;
+  std::vector<TokenRun> runs_;
+  std::vector<Tile> split_tiles_;
   std::vector<int64_t> padding_;
 
-  static int64_t multiplications(const Call& call, const Run& run) {
+  static int64_t multiplications(const Call& call, const TokenRun& run) {
     return int64_t(run.end - run.first) * call.keys.dim * (2 * run.rows + 4);
   }
 
-  static Tile tile_of(const Call& call, const Run& run, int64_t head) {
+  static Tile tile_of(const Call& call, const TokenRun& run, int64_t head) {
     const int64_t floats = int64_t(run.pieces) * run.rows * partial_floats(call);
     return {run.token, head, run.rows, run.first, run.end, run.at + head * floats};
   }
 
   void add_runs(const Call& call, int64_t threads) {
-    const int64_t share = call.tokens * call.kv_heads / (TILES * threads);
-    const int64_t wanted = std::max<int64_t>(share, (LEAST + call.group - 1) / call.group);
-    const int64_t most = std::max<int64_t>(1, std::min<int64_t>(ROWS / call.group, wanted));
+    const int64_t share = call.tokens * call.kv_heads / (TILES_PER_THREAD * threads);
+    const int64_t wanted = std::max<int64_t>(share, (MIN_TILE_ROWS + call.group - 1) / call.group);
+    const int64_t most = std::max<int64_t>(1, std::min<int64_t>(MAX_TILE_ROWS / call.group, wanted));
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
@@ -120,7 +120,7 @@ class Plan {
 
 // The result of a token that is padding.
 inline void clear(const Call& call, int64_t token) {
-  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_kind());
+  const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_dtype());
   memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);
   for (int64_t head = 0; call.sums && head < call.heads; ++head) {
     float* sums = call.sums + 2 * (token * call.heads + head);

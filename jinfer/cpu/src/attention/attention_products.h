@@ -10,67 +10,67 @@
 namespace jinfer {
 namespace {
 
-constexpr int FEW = TALL;  // rows up to which plain keys are not put into columns first
-constexpr int SOME = 32;   // vectors decoded at a time: they stay in the fastest memory
+constexpr int FEW_ROWS = MR;  // rows up to which plain keys are not put into columns first
+constexpr int CHUNK = 32;   // vectors decoded at a time: they stay in the fastest memory
 
 template <class T>
 constexpr int LINE = 64 / sizeof(T);  // numbers that memory hands out together
 
-static_assert(KEYS % (WIDE * LANES) == 0 && KEYS % SOME == 0 && SOME % (2 * LANES) == 0,
+static_assert(BLOCK_KEYS % (NR * LANES) == 0 && BLOCK_KEYS % CHUNK == 0 && CHUNK % (2 * LANES) == 0,
               "blocks are of whole tiles");
 
-// scores[m][j] = q[m] . keys[j] for up to FEW rows; those from `count` on are of any key. What
+// scores[m][j] = q[m] . keys[j] for up to FEW_ROWS rows; those from `count` on are of any key. What
 // stands `ahead` of the keys is fetched for the next block: few rows wait for memory.
 template <int M, class T>
-void scores_of_few(const float* q, int64_t q_stride, const T* keys, int64_t stride, int64_t ahead,
+void scores_in_place(const float* q, int64_t q_stride, const T* keys, int64_t stride, int64_t ahead,
                    int count, int dim, float* scores) {
   const int groups = (count + LANES - 1) / LANES;
-  const T* at[KEYS];
+  const T* at[BLOCK_KEYS];
   for (int j = 0; j < groups * LANES; ++j) at[j] = keys + std::min(j, count - 1) * stride;
-  for (int m = 0; m < M; ++m) std::fill(scores + m * KEYS, scores + m * KEYS + groups * LANES, 0.0f);
+  for (int m = 0; m < M; ++m) std::fill(scores + m * BLOCK_KEYS, scores + m * BLOCK_KEYS + groups * LANES, 0.0f);
   for (int d = 0; d < dim; d += LANES)
     // Sums of other keys come between those of the same, which would wait for one another.
 #pragma GCC unroll 1
     for (int g = 0; g < groups; ++g) {
       Floats x[LANES], sum[M];
-      load_turned(at + g * LANES, d, x);
+      load_transposed(at + g * LANES, d, x);
       if (d % LINE<T> == 0)
         for (int i = 0; i < LANES; ++i) __builtin_prefetch(at[g * LANES + i] + d + ahead, 0, 2);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) sum[m] = load(scores + m * KEYS + g * LANES);
+      for (int m = 0; m < M; ++m) sum[m] = load(scores + m * BLOCK_KEYS + g * LANES);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i)
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m)
-          sum[m] = fused(all(q[m * q_stride + d + i]), x[i], sum[m]);
+          sum[m] = multiply_add(broadcast(q[m * q_stride + d + i]), x[i], sum[m]);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) store(scores + m * KEYS + g * LANES, sum[m]);
+      for (int m = 0; m < M; ++m) store(scores + m * BLOCK_KEYS + g * LANES, sum[m]);
     }
 }
 
-// Keys as columns [dim][KEYS]; those from `count` on are any key, up to whole vectors.
+// Keys as columns [dim][BLOCK_KEYS]; those from `count` on are any key, up to whole vectors.
 template <class T>
-void to_columns(const T* keys, int64_t stride, int count, int dim, float* columns) {
+void transpose_keys(const T* keys, int64_t stride, int count, int dim, float* columns) {
   for (int j = 0; j < count; j += LANES) {
     const T* at[LANES];
     for (int i = 0; i < LANES; ++i) at[i] = keys + std::min(j + i, count - 1) * stride;
     for (int d = 0; d < dim; d += LANES) {
       Floats x[LANES];
-      load_turned(at, d, x);
+      load_transposed(at, d, x);
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) store(columns + (d + i) * KEYS + j, x[i]);
+      for (int i = 0; i < LANES; ++i) store(columns + (d + i) * BLOCK_KEYS + j, x[i]);
     }
   }
 }
 
-// The same for keys kept as codes; `turned` has room for the words of LANES vectors.
-inline void to_columns(const Kept& kept, int64_t vector, int count, Words* turned, float* columns) {
-  each_width(kept.codes.bits, [&](auto bits) {
+// The same for keys cache as codes; `turned` has room for the words of LANES vectors.
+inline void transpose_keys(const CachedVectors& cache, int64_t vector, int count, Words* turned, float* columns) {
+  each_width(cache.format.bits, [&](auto bits) {
     for (int j = 0; j < count; j += LANES) {
       int64_t at[LANES];
       for (int i = 0; i < LANES; ++i) at[i] = vector + std::min(j + i, count - 1);
-      decode_turned<bits.value>(kept, at, turned, [&](int d, Floats x) __attribute__((always_inline)) {
-        store(columns + int64_t(d) * KEYS + j, x);
+      decode_transposed<bits.value>(cache, at, turned, [&](int d, Floats x) __attribute__((always_inline)) {
+        store(columns + int64_t(d) * BLOCK_KEYS + j, x);
       });
     }
   });
@@ -78,30 +78,30 @@ inline void to_columns(const Kept& kept, int64_t vector, int count, Words* turne
 
 // scores[m][j] = q[m] . keys[j] for keys as columns.
 template <int M>
-void scores_of_columns(const float* q, int q_stride, const float* keys, int dim, float* scores) {
-  for (int n = 0; n < KEYS; n += WIDE * LANES) {
-    Floats sum[M][WIDE] = {};
+void scores_of_transposed(const float* q, int q_stride, const float* keys, int dim, float* scores) {
+  for (int n = 0; n < BLOCK_KEYS; n += NR * LANES) {
+    Floats sum[M][NR] = {};
     for (int d = 0; d < dim; ++d) {
-      Floats k[WIDE];
+      Floats k[NR];
 #pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) k[w] = load(keys + d * KEYS + n + w * LANES);
+      for (int w = 0; w < NR; ++w) k[w] = load(keys + d * BLOCK_KEYS + n + w * LANES);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        Floats x = in_turn(q[m * q_stride + d]);
+        Floats x = broadcast_in_order(q[m * q_stride + d]);
 #pragma GCC unroll 8
-        for (int w = 0; w < WIDE; ++w) sum[m][w] = fused(x, k[w], sum[m][w]);
+        for (int w = 0; w < NR; ++w) sum[m][w] = multiply_add(x, k[w], sum[m][w]);
       }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) store(scores + m * KEYS + n + w * LANES, sum[m][w]);
+      for (int w = 0; w < NR; ++w) store(scores + m * BLOCK_KEYS + n + w * LANES, sum[m][w]);
   }
 }
 
 // out[m] = out[m] * keep[m] + sum over j of weights[m][j] * values[j], W vectors of them.
 template <int M, int W, bool few, class T>
-void add_some(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
+void accumulate_vectors(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
               const float* keep, float* out, int64_t out_stride) {
   Floats sum[M][W];
 #pragma GCC unroll 8
@@ -118,9 +118,9 @@ void add_some(const float* weights, const T* values, int64_t stride, int64_t ahe
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      Floats x = in_turn(weights[m * KEYS + j]);
+      Floats x = broadcast_in_order(weights[m * BLOCK_KEYS + j]);
 #pragma GCC unroll 8
-      for (int w = 0; w < W; ++w) sum[m][w] = fused(x, v[w], sum[m][w]);
+      for (int w = 0; w < W; ++w) sum[m][w] = multiply_add(x, v[w], sum[m][w]);
     }
   }
 #pragma GCC unroll 8
@@ -130,19 +130,19 @@ void add_some(const float* weights, const T* values, int64_t stride, int64_t ahe
 }
 
 template <int M, bool few, class T>
-void add_values(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
+void accumulate_values(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
                 int dim, const float* keep, float* out, int64_t out_stride) {
   int d = 0;
-  for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
-    add_some<M, WIDE, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
+  for (; d + NR * LANES <= dim; d += NR * LANES)
+    accumulate_vectors<M, NR, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
   for (; d < dim; d += LANES)
-    add_some<M, 1, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
+    accumulate_vectors<M, 1, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
 }
 
-// f(std::integral_constant<int, n>) for 1 <= n <= TALL.
+// f(std::integral_constant<int, n>) for 1 <= n <= MR.
 template <class F>
-void counted(int n, F f) {
-  static_assert(TALL == 6, "the cases below are all there are");
+void dispatch_count(int n, F f) {
+  static_assert(MR == 6, "the cases below are all there are");
   switch (n) {
     case 1: return f(std::integral_constant<int, 1>{});
     case 2: return f(std::integral_constant<int, 2>{});

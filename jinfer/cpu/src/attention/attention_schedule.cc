@@ -14,8 +14,8 @@ constexpr int64_t kWrites = 8;  // tokens that one thread writes
 
 thread_local Scratch scratch;
 
-// Whether two calls are cut alike, and see and write the same places.
-bool alike(const Call& a, const Call& b) {
+// Whether two calls are cut same_plan, and see and write the same places.
+bool same_plan(const Call& a, const Call& b) {
   const auto places = [](const Call& c) {
     return std::make_tuple(c.rows, c.positions, c.last, c.tables, c.tokens, c.width, c.blocks, c.size,
                            c.rules.window, c.rules.ahead, c.written, c.sums != nullptr);
@@ -28,33 +28,33 @@ bool alike(const Call& a, const Call& b) {
 
 }  // namespace
 
-struct Planned {
+struct CachedPlan {
   Call call;  // that it was made for
-  Plan plan;
-  bool late;  // who computes a whole tile writes its tokens
+  TilePlan plan;
+  bool writes_in_tile;  // who computes a whole tile writes its tokens
 };
 
-Plans::Plans() = default;
-Plans::~Plans() = default;
+PlanCache::PlanCache() = default;
+PlanCache::~PlanCache() = default;
 
-ffi::ErrorOr<const Planned*> Plans::of(const Call& call, const ffi::ThreadPool& pool) {
+ffi::ErrorOr<const CachedPlan*> PlanCache::of(const Call& call, const ffi::ThreadPool& pool) {
   for (size_t i = 0; i < used_; ++i)
-    if (alike(plans_[i]->call, call)) return const_cast<const Planned*>(plans_[i].get());
-  if (ffi::Error error = check_places(call); error.failure()) return error;
-  if (used_ == plans_.size()) plans_.push_back(std::make_unique<Planned>());
-  Planned* planned = plans_[used_++].get();
-  planned->call = call;
-  planned->late = call.written && apart(call);
-  planned->plan.make(call, most_threads(pool));
-  return const_cast<const Planned*>(planned);
+    if (same_plan(plans_[i]->call, call)) return const_cast<const CachedPlan*>(plans_[i].get());
+  if (ffi::Error error = check_slots(call); error.failure()) return error;
+  if (used_ == plans_.size()) plans_.push_back(std::make_unique<CachedPlan>());
+  CachedPlan* cached = plans_[used_++].get();
+  cached->call = call;
+  cached->writes_in_tile = call.written && writes_are_disjoint(call);
+  cached->plan.make(call, most_threads(pool));
+  return const_cast<const CachedPlan*>(cached);
 }
 
-AttentionWork::AttentionWork(const Call& call, const Planned& planned)
-    : call_(call), planned_(&planned) {
-  const Plan& plan = planned.plan;
-  call_.late = planned.late;
-  const int64_t cut = plan.cut().size();
-  if (call.written) chunks_[0] = call_.late ? cut : (call.tokens + kWrites - 1) / kWrites;
+AttentionWork::AttentionWork(const Call& call, const CachedPlan& cached)
+    : call_(call), planned_(&cached) {
+  const TilePlan& plan = cached.plan;
+  call_.writes_in_tile = cached.writes_in_tile;
+  const int64_t cut = plan.split_tiles().size();
+  if (call.written) chunks_[0] = call_.writes_in_tile ? cut : (call.tokens + kWrites - 1) / kWrites;
   chunks_[1] = plan.items + !plan.padding().empty();
   chunks_[2] = cut;
 }
@@ -62,7 +62,7 @@ AttentionWork::AttentionWork(const Call& call, const Planned& planned)
 int64_t AttentionWork::threads() const { return planned_->plan.threads; }
 int64_t AttentionWork::room() const { return planned_->plan.room; }
 
-void AttentionWork::put(const void* q, const void* k, const void* v, void* out, float* partial) {
+void AttentionWork::bind(const void* q, const void* k, const void* v, void* out, float* partial) {
   call_.q = q, call_.k = k, call_.v = v, call_.out = out, partial_ = partial;
 }
 
@@ -73,24 +73,24 @@ void AttentionWork::write(int64_t token, int64_t head) const {
 
 void AttentionWork::run(int64_t stage, int64_t chunk) const {
   const AttentionKernels& kernels = attention_kernels();
-  const Plan& plan = planned_->plan;
-  if (stage == 0 && call_.late) {
-    const Tile& tile = plan.cut()[chunk];
+  const TilePlan& plan = planned_->plan;
+  if (stage == 0 && call_.writes_in_tile) {
+    const Tile& tile = plan.split_tiles()[chunk];
     for (int64_t t = 0; t < tile.rows / call_.group; ++t) write(tile.token + t, tile.head);
   } else if (stage == 0) {
     for (int64_t t = chunk * kWrites; t < std::min(call_.tokens, (chunk + 1) * kWrites); ++t)
       for (int64_t head = 0; head < call_.kv_heads; ++head) write(t, head);
   } else if (stage == 2) {
-    const Tile& tile = plan.cut()[chunk];
+    const Tile& tile = plan.split_tiles()[chunk];
     kernels.merge(call_, tile, partial_ + tile.at, scratch.of(merge_floats(call_)));
   } else if (chunk == plan.items) {
     for (int64_t token : plan.padding()) clear(call_, token);
-  } else if (const auto [tile, part] = plan.piece(call_, chunk); part < 0) {
-    kernels.whole(call_, tile, scratch.of(whole_floats(call_)));
+  } else if (const auto [tile, split] = plan.piece(call_, chunk); split < 0) {
+    kernels.tile(call_, tile, scratch.of(tile_floats(call_)));
   } else {
-    const int64_t before = part - tile.first_part();
+    const int64_t before = split - tile.first_split();
     float* to = partial_ + tile.at + before * tile.rows * partial_floats(call_);
-    kernels.part(call_, tile, part, to, scratch.of(part_floats(call_)));
+    kernels.split(call_, tile, split, to, scratch.of(split_floats(call_)));
   }
 }
 

@@ -18,10 +18,10 @@ inline ffi::Error wrong(const std::string& what) {
 }
 
 // That every block that will be used is one of the pool's.
-inline ffi::Error check_places(const Call& call) {
+inline ffi::Error check_slots(const Call& call) {
   auto within = [&](int64_t row, int64_t entry) {
     const int32_t block = call.tables[row * call.width + entry];
-    return (block >= 0 && block < call.blocks) || (call.sums && block == ELSEWHERE);
+    return (block >= 0 && block < call.blocks) || (call.sums && block == NOT_LOCAL);
   };
   auto outside = [](int64_t t, const char* what) {
     return wrong("token " + std::to_string(t) + " " + what);
@@ -54,7 +54,7 @@ inline ffi::Error check_places(const Call& call) {
 
 // Whether no token sees, or is written to, a block that another token is written to, as when each is
 // the next one of another sequence: then who computes a tile may write its tokens. Of many: no.
-inline bool apart(const Call& call) {
+inline bool writes_are_disjoint(const Call& call) {
   constexpr int MOST = 64, TOGETHER = 16;
   constexpr int32_t NOWHERE = INT_MIN;
   if (call.tokens > MOST) return false;
@@ -63,7 +63,7 @@ inline bool apart(const Call& call) {
   for (int64_t t = 0; t < call.tokens; ++t) {
     if (call.rows[t] < 0) continue;
     const int32_t block = call.block(call.rows[t], call.positions[t]);
-    if (block != ELSEWHERE) written[t] = block;
+    if (block != NOT_LOCAL) written[t] = block;
   }
   auto writers = [&](int32_t block) {
     int count = 0;

@@ -17,27 +17,27 @@ inline void widen(const void* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) store(to + i, load(x + i));
   if (i < count) {
-    const Floats rest = load_some(x + i, count - i);
+    const Floats rest = load_partial(x + i, count - i);
     memcpy(to + i, &rest, 4 * (count - i));
   }
 }
 
 // Converts `count` numbers to float, and back.
-inline void to_floats(Kind kind, const void* from, int64_t count, float* to) {
-  if (kind == Kind::f32) memcpy(to, from, 4 * count);
-  if (kind == Kind::bf16) widen<Bfloat>(from, count, to);
-  if (kind == Kind::f16) widen<Half>(from, count, to);
+inline void to_floats(DType dtype, const void* from, int64_t count, float* to) {
+  if (dtype == DType::f32) memcpy(to, from, 4 * count);
+  if (dtype == DType::bf16) widen<BFloat16>(from, count, to);
+  if (dtype == DType::f16) widen<Float16>(from, count, to);
 }
 
-inline void from_floats(Kind kind, const float* from, int64_t count, void* to) {
+inline void from_floats(DType dtype, const float* from, int64_t count, void* to) {
   uint16_t* y = static_cast<uint16_t*>(to);
   int64_t i = 0;
-  if (kind == Kind::f32) {
+  if (dtype == DType::f32) {
     memcpy(to, from, 4 * count);
-  } else if (kind == Kind::bf16) {
+  } else if (dtype == DType::bf16) {
     for (; i + 16 <= count; i += 16)
-      for (int j = 0; j < 16; ++j) y[i + j] = to_bfloat(from[i + j]);
-    for (; i < count; ++i) y[i] = to_bfloat(from[i]);
+      for (int j = 0; j < 16; ++j) y[i + j] = to_bf16(from[i + j]);
+    for (; i < count; ++i) y[i] = to_bf16(from[i]);
   } else {
     auto within = [](float x) { return std::min(std::max(x, -65504.0f), 65504.0f); };
 #if defined(__AVX512F__)
@@ -47,7 +47,7 @@ inline void from_floats(Kind kind, const float* from, int64_t count, void* to) {
       _mm256_storeu_si256((__m256i*)(y + i), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
-    for (; i < count; ++i) y[i] = to_half(within(from[i]));
+    for (; i < count; ++i) y[i] = to_f16(within(from[i]));
   }
 }
 
@@ -114,7 +114,7 @@ inline void pack(const uint32_t* codes, uint32_t* words) {
 }
 
 // to[i] = scale * codes[i] + base, for 32 codes.
-inline void scaled(const uint8_t* codes, float scale, float base, float* to) {
+inline void dequantize(const uint8_t* codes, float scale, float base, float* to) {
 #if defined(__AVX512F__)
   for (int i = 0; i < 32; i += 16) {
     __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i)));
@@ -149,42 +149,42 @@ inline void split_pairs(Word* words) {
 }
 
 template <int bits>
-void decode(const Codes& c, int dim, const uint32_t* words, const uint16_t* numbers, float* to) {
+void decode(const KvFormat& c, int dim, const uint32_t* words, const uint16_t* numbers, float* to) {
   for (int column = 0; column < c.columns(dim); ++column, words += bits) {
     uint32_t codes[16];
     if (bits != 8) unpack<bits>(words, codes);
-    if (bits == 7) split_pairs(codes);
+    if (bits == kThreeAndAHalf) split_pairs(codes);
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(bits == 8 ? words : codes);
-    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, to += 32) {
-      const float scale = from_half(*numbers++);
-      const float base = c.symmetric ? -scale * (c.levels / 2) : from_half(*numbers++);
-      scaled(bytes + 32 * half, scale, base, to);
+    for (int half = 0; half < (per_code_of(bits)); ++half, to += 32) {
+      const float scale = from_f16(*numbers++);
+      const float base = c.symmetric ? -scale * (c.levels / 2) : from_f16(*numbers++);
+      dequantize(bytes + 32 * half, scale, base, to);
     }
   }
 }
 
 // Vectors of LANES keys, decoded and turned: emit(d, x) with number d of each, d rising.
 template <int bits, class F>
-inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turned, const F& emit) {
-  const Codes& c = kept.codes;
-  const int words = c.words(kept.dim), numbers = c.numbers(kept.dim), each = c.symmetric ? 1 : 2;
+inline void decode_transposed(const CachedVectors& cache, const int64_t* vectors, Words* turned, const F& emit) {
+  const KvFormat& c = cache.format;
+  const int words = c.words(cache.dim), numbers = c.numbers(cache.dim), each = c.symmetric ? 1 : 2;
   for (int w = 0; w < words; w += 8) {
     const uint32_t* from[LANES];
     for (int i = 0; i < LANES; ++i)
-      from[i] = static_cast<const uint32_t*>(kept.data) + vectors[i] * words + w;
-    turn_words(from, std::min(8, words - w), turned + w);
+      from[i] = static_cast<const uint32_t*>(cache.data) + vectors[i] * words + w;
+    transpose_words(from, std::min(8, words - w), turned + w);
   }
   auto number = [&](int at) {
-    Half x[LANES];
-    for (int i = 0; i < LANES; ++i) x[i].bits = kept.numbers[vectors[i] * numbers + at];
+    Float16 x[LANES];
+    for (int i = 0; i < LANES; ++i) x[i].bits = cache.numbers[vectors[i] * numbers + at];
     return load(x);
   };
-  for (int column = 0, block = 0; column < c.columns(kept.dim); ++column, turned += bits) {
+  for (int column = 0, block = 0; column < c.columns(cache.dim); ++column, turned += bits) {
     Words codes[16];
     if (bits != 8) unpack<bits>(turned, codes);
-    if (bits == 7) split_pairs(codes);
+    if (bits == kThreeAndAHalf) split_pairs(codes);
     const Words* fours = bits == 8 ? turned : codes;
-    for (int half = 0; half < (bits == 7 ? 2 : 1); ++half, ++block) {
+    for (int half = 0; half < (per_code_of(bits)); ++half, ++block) {
       const Floats scale = number(block * each);
       const Floats base = c.symmetric ? -scale * float(c.levels / 2) : number(block * each + 1);
 #pragma GCC unroll 1
@@ -193,7 +193,7 @@ inline void decode_turned(const Kept& kept, const int64_t* vectors, Words* turne
         for (int i = 0; i < 4; ++i) {
           const Words code = (fours[8 * half + s] >> (8 * i)) & 255u;
           emit(32 * block + 4 * s + i,
-               fused(scale, __builtin_convertvector((Ints)code, Floats), base));
+               multiply_add(scale, __builtin_convertvector((Ints)code, Floats), base));
         }
     }
   }
@@ -205,29 +205,29 @@ inline float reach(int levels) {
 }
 
 // The larger of each lane, or NaN where either is; and of all lanes, in every one.
-inline Floats larger_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+inline Floats max_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
 
 template <int apart = LANES / 2>
-inline Floats highest_or_nan(Floats x) {
+inline Floats max_lane_or_nan(Floats x) {
   if constexpr (apart == 0) {
     return x;
   } else {
-    x = larger_or_nan(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
-    return highest_or_nan<apart / 2>(x);
+    x = max_or_nan(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return max_lane_or_nan<apart / 2>(x);
   }
 }
 
 // Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a NaN
 // gets NaN for its numbers: what is broken must not look like text.
-inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint8_t* codes) {
+inline void encode_block(const KvFormat& c, const float* x, uint16_t* numbers, uint8_t* codes) {
   Floats lowest = load(x), most = lowest;
 #pragma GCC unroll 8
   for (int i = LANES; i < 32; i += LANES) {
-    lowest = -larger_or_nan(-lowest, -load(x + i));
-    most = larger_or_nan(most, load(x + i));
+    lowest = -max_or_nan(-lowest, -load(x + i));
+    most = max_or_nan(most, load(x + i));
   }
-  const float low = -highest_or_nan(-lowest)[0], high = highest_or_nan(most)[0];
-  auto half = [](float y) { return to_half(std::min(std::max(y, -65504.0f), 65504.0f)); };
+  const float low = -max_lane_or_nan(-lowest)[0], high = max_lane_or_nan(most)[0];
+  auto half = [](float y) { return to_f16(std::min(std::max(y, -65504.0f), 65504.0f)); };
   float base = 0, offset = 0;
   if (c.symmetric) {
     offset = float(c.levels / 2);
@@ -236,15 +236,15 @@ inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint
     const float spread = high - low, share = reach(c.levels);
     numbers[0] = half(spread * (share / float(c.levels - 1)));
     numbers[1] = half(low + spread * ((1 - share) / 2));
-    base = from_half(numbers[1]);
+    base = from_f16(numbers[1]);
   }
-  const float scale = from_half(numbers[0]), inverse = scale != 0 ? 1 / scale : 0;
-  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const float scale = from_f16(numbers[0]), inverse = scale != 0 ? 1 / scale : 0;
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   alignas(64) int32_t wide[32];
 #pragma GCC unroll 8
   for (int i = 0; i < 32; i += LANES) {
     Floats q = (load(x + i) - base) * inverse + offset;
-    q = larger(-larger(-q, all(1 - float(c.levels))), Floats{});  // NaN, too, becomes a code
+    q = larger(-larger(-q, broadcast(1 - float(c.levels))), Floats{});  // NaN, too, becomes a code
     Ints rounded = __builtin_convertvector((q + magic) - magic, Ints);
     memcpy(wide + i, &rounded, sizeof rounded);
   }
@@ -252,7 +252,7 @@ inline void encode_block(const Codes& c, const float* x, uint16_t* numbers, uint
 }
 
 template <int bits>
-void encode(const Codes& c, int dim, const float* from, uint32_t* words, uint16_t* numbers) {
+void encode(const KvFormat& c, int dim, const float* from, uint32_t* words, uint16_t* numbers) {
   for (int column = 0; column < c.columns(dim); ++column, words += bits) {
     alignas(32) uint8_t codes[64];
     for (int half = 0; half < c.per_code; ++half) {
@@ -266,7 +266,7 @@ void encode(const Codes& c, int dim, const float* from, uint32_t* words, uint16_
       encode_block(c, block, numbers, codes + 32 * half);
       numbers += c.symmetric ? 1 : 2;
     }
-    if (bits == 7)
+    if (bits == kThreeAndAHalf)
       for (int i = 0; i < 32; ++i) codes[i] = 11 * codes[i] + codes[32 + i];
     pack<bits>(reinterpret_cast<const uint32_t*>(codes), words);
   }
@@ -280,27 +280,27 @@ inline void each_width(int bits, F f) {
     case 4: return f(std::integral_constant<int, 4>{});
     case 5: return f(std::integral_constant<int, 5>{});
     case 6: return f(std::integral_constant<int, 6>{});
-    case 7: return f(std::integral_constant<int, 7>{});
+    case kThreeAndAHalf: return f(std::integral_constant<int, kThreeAndAHalf>{});
     default: return f(std::integral_constant<int, 8>{});
   }
 }
 
 // Vectors first .. first + count as floats, each with zeros after its own up to its padded width.
-inline const float* read(const Kept& kept, int64_t first, int count, float* scratch) {
-  const int dim = kept.dim, stride = kept.padded();
-  if (kept.kind == Kind::codes) {
-    const Codes& c = kept.codes;
-    const uint32_t* words = static_cast<const uint32_t*>(kept.data) + first * c.words(dim);
-    const uint16_t* numbers = kept.numbers + first * c.numbers(dim);
+inline const float* read(const CachedVectors& cache, int64_t first, int count, float* scratch) {
+  const int dim = cache.dim, stride = cache.padded();
+  if (cache.dtype == DType::quantized) {
+    const KvFormat& c = cache.format;
+    const uint32_t* words = static_cast<const uint32_t*>(cache.data) + first * c.words(dim);
+    const uint16_t* numbers = cache.numbers + first * c.numbers(dim);
     each_width(c.bits, [&](auto bits) {
       for (int i = 0; i < count; ++i)
         decode<bits.value>(c, dim, words + i * c.words(dim), numbers + i * c.numbers(dim),
                            scratch + int64_t(i) * stride);
     });
   } else {
-    const char* from = static_cast<const char*>(kept.data) + first * dim * bytes_of(kept.kind);
-    for (int i = 0; i < count; ++i, from += dim * bytes_of(kept.kind))
-      to_floats(kept.kind, from, dim, scratch + int64_t(i) * stride);
+    const char* from = static_cast<const char*>(cache.data) + first * dim * bytes_of(cache.dtype);
+    for (int i = 0; i < count; ++i, from += dim * bytes_of(cache.dtype))
+      to_floats(cache.dtype, from, dim, scratch + int64_t(i) * stride);
   }
   for (int i = 0; i < count && dim < stride; ++i)
     std::fill(scratch + int64_t(i) * stride + dim, scratch + int64_t(i + 1) * stride, 0.0f);
@@ -308,30 +308,30 @@ inline const float* read(const Kept& kept, int64_t first, int count, float* scra
 }
 
 // Has vectors fetched that will be needed soon.
-inline void fetch(const Kept& kept, int64_t vector, int count) {
+inline void prefetch(const CachedVectors& cache, int64_t vector, int count) {
   auto lines = [](const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
     asm volatile("");  // or calls are left out, as of a function that does nothing
   };
-  if (kept.kind != Kind::codes) {
-    const int64_t bytes = int64_t(kept.dim) * bytes_of(kept.kind);
-    return lines(static_cast<const char*>(kept.data) + vector * bytes, count * bytes);
+  if (cache.dtype != DType::quantized) {
+    const int64_t bytes = int64_t(cache.dim) * bytes_of(cache.dtype);
+    return lines(static_cast<const char*>(cache.data) + vector * bytes, count * bytes);
   }
-  const int64_t words = 4 * kept.codes.words(kept.dim), numbers = kept.codes.numbers(kept.dim);
-  lines(static_cast<const char*>(kept.data) + vector * words, count * words);
-  lines(reinterpret_cast<const char*>(kept.numbers + vector * numbers), 2 * count * numbers);
+  const int64_t words = 4 * cache.format.words(cache.dim), numbers = cache.format.numbers(cache.dim);
+  lines(static_cast<const char*>(cache.data) + vector * words, count * words);
+  lines(reinterpret_cast<const char*>(cache.numbers + vector * numbers), 2 * count * numbers);
 }
 
 // Puts a vector in.
-inline void write(const Kept& kept, int64_t at, const float* from) {
-  const int dim = kept.dim;
-  if (kept.kind == Kind::codes) {
-    const Codes& c = kept.codes;
-    uint32_t* words = static_cast<uint32_t*>(kept.data) + at * c.words(dim);
-    uint16_t* numbers = kept.numbers + at * c.numbers(dim);
+inline void write_vector(const CachedVectors& cache, int64_t at, const float* from) {
+  const int dim = cache.dim;
+  if (cache.dtype == DType::quantized) {
+    const KvFormat& c = cache.format;
+    uint32_t* words = static_cast<uint32_t*>(cache.data) + at * c.words(dim);
+    uint16_t* numbers = cache.numbers + at * c.numbers(dim);
     each_width(c.bits, [&](auto bits) { encode<bits.value>(c, dim, from, words, numbers); });
   } else {
-    from_floats(kept.kind, from, dim, static_cast<char*>(kept.data) + at * dim * bytes_of(kept.kind));
+    from_floats(cache.dtype, from, dim, static_cast<char*>(cache.data) + at * dim * bytes_of(cache.dtype));
   }
 }
 

@@ -36,7 +36,7 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
   }
   if (copies == 0) return ffi::Error::Success();
   // One copy may be of what another has made: those of an array are done in their order.
-  parallel(pool, static_cast<int64_t>(arrays.size()), pool.num_threads(), [&](int64_t a) {
+  parallel_for(pool, static_cast<int64_t>(arrays.size()), pool.num_threads(), [&](int64_t a) {
     auto array = *arrays.get<ffi::AnyBuffer>(a);
     const int64_t bytes = static_cast<int64_t>(array.size_bytes()) / array.dimensions()[0];
     char* data = static_cast<char*>(array.untyped_data());

@@ -3,8 +3,8 @@
 
 namespace jinfer {
 
-enum class Kind { f32, bf16, f16, codes };
+enum class DType { f32, bf16, f16, quantized };
 
-inline int bytes_of(Kind kind) { return kind == Kind::f32 ? 4 : 2; }
+inline int bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 }  // namespace jinfer

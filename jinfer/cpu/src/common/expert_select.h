@@ -8,7 +8,7 @@
 namespace jinfer {
 
 // The numbers are those of `selection` in quantized_matmul.py.
-enum Select : int64_t { kOnly = 0, kIndex = 1, kOffsets = 2 };
+enum ExpertSelect : int64_t { kSingle = 0, kIndex = 1, kOffsets = 2 };
 
 // Rows that are multiplied with one matrix of each stack.
 struct Segment {
@@ -19,7 +19,7 @@ struct Segment {
 // at last where they end. Matrices without rows are left out.
 inline std::vector<Segment> segments_of(int64_t select, const int32_t* values, int64_t count,
                                         int64_t rows) {
-  if (select == kOnly) return {{0, 0, rows}};
+  if (select == kSingle) return {{0, 0, rows}};
   if (select == kIndex) return {{count > 0 ? values[0] : -1, 0, rows}};
   std::vector<Segment> segments;
   for (int64_t i = 0; i + 1 < count; ++i) {

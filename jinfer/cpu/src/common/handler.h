@@ -26,9 +26,9 @@ constexpr bool is_result<xla::ffi::Result<T>> = true;
 
 // What XLA gives a handler, taken in the order of a function's parameters: its threads, buffers as
 // arguments, all others of them, buffers as results, or all of them, and attributes by their names.
-class Given {
+class ArgReader {
  public:
-  Given(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+  ArgReader(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
         xla::ffi::Dictionary attributes, const char* const* names)
       : pool_(pool), args_(args), rets_(rets), attributes_(attributes), names_(names) {}
 
@@ -39,17 +39,17 @@ class Given {
       return pool_;
     } else if constexpr (std::is_same_v<T, xla::ffi::RemainingArgs>) {
       const size_t from = std::min(std::exchange(arg_, args_.size()), args_.size());
-      return Others(args_).from(from);
+      return RemainingFrom(args_).from(from);
     } else if constexpr (std::is_same_v<T, xla::ffi::RemainingRets>) {
       ret_ = rets_.size();
       return rets_;
     } else if constexpr (is_buffer<T>) {
-      return found(args_.get<T>(arg_++), [] { return T(&nothing()); });
+      return value_or_error(args_.get<T>(arg_++), [] { return T(&empty_buffer()); });
     } else if constexpr (is_result<T>) {
       using Buffer = std::decay_t<decltype(*std::declval<T>())>;
-      return found(rets_.get<Buffer>(ret_++), [] { return T(Buffer(&nothing())); });
+      return value_or_error(rets_.get<Buffer>(ret_++), [] { return T(Buffer(&empty_buffer())); });
     } else {
-      return found(attributes_.get<T>(names_[attribute_++]), [] { return T{}; });
+      return value_or_error(attributes_.get<T>(names_[attribute_++]), [] { return T{}; });
     }
   }
 
@@ -61,18 +61,18 @@ class Given {
   }
 
  private:
-  struct Others : xla::ffi::RemainingArgs {
-    explicit Others(const xla::ffi::RemainingArgs& all) : RemainingArgs(all) {}
+  struct RemainingFrom : xla::ffi::RemainingArgs {
+    explicit RemainingFrom(const xla::ffi::RemainingArgs& all) : RemainingArgs(all) {}
     xla::ffi::RemainingArgs from(size_t first) const { return {args(), offset() + first}; }
   };
 
-  static const XLA_FFI_Buffer& nothing() {
-    static const XLA_FFI_Buffer nothing{};
-    return nothing;
+  static const XLA_FFI_Buffer& empty_buffer() {
+    static const XLA_FFI_Buffer empty_buffer{};
+    return empty_buffer;
   }
 
   template <class T, class Else>
-  T found(xla::ffi::ErrorOr<T> value, Else otherwise) {
+  T value_or_error(xla::ffi::ErrorOr<T> value, Else otherwise) {
     if (value.has_value()) return *value;
     if (!error_) error_ = value.error();
     return otherwise();
@@ -93,10 +93,10 @@ constexpr bool is_attribute =
     !std::is_same_v<T, xla::ffi::RemainingArgs> && !std::is_same_v<T, xla::ffi::RemainingRets>;
 
 template <size_t names, class... T>
-xla::ffi::Error call_with(xla::ffi::Error (*function)(T...), Given given) {
+xla::ffi::Error call_with(xla::ffi::Error (*function)(T...), ArgReader reader) {
   static_assert(names == (size_t{0} + ... + is_attribute<T>), "not the attributes that it takes");
-  const std::tuple<T...> all{given.take<T>()...};
-  if (auto error = given.error()) return *error;
+  const std::tuple<T...> all{reader.take<T>()...};
+  if (auto error = reader.error()) return *error;
   return std::apply(function, all);
 }
 

@@ -13,12 +13,12 @@ namespace {
 constexpr int32_t kFlags = 1024;
 std::atomic<bool> raised[kFlags];
 
-bool known(int32_t flag) { return flag >= 0 && flag < kFlags; }
+bool is_flag(int32_t flag) { return flag >= 0 && flag < kFlags; }
 
 ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
                        ffi::Result<ffi::Buffer<ffi::PRED>> out) {
   const int32_t which = flag.typed_data()[0];
-  if (!known(which)) return ffi::Error::InvalidArgument("there is no such flag");
+  if (!is_flag(which)) return ffi::Error::InvalidArgument("there is no such flag");
   out->typed_data()[0] = raised[which].load(std::memory_order_relaxed);
   return ffi::Error::Success();
 }
@@ -30,8 +30,8 @@ ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
 JINFER_HANDLER(jinfer_interrupted, jinfer::interrupted);
 
 // Whether there is such a flag.
-extern "C" __attribute__((visibility("default"))) bool jinfer_raise(int32_t flag, bool on) {
-  if (!jinfer::known(flag)) return false;
+extern "C" __attribute__((visibility("default"))) bool jinfer_set_interrupt(int32_t flag, bool on) {
+  if (!jinfer::is_flag(flag)) return false;
   jinfer::raised[flag].store(on, std::memory_order_relaxed);
   return true;
 }

@@ -109,12 +109,12 @@ bool is_zen4() {
 }  // namespace
 
 #if defined(__x86_64__)
-bool fetches_by_itself() {
+bool prefers_hardware_prefetch() {
   static const bool zen4 = is_zen4();
   return zen4;
 }
 
-bool multiplies_in_pairs() {
+bool prefers_bf16_dot() {
   static const bool amd = is_amd();
   return amd || isa_limit.load(std::memory_order_relaxed) == static_cast<int>(Isa::avx512bf16);
 }

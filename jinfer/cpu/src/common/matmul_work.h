@@ -23,16 +23,16 @@ inline int64_t threads_for(int64_t work, const ffi::ThreadPool& pool) {
 // It is cut, then given memory for rows in the forms that it wants and for its results; the rows are
 // prepared, and each chunk is run once, by any thread. It may be read and cut anew, and keeps the
 // memory that it has.
-class RowProduct {
+class MatmulWork {
  public:
-  virtual ~RowProduct() = default;
+  virtual ~MatmulWork() = default;
 
   virtual size_t results() const = 0;
   virtual int64_t outputs(size_t result) const = 0;
-  virtual void put(size_t result, float* y) = 0;  // [rows, outputs]
+  virtual void set_output(size_t result, float* y) = 0;  // [rows, outputs]
 
   // Into chunks: those of neighbours are neighbours in memory.
-  virtual void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) = 0;
+  virtual void partition(const Segment* segments, size_t count, const ffi::ThreadPool& pool) = 0;
   int64_t chunks = 0, threads = 1;  // that are worth it
 
   // Of a row of activations in each form, in bytes; 0: this one is not wanted after all.

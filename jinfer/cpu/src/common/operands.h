@@ -43,9 +43,9 @@ class Operands {
  public:
   // From argument `next` on, which is the table if something is told.
   Operands(const xla::ffi::RemainingArgs& args, size_t next,
-           xla::ffi::Span<const int64_t> told = {})
-      : args_(args), next_(next), at_(told.begin()), end_(told.end()) {
-    if (told.size() == 0) return;
+           xla::ffi::Span<const int64_t> layout = {})
+      : args_(args), next_(next), at_(layout.begin()), end_(layout.end()) {
+    if (layout.size() == 0) return;
     auto table = args.get<xla::ffi::Buffer<xla::ffi::U32>>(next_++);
     if (table.has_error()) return;
     const auto shape = table->dimensions();
@@ -62,13 +62,13 @@ class Operands {
     }
     const int64_t left = end_ - at_;
     if (left < 3 || at_[0] >= rows_ || at_[2] < 0 || at_[2] > left - 3) return wrong();
-    uint64_t place[2];  // address, bytes
-    std::memcpy(place, table_ + 4 * at_[0], sizeof place);
-    const Operand found(static_cast<xla::ffi::DataType>(at_[1]),
+    uint64_t entry[2];  // address, bytes
+    std::memcpy(entry, table_ + 4 * at_[0], sizeof entry);
+    const Operand operand(static_cast<xla::ffi::DataType>(at_[1]),
                         {at_ + 3, static_cast<size_t>(at_[2])},
-                        reinterpret_cast<const void*>(place[0]));
+                        reinterpret_cast<const void*>(entry[0]));
     at_ += 3 + at_[2];
-    return found.size_bytes() == place[1] ? xla::ffi::ErrorOr<Operand>(found) : wrong();
+    return operand.size_bytes() == entry[1] ? xla::ffi::ErrorOr<Operand>(operand) : wrong();
   }
 
   // Whether there are no others.
@@ -76,7 +76,7 @@ class Operands {
 
  private:
   static xla::ffi::ErrorOr<Operand> wrong() {
-    return xla::ffi::Error::InvalidArgument("jinfer: what is told of a weight does not fit it");
+    return xla::ffi::Error::InvalidArgument("jinfer: what is layout of a weight does not fit it");
   }
 
   const xla::ffi::RemainingArgs& args_;

@@ -13,31 +13,31 @@ namespace {
 // thread does alone between two steps of several sequences. Woken, a thread comes tens of microseconds
 // late, and may share the waker's core for milliseconds: with 50 microseconds instead, of a model whose
 // layers are one call, 4 and 8 sequences were a tenth slower on two cores.
-constexpr auto kPatience = std::chrono::microseconds(400);
+constexpr auto kSpinTime = std::chrono::microseconds(400);
 
-struct Team {
+struct HelperPool {
   std::mutex mutex;
   std::shared_ptr<Job> job;         // the one posted last
   std::atomic<uint64_t> posted{0};  // jobs so far
   int64_t awake = 0;                // helpers: at work, looking for it, or on their way
 };
 
-Team& team() {
-  static Team* team = new Team;  // never destroyed: threads may outlive static objects
-  return *team;
+HelperPool& helper_pool() {
+  static HelperPool* helper_pool = new HelperPool;  // never destroyed: threads may outlive static objects
+  return *helper_pool;
 }
 
 // Helps with the job that is number `seen` and then with those posted after it.
 void help(std::shared_ptr<Job> job, uint64_t seen) {
-  Team& t = team();
+  HelperPool& t = helper_pool();
   for (;;) {
     job->help();
     job.reset();
-    const auto end = std::chrono::steady_clock::now() + kPatience;
-    Wait wait;
+    const auto end = std::chrono::steady_clock::now() + kSpinTime;
+    SpinWait wait;
     for (int i = 1; t.posted.load(std::memory_order_acquire) == seen; ++i) {
       if (i % 16 == 0 && std::chrono::steady_clock::now() > end) break;
-      wait.once();
+      wait.spin();
     }
     std::lock_guard<std::mutex> lock(t.mutex);
     if (t.posted.load(std::memory_order_relaxed) == seen) {
@@ -61,7 +61,7 @@ int64_t most_threads(const ffi::ThreadPool& pool) {
 // pool's threads: one more would share a core with another, both looking for work in turns, and it
 // takes the system milliseconds to see that (in a third of all steps three of four cores were at work).
 void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
-  Team& t = team();
+  HelperPool& t = helper_pool();
   uint64_t number;
   {
     std::lock_guard<std::mutex> lock(t.mutex);

@@ -17,9 +17,9 @@ namespace ffi = xla::ffi;
 // Waiting for another thread: awake at first, then leaving the processor to whoever wants it. On a
 // busy machine, or with fewer cores than threads, what is waited for may be what wants it: 4 threads on
 // one core took 4 times as long without.
-class Wait {
+class SpinWait {
  public:
-  void once() {
+  void spin() {
     if (++times_ > 200) {
       std::this_thread::yield();
       return;
@@ -51,7 +51,7 @@ class Job {
       : stages_(stages),
         runs_(runs),
         chunks_(chunks, chunks + stages),
-        places_(new Place[stages * (runs + 1)]),
+        counters_(new Counter[stages * (runs + 1)]),
         call_(call),
         work_(work) {
     for (int64_t stage = 0; stage < stages; ++stage)
@@ -83,21 +83,21 @@ class Job {
   }
 
  private:
-  struct alignas(128) Place {  // processors fetch lines in pairs
+  struct alignas(128) Counter {  // processors fetch lines in pairs
     std::atomic<int64_t> next{0};
   };
 
   int64_t first(int64_t stage, int64_t run) const { return chunks_[stage] * run / runs_; }
-  Place& run(int64_t stage, int64_t i) { return places_[stage * (runs_ + 1) + i]; }
-  std::atomic<int64_t>& done(int64_t stage) { return places_[stage * (runs_ + 1) + runs_].next; }
+  Counter& run(int64_t stage, int64_t i) { return counters_[stage * (runs_ + 1) + i]; }
+  std::atomic<int64_t>& done(int64_t stage) { return counters_[stage * (runs_ + 1) + runs_].next; }
 
   void wait(int64_t stage) {
-    for (Wait wait; done(stage).load(std::memory_order_acquire) < chunks_[stage];) wait.once();
+    for (SpinWait wait; done(stage).load(std::memory_order_acquire) < chunks_[stage];) wait.spin();
   }
 
   const int64_t stages_, runs_;
   const std::vector<int64_t> chunks_;
-  const std::unique_ptr<Place[]> places_;  // of each stage: the runs' next chunks, chunks done
+  const std::unique_ptr<Counter[]> counters_;  // of each stage: the runs' next chunks, chunks done
   std::atomic<int64_t> taken_{0};
   const Call call_;
   const void* const work_;
@@ -112,7 +112,7 @@ void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpe
 // only for those that a thread has already begun. So calls that run at the same time never wait for
 // each other's unstarted work, though all threads of the pool may be callers themselves.
 template <class Work>
-void in_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64_t threads,
+void run_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64_t threads,
                const Work& work) {
   const int64_t stages = static_cast<int64_t>(chunks.size());
   if (stages == 0) return;
@@ -133,8 +133,8 @@ void in_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64_
 
 // The same with one stage: work(chunk) for chunk = 0 .. chunks - 1.
 template <class Work>
-void parallel(ffi::ThreadPool& pool, int64_t chunks, int64_t threads, const Work& work) {
-  in_stages(pool, {chunks}, threads, [&](int64_t, int64_t chunk) { work(chunk); });
+void parallel_for(ffi::ThreadPool& pool, int64_t chunks, int64_t threads, const Work& work) {
+  run_stages(pool, {chunks}, threads, [&](int64_t, int64_t chunk) { work(chunk); });
 }
 
 }  // namespace jinfer

@@ -12,11 +12,11 @@ namespace {
 
 // work(row) for each; `size`: numbers of a row.
 template <class Work>
-void for_rows(xla::ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
+void parallel_rows(xla::ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
   constexpr int64_t kChunk = 1 << 15;  // numbers that are worth another thread
   const int64_t each = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, size));
   const int64_t chunks = (rows + each - 1) / each;
-  parallel(pool, chunks, chunks, [&](int64_t chunk) {
+  parallel_for(pool, chunks, chunks, [&](int64_t chunk) {
     const int64_t end = std::min(rows, (chunk + 1) * each);
     for (int64_t row = chunk * each; row < end; ++row) work(row);
   });

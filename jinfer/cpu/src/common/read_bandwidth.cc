@@ -3,7 +3,7 @@
 #include <cstring>
 
 // A word of each line, as memory gives whole ones.
-extern "C" __attribute__((visibility("default"))) uint64_t jinfer_read(const char* from,
+extern "C" __attribute__((visibility("default"))) uint64_t jinfer_read_bandwidth(const char* from,
                                                                        int64_t bytes,
                                                                        int64_t ahead) {
   uint64_t any = 0;

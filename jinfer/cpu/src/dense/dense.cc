@@ -17,16 +17,16 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
   std::vector<Segment> segments{{0, 0, rows}};
-  if (select != kOnly) {
+  if (select != kSingle) {
     auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
     if (chosen.has_error()) return chosen.error();
     segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
-  DenseProduct product;
+  DenseWork product;
   const size_t count = args.size() - next;
   Operands operands(args, next);
   auto error = product.read(operands, count, inputs,
-                            {activation, select != kOnly, transposed, first, taken, rounded});
+                            {activation, select != kSingle, transposed, first, taken, rounded});
   if (error.failure()) return error;
   for (const Segment& segment : segments)
     if (segment.index < 0 || segment.index >= product.count())
@@ -36,29 +36,29 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
     auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
     if (y.has_error()) return y.error();
     if (!has_shape(**y, {rows, product.outputs(t)})) return invalid_dense("a result's shape does not fit");
-    product.put(t, (*y)->typed_data());
+    product.set_output(t, (*y)->typed_data());
     if (inputs == 0) std::fill_n((*y)->typed_data(), (*y)->element_count(), 0.0f);
   }
   if (rows == 0 || inputs == 0) return ffi::Error::Success();
 
-  product.cut(segments.data(), segments.size(), pool);
-  product.rows[DenseProduct::kPlain] = static_cast<char*>(x.untyped_data());
-  static thread_local std::vector<float> kept[DenseProduct::kForms];
-  bool some = false;
-  for (size_t form = DenseProduct::kPlain + 1; form < DenseProduct::kForms; ++form) {
+  product.partition(segments.data(), segments.size(), pool);
+  product.rows[DenseWork::kPlain] = static_cast<char*>(x.untyped_data());
+  static thread_local std::vector<float> buffers[DenseWork::kForms];
+  bool any = false;
+  for (size_t form = DenseWork::kPlain + 1; form < DenseWork::kForms; ++form) {
     const size_t size = rows * product.row_bytes(form) / 4;
-    if (kept[form].size() < size) kept[form].resize(size);
-    product.rows[form] = reinterpret_cast<char*>(kept[form].data());
-    some |= size > 0;
+    if (buffers[form].size() < size) buffers[form].resize(size);
+    product.rows[form] = reinterpret_cast<char*>(buffers[form].data());
+    any |= size > 0;
   }
-  if (some) {
+  if (any) {
     const int64_t shares = std::min<int64_t>(rows / ROWS + 1, 4 * product.threads);
-    parallel(pool, shares, product.threads, [&](int64_t share) {
+    parallel_for(pool, shares, product.threads, [&](int64_t share) {
       for (int64_t m = rows * share / shares; m < rows * (share + 1) / shares; ++m)
         product.prepare(x.typed_data() + m * inputs, m);
     });
   }
-  parallel(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
+  parallel_for(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
   return ffi::Error::Success();
 }
 

@@ -14,10 +14,10 @@ namespace {
 
 constexpr int64_t OUTPUTS = 16, ROWS = 16;  // of a tile
 constexpr int64_t DEPTH = 32;               // inputs
-constexpr int64_t TOGETHER = 64;            // outputs that stay in a cache while rows go by
+constexpr int64_t OUTPUT_BLOCK = 64;            // outputs that stay in a cache while rows go by
 constexpr int64_t AHEAD = 24 << 10;         // bytes; see multiply_rows() in dense_gemm.h
 
-// Pairs of an arranged row.
+// Pairs of an packed row.
 int64_t pairs_of(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * DEPTH / 2; }
 
 // Rows beside row `row`: 16, but for the last ones.
@@ -27,15 +27,15 @@ int64_t width_of(int64_t row, int64_t rows) {
 
 // Pairs of 16 rows stand side by side, as a tile's columns do. Rounded to the nearest, ties to even;
 // numbers too small to be normal become 0.
-void arrange(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all) {
+void pack(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all) {
   const int64_t pairs = pairs_of(inputs), width = width_of(row, rows);
   float* to = all + row / ROWS * ROWS * pairs + row % ROWS;
   for (int64_t i = 0; i < pairs; i += LANES) {
-    const auto some = [&](int64_t from) {
+    const auto load_at = [&](int64_t from) {
       const int64_t left = inputs - from;
-      return left >= LANES ? load(x + from) : left > 0 ? load_some(x + from, left) : Floats{};
+      return left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
     };
-    const Floats low = some(2 * i), high = some(2 * i + LANES);
+    const Floats low = load_at(2 * i), high = load_at(2 * i + LANES);
     float both[LANES];
     const auto rounded = _mm512_cvtne2ps_pbh(high, low);
     memcpy(both, &rounded, sizeof both);
@@ -50,7 +50,7 @@ struct Weights {
 };
 
 // `room`: for a copy, in pairs.
-Weights weights_at(const Dense& w, int64_t output, float* room) {
+Weights weights_at(const DenseMatrix& w, int64_t output, float* room) {
   const char* from = static_cast<const char*>(w.data) + 2 * output * w.inputs;
   if (output + OUTPUTS <= w.outputs && w.inputs % DEPTH == 0) return {from, 2 * w.inputs};
   const int64_t stride = 4 * pairs_of(w.inputs), count = std::min(OUTPUTS, w.outputs - output);
@@ -106,11 +106,11 @@ void put(const float (*sums)[ROWS], int64_t from, int64_t to, int64_t count, flo
   for (int64_t row = from; row < to; ++row) memcpy(y + row * stride, &lanes[row], 4 * count);
 }
 
-void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64_t count,
+void multiply(const DenseMatrix& w, const float* x, int64_t rows, int64_t first, int64_t count,
               int64_t begin, int64_t end, float* y, int64_t stride) {
   static thread_local Scratch scratch;
   const int64_t pairs = pairs_of(w.inputs), last = first + count;
-  float* copies = scratch.of(TOGETHER * pairs);
+  float* copies = scratch.of(OUTPUT_BLOCK * pairs);
   alignas(64) float sums[4][OUTPUTS][ROWS];
   const auto tiles_of = [&](int64_t width) {
     TileShapes shapes;
@@ -118,14 +118,14 @@ void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64
     for (int tile : {4, 5}) shapes.set(tile, OUTPUTS, 2 * DEPTH);
     return shapes;
   };
-  for (int64_t some = begin; some < end; some += TOGETHER) {
-    Weights weights[TOGETHER / OUTPUTS];
-    const int64_t tiles = (std::min(TOGETHER, end - some) + OUTPUTS - 1) / OUTPUTS;
+  for (int64_t output_block = begin; output_block < end; output_block += OUTPUT_BLOCK) {
+    Weights weights[OUTPUT_BLOCK / OUTPUTS];
+    const int64_t tiles = (std::min(OUTPUT_BLOCK, end - output_block) + OUTPUTS - 1) / OUTPUTS;
     for (int64_t o = 0; o < tiles; ++o)
-      weights[o] = weights_at(w, some + o * OUTPUTS, copies + o * OUTPUTS * pairs);
+      weights[o] = weights_at(w, output_block + o * OUTPUTS, copies + o * OUTPUTS * pairs);
     for (int64_t row = first / ROWS * ROWS; row < last;) {
       const int64_t width = width_of(row, rows);
-      const Tiles held(tiles_of(width));
+      const Tiles configured(tiles_of(width));
       for (; row < last && width_of(row, rows) == width;) {
         const int64_t beside = row + ROWS < last && width_of(row + ROWS, rows) == width ? 2 : 1;
         const float* of[2] = {x + row * pairs, x + (row + ROWS) * pairs};
@@ -135,7 +135,7 @@ void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64
                                           : (beside > 1 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
           multiply(weights + o, of, pairs, width, sums);
           for (int64_t k = 0; k < below; ++k) {
-            const int64_t output = some + (o + k) * OUTPUTS;
+            const int64_t output = output_block + (o + k) * OUTPUTS;
             for (int64_t i = 0; i < beside; ++i) {
               const int64_t at = row + i * ROWS;  // the tile's first row
               put(sums[2 * k + i], std::max<int64_t>(first - at, 0), std::min(width, last - at),
@@ -149,9 +149,9 @@ void multiply(const Dense& w, const float* x, int64_t rows, int64_t first, int64
   }
 }
 
-const DenseTiles tiles{OUTPUTS, pairs_of, arrange, multiply};
+const DenseBf16Tiles tiles{OUTPUTS, pairs_of, pack, multiply};
 
 }  // namespace
 }  // namespace jinfer
 
-const jinfer::DenseTiles* jinfer::dense_bf16_amx() { return &jinfer::tiles; }
+const jinfer::DenseBf16Tiles* jinfer::dense_bf16_amx() { return &jinfer::tiles; }

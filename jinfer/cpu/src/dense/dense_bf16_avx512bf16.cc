@@ -13,9 +13,9 @@ struct Pair {
 inline Floats load(const Pair* from) { return load(reinterpret_cast<const float*>(from)); }
 
 template <>
-struct Terms<Pair> {
+struct MulAdd<Pair> {
   using Factor = Pair;
-  static Floats all(const float* x) {
+  static Floats broadcast(const float* x) {
     int32_t both;
     memcpy(&both, x, sizeof both);
     return (Floats)_mm512_set1_epi32(both);
@@ -29,24 +29,24 @@ struct Terms<Pair> {
 void round(const float* x, int64_t inputs, float* pairs) {
   char* to = reinterpret_cast<char*>(pairs);
   for (int64_t i = 0; i < inputs; i += 2 * LANES) {
-    const auto some = [&](int64_t from) {
+    const auto load_at = [&](int64_t from) {
       const int64_t left = inputs - from;
-      return left >= LANES ? load(x + from) : left > 0 ? load_some(x + from, left) : Floats{};
+      return left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
     };
-    const Floats low = some(i), high = some(i + LANES);
+    const Floats low = load_at(i), high = load_at(i + LANES);
     const auto rounded = _mm512_cvtne2ps_pbh(high, low);
     memcpy(to + 2 * i, &rounded, 2 * std::min<int64_t>(2 * LANES, inputs - i));
   }
 }
 
-void multiply_few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
+void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                   float* y, int64_t stride) {
-  few<Pair>(w, reinterpret_cast<const Pair*>(x), rows, begin, end, y, stride);
+  gemv<Pair>(w, reinterpret_cast<const Pair*>(x), rows, begin, end, y, stride);
 }
 
-const DensePairs pairs = {{LANES, WIDTH, MANY, multiply_few, arrange, many<Pair>}, round};
+const DenseBf16Pairs pairs = {{LANES, WIDTH, GEMM_MIN_ROWS, multiply_gemv, pack, gemm<Pair>}, round};
 
 }  // namespace
 }  // namespace jinfer
 
-const jinfer::DensePairs* jinfer::dense_bf16_avx512bf16() { return &jinfer::pairs; }
+const jinfer::DenseBf16Pairs* jinfer::dense_bf16_avx512bf16() { return &jinfer::pairs; }

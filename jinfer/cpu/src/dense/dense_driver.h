@@ -22,7 +22,7 @@ inline ffi::Error invalid_dense(const std::string& what) {
 }
 
 // What matrices have in common; see dense_matmul.py.
-struct DenseKind {
+struct DenseOptions {
   int64_t activation;
   bool stacked;     // there are some of each
   bool transposed;  // [inputs, outputs]
@@ -31,22 +31,22 @@ struct DenseKind {
 };
 
 // Rows times plain matrices; with an activation rows times gate and up, of which one result is made.
-class DenseProduct : public RowProduct {
+class DenseWork : public MatmulWork {
  public:
   // Rows as they are, those for panels, both as pairs, and those for tiles.
-  enum Form { kPlain, kArranged, kPairs, kArrangedPairs, kTiles, kForms };
+  enum RowForm { kPlain, kPacked, kPairs, kPackedPairs, kTiles, kForms };
 
   // Reads `count` matrices.
-  ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseKind& kind) {
+  ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseOptions& options) {
     weights_.clear(), parts_.clear(), units_ = 0, inputs_ = inputs;
-    transposed_ = kind.transposed, gated_ = kind.activation != 0;
-    activation_ = static_cast<Activation>(kind.activation);
-    if (kind.activation < 0 || kind.activation > static_cast<int64_t>(Activation::relu))
+    transposed_ = options.transposed, gated_ = options.activation != 0;
+    activation_ = static_cast<Activation>(options.activation);
+    if (options.activation < 0 || options.activation > static_cast<int64_t>(Activation::relu))
       return invalid_dense("no such activation");
     for (size_t i = 0; i < count; ++i) {
       const auto array = operands.next();
       if (array.has_error()) return array.error();
-      auto error = add(*array, kind);
+      auto error = add(*array, options);
       if (error.failure()) return error;
     }
     if (gated_ && (count != 2 || weights_[0].outputs != weights_[1].outputs))
@@ -58,45 +58,45 @@ class DenseProduct : public RowProduct {
 
   size_t results() const override { return gated_ ? 1 : weights_.size(); }
   int64_t outputs(size_t result) const override { return weights_[result].outputs; }
-  void put(size_t result, float* y) override { y_[result] = y; }
+  void set_output(size_t result, float* y) override { y_[result] = y; }
 
-  void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
+  void partition(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
     const DenseKernels& k = dense_kernels();
     int64_t work = 0;  // in bytes: about 8 rows take as long as reading the weights does
     for (const Segment* s = segments; s < segments + count; ++s)
       for (size_t t = 0; t < results(); ++t)
-        work += weights_[t].outputs * inputs_ * bytes_of(weights_[t].kind) * (gated_ ? 2 : 1) *
+        work += weights_[t].outputs * inputs_ * bytes_of(weights_[t].dtype) * (gated_ ? 2 : 1) *
                 ((s->end - s->begin + 7) / 8);
     threads = threads_for(work, pool);
     rows_ = 0;
     for (const Segment* s = segments; s < segments + count; ++s) rows_ = std::max(rows_, s->end);
-    std::fill(wanted_, wanted_ + kForms, false);
+    std::fill(needed_, needed_ + kForms, false);
     for (const Segment* s = segments; s < segments + count; ++s)
       for (size_t t = 0; t < results(); ++t) add_part(k, t, *s);
     chunks = std::min<int64_t>(units_, 1);
     if (threads > 1) {
       // As many for each thread: else some end early.
       const int64_t each = std::max<int64_t>(1, (work / kPiece + threads - 1) / threads);
-      chunks = std::min(units_, threads * (wanted_[kArranged] ? each : std::min<int64_t>(each, 16)));
+      chunks = std::min(units_, threads * (needed_[kPacked] ? each : std::min<int64_t>(each, 16)));
     }
   }
 
-  size_t row_bytes(size_t form) const override { return wanted_[form] ? 4 * row_size(form) : 0; }
+  size_t row_bytes(size_t form) const override { return needed_[form] ? 4 * row_size(form) : 0; }
 
   void prepare(const float* x, int64_t row) const override {
     float* plain = rows_of(kPlain, row);
-    if (wanted_[kPlain] && plain != x) std::memcpy(plain, x, 4 * inputs_);
-    if (wanted_[kArranged]) dense_kernels().arrange(x, inputs_, rows_of(kArranged, row));
-    if (wanted_[kTiles] && row < rows_)
-      dense_tiles()->arrange(x, inputs_, row, rows_, rows_of(kTiles, 0));
-    if (!wanted_[kPairs] && !wanted_[kArrangedPairs]) return;
-    const DensePairs& k = *dense_pairs();
+    if (needed_[kPlain] && plain != x) std::memcpy(plain, x, 4 * inputs_);
+    if (needed_[kPacked]) dense_kernels().pack(x, inputs_, rows_of(kPacked, row));
+    if (needed_[kTiles] && row < rows_)
+      dense_bf16_tiles()->pack(x, inputs_, row, rows_, rows_of(kTiles, 0));
+    if (!needed_[kPairs] && !needed_[kPackedPairs]) return;
+    const DenseBf16Pairs& k = *dense_bf16_pairs();
     static thread_local std::vector<float> room;
     if (static_cast<int64_t>(room.size()) < inputs_ / 2) room.resize(inputs_ / 2);
-    float* pairs = wanted_[kPairs] ? rows_of(kPairs, row) : room.data();
+    float* pairs = needed_[kPairs] ? rows_of(kPairs, row) : room.data();
     k.round(x, inputs_, pairs);
-    if (wanted_[kArrangedPairs])
-      k.kernels.arrange(pairs, inputs_ / 2, rows_of(kArrangedPairs, row));
+    if (needed_[kPackedPairs])
+      k.kernels.pack(pairs, inputs_ / 2, rows_of(kPackedPairs, row));
   }
 
   void run(int64_t chunk) const override {
@@ -104,8 +104,8 @@ class DenseProduct : public RowProduct {
     for (const Part& part : parts_) {
       const int64_t from = std::max(begin, part.begin) - part.begin;
       const int64_t to = std::min(end, part.begin + part.units) - part.begin;
-      if (part.few && from < to) run_tiles(part, 0, from, to);
-      for (int64_t unit = from; !part.few && unit < to; ++unit) {
+      if (part.gemv && from < to) run_tiles(part, 0, from, to);
+      for (int64_t unit = from; !part.gemv && unit < to; ++unit) {
         const int64_t tile = unit / part.blocks;
         run_tiles(part, unit % part.blocks, tile, tile + 1);
       }
@@ -124,33 +124,33 @@ class DenseProduct : public RowProduct {
   struct Part {
     size_t result;
     Segment segment;
-    bool few;
+    bool gemv;
     int64_t tile, blocks;
     int64_t begin, units;  // begin: among those of all parts; block by block, tile by tile
   };
 
-  ffi::Error add(const Operand& array, const DenseKind& kind) {
+  ffi::Error add(const Operand& array, const DenseOptions& options) {
     const auto shape = array.dimensions();
-    const size_t lead = kind.stacked ? 1 : 0;
+    const size_t lead = options.stacked ? 1 : 0;
     if (shape.size() != lead + 2) return invalid_dense("a weight's shape does not fit");
-    const int64_t columns = shape[lead + 1], taken = kind.taken ? kind.taken : shape[lead];
-    if (kind.first < 0 || taken < 0 || kind.first > shape[lead] - taken)
-      return invalid_dense("a weight has not so many rows");
-    if ((kind.transposed ? taken : columns) != inputs_)
+    const int64_t columns = shape[lead + 1], taken = options.taken ? options.taken : shape[lead];
+    if (options.first < 0 || taken < 0 || options.first > shape[lead] - taken)
+      return invalid_dense("a weight has not so gemm rows");
+    if ((options.transposed ? taken : columns) != inputs_)
       return invalid_dense("a weight's shape does not fit");
-    Dense weight{nullptr,  Kind::f32, kind.transposed ? columns : taken, inputs_, kind.transposed,
+    DenseMatrix weight{nullptr,  DType::f32, options.transposed ? columns : taken, inputs_, options.transposed,
                  shape[lead] * columns, false, false};
     switch (array.element_type()) {
-      case ffi::DataType::F32: weight.kind = Kind::f32; break;
-      case ffi::DataType::BF16: weight.kind = Kind::bf16; break;
-      case ffi::DataType::F16: weight.kind = Kind::f16; break;
+      case ffi::DataType::F32: weight.dtype = DType::f32; break;
+      case ffi::DataType::BF16: weight.dtype = DType::bf16; break;
+      case ffi::DataType::F16: weight.dtype = DType::f16; break;
       default: return invalid_dense("a weight's type is not known");
     }
     weight.data = static_cast<const char*>(array.untyped_data()) +
-                  kind.first * columns * bytes_of(weight.kind);
-    const bool rounded = kind.rounded && weight.kind == Kind::bf16 && !kind.transposed;
-    weight.tiles = rounded && dense_tiles();
-    weight.pairs = rounded && !weight.tiles && inputs_ % 2 == 0 && dense_pairs();
+                  options.first * columns * bytes_of(weight.dtype);
+    const bool rounded = options.rounded && weight.dtype == DType::bf16 && !options.transposed;
+    weight.tiles = rounded && dense_bf16_tiles();
+    weight.pairs = rounded && !weight.tiles && inputs_ % 2 == 0 && dense_bf16_pairs();
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);
     weights_.push_back(weight);
@@ -158,41 +158,41 @@ class DenseProduct : public RowProduct {
   }
 
   static const DenseKernels& kernels(bool pairs) {
-    return pairs ? dense_pairs()->kernels : dense_kernels();
+    return pairs ? dense_bf16_pairs()->kernels : dense_kernels();
   }
 
   // That a weight is multiplied with.
-  static Form form(bool few, const Dense& weight) {
+  static RowForm form(bool gemv, const DenseMatrix& weight) {
     if (weight.tiles) return kTiles;
-    return few ? (weight.pairs ? kPairs : kPlain) : (weight.pairs ? kArrangedPairs : kArranged);
+    return gemv ? (weight.pairs ? kPairs : kPlain) : (weight.pairs ? kPackedPairs : kPacked);
   }
 
   void add_part(const DenseKernels& k, size_t t, const Segment& s) {
     const int64_t count = s.end - s.begin, outputs = weights_[t].outputs;
     // A panel of a narrow matrix would be mostly empty; tiles take weights as they stand.
     const bool in_tiles = weights_[t].tiles;
-    const bool few = in_tiles || transposed_ || count < k.many_rows || outputs < k.many_outputs;
-    const int64_t tile = in_tiles ? dense_tiles()->outputs : few ? k.few_outputs : k.many_outputs;
+    const bool gemv = in_tiles || transposed_ || count < k.gemm_min_rows || outputs < k.gemm_outputs;
+    const int64_t tile = in_tiles ? dense_bf16_tiles()->outputs : gemv ? k.gemv_outputs : k.gemm_outputs;
     const int64_t tiles = (outputs + tile - 1) / tile;
-    int64_t blocks = few ? 1 : (count + kMostRows - 1) / kMostRows;
-    while (threads > 1 && !few && blocks * tiles < 4 * threads &&
+    int64_t blocks = gemv ? 1 : (count + kMostRows - 1) / kMostRows;
+    while (threads > 1 && !gemv && blocks * tiles < 4 * threads &&
            count / (2 * blocks) >= kLeastRows)
       blocks *= 2;
-    parts_.push_back({t, s, few, tile, blocks, units_, tiles * blocks});
+    parts_.push_back({t, s, gemv, tile, blocks, units_, tiles * blocks});
     units_ += tiles * blocks;
-    wanted_[form(few, weights_[t])] = true;
-    if (gated_) wanted_[form(few, weights_[1])] = true;
+    needed_[form(gemv, weights_[t])] = true;
+    if (gated_) needed_[form(gemv, weights_[1])] = true;
   }
 
-  float* rows_of(Form form, int64_t row) const {
+  float* rows_of(RowForm form, int64_t row) const {
     return reinterpret_cast<float*>(rows[form]) + row * row_size(form);
   }
 
   // Of a row in floats, or in pairs.
   int64_t row_size(size_t form) const {
-    if (form == kTiles) return dense_tiles()->arranged(inputs_);
-    const int64_t size = form == kPairs || form == kArrangedPairs ? inputs_ / 2 : inputs_;
-    return form == kPlain || form == kPairs ? size : dense_kernels().arranged(size);
+    if (form == kTiles) return dense_bf16_tiles()->packed(inputs_);
+    const int64_t size = form == kPairs || form == kPackedPairs ? inputs_ / 2 : inputs_;
+    return form == kPlain || form == kPairs ? size : dense_kernels().packed(size);
   }
 
   // Tiles from .. to - 1 of one block of rows.
@@ -204,16 +204,16 @@ class DenseProduct : public RowProduct {
     const int64_t begin = from * part.tile, end = std::min(to * part.tile, outputs);
     float* y = y_[part.result] + first * outputs;
     const auto multiply = [&](size_t t, float* to, int64_t stride) {
-      Dense weight = weights_[t];
+      DenseMatrix weight = weights_[t];
       weight.data = static_cast<const char*>(weight.data) +
-                    part.segment.index * weight.apart * bytes_of(weight.kind);
+                    part.segment.index * weight.stack_stride * bytes_of(weight.dtype);
       if (weight.tiles)
-        return dense_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin, end,
+        return dense_bf16_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin, end,
                                        to, stride);
       const DenseKernels& k = kernels(weight.pairs);
       if (weight.pairs) weight.inputs /= 2;
-      const float* x = rows_of(form(part.few, weight), first);
-      (part.few ? k.few : k.many)(weight, x, count, begin, end, to, stride);
+      const float* x = rows_of(form(part.gemv, weight), first);
+      (part.gemv ? k.gemv : k.gemm)(weight, x, count, begin, end, to, stride);
     };
     multiply(part.result, y, outputs);
     if (!gated_) return;
@@ -222,15 +222,15 @@ class DenseProduct : public RowProduct {
     if (static_cast<int64_t>(up.size()) < count * width) up.resize(count * width);
     multiply(1, up.data() - begin, width);
     for (int64_t row = 0; row < count; ++row)
-      dense_kernels().gate(activation_, width, up.data() + row * width, y + row * outputs + begin);
+      dense_kernels().glu(activation_, width, up.data() + row * width, y + row * outputs + begin);
   }
 
-  std::vector<Dense> weights_;  // the first of each stack
+  std::vector<DenseMatrix> weights_;  // the first of each stack
   std::vector<float*> y_;
   std::vector<Part> parts_;
   int64_t inputs_ = 0, count_ = 0, units_ = 0;  // units: of all parts
   int64_t rows_ = 0;                            // up to the last that counts
-  bool transposed_ = false, gated_ = false, wanted_[kForms] = {};
+  bool transposed_ = false, gated_ = false, needed_[kForms] = {};
   Activation activation_{};
 };
 

@@ -18,25 +18,25 @@
 namespace jinfer {
 namespace {
 
-constexpr int WIDTH = WIDE * LANES;  // outputs of a panel
+constexpr int WIDTH = NR * LANES;  // outputs of a panel
 // Rows from which a panel is worth making: measured on one core, equal at about so many.
-constexpr int MANY = LANES == 16 ? 96 : 48;
+constexpr int GEMM_MIN_ROWS = LANES == 16 ? 96 : 48;
 
 // What numbers of type T are multiplied with, and how they are added up.
 template <class T>
-struct Terms {
+struct MulAdd {
   using Factor = float;
-  static Floats all(const float* x) { return in_turn(*x); }
+  static Floats broadcast(const float* x) { return broadcast_in_order(*x); }
   static Floats add(Floats sum, Floats x, Floats weight) { return sum + x * weight; }
 };
 
 template <class T>
-using Factor = typename Terms<T>::Factor;
+using Factor = typename MulAdd<T>::Factor;
 
-// f(std::integral_constant<int, n>) for 1 <= n <= TALL.
+// f(std::integral_constant<int, n>) for 1 <= n <= MR.
 template <class F>
-void counted(int64_t n, F f) {
-  static_assert(TALL == 6, "the cases below are all there are");
+void dispatch_count(int64_t n, F f) {
+  static_assert(MR == 6, "the cases below are all there are");
   switch (n) {
     case 1: return f(std::integral_constant<int, 1>{});
     case 2: return f(std::integral_constant<int, 2>{});
@@ -48,7 +48,7 @@ void counted(int64_t n, F f) {
 }
 
 // Whether so few rows take no longer than their weights take to come, and how these come matters.
-constexpr bool waits_for_memory(int rows) { return LANES == 8 && rows <= 2; }
+constexpr bool is_memory_bound(int rows) { return LANES == 8 && rows <= 2; }
 
 // sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes;
 // outputs are neighbours in memory. AHEAD: bytes that weights are fetched ahead, in the order that they
@@ -57,18 +57,18 @@ template <int M, int N, int AHEAD, class T>
 void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, Floats* sums) {
   constexpr int64_t LINE = 64 / sizeof(T);
   const char* ahead = reinterpret_cast<const char*>(weight[0]) + AHEAD;
-  const bool fetch = AHEAD > 0 && (M > 1 || !fetches_by_itself());
+  const bool fetch = AHEAD > 0 && (M > 1 || !prefers_hardware_prefetch());
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
-    if constexpr (waits_for_memory(M)) {  // a tenth faster from memory than weights first
+    if constexpr (is_memory_bound(M)) {  // a tenth faster from memory than weights first
       Floats v[M];
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) v[m] = held(load_from(x + m * inputs + i));
+      for (int m = 0; m < M; ++m) v[m] = in_register(load_from(x + m * inputs + i));
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const Floats w = load_from(weight[n] + i);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) sum[m][n] = Terms<T>::add(sum[m][n], v[m], w);
+        for (int m = 0; m < M; ++m) sum[m][n] = MulAdd<T>::add(sum[m][n], v[m], w);
       }
       return;
     }
@@ -77,9 +77,9 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
     for (int n = 0; n < N; ++n) w[n] = load_from(weight[n] + i);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const Floats v = N > 1 ? held(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
+      const Floats v = N > 1 ? in_register(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sum[m][n] = Terms<T>::add(sum[m][n], v, w[n]);
+      for (int n = 0; n < N; ++n) sum[m][n] = MulAdd<T>::add(sum[m][n], v, w[n]);
     }
   };
   int64_t i = 0;
@@ -92,7 +92,7 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
     for (int j = 0; j < LINE; j += LANES) add([](auto* from) { return load(from); }, i + j);
   }
   for (; i + LANES <= inputs; i += LANES) add([](auto* from) { return load(from); }, i);
-  if (i < inputs) add([=](auto* from) { return load_some(from, inputs - i); }, i);
+  if (i < inputs) add([=](auto* from) { return load_partial(from, inputs - i); }, i);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
@@ -101,7 +101,7 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
 
 // Outputs `begin` to `end` - 1 of M rows, N at a time.
 template <int M, int N, int AHEAD, class T>
-void few_outputs(const Dense& w, const Factor<T>* x, int64_t begin, int64_t end, float* y,
+void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64_t end, float* y,
                  int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end; n += LANES) {
@@ -114,7 +114,7 @@ void few_outputs(const Dense& w, const Factor<T>* x, int64_t begin, int64_t end,
       multiply_rows<M, N, AHEAD>(x, w.inputs, some, all + j);
     }
     for (int i = 0; i < M; ++i) {
-      const Floats out = sums(all + i * LANES);
+      const Floats out = horizontal_sums(all + i * LANES);
       if (count == LANES)
         store(y + i * stride + n, out);
       else
@@ -136,26 +136,26 @@ void few_outputs(const Dense& w, const Factor<T>* x, int64_t begin, int64_t end,
 // F16 from huge pages was 1.23 times as fast as from small ones, and 1.04 with all lines fetched. With
 // shorter vectors a single sum would wait for itself.
 template <class T>
-void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
+void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
          int64_t stride) {
   constexpr int NEAR = 2560, FAR = 24 << 10, LONG = 4096;
   // What more rows need again stays in a cache meanwhile.
-  const bool once = rows <= TALL, near = once && w.inputs * sizeof(T) < LONG;
+  const bool once = rows <= MR, near = once && w.inputs * sizeof(T) < LONG;
   const int64_t step = once ? end - begin : LANES;
   for (int64_t n = begin; n < end; n += step) {
     const int64_t to = std::min(n + step, end);
-    for (int64_t m = 0; m < rows; m += TALL)
-      counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
+    for (int64_t m = 0; m < rows; m += MR)
+      dispatch_count(std::min<int64_t>(MR, rows - m), [&](auto tall) {
         constexpr int M = tall.value;
         const Factor<T>* from = x + m * w.inputs;
         float* result = y + m * stride;
-        if constexpr (waits_for_memory(M)) {
-          return near ? few_outputs<M, 2, NEAR, T>(w, from, n, to, result, stride)
-                      : few_outputs<M, 4, 0, T>(w, from, n, to, result, stride);
+        if constexpr (is_memory_bound(M)) {
+          return near ? gemv_outputs<M, 2, NEAR, T>(w, from, n, to, result, stride)
+                      : gemv_outputs<M, 4, 0, T>(w, from, n, to, result, stride);
         } else {
-          constexpr int ONE = LANES == 16 ? 1 : 2 * WIDE;
-          constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * WIDE : WIDE);
-          return few_outputs<M, N, FAR, T>(w, from, n, to, result, stride);
+          constexpr int ONE = LANES == 16 ? 1 : 2 * NR;
+          constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * NR : NR);
+          return gemv_outputs<M, N, FAR, T>(w, from, n, to, result, stride);
         }
       });
   }
@@ -164,7 +164,7 @@ void few(const Dense& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_
 // y[m][..] = the sum over i of x[m][i] times row i of a transposed weight, for M rows and the first
 // `count` of N vectors of outputs; i comes in order whatever rows there are.
 template <int M, int N, class T>
-void multiply_across(const float* x, int64_t inputs, const T* weight, int64_t outputs,
+void multiply_transposed_tile(const float* x, int64_t inputs, const T* weight, int64_t outputs,
                      int64_t count, float* y, int64_t stride) {
   Floats sum[M][N] = {};
   const bool whole = count == N * LANES;
@@ -173,10 +173,10 @@ void multiply_across(const float* x, int64_t inputs, const T* weight, int64_t ou
     Floats w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n)
-      w[n] = whole ? load(row + n * LANES) : load_some(row, count);
+      w[n] = whole ? load(row + n * LANES) : load_partial(row, count);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const Floats v = all(x[m * inputs + i]);
+      const Floats v = broadcast(x[m * inputs + i]);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
     }
@@ -191,21 +191,21 @@ void multiply_across(const float* x, int64_t inputs, const T* weight, int64_t ou
 }
 
 template <class T>
-void across(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
+void multiply_transposed(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
             int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end;) {
     const bool wide = end - n >= WIDTH;
     const int64_t count = wide ? WIDTH : std::min<int64_t>(LANES, end - n);
-    for (int64_t m = 0; m < rows; m += TALL)
-      counted(std::min<int64_t>(TALL, rows - m), [&](auto tall) {
+    for (int64_t m = 0; m < rows; m += MR)
+      dispatch_count(std::min<int64_t>(MR, rows - m), [&](auto tall) {
         constexpr int M = tall.value;
         const float* from = x + m * w.inputs;
         float* to = y + m * stride + n;
         if (wide) {
-          multiply_across<M, WIDE>(from, w.inputs, weights + n, w.outputs, count, to, stride);
+          multiply_transposed_tile<M, NR>(from, w.inputs, weights + n, w.outputs, count, to, stride);
         } else {
-          multiply_across<M, 1>(from, w.inputs, weights + n, w.outputs, count, to, stride);
+          multiply_transposed_tile<M, 1>(from, w.inputs, weights + n, w.outputs, count, to, stride);
         }
       });
     n += count;
@@ -216,13 +216,13 @@ void across(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t
 inline int64_t steps(int64_t inputs) { return (inputs + LANES - 1) / LANES; }
 
 // A row's inputs, those of a lane side by side: [LANES][steps], 0 where there are no more.
-void arrange(const float* x, int64_t inputs, float* to) {
+void pack(const float* x, int64_t inputs, float* to) {
   const int64_t each = steps(inputs);
   for (int64_t step = 0; step < each; step += LANES) {
     Floats block[LANES];
     for (int i = 0; i < LANES; ++i) {
       const int64_t from = (step + i) * LANES, left = inputs - from;
-      block[i] = left >= LANES ? load(x + from) : left > 0 ? load_some(x + from, left) : Floats{};
+      block[i] = left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
     }
     transpose(block);
     const int64_t count = std::min<int64_t>(LANES, each - step);
@@ -234,10 +234,10 @@ void arrange(const float* x, int64_t inputs, float* to) {
 // cache.
 inline int64_t panel_stride(int64_t each) { return (each | 1) * WIDTH; }
 
-// `count` outputs from n on as columns, in the order of `arrange`: [LANES][steps][WIDTH]. Other
+// `count` outputs from n on as columns, in the order of `pack`: [LANES][steps][WIDTH]. Other
 // outputs of the same vector repeat the last.
 template <class T>
-void to_panel(const Dense& w, int64_t n, int64_t count, float* panel) {
+void to_panel(const DenseMatrix& w, int64_t n, int64_t count, float* panel) {
   const int64_t each = steps(w.inputs), stride = panel_stride(each);
   const T* weights = static_cast<const T*>(w.data) + n * w.inputs;
   for (int j = 0; j < count; j += LANES)
@@ -248,7 +248,7 @@ void to_panel(const Dense& w, int64_t n, int64_t count, float* panel) {
       for (int i = 0; i < LANES; ++i) {
         const T* from = weights + std::min<int64_t>(j + i, count - 1) * w.inputs + d;
         __builtin_prefetch(from + LANES * w.inputs);  // what is read next but one panel
-        x[i] = d + LANES <= w.inputs ? load(from) : load_some(from, w.inputs - d);
+        x[i] = d + LANES <= w.inputs ? load(from) : load_partial(from, w.inputs - d);
       }
       transpose(x);
 #pragma GCC unroll 16
@@ -256,46 +256,46 @@ void to_panel(const Dense& w, int64_t n, int64_t count, float* panel) {
     }
 }
 
-// y[m][n] = x[m] . panel[..][n] for TALL rows and the panel's outputs. `sums` adds lanes that are
-// LANES / 2 apart first and neighbours last; here lanes come one after the other, so that what
+// y[m][n] = x[m] . panel[..][n] for MR rows and the panel's outputs. `sums` adds lanes that are
+// LANES / 2 stack_stride first and neighbours last; here lanes come one after the other, so that what
 // belongs together is complete as soon as possible.
 template <class T>
 void multiply_panel(const float* x, const float* panel, int64_t each, float* y, int64_t stride) {
   constexpr int LEVELS = __builtin_ctz(LANES);
-  Floats kept[LEVELS + 1][TALL][WIDE];
+  Floats kept[LEVELS + 1][MR][NR];
   for (int turn = 0; turn < LANES; ++turn) {
     int lane = 0;
     for (int i = 0; i < LEVELS; ++i) lane |= (turn >> i & 1) << (LEVELS - 1 - i);
     const float* own = x + lane * each;
     const float* columns = panel + lane * panel_stride(each);
-    Floats sum[TALL][WIDE] = {};
+    Floats sum[MR][NR] = {};
     for (int64_t step = 0; step < each; ++step) {
-      Floats column[WIDE];
+      Floats column[NR];
 #pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) column[w] = load(columns + step * WIDTH + w * LANES);
+      for (int w = 0; w < NR; ++w) column[w] = load(columns + step * WIDTH + w * LANES);
 #pragma GCC unroll 8
-      for (int m = 0; m < TALL; ++m) {
-        const Floats v = Terms<T>::all(own + m * LANES * each + step);
+      for (int m = 0; m < MR; ++m) {
+        const Floats v = MulAdd<T>::broadcast(own + m * LANES * each + step);
 #pragma GCC unroll 8
-        for (int w = 0; w < WIDE; ++w) sum[m][w] = Terms<T>::add(sum[m][w], v, column[w]);
+        for (int w = 0; w < NR; ++w) sum[m][w] = MulAdd<T>::add(sum[m][w], v, column[w]);
       }
     }
     int level = 0;
     for (; turn >> level & 1; ++level)
 #pragma GCC unroll 8
-      for (int m = 0; m < TALL; ++m)
+      for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-        for (int w = 0; w < WIDE; ++w) sum[m][w] += kept[level][m][w];
+        for (int w = 0; w < NR; ++w) sum[m][w] += kept[level][m][w];
 #pragma GCC unroll 8
-    for (int m = 0; m < TALL; ++m)
+    for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 8
-      for (int w = 0; w < WIDE; ++w) kept[level][m][w] = sum[m][w];
+      for (int w = 0; w < NR; ++w) kept[level][m][w] = sum[m][w];
   }
-  for (int m = 0; m < TALL; ++m) memcpy(y + m * stride, kept[LEVELS][m], sizeof kept[LEVELS][m]);
+  for (int m = 0; m < MR; ++m) memcpy(y + m * stride, kept[LEVELS][m], sizeof kept[LEVELS][m]);
 }
 
 template <class T>
-void many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
+void gemm(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
           int64_t stride) {
   const int64_t each = steps(w.inputs), row = LANES * each;
   static thread_local Scratch scratch;
@@ -303,15 +303,15 @@ void many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t e
   for (int64_t n = begin; n < end; n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, end - n);
     to_panel<T>(w, n, count, panel);
-    for (int64_t i = 0; i < rows; i += TALL) {
-      const int64_t m = std::min(i, rows - TALL);  // some rows twice at the end
+    for (int64_t i = 0; i < rows; i += MR) {
+      const int64_t m = std::min(i, rows - MR);  // some rows twice at the end
       if (count == WIDTH) {
         multiply_panel<T>(x + m * row, panel, each, y + m * stride + n, stride);
         continue;
       }
-      float whole[TALL * WIDTH];
+      float whole[MR * WIDTH];
       multiply_panel<T>(x + m * row, panel, each, whole, WIDTH);
-      for (int k = 0; k < TALL; ++k)
+      for (int k = 0; k < MR; ++k)
         memcpy(y + (m + k) * stride + n, whole + k * WIDTH, 4 * count);
     }
   }

@@ -8,26 +8,26 @@ namespace jinfer {
 namespace {
 
 template <class F>
-void typed(Kind kind, F f) {
-  if (kind == Kind::f32) f(float{});
-  if (kind == Kind::bf16) f(Bfloat{});
-  if (kind == Kind::f16) f(Half{});
+void dispatch_dtype(DType dtype, F f) {
+  if (dtype == DType::f32) f(float{});
+  if (dtype == DType::bf16) f(BFloat16{});
+  if (dtype == DType::f16) f(Float16{});
 }
 
-void multiply_few(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
+void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                   float* y, int64_t stride) {
-  typed(w.kind, [&](auto type) {
-    if (w.transposed) return across<decltype(type)>(w, x, rows, begin, end, y, stride);
-    few<decltype(type)>(w, x, rows, begin, end, y, stride);
+  dispatch_dtype(w.dtype, [&](auto type) {
+    if (w.transposed) return multiply_transposed<decltype(type)>(w, x, rows, begin, end, y, stride);
+    gemv<decltype(type)>(w, x, rows, begin, end, y, stride);
   });
 }
 
-void multiply_many(const Dense& w, const float* x, int64_t rows, int64_t begin, int64_t end,
+void multiply_gemm(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                    float* y, int64_t stride) {
-  typed(w.kind, [&](auto type) { many<decltype(type)>(w, x, rows, begin, end, y, stride); });
+  dispatch_dtype(w.dtype, [&](auto type) { gemm<decltype(type)>(w, x, rows, begin, end, y, stride); });
 }
 
-const DenseKernels kDense = {LANES, WIDTH, MANY, multiply_few, arrange, multiply_many, gate};
+const DenseKernels kDense = {LANES, WIDTH, GEMM_MIN_ROWS, multiply_gemv, pack, multiply_gemm, glu};
 
 }  // namespace
 }  // namespace jinfer

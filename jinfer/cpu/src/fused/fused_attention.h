@@ -14,7 +14,7 @@
 namespace jinfer {
 namespace {
 
-struct Attending {
+struct FusedAttention {
   Call call;
   AttentionWork work;
   size_t q, k, v, y;  // values; k and v are q where there are none
@@ -22,16 +22,16 @@ struct Attending {
 
   // Reads what it is; false: values that `size_of` says the sizes of do not fit its heads.
   template <class SizeOf>
-  bool read(Reader& reader, size_t query, const SizeOf& size_of) {
+  bool read(ProgramReader& reader, size_t query, const SizeOf& size_of) {
     const int64_t key = reader.next(), value = reader.next();
     call = {};
     call.rules = {reader.real(), reader.real()};
     call.rules.window = reader.next(), call.rules.ahead = reader.next();
     call.rules.lowest = reader.next();
     call.written = reader.next(), call.shared = reader.next();
-    Codes codes{int(reader.next()), int(reader.next()), int(reader.next())};
+    KvFormat codes{int(reader.next()), int(reader.next()), int(reader.next())};
     codes.symmetric = reader.next();
-    call.keys.codes = call.values.codes = codes;
+    call.keys.format = call.values.format = codes;
     const int64_t dim = reader.next(), value_dim = reader.next();
     const auto cut = [&](int64_t matrix, int64_t into) {
       return size_of(matrix) > 0 && size_of(matrix) % into == 0;
@@ -73,7 +73,7 @@ struct Attending {
     in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
     if (call.written) in.push_back(computed(k_shape));
     if (call.written && !call.shared) in.push_back(computed(v_shape));
-    const size_t pools = (call.keys.codes.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
+    const size_t pools = (call.keys.format.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
     if (ffi::Error error = given(pools); error.failure()) return error;
     buffers_.out.push_back(computed(y_shape));
     for (size_t i = 0; call.written && i < pools; ++i) {

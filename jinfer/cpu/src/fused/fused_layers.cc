@@ -1,4 +1,4 @@
-// The handler of `jinfer_chain`: what layers compute one after the other, in one call. Norms, products
+// The handler of `jinfer_fused_layers`: what layers compute one after the other, in one call. Norms, products
 // with matrices, rotations, sums, attentions: what would be a call or a loop of XLA's each, between
 // which threads would be gathered anew.
 //
@@ -23,8 +23,8 @@
 namespace jinfer {
 namespace {
 
-ffi::Error refused(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_chain: " + what);
+ffi::Error invalid_program(const std::string& what) {
+  return ffi::Error::InvalidArgument("jinfer_fused_layers: " + what);
 }
 
 // The numbers are those of `Operation` in fused_layers.py.
@@ -61,7 +61,7 @@ struct RowOperation {
   const float* vector;
   float factor;
   Rotation rotation;
-  const RowProduct* product;  // that the row is prepared for, which is then all that is done
+  const MatmulWork* product;  // that the row is prepared for, which is then all that is done
   int64_t each;               // numbers of a norm: of the row, or of each of its heads
   Activation activation;
   Hadamard hadamard;
@@ -75,47 +75,47 @@ struct AttentionStage {
 
 struct Stage {
   std::vector<RowOperation> rows;
-  std::vector<const RowProduct*> products;
+  std::vector<const MatmulWork*> products;
   std::vector<AttentionStage> attentions;
 };
 
-class Chain {
+class FusedLayers {
  public:
   int64_t rows() const { return rows_; }
 
   // Results are values, then pools in the order of the attentions that write to them.
-  ffi::Error read(const ffi::RemainingArgs& args, size_t given, ffi::Span<const int64_t> program,
-                  ffi::Span<const int64_t> told, const ffi::RemainingRets& rets, size_t results,
+  ffi::Error read(const ffi::RemainingArgs& args, size_t inputs, ffi::Span<const int64_t> program,
+                  ffi::Span<const int64_t> layout, const ffi::RemainingRets& rets, size_t results,
                   const ffi::ThreadPool& pool) {
     clear();
-    if (results > rets.size()) return refused("wrong number of results");
-    rets_ = &rets, next_kept_ = results, pool_ = &pool;
-    for (size_t i = 0; i < given; ++i) {
+    if (results > rets.size()) return invalid_program("wrong number of results");
+    rets_ = &rets, next_pool_ = results, pool_ = &pool;
+    for (size_t i = 0; i < inputs; ++i) {
       auto x = args.get<ffi::Buffer<ffi::F32>>(i);
       if (x.has_error()) return x.error();
       if (x->dimensions().size() != 2 || (i > 0 && x->dimensions()[0] != rows_))
-        return refused("what it is given are no matrices of equally many rows");
+        return invalid_program("what it is inputs are no matrices of equally many rows");
       rows_ = x->dimensions()[0];
       values_.push_back({x->dimensions()[1], -1, true, -1, x->typed_data(), nullptr});
     }
-    Operands operands(args, given, told);
-    for (Reader reader(program); !reader.done();) {
-      ffi::Error error = read_one(operands, reader);
+    Operands operands(args, inputs, layout);
+    for (ProgramReader reader(program); !reader.done();) {
+      ffi::Error error = read_operation(operands, reader);
       if (error.failure()) return error;
-      if (reader.failed()) return refused("a program that ends too early");
+      if (reader.failed()) return invalid_program("a program that ends too early");
     }
-    if (next_kept_ != rets.size()) return refused("wrong number of results");
-    return operands.done() ? ffi::Error::Success() : refused("wrong number of buffers");
+    if (next_pool_ != rets.size()) return invalid_program("wrong number of results");
+    return operands.done() ? ffi::Error::Success() : invalid_program("wrong number of buffers");
   }
 
-  ffi::Error place(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
+  ffi::Error bind_results(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
     for (size_t i = 0; i < results.size(); ++i) {
       auto y = rets.get<ffi::Buffer<ffi::F32>>(i);
       if (y.has_error()) return y.error();
-      if (results[i] < 0 || size_t(results[i]) >= values_.size()) return refused("no such value");
+      if (results[i] < 0 || size_t(results[i]) >= values_.size()) return invalid_program("no such value");
       Value& value = values_[results[i]];
       if (value.stage < 0 || value.y || !has_shape(**y, {rows_, value.size}))
-        return refused("a result does not fit");
+        return invalid_program("a result does not fit");
       value.y = (*y)->typed_data();
     }
     return ffi::Error::Success();
@@ -124,57 +124,57 @@ class Chain {
   void run(ffi::ThreadPool& pool) {
     const Segment whole{0, 0, rows_};
     int64_t threads = 1;
-    for (const Placed& placed : products_) {
-      placed.product->cut(&whole, 1, pool);
-      threads = std::max(threads, placed.product->threads);
+    for (const ScheduledMatmul& scheduled : products_) {
+      scheduled.product->partition(&whole, 1, pool);
+      threads = std::max(threads, scheduled.product->threads);
     }
-    for (size_t i = 0; i < attending_.used; ++i)
-      threads = std::max(threads, attending_.all[i]->work.threads());
-    lay_out();
+    for (size_t i = 0; i < attentions_.used; ++i)
+      threads = std::max(threads, attentions_.all[i]->work.threads());
+    assign_memory();
     for (Value& value : values_)
       if (value.stage >= 0) value.x = value.y;
-    for (const Placed& placed : products_)
-      for (size_t t = 0; t < placed.product->results(); ++t)
-        placed.product->put(t, values_[placed.first + t].y);
-    for (size_t i = 0; i < attending_.used; ++i) {
-      Attending& a = *attending_.all[i];
-      a.work.put(values_[a.q].x, values_[a.k].x, values_[a.v].x, values_[a.y].y, partials_[i]);
+    for (const ScheduledMatmul& scheduled : products_)
+      for (size_t t = 0; t < scheduled.product->results(); ++t)
+        scheduled.product->set_output(t, values_[scheduled.first + t].y);
+    for (size_t i = 0; i < attentions_.used; ++i) {
+      FusedAttention& a = *attentions_.all[i];
+      a.work.bind(values_[a.q].x, values_[a.k].x, values_[a.v].x, values_[a.y].y, partials_[i]);
     }
     const int64_t row_chunks = std::min(rows_, 4 * threads);
     chunks_.clear();  // of each stage: of attentions and products one after the other, then of rows
     for (int64_t s = 0; s < stage_count_; ++s) {
       int64_t count = stages_[s].rows.empty() ? 0 : row_chunks;
       for (const AttentionStage& of : stages_[s].attentions) count += of.work->chunks(of.number);
-      for (const RowProduct* product : stages_[s].products) count += product->chunks;
+      for (const MatmulWork* product : stages_[s].products) count += product->chunks;
       chunks_.push_back(count);
     }
-    in_stages(pool, chunks_, threads, [&](int64_t s, int64_t chunk) {
+    run_stages(pool, chunks_, threads, [&](int64_t s, int64_t chunk) {
       const Stage& stage = stages_[s];
       for (const AttentionStage& of : stage.attentions) {
         if (chunk < of.work->chunks(of.number)) return of.work->run(of.number, chunk);
         chunk -= of.work->chunks(of.number);
       }
-      for (const RowProduct* product : stage.products) {
+      for (const MatmulWork* product : stage.products) {
         if (chunk < product->chunks) return product->run(chunk);
         chunk -= product->chunks;
       }
       const int64_t begin = rows_ * chunk / row_chunks, end = rows_ * (chunk + 1) / row_chunks;
       for (int64_t row = begin; row < end; ++row)
-        for (const RowOperation& operation : stage.rows) do_row(operation, row);
+        for (const RowOperation& operation : stage.rows) run_row(operation, row);
     });
   }
 
  private:
   // A product, where it is in turn, and the number of its first result.
-  struct Placed {
-    RowProduct* product;
+  struct ScheduledMatmul {
+    MatmulWork* product;
     int64_t stage;
     size_t first;
   };
 
-  // Products of one kind, kept for the calls to come.
+  // Products of one kind, cache for the calls to come.
   template <class T>
-  struct Kept {
+  struct Reused {
     std::vector<std::unique_ptr<T>> all;  // each stays where it is
     size_t used = 0;
 
@@ -185,7 +185,7 @@ class Chain {
   };
 
   // Memory that is taken from one stage to another.
-  struct Hole {
+  struct MemorySlot {
     size_t at, bytes;
     int64_t until;
   };
@@ -195,47 +195,47 @@ class Chain {
       Stage& stage = stages_[s];
       stage.rows.clear(), stage.products.clear(), stage.attentions.clear();
     }
-    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = attending_.used = 0;
-    values_.clear(), products_.clear(), holes_.clear(), plans_.clear();
+    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = attentions_.used = 0;
+    values_.clear(), products_.clear(), slots_.clear(), plans_.clear();
   }
 
   // Finds room for values that are no results, and for rows in the forms that products want; those
   // that are read no more make room for others.
-  void lay_out() {
+  void assign_memory() {
     offsets_.clear();
     for (const Value& value : values_)
       if (value.stage >= 0 && !value.y)
-        offsets_.push_back(take(rows_ * value.size * 4, value.stage - value.early, value.until));
+        offsets_.push_back(allocate(rows_ * value.size * 4, value.stage - value.early, value.until));
     for (const auto& [product, stage, first] : products_)
       for (size_t form = 0; form < product->rows.size(); ++form)
-        offsets_.push_back(take(rows_ * product->row_bytes(form), stage - 1, stage));
-    for (size_t i = 0; i < attending_.used; ++i) {
-      const Attending& a = *attending_.all[i];
-      offsets_.push_back(take(a.work.room() * 4, a.stage + 1, a.stage + 2));
+        offsets_.push_back(allocate(rows_ * product->row_bytes(form), stage - 1, stage));
+    for (size_t i = 0; i < attentions_.used; ++i) {
+      const FusedAttention& a = *attentions_.all[i];
+      offsets_.push_back(allocate(a.work.room() * 4, a.stage + 1, a.stage + 2));
     }
     if (memory_.size() < end_ + 64) memory_ = std::vector<char>(end_ + 64);
     char* room = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
     const size_t* at = offsets_.data();
     for (Value& value : values_)
       if (value.stage >= 0 && !value.y) value.y = reinterpret_cast<float*>(room + *at++);
-    for (const Placed& placed : products_)
-      for (char*& rows : placed.product->rows) rows = room + *at++;
+    for (const ScheduledMatmul& scheduled : products_)
+      for (char*& rows : scheduled.product->rows) rows = room + *at++;
     partials_.clear();
-    for (size_t i = 0; i < attending_.used; ++i)
+    for (size_t i = 0; i < attentions_.used; ++i)
       partials_.push_back(reinterpret_cast<float*>(room + *at++));
   }
 
-  size_t take(size_t bytes, int64_t stage, int64_t until) {
+  size_t allocate(size_t bytes, int64_t stage, int64_t until) {
     bytes = (bytes + 63) / 64 * 64;
-    for (Hole& hole : holes_)
-      if (hole.until < stage && hole.bytes == bytes) return hole.until = until, hole.at;
-    holes_.push_back({end_, bytes, until});
+    for (MemorySlot& slot : slots_)
+      if (slot.until < stage && slot.bytes == bytes) return slot.until = until, slot.at;
+    slots_.push_back({end_, bytes, until});
     return (end_ += bytes) - bytes;
   }
 
-  ffi::Error read_one(Operands& operands, Reader& reader) {
+  ffi::Error read_operation(Operands& operands, ProgramReader& reader) {
     const int64_t kind = reader.next(), a = reader.next();
-    if (a < 0 || size_t(a) >= values_.size()) return refused("no such value");
+    if (a < 0 || size_t(a) >= values_.size()) return invalid_program("no such value");
     const int64_t size = values_[a].size;
     RowOperation operation{static_cast<Operation>(kind), size_t(a), size_t(a), size_t(a),
                            values_.size(), {}};
@@ -244,8 +244,8 @@ class Chain {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
         const float eps = reader.real(), offset = reader.real();
         const int64_t each = operation.each = reader.next();
-        if (reader.failed()) return refused("a program that ends too early");
-        if (each < 1 || size % each) return refused("norms of such a size do not fit");
+        if (reader.failed()) return invalid_program("a program that ends too early");
+        if (each < 1 || size % each) return invalid_program("norms of such a size do not fit");
         operation.norm = {centered, eps, offset, nullptr, nullptr};
         if (weighted)
           if (ffi::Error e = vector(operands, each, &operation.norm.weight); e.failure()) return e;
@@ -261,7 +261,7 @@ class Chain {
         return read_attention(operands, reader, a);
       case kActivate: {
         const int64_t activation = reader.next();
-        if (!is_activation(activation)) return refused("no such activation");
+        if (!is_activation(activation)) return invalid_program("no such activation");
         operation.activation = static_cast<Activation>(activation);
         break;
       }
@@ -269,7 +269,7 @@ class Chain {
       case kMultiply: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
-          return refused("no such value to add or to multiply by");
+          return invalid_program("no such value to add or to multiply by");
         operation.b = b;
         break;
       }
@@ -278,9 +278,9 @@ class Chain {
         const bool adjacent = reader.next();
         const int64_t known = values_.size();
         if (b < 0 || b >= known || c < 0 || c >= known || values_[b].size != values_[c].size)
-          return refused("no such angles");
+          return invalid_program("no such angles");
         if (head < 1 || size % head || 2 * values_[b].size > head)
-          return refused("heads of such a size do not fit");
+          return invalid_program("heads of such a size do not fit");
         operation.b = b, operation.c = c;
         operation.rotation = {head, values_[b].size, adjacent};
         break;
@@ -288,7 +288,7 @@ class Chain {
       case kHadamard: {
         const int64_t head = reader.next();
         const bool query = reader.next();
-        if (head < 1 || size % head) return refused("heads of such a size do not fit");
+        if (head < 1 || size % head) return invalid_program("heads of such a size do not fit");
         operation.hadamard = {head, query};
         break;
       }
@@ -299,10 +299,10 @@ class Chain {
         operation.factor = reader.real();
         break;
       default:
-        return refused("no such operation");
+        return invalid_program("no such operation");
     }
     const int64_t stage =
-        std::max({row_stage(operation.a), row_stage(operation.b), row_stage(operation.c)});
+        std::max({first_row_stage(operation.a), first_row_stage(operation.b), first_row_stage(operation.c)});
     stage_at(stage).rows.push_back(operation);
     for (const size_t value : {operation.a, operation.b, operation.c})
       values_[value].until = std::max(values_[value].until, stage);
@@ -310,49 +310,49 @@ class Chain {
     return ffi::Error::Success();
   }
 
-  ffi::Error read_linear(Operands& operands, Reader& reader, size_t a) {
+  ffi::Error read_linear(Operands& operands, ProgramReader& reader, size_t a) {
     const int64_t count = reader.next(), digits = reader.next(), activation = reader.next();
     const int64_t codes = reader.next();
-    if (!reader.has(codes)) return refused("a program that ends too early");
+    if (!reader.has(codes)) return invalid_program("a program that ends too early");
     const int64_t* codebook = reader.take(codes);
     if (count < 1 || count > 64 || !reader.has(count * kFields))
-      return refused("a program that ends too early");
-    LinearProduct& product = linear_.next();
+      return invalid_program("a program that ends too early");
+    LinearWork& product = linear_.next();
     ffi::Error error = product.read(operands, reader.take(count * kFields), count, codebook, codes,
                                     values_[a].size, digits, activation, rows_);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
-      if (tensor.count != 1) return refused("stacks of matrices");
-    put(product, a);
+      if (tensor.count != 1) return invalid_program("stacks of matrices");
+    add_matmul(product, a);
     return ffi::Error::Success();
   }
 
-  ffi::Error read_dense(Operands& operands, Reader& reader, size_t a) {
+  ffi::Error read_dense(Operands& operands, ProgramReader& reader, size_t a) {
     const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
     const int64_t first = reader.next(), taken = reader.next(), rounded = reader.next();
-    if (reader.failed() || count < 1 || count > 64) return refused("a program that ends too early");
-    if (values_[a].size == 0) return refused("rows of nothing");
-    DenseProduct& product = dense_.next();
+    if (reader.failed() || count < 1 || count > 64) return invalid_program("a program that ends too early");
+    if (values_[a].size == 0) return invalid_program("rows of nothing");
+    DenseWork& product = dense_.next();
     ffi::Error error = product.read(operands, count, values_[a].size,
                                     {activation, false, transposed != 0, first, taken, rounded != 0});
-    if (error.success()) put(product, a);
+    if (error.success()) add_matmul(product, a);
     return error;
   }
 
-  ffi::Error read_attention(Operands& operands, Reader& reader, size_t q) {
-    Attending& it = attending_.next();
+  ffi::Error read_attention(Operands& operands, ProgramReader& reader, size_t q) {
+    FusedAttention& it = attentions_.next();
     const auto size_of = [this](int64_t value) {
       return value < 0 || size_t(value) >= values_.size() ? 0 : values_[value].size;
     };
-    if (!it.read(reader, q, size_of)) return refused("attention to heads that do not fit");
-    ffi::Error error = it.take(operands, rows_, size_of, *rets_, next_kept_);
+    if (!it.read(reader, q, size_of)) return invalid_program("attention to heads that do not fit");
+    ffi::Error error = it.take(operands, rows_, size_of, *rets_, next_pool_);
     if (error.failure()) return error;
-    const auto planned = plans_.of(it.call, *pool_);
-    if (planned.has_error()) return planned.error();
-    it.work = AttentionWork(it.call, **planned);
+    const auto cached = plans_.of(it.call, *pool_);
+    if (cached.has_error()) return cached.error();
+    it.work = AttentionWork(it.call, **cached);
 
     it.y = values_.size();
-    it.stage = 1 + std::max({row_stage(it.q), row_stage(it.k), row_stage(it.v)});
+    it.stage = 1 + std::max({first_row_stage(it.q), first_row_stage(it.k), first_row_stage(it.v)});
     for (int64_t s = 0; s < AttentionWork::kStages; ++s)
       stage_at(it.stage + s).attentions.push_back({&it.work, s});
     for (const size_t value : {it.q, it.k, it.v})
@@ -363,8 +363,8 @@ class Chain {
   }
 
   // The product's rows are made ready in the stage where value `a` is, and it follows.
-  void put(RowProduct& product, size_t a) {
-    const int64_t before = row_stage(a), stage = before + 1;
+  void add_matmul(MatmulWork& product, size_t a) {
+    const int64_t before = first_row_stage(a), stage = before + 1;
     stage_at(before).rows.push_back({kLinear, a, a, a, 0, {}, nullptr, 0, {}, &product});
     values_[a].until = std::max(values_[a].until, before);
     stage_at(stage).products.push_back(&product);
@@ -377,13 +377,13 @@ class Chain {
     const auto array = operands.next();
     if (array.has_error()) return array.error();
     if (array->element_type() != ffi::DataType::F32 || int64_t(array->element_count()) != size)
-      return refused("a vector does not fit its rows");
+      return invalid_program("a vector does not fit its rows");
     *out = static_cast<const float*>(array->untyped_data());
     return ffi::Error::Success();
   }
 
   // The first stage in which rows of a value can be read.
-  int64_t row_stage(size_t value) const {
+  int64_t first_row_stage(size_t value) const {
     const Value& v = values_[value];
     return v.stage < 0 ? 0 : v.whole ? v.stage + 1 : v.stage;
   }
@@ -394,7 +394,7 @@ class Chain {
     return stages_[stage];
   }
 
-  void do_row(const RowOperation& o, int64_t row) const {
+  void run_row(const RowOperation& o, int64_t row) const {
     const int64_t size = values_[o.a].size;
     const float* a = values_[o.a].x + row * size;
     if (o.product) return o.product->prepare(a, row);
@@ -419,61 +419,61 @@ class Chain {
   int64_t rows_ = 0, stage_count_ = 0;
   size_t end_ = 0;  // bytes
   std::vector<Value> values_;
-  std::vector<Placed> products_;
+  std::vector<ScheduledMatmul> products_;
   std::vector<Stage> stages_;
-  Kept<LinearProduct> linear_;
-  Kept<DenseProduct> dense_;
-  Kept<Attending> attending_;
-  Plans plans_;
+  Reused<LinearWork> linear_;
+  Reused<DenseWork> dense_;
+  Reused<FusedAttention> attentions_;
+  PlanCache plans_;
   std::vector<float*> partials_;
   const ffi::RemainingRets* rets_ = nullptr;
   const ffi::ThreadPool* pool_ = nullptr;
-  size_t next_kept_ = 0;  // the result that is the next attention's pool
+  size_t next_pool_ = 0;  // the result that is the next attention's pool
   std::vector<int64_t> chunks_;
-  std::vector<Hole> holes_;
+  std::vector<MemorySlot> slots_;
   std::vector<size_t> offsets_;
   std::vector<char> memory_;
 };
 
 // Chains that are not at work, with the memory that they have: threads of XLA's pool take turns at
 // being the caller, and each would else keep its own.
-class Shelf {
+class FusedLayersPool {
  public:
-  std::unique_ptr<Chain> take() {
+  std::unique_ptr<FusedLayers> take() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (chains_.empty()) return std::make_unique<Chain>();
-    auto chain = std::move(chains_.back());
-    chains_.pop_back();
-    return chain;
+    if (free_.empty()) return std::make_unique<FusedLayers>();
+    auto layers = std::move(free_.back());
+    free_.pop_back();
+    return layers;
   }
-  void give(std::unique_ptr<Chain> chain) {
+  void give(std::unique_ptr<FusedLayers> layers) {
     std::lock_guard<std::mutex> lock(mutex_);
-    chains_.push_back(std::move(chain));
+    free_.push_back(std::move(layers));
   }
 
  private:
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Chain>> chains_;
+  std::vector<std::unique_ptr<FusedLayers>> free_;
 };
 
-Shelf& shelf() {
-  static Shelf* shelf = new Shelf;  // never destroyed: threads may outlive static objects
-  return *shelf;
+FusedLayersPool& layers_pool() {
+  static FusedLayersPool* layers_pool = new FusedLayersPool;  // never destroyed: threads may outlive static objects
+  return *layers_pool;
 }
 
-ffi::Error chain(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results, int64_t given,
-                 ffi::Span<const int64_t> told) {
-  if (given < 1 || size_t(given) > args.size()) return refused("nothing is given");
-  auto chain = shelf().take();
-  ffi::Error error = chain->read(args, given, program, told, rets, results.size(), pool);
-  if (error.success()) error = chain->place(rets, results);
-  if (error.success() && chain->rows() > 0) chain->run(pool);
-  shelf().give(std::move(chain));
+ffi::Error fused_layers(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results, int64_t inputs,
+                 ffi::Span<const int64_t> layout) {
+  if (inputs < 1 || size_t(inputs) > args.size()) return invalid_program("nothing is inputs");
+  auto layers = layers_pool().take();
+  ffi::Error error = layers->read(args, inputs, program, layout, rets, results.size(), pool);
+  if (error.success()) error = layers->bind_results(rets, results);
+  if (error.success() && layers->rows() > 0) layers->run(pool);
+  layers_pool().give(std::move(layers));
   return error;
 }
 
 }  // namespace
 }  // namespace jinfer
 
-JINFER_HANDLER(jinfer_chain, jinfer::chain, "program", "results", "given", "told");
+JINFER_HANDLER(jinfer_fused_layers, jinfer::fused_layers, "program", "results", "inputs", "operands");

@@ -10,9 +10,9 @@ namespace jinfer {
 namespace {
 
 // Reads the program: operations one after the other, each a kind and its numbers.
-class Reader {
+class ProgramReader {
  public:
-  explicit Reader(xla::ffi::Span<const int64_t> program)
+  explicit ProgramReader(xla::ffi::Span<const int64_t> program)
       : at_(program.begin()), end_(program.end()) {}
 
   bool done() const { return at_ >= end_; }

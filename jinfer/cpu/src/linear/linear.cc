@@ -10,19 +10,19 @@ namespace jinfer {
 namespace {
 
 // Rows of activations in a form.
-struct Prepared {
+struct ActivationBuffer {
   std::vector<char> memory;
 
-  char* prepare(ffi::ThreadPool& pool, const Form& form, const float* x, int64_t rows,
+  char* prepare(ffi::ThreadPool& pool, const ActivationLayout& layout, const float* x, int64_t rows,
                 int64_t inputs) {
-    const size_t bytes = rows * form.row_bytes() + 64;
+    const size_t bytes = rows * layout.row_bytes() + 64;
     if (memory.size() < bytes) memory.resize(bytes);
     char* data = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
     const LinearKernels& k = linear_kernels();
     const int64_t chunks = rows >= 16 ? std::min<int64_t>(rows / 8, 16) : 1;
-    parallel(pool, chunks, chunks, [&](int64_t chunk) {
+    parallel_for(pool, chunks, chunks, [&](int64_t chunk) {
       for (int64_t m = rows * chunk / chunks; m < rows * (chunk + 1) / chunks; ++m)
-        k.prepare(x + m * inputs, inputs, form, data + m * form.row_bytes());
+        k.prepare(x + m * inputs, inputs, layout, data + m * layout.row_bytes());
     });
     return data;
   }
@@ -36,13 +36,13 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
   std::vector<Segment> segments{{0, 0, rows}};
-  if (select != kOnly) {
+  if (select != kSingle) {
     auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
     if (chosen.has_error()) return chosen.error();
     segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
   }
   Operands operands(args, next);
-  LinearProduct product;
+  LinearWork product;
   auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
                             codebook.size(), inputs, digits, activation,
                             rows / std::max<int64_t>(segments.size(), 1));
@@ -56,18 +56,18 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
     if (y.has_error()) return y.error();
     if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result does not fit");
-    product.put(t, (*y)->typed_data());
+    product.set_output(t, (*y)->typed_data());
   }
   if (!operands.done()) return invalid("wrong number of buffers");
   if (rows == 0) return ffi::Error::Success();
 
   // Activations, once for all tensors that take them in the same form.
-  static thread_local std::vector<Prepared> kept;
-  if (kept.size() < product.forms.size()) kept.resize(product.forms.size());
-  for (size_t f = 0; f < product.forms.size(); ++f)
-    product.rows[f] = kept[f].prepare(pool, product.forms[f], x.typed_data(), rows, inputs);
-  product.cut(segments.data(), segments.size(), pool);
-  parallel(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
+  static thread_local std::vector<ActivationBuffer> buffers;
+  if (buffers.size() < product.layouts.size()) buffers.resize(product.layouts.size());
+  for (size_t f = 0; f < product.layouts.size(); ++f)
+    product.rows[f] = buffers[f].prepare(pool, product.layouts[f], x.typed_data(), rows, inputs);
+  product.partition(segments.data(), segments.size(), pool);
+  parallel_for(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
   return ffi::Error::Success();
 }
 

@@ -6,4 +6,4 @@
 
 #include "linear/linear_amx.h"
 
-const jinfer::LinearKernels& jinfer::linear_amx() { return kernels_and_tiles; }
+const jinfer::LinearKernels& jinfer::linear_amx() { return kernels_with_amx; }

@@ -1,7 +1,7 @@
 // Products of many rows in AMX's tiles, over AVX-512's `Vector`: 16 rows of activations times 16 outputs,
 // a column at a time.
 //
-// What is added, and in which order, is what multiply_int8() and finish() do, whose vectors have a lane
+// What is added, and in which order, is what multiply_int8() and store_outputs() do, whose vectors have a lane
 // for each of g columns: here these come one after the other, so that the sums of one stay in registers,
 // and are added up as sum_runs() does. The bits are equal.
 #pragma once
@@ -18,7 +18,7 @@ constexpr int kTileRows = 16;        // of activations, and outputs
 constexpr int kPanelOfTiles = 256 << 10;  // bytes, of the second-level cache
 
 // From so many rows on. Fewer go through linear_gemv.h, four or eight at a time.
-constexpr int64_t kManyRows = 33;
+constexpr int64_t kAmxMinRows = 33;
 
 // Of 16 lanes of a and b, in groups of 2 * half: their lower halves side by side, or the upper ones.
 template <int half, bool upper>
@@ -82,7 +82,7 @@ struct Groups {
 };
 
 template <int bits, int g>
-void fill_block_codes(const Plan& plan, const Groups<g>& groups, uint8_t* codes) {
+void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* codes) {
   const Matrix& m = *plan.matrix;
   const int64_t apart = plan.units * 32 * L;  // from one column's to the next one's
   const Vector::I zero = _mm512_set1_epi8(static_cast<char>(m.affine() ? 0 : m.zero));
@@ -100,10 +100,10 @@ void fill_block_codes(const Plan& plan, const Groups<g>& groups, uint8_t* codes)
       for (int c = 0; c < g; ++c) Vector::store(words[c][b], v[c]);
     }
     for (int c = 0; c < g; ++c) {
-      uint8_t* to = codes + c * apart + i * m.halves * 32 * L;
+      uint8_t* to = codes + c * apart + i * m.per_code * 32 * L;
       decode<bits>(words[c][0], L, m.codebook, to, to + 32 * L);
       if (m.affine()) continue;
-      for (int at = 0; at < m.halves * 32 * L; at += 4 * L)
+      for (int at = 0; at < m.per_code * 32 * L; at += 4 * L)
         Vector::store(to + at, _mm512_sub_epi8(Vector::load(to + at), zero));
     }
   }
@@ -111,8 +111,8 @@ void fill_block_codes(const Plan& plan, const Groups<g>& groups, uint8_t* codes)
 
 // `room`: as many numbers as a block has, twice.
 template <int g>
-void fill_block(const Plan& plan, int64_t first, int64_t end, const Block& block, float* room) {
-  using Codes = void (*)(const Plan&, const Groups<g>&, uint8_t*);
+void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block& block, float* room) {
+  using Codes = void (*)(const MatmulPlan&, const Groups<g>&, uint8_t*);
   static constexpr Codes codes[] = {nullptr,
                                     nullptr,
                                     fill_block_codes<2, g>,
@@ -145,10 +145,10 @@ void fill_block(const Plan& plan, int64_t first, int64_t end, const Block& block
 
 // The product of 16 rows with a block: to[row] are 16 outputs, as to_columns() puts them.
 template <int g, bool affine, int parts>
-void multiply_block(const Block& block, const Form& form, int64_t units, const char* x,
+void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units, const char* x,
                     Vector::F* to) {
   constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
-  const int64_t stride = form.digit_bytes();
+  const int64_t stride = layout.digit_bytes();
   const uint8_t* codes = block.codes;
   const float* scales = block.scales;
   const float* bases = block.bases;
@@ -160,7 +160,7 @@ void multiply_block(const Block& block, const Form& form, int64_t units, const c
     for (int m = 0; m < kTileRows; ++m) total[m] = Vector::zero_f();
     for (int64_t u = 0; u < units; ++u) {
       const int64_t column = u * g + c;
-      const char* scale_of = x + 32 * form.columns + 4 * column;
+      const char* scale_of = x + 32 * layout.columns + 4 * column;
       UNROLL
       for (int part = 0; part < parts; ++part) {
         jinfer::tile_zero<0>();
@@ -173,7 +173,7 @@ void multiply_block(const Block& block, const Form& form, int64_t units, const c
         }
         jinfer::tile_store<0>(products, 4 * L);
         const Vector::F scale = Vector::load_f(scales + part * L);
-        const char* sum_of = scale_of + 4 * (part + 1) * form.columns;
+        const char* sum_of = scale_of + 4 * (part + 1) * layout.columns;
 #pragma GCC unroll 16
         for (int m = 0; m < kTileRows; ++m) {
           float by;
@@ -207,7 +207,7 @@ void multiply_block(const Block& block, const Form& form, int64_t units, const c
 }
 
 template <int g>
-void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
+void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
                        int64_t end, float* y, int64_t stride, Scratch& scratch) {
   const Matrix& m = *plan.matrix;
   constexpr int parts = kMostParts<g>;
@@ -215,7 +215,7 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
       m.affine() ? (plan.parts == 2 ? multiply_block<g, true, parts> : multiply_block<g, true, 1>)
                  : (plan.parts == 2 ? multiply_block<g, false, parts> : multiply_block<g, false, 1>);
   const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
-  const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.form.digit_bytes();
+  const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.layout.digit_bytes();
   const int64_t blocks = (end - begin + g - 1) / g;
   const int64_t together = std::clamp<int64_t>(kPanelOfTiles / block_bytes, 1, blocks);
   // Fewer rows than a tile has are copied, and what is beside them is of no use.
@@ -248,10 +248,10 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
       // At the end some once more.
       const int64_t row = std::max<int64_t>(0, std::min(next, rows - kTileRows));
       const int here_rows = std::min<int64_t>(kTileRows, rows);
-      const Results results(y, stride, x.form.digits, row, here_rows, done);
+      const Results results(y, stride, x.layout.digits, row, here_rows, done);
       for (int64_t i = 0; i < here; ++i) {
         Vector::F sums[kTileRows];
-        multiply(block_at(i), x.form, plan.units, from + row * row_bytes, sums);
+        multiply(block_at(i), x.layout, plan.units, from + row * row_bytes, sums);
         const int64_t group = begin + (first + i) * g, output = group * (L / g);
         const int64_t left = std::min(std::min<int64_t>(g, end - group) * (L / g), m.outputs - output);
         const __mmask16 mask = left >= L ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
@@ -268,17 +268,17 @@ void multiply_in_tiles(const Plan& plan, const Activations& x, int64_t rows, int
 }
 
 // Of rows in tiles; all others as without.
-void multiply_or_in_tiles(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
+void multiply_maybe_amx(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
                           int64_t end, float* y, int64_t stride) {
-  if (!x.form.tiles) return multiply(matrix, x, rows, begin, end, y, stride);
-  rows *= x.form.digits;
+  if (!x.layout.amx) return multiply(matrix, x, rows, begin, end, y, stride);
+  rows *= x.layout.digits;
   static thread_local Scratch scratch;
-  const Plan& plan = plan_of(matrix);
+  const MatmulPlan& plan = plan_of(matrix);
   with_columns(matrix.G, [&](auto g) {
-    multiply_in_tiles<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
+    multiply_amx<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
   });
 }
 
-const jinfer::LinearKernels kernels_and_tiles{prepare, multiply_or_in_tiles, jinfer::gate, kManyRows};
+const jinfer::LinearKernels kernels_with_amx{prepare, multiply_maybe_amx, jinfer::glu, kAmxMinRows};
 
 }  // namespace

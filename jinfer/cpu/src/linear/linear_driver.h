@@ -18,7 +18,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // Per tensor; see fields_of in quantized_matmul.py.
-enum Field { kBits, kHalves, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
+enum Field { kBits, kPerCode, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
 
 // A matrix, or a stack of them, and where its product goes: [rows, outputs].
 struct Tensor {
@@ -40,11 +40,11 @@ inline ffi::Error invalid(const std::string& what) {
 }
 
 // Whether the fields of a tensor are those of a format there are kernels for.
-inline bool is_format(const int64_t* field, size_t codebook) {
+inline bool is_supported_format(const int64_t* field, size_t codebook) {
   const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
   if (bits == 16)
-    return field[kHalves] == 1 && block == 64 && numbers == 1 && !field[kSteps] && !field[kCodebook];
-  return bits >= 2 && bits <= (field[kSteps] ? 6 : 8) && field[kHalves] == (bits == 7 ? 2 : 1) &&
+    return field[kPerCode] == 1 && block == 64 && numbers == 1 && !field[kSteps] && !field[kCodebook];
+  return bits >= 2 && bits <= (field[kSteps] ? 6 : 8) && field[kPerCode] == (per_code_of(bits)) &&
          (block == 32 || (field[kSteps] ? block == 16 : block == 64 || block == 128)) &&
          (numbers == 1 || numbers == 2) &&
          (!field[kCodebook] || (bits <= 4 && numbers == 1 && codebook > 0)) &&
@@ -64,13 +64,13 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   m = {};
   m.tiles = shape[lead], m.superblocks = shape[lead + 1];
   m.R = shape[lead + 3], m.G = shape[lead + 4];
-  if (!is_format(field, codebook)) return invalid("a format is not known");
+  if (!is_supported_format(field, codebook)) return invalid("a format is not known");
   if (m.G != columns_of(field[kSteps]) || m.R * m.G != 16)
     return invalid("words are in a layout without kernels");
   m.words = static_cast<const uint32_t*>(words->untyped_data());
   m.scales = scales->untyped_data();
   m.bits = field[kBits];
-  m.halves = field[kHalves];
+  m.per_code = field[kPerCode];
   m.block = field[kBlock];
   m.numbers = field[kNumbers];
   m.zero = field[kCodebook] ? 128 : field[kZero];
@@ -103,7 +103,7 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   return ffi::Error::Success();
 }
 
-inline bool are_alike(const Matrix& a, const Matrix& b) {
+inline bool same_shape(const Matrix& a, const Matrix& b) {
   return a.tiles == b.tiles && a.superblocks == b.superblocks && a.G == b.G &&
          a.outputs == b.outputs;
 }
@@ -112,10 +112,10 @@ inline bool are_alike(const Matrix& a, const Matrix& b) {
 constexpr int kMostDigits = 3;
 
 // `rows`: that a matrix is multiplied with, on average.
-inline Form form_of(const Matrix& m, int digits, int64_t rows) {
+inline ActivationLayout layout_of(const Matrix& m, int digits, int64_t rows) {
   if (m.bits == 16) return {m.columns(), m.G, 0, 1, 1, false, true};
-  const int64_t tile_rows = linear_kernels().tile_rows;
-  const bool tiles = tile_rows && rows * digits >= tile_rows && fits_tiles(m);
+  const int64_t amx_min_rows = linear_kernels().amx_min_rows;
+  const bool tiles = amx_min_rows && rows * digits >= amx_min_rows && fits_amx(m);
   return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, tiles, false};
 }
 
@@ -128,10 +128,10 @@ struct Part {
 
 // Rows times quantized matrices; with an activation rows times gate and up, of which one result is
 // made.
-class LinearProduct : public RowProduct {
+class LinearWork : public MatmulWork {
  public:
   std::vector<Tensor> tensors;
-  std::vector<Form> forms;  // that rows of activations are wanted in
+  std::vector<ActivationLayout> layouts;  // that rows of activations are wanted in
 
   // Reads the matrices, kFields numbers of `fields` for each. `rows_each`: of activations, of a segment
   // on average.
@@ -143,26 +143,26 @@ class LinearProduct : public RowProduct {
     if (digits < 1 || digits > kMostDigits) return invalid("no such number of digits");
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
       return invalid("no such activation");
-    tensors.resize(count), form_of_.resize(count), forms.clear(), parts_.clear(), total_ = 0;
+    tensors.resize(count), layout_of_.resize(count), layouts.clear(), parts_.clear(), total_ = 0;
     for (size_t t = 0; t < count; ++t) {
       auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
       if (error.failure()) return error;
-      const Form form = form_of(tensors[t].matrix, digits_, rows_each);
-      const auto at = std::find(forms.begin(), forms.end(), form);
-      form_of_[t] = at - forms.begin();
-      if (at == forms.end()) forms.push_back(form);
+      const ActivationLayout layout = layout_of(tensors[t].matrix, digits_, rows_each);
+      const auto at = std::find(layouts.begin(), layouts.end(), layout);
+      layout_of_[t] = at - layouts.begin();
+      if (at == layouts.end()) layouts.push_back(layout);
     }
-    rows.resize(forms.size());
-    if (gated_ && (count != 2 || !are_alike(tensors[0].matrix, tensors[1].matrix)))
+    rows.resize(layouts.size());
+    if (gated_ && (count != 2 || !same_shape(tensors[0].matrix, tensors[1].matrix)))
       return invalid("gate and up are not two matrices of one shape");
     return ffi::Error::Success();
   }
 
   size_t results() const override { return gated_ ? 1 : tensors.size(); }
   int64_t outputs(size_t result) const override { return tensors[result].matrix.outputs; }
-  void put(size_t result, float* y) override { tensors[result].y = y; }
+  void set_output(size_t result, float* y) override { tensors[result].y = y; }
 
-  void cut(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
+  void partition(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
     int64_t work = 0;  // in bytes
     bool many_rows = false;
     for (const Segment* one = segments; one < segments + count; ++one) {
@@ -185,12 +185,12 @@ class LinearProduct : public RowProduct {
                          : std::min({total_, threads * 8, std::max(threads, worth)});
   }
 
-  size_t row_bytes(size_t form) const override { return forms[form].row_bytes(); }
+  size_t row_bytes(size_t layout) const override { return layouts[layout].row_bytes(); }
 
   void prepare(const float* x, int64_t row) const override {
     const int64_t inputs = tensors[0].matrix.inputs;
-    for (size_t f = 0; f < forms.size(); ++f)
-      linear_kernels().prepare(x, inputs, forms[f], rows[f] + row * forms[f].row_bytes());
+    for (size_t f = 0; f < layouts.size(); ++f)
+      linear_kernels().prepare(x, inputs, layouts[f], rows[f] + row * layouts[f].row_bytes());
   }
 
   void run(int64_t chunk) const override {
@@ -210,15 +210,15 @@ class LinearProduct : public RowProduct {
       if (static_cast<int64_t>(up.size()) < many * width) up.resize(many * width);
       multiply(k, part, 1, from, to, up.data() - first, width);
       for (int64_t row = 0; row < many; ++row)
-        k.gate(activation_, width, up.data() + row * width, y + row * m.outputs + first);
+        k.glu(activation_, width, up.data() + row * width, y + row * m.outputs + first);
     }
   }
 
  private:
   void multiply(const LinearKernels& k, const Part& part, size_t t, int64_t begin, int64_t end,
                 float* y, int64_t stride) const {
-    const Form& form = forms[form_of_[t]];
-    const Activations x{form, rows[form_of_[t]] + part.segment.begin * form.row_bytes()};
+    const ActivationLayout& layout = layouts[layout_of_[t]];
+    const Activations x{layout, rows[layout_of_[t]] + part.segment.begin * layout.row_bytes()};
     const int64_t many = part.segment.end - part.segment.begin;
     k.multiply(tensors[t].at(part.segment.index), x, many, begin, end, y, stride);
   }
@@ -227,7 +227,7 @@ class LinearProduct : public RowProduct {
   int digits_ = 1;
   bool gated_ = false;
   Activation activation_{};
-  std::vector<size_t> form_of_;
+  std::vector<size_t> layout_of_;
   std::vector<Part> parts_;
   int64_t total_ = 0;  // tiles of all parts
 };

@@ -2,10 +2,10 @@
 // through registers into the dot products. A panel would ask nothing of memory while it is
 // multiplied with, and cost stores of twice what it reads.
 //
-// What is added, and in which order, is what multiply_int8() and finish() do: the bits are equal.
+// What is added, and in which order, is what multiply_int8() and store_outputs() do: the bits are equal.
 //
 // What matters, on one core with weights from memory: one stream of memory, loads in its order and
-// each once, nothing per row group that could be done before, and what comes next fetched: fetch().
+// each once, nothing per row group that could be done before, and what comes next fetched: prefetch().
 #pragma once
 
 #include <algorithm>
@@ -16,45 +16,45 @@
 
 namespace {
 
-constexpr int64_t kAhead = 24 << 10, kNear = 5 << 10;  // bytes
+constexpr int64_t kFarPrefetch = 24 << 10, kNearPrefetch = 5 << 10;  // bytes
 constexpr int kTile = 16;       // words of a superblock that stand side by side: R * G
-constexpr int kWholeTiles = 2;  // rows up to which a tile is multiplied as a whole
+constexpr int kWholeTileRows = 2;  // rows up to which a tile is multiplied as a whole
 
 // Whether so many rows take no longer to compute than their weights take to come.
-constexpr bool is_light(int bits, int count) {
+constexpr bool is_memory_bound(int bits, int count) {
   return count == 1 || (count == 2 && (bits == 6 || bits == 8));
 }
 
-// Fetches what follows a line of weights by kAhead into the second-level cache: of several rows, 2
+// Fetches what follows a line of weights by kFarPrefetch into the second-level cache: of several rows, 2
 // are a fifth faster so and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
 // whose vectors are half a tile. Nearer or into the first level is less steady.
 //
 // Not where a core that fetches by itself does little else (`alone`; Zen 4, where bare reading gives
 // 34 GB/s): what it fetches waits in the same places. 4 bits come at 22 GB/s so, at 26 with nothing
-// fetched, at 30 from kNear into the first level (27 of rows too long for it); 8 bits at 22, 33, 29.
+// fetched, at 30 from kNearPrefetch into the first level (27 of rows too long for it); 8 bits at 22, 33, 29.
 template <int bits>
-inline void fetch(const uint32_t* line, bool alone) {
+inline void prefetch(const uint32_t* line, bool alone) {
   if (!alone) {
-    __builtin_prefetch(line + kAhead / 4, 0, 2);
+    __builtin_prefetch(line + kFarPrefetch / 4, 0, 2);
   } else if (bits < 8) {
-    __builtin_prefetch(line + kNear / 4, 0, 3);
+    __builtin_prefetch(line + kNearPrefetch / 4, 0, 3);
   }
 }
 
 // Whether a kernel for so many rows takes numbers as they stand, not from a panel's room.
-inline bool as_lanes_for(const Plan& plan, int count) {
-  return plan.as_lanes && (plan.matrix->halves == 1 || count <= Vector::kRowsOfHalves);
+inline bool in_lane_order_for(const MatmulPlan& plan, int count) {
+  return plan.in_lane_order && (plan.matrix->per_code == 1 || count <= Vector::kMaxPairRows);
 }
 
 // Rows of activations.
-struct FewRows {
+struct GemvRows {
   const char* const* x;  // the last one again where there are fewer than a kernel takes
   int count;
   Results results;
 };
 
 // A vector that is loaded here: compilers read memory a second time for other halves of bytes.
-inline Vector::I once(const void* p) {
+inline Vector::I load_once(const void* p) {
   Vector::I v = Vector::load(p);
 #if defined(__AVX512F__)
   asm volatile("" : "+v"(v));
@@ -63,24 +63,24 @@ inline Vector::I once(const void* p) {
 }
 
 // The numbers of a vector's columns, which stand as lanes do.
-template <int halves, bool affine, class V = Vector>
+template <int per_code, bool affine, class V = Vector>
 inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::F& base) {
-  if constexpr (halves == 1) {
+  if constexpr (per_code == 1) {
     Vector::load_numbers<affine>(p, scale, base);
-  } else if constexpr (V::kRowsOfHalves > 0) {
-    V::template load_half_numbers<affine>(p, half, scale, base);
+  } else if constexpr (V::kMaxPairRows > 0) {
+    V::template load_pair_numbers<affine>(p, half, scale, base);
   }
 }
 
 // The same of numbers in two levels, of one of a column's parts.
 template <int parts, bool affine, class V = Vector>
-inline void load_levels(const int8_t* small, const uint16_t* steps, int part, Vector::F& scale,
+inline void load_two_level(const int8_t* small, const uint16_t* steps, int part, Vector::F& scale,
                         Vector::F& base) {
-  if constexpr (V::kLevels) {
+  if constexpr (V::kTwoLevel) {
     constexpr int numbers = affine ? 2 : 1;
     const auto number = [&](int which) {
-      return V::mul(V::template small<parts * numbers>(small, part * numbers + which),
-                    V::template spread<numbers>(steps, which));
+      return V::mul(V::template load_int8<parts * numbers>(small, part * numbers + which),
+                    V::template broadcast_f16<numbers>(steps, which));
     };
     scale = number(0);
     if (affine) base = number(1);
@@ -88,7 +88,7 @@ inline void load_levels(const int8_t* small, const uint16_t* steps, int part, Ve
 }
 
 template <class F, int... s>
-inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence<int, s...>) {
+inline __attribute__((always_inline)) void static_for(F f, std::integer_sequence<int, s...>) {
   (f(std::integral_constant<int, s>{}), ...);
 }
 
@@ -96,19 +96,19 @@ inline __attribute__((always_inline)) void constantly(F f, std::integer_sequence
 // memory; more have no registers for more than one vector. `numbers`: room for those of `whole`
 // row groups, where they do not stand in memory as lanes do.
 template <int bits, int g, int count, int parts, bool coded>
-void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64_t end,
+void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, int64_t end,
                      float* numbers) {
-  constexpr int halves = bits == 7 ? 2 : 1, height = L / g, steps = 8 / parts;
-  constexpr int whole = count <= kWholeTiles ? kTile / L : 1;
-  constexpr int most = most_of(bits, coded);
+  constexpr int per_code = per_code_of(bits), height = L / g, steps = 8 / parts;
+  constexpr int whole = count <= kWholeTileRows ? kTile / L : 1;
+  constexpr int most = max_code(bits, coded);
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
-  constexpr bool levels = g == 8 && Vector::kLevels;
+  constexpr bool levels = g == 8 && Vector::kTwoLevel;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
-  const bool affine = m.affine(), alone = is_light(bits, count) && jinfer::fetches_by_itself();
-  const bool as_lanes = as_lanes_for(plan, count);
+  const bool affine = m.affine(), alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
+  const bool in_lane_order = in_lane_order_for(plan, count);
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
-  const int64_t superblocks = m.superblocks, room = superblocks * halves * parts * L;
+  const int64_t superblocks = m.superblocks, room = superblocks * per_code * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
   const char* x[count];
   for (int r = 0; r < count; ++r) x[r] = rows.x[r];
@@ -117,10 +117,10 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
     const uint32_t* words = m.words + tile * superblocks * bits * kTile + in_tile * L;
     const int64_t row = tile * superblocks * m.R + in_tile * height;
     // As they stand: a block is a column.
-    const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * halves * m.numbers;
+    const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * per_code * m.numbers;
     const int8_t* small = static_cast<const int8_t*>(m.scales) + row * g * parts * m.numbers;
     const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
-    if (!as_lanes)
+    if (!in_lane_order)
       for (int v = 0; v < whole; ++v)
         plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
                   numbers + (2 * v + 1) * room);
@@ -131,41 +131,41 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
       UNROLL
       for (int r = 0; r < count; ++r) total[v][r] = Vector::zero_f();
     }
-    for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * halves) {
+    for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * per_code) {
       Vector::I w[whole][bits];
       UNROLL
       for (int b = 0; b < bits; ++b) {
         UNROLL
-        for (int v = 0; v < whole; ++v) w[v][b] = once(words + b * kTile + v * L);
-        fetch<bits>(words + b * kTile, alone);
+        for (int v = 0; v < whole; ++v) w[v][b] = load_once(words + b * kTile + v * L);
+        prefetch<bits>(words + b * kTile, alone);
       }
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
         constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;
         // Two sums for a single row, so that a step does not wait for the one before.
         constexpr bool two = count == 1 && whole == 1;
-        Vector::I within[whole][halves][count], pairs[whole][halves][count], second[halves];
+        Vector::I within[whole][per_code][count], pairs[whole][per_code][count], second[per_code];
         UNROLL
-        for (int h = 0; h < halves; ++h) {
+        for (int h = 0; h < per_code; ++h) {
           second[h] = Vector::zero();
           UNROLL
           for (int r = 0; r < count; ++r) {
             const Vector::I from = Vector::repeat<g>(x[r] + at + h * record + sum);
             UNROLL
-            for (int v = 0; v < whole; ++v) within[v][h][r] = Vector::mask(from, zeros);
+            for (int v = 0; v < whole; ++v) within[v][h][r] = Vector::bit_and(from, zeros);
           }
         }
         auto step = [&](auto step_constant) __attribute__((always_inline)) {
           constexpr int s = part * steps + decltype(step_constant)::value;
-          Vector::I codes[whole][halves];
+          Vector::I codes[whole][per_code];
           UNROLL
           for (int v = 0; v < whole; ++v) {
-            codes[v][0] = four<bits, s>(w[v]);
-            if constexpr (halves == 2) Vector::split_pairs(codes[v][0], codes[v][0], codes[v][1]);
-            if constexpr (coded) codes[v][0] = Vector::look_up(m.codebook, codes[v][0]);
+            codes[v][0] = unpack_four<bits, s>(w[v]);
+            if constexpr (per_code == 2) Vector::split_pairs(codes[v][0], codes[v][0], codes[v][1]);
+            if constexpr (coded) codes[v][0] = Vector::lookup(m.codebook, codes[v][0]);
           }
           UNROLL
-          for (int h = 0; h < halves; ++h) {
+          for (int h = 0; h < per_code; ++h) {
             UNROLL
             for (int r = 0; r < count; ++r) {
               const Vector::I by = Vector::repeat<g>(x[r] + at + h * record + s * 4 * g);
@@ -178,9 +178,9 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
             }
           }
         };
-        constantly(step, std::make_integer_sequence<int, steps>{});
+        static_for(step, std::make_integer_sequence<int, steps>{});
         UNROLL
-        for (int h = 0; h < halves; ++h) {
+        for (int h = 0; h < per_code; ++h) {
           if (two) within[0][h][0] = Vector::add(within[0][h][0], second[h]);
           Vector::F by[count];
           UNROLL
@@ -189,22 +189,22 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           UNROLL
           for (int v = 0; v < whole; ++v) {
             Vector::F scale, base;
-            constexpr bool can_be = parts == 1 && (halves == 1 || count <= Vector::kRowsOfHalves);
-            if (levels && as_lanes) {
+            constexpr bool can_be = parts == 1 && (per_code == 1 || count <= Vector::kMaxPairRows);
+            if (levels && in_lane_order) {
               if (affine) {
-                load_levels<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,
+                load_two_level<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,
                                          base);
               } else {
-                load_levels<parts, false>(small + v * L * parts, steps_at + v, part, scale, base);
+                load_two_level<parts, false>(small + v * L * parts, steps_at + v, part, scale, base);
               }
-            } else if (can_be && as_lanes) {
+            } else if (can_be && in_lane_order) {
               if (affine) {
-                load_numbers<halves, true>(stand + 2 * halves * v * L, h, scale, base);
+                load_numbers<per_code, true>(stand + 2 * per_code * v * L, h, scale, base);
               } else {
-                load_numbers<halves, false>(stand + halves * v * L, h, scale, base);
+                load_numbers<per_code, false>(stand + per_code * v * L, h, scale, base);
               }
             } else {
-              const float* at = numbers + 2 * v * room + ((u * halves + h) * parts + part) * L;
+              const float* at = numbers + 2 * v * room + ((u * per_code + h) * parts + part) * L;
               scale = Vector::load_f(at);
               base = Vector::load_f(affine ? at + room : at);
             }
@@ -222,23 +222,23 @@ void multiply_direct(const Plan& plan, const FewRows& rows, int64_t begin, int64
           }
         }
       };
-      constantly(part_of, std::make_integer_sequence<int, parts>{});
-      stand += kTile * halves * m.numbers;
+      static_for(part_of, std::make_integer_sequence<int, parts>{});
+      stand += kTile * per_code * m.numbers;
       small += kTile * parts * m.numbers;
       if (levels) steps_at += m.R * m.numbers;
     }
     for (int v = 0; v < whole; ++v) {
       for (int r = 0; r < rows.count; ++r)
-        put<g>(total[v][r], rows.results.of[r], (group + v) * height, m.outputs);
+        store_sums<g>(total[v][r], rows.results.of[r], (group + v) * height, m.outputs);
     }
   }
 }
 
-using Direct = void (*)(const Plan&, const FewRows&, int64_t, int64_t, float*);
+using Gemv = void (*)(const MatmulPlan&, const GemvRows&, int64_t, int64_t, float*);
 
 // The kernel for a matrix, or null: it goes through panels.
 template <int count>
-Direct direct_of(const Plan& plan) {
+Gemv gemv_of(const MatmulPlan& plan) {
   const Matrix& m = *plan.matrix;
   const bool coded = m.codebook != nullptr;
   if (coded && m.bits != 4) return nullptr;
@@ -247,84 +247,85 @@ Direct direct_of(const Plan& plan) {
   if (!m.steps) {
     switch (m.bits) {
       case 2:
-        return multiply_direct<2, 2, count, 1, false>;
+        return multiply_gemv<2, 2, count, 1, false>;
       case 3:
-        return multiply_direct<3, 2, count, 1, false>;
+        return multiply_gemv<3, 2, count, 1, false>;
       case 4:
-        return coded ? multiply_direct<4, 2, count, 1, true> : multiply_direct<4, 2, count, 1, false>;
+        return coded ? multiply_gemv<4, 2, count, 1, true> : multiply_gemv<4, 2, count, 1, false>;
       case 5:
-        return multiply_direct<5, 2, count, 1, false>;
+        return multiply_gemv<5, 2, count, 1, false>;
       case 6:
-        return multiply_direct<6, 2, count, 1, false>;
-      case 7:
-        if constexpr (2 * count <= Vector::kRows) return multiply_direct<7, 2, count, 1, false>;
+        return multiply_gemv<6, 2, count, 1, false>;
+      case kThreeAndAHalf:
+        if constexpr (2 * count <= Vector::kMaxRows)
+          return multiply_gemv<kThreeAndAHalf, 2, count, 1, false>;
         return nullptr;
       case 8:
-        return multiply_direct<8, 2, count, 1, false>;
+        return multiply_gemv<8, 2, count, 1, false>;
     }
   }
   if constexpr (count <= 4) {  // more rows are as fast in panels
     if (m.steps) {
       if (plan.parts == 2) {
-        if (m.bits == 2) return multiply_direct<2, 8, count, 2, false>;
-        if (m.bits == 3) return multiply_direct<3, 8, count, 2, false>;
-        if (m.bits == 6) return multiply_direct<6, 8, count, 2, false>;
+        if (m.bits == 2) return multiply_gemv<2, 8, count, 2, false>;
+        if (m.bits == 3) return multiply_gemv<3, 8, count, 2, false>;
+        if (m.bits == 6) return multiply_gemv<6, 8, count, 2, false>;
       } else {
         if (m.bits == 4)
-          return coded ? multiply_direct<4, 8, count, 1, true>
-                       : multiply_direct<4, 8, count, 1, false>;
-        if (m.bits == 5) return multiply_direct<5, 8, count, 1, false>;
+          return coded ? multiply_gemv<4, 8, count, 1, true>
+                       : multiply_gemv<4, 8, count, 1, false>;
+        if (m.bits == 5) return multiply_gemv<5, 8, count, 1, false>;
       }
     }
   }
   return nullptr;
 }
 
-// The kernel that takes so many rows, or a few more; at most Vector::kRows.
-Direct direct_for(const Plan& plan, int64_t rows) {
-  if (rows == 1) return direct_of<1>(plan);
-  if (rows == 2) return direct_of<2>(plan);
-  if constexpr (Vector::kRows == 8) {
-    if (rows > 4) return direct_of<8>(plan);
+// The kernel that takes so many rows, or a few more; at most Vector::kMaxRows.
+Gemv gemv_for(const MatmulPlan& plan, int64_t rows) {
+  if (rows == 1) return gemv_of<1>(plan);
+  if (rows == 2) return gemv_of<2>(plan);
+  if constexpr (Vector::kMaxRows == 8) {
+    if (rows > 4) return gemv_of<8>(plan);
   }
-  return direct_of<4>(plan);
+  return gemv_of<4>(plan);
 }
 
 // More rows than a kernel takes go one after the other through weights that stay in a cache
 // meanwhile. Measured: a quarter faster than a panel for 16 rows, a tenth for 32 (AVX-512) or nothing
 // (AVX2); with 64 rows a panel is the faster one.
-constexpr int64_t kDirectRows = (Vector::kRows == 8 ? 4 : 3) * Vector::kRows;
+constexpr int64_t kGemvRows = (Vector::kMaxRows == 8 ? 4 : 3) * Vector::kMaxRows;
 // Of two levels, of which panels take longer to make: 16 rows are 1.06 to 1.4 times as fast so (AVX2),
 // 20 0.97 to 1.2 times. (With 8 rows at a time there are no such kernels.)
-constexpr int64_t kDirectLevels = 5 * Vector::kRows;
-constexpr int64_t kDirectWords = 32 << 10;  // bytes
+constexpr int64_t kGemvTwoLevelRows = 5 * Vector::kMaxRows;
+constexpr int64_t kGemvWordBytes = 32 << 10;  // bytes
 
-// The product for up to kDirectRows rows, or kDirectLevels; false: there is no kernel for so many and this
+// The product for up to kGemvRows rows, or kGemvTwoLevelRows; false: there is no kernel for so many and this
 // matrix.
-bool multiply_few(const Plan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+bool try_gemv(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
                   float* y, int64_t stride, Scratch& scratch) {
   // Codes of two weights leave registers for 4 rows. Measured: 12 are a fifth faster so than in a
   // panel, 16 as fast (AVX-512).
-  const bool fours = plan.matrix->halves == 2 && Vector::kRows == 8;
-  const int64_t most = fours ? 4 : Vector::kRows;
-  if (rows > (fours ? 12 : plan.matrix->steps ? kDirectLevels : kDirectRows)) return false;
+  const bool fours = plan.matrix->per_code == 2 && Vector::kMaxRows == 8;
+  const int64_t most = fours ? 4 : Vector::kMaxRows;
+  if (rows > (fours ? 12 : plan.matrix->steps ? kGemvTwoLevelRows : kGemvRows)) return false;
   const int64_t left = rows % most ? rows % most : most;
-  const Direct full = direct_for(plan, std::min(rows, most)), last = direct_for(plan, left);
+  const Gemv full = gemv_for(plan, std::min(rows, most)), last = gemv_for(plan, left);
   if (!full || !last) return false;
-  const bool as_lanes = as_lanes_for(plan, static_cast<int>(std::min(rows, most)));
-  const int64_t numbers = as_lanes ? 0 : 2 * plan.units * plan.parts * kTile;
+  const bool in_lane_order = in_lane_order_for(plan, static_cast<int>(std::min(rows, most)));
+  const int64_t numbers = in_lane_order ? 0 : 2 * plan.units * plan.parts * kTile;
   float* room = scratch.of(numbers);
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
-  const int64_t tiles = std::max<int64_t>(1, kDirectWords / (words * (kTile / L)));
+  const int64_t tiles = std::max<int64_t>(1, kGemvWordBytes / (words * (kTile / L)));
   const int64_t groups = rows > most ? tiles * (kTile / L) : end - begin;
   for (int64_t first = begin; first < end; first += groups) {
     for (int64_t row = 0; row < rows; row += most) {
       const int64_t count = std::min(most, rows - row);
-      const char* of[Vector::kRows];
-      for (int64_t r = 0; r < Vector::kRows; ++r)
-        of[r] = x.data + (row + std::min(r, count - 1)) * x.form.digit_bytes();
+      const char* of[Vector::kMaxRows];
+      for (int64_t r = 0; r < Vector::kMaxRows; ++r)
+        of[r] = x.data + (row + std::min(r, count - 1)) * x.layout.digit_bytes();
       const int few = static_cast<int>(count);
-      const FewRows some{of, few, Results(y, stride, x.form.digits, row, few)};
+      const GemvRows some{of, few, Results(y, stride, x.layout.digits, row, few)};
       (count < most ? last : full)(plan, some, first, std::min(end, first + groups), room);
     }
   }

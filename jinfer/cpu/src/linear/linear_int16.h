@@ -3,7 +3,7 @@
 // there are: nothing of them is to be decoded.
 //
 // Sums of a column's 32 products are exact: codes are at most 2^13 in magnitude, activations
-// kWideLimit, so that they fit into 32 bits. They are scaled and added up in order, to the same bits
+// kInt16Limit, so that they fit into 32 bits. They are scaled and added up in order, to the same bits
 // for all numbers of rows.
 #pragma once
 
@@ -13,14 +13,14 @@
 
 namespace {
 
-constexpr int kWideBits = 16, kWideColumns = 2;
-constexpr int kWideTile = 16;         // words of a superblock that stand side by side: R * G
-constexpr float kWideLimit = 8191;    // of activations
-constexpr int kWideBeside = 4;        // most tiles beside one another
-constexpr int64_t kWideAhead = 4096;  // bytes
+constexpr int kInt16Bits = 16, kInt16Columns = 2;
+constexpr int kInt16Tile = 16;         // words of a superblock that stand side by side: R * G
+constexpr float kInt16Limit = 8191;    // of activations
+constexpr int kInt16Beside = 4;        // most tiles beside one another
+constexpr int64_t kInt16Ahead = 4096;  // bytes
 
 // Rows `first` .. `first` + `count` - 1; a kernel takes the last one again where it takes more.
-struct WideRows {
+struct Int16Rows {
   const char* x;
   int64_t stride;
   int count;
@@ -30,9 +30,9 @@ struct WideRows {
 
 // The product for `tiles` of them beside one another, with their scales.
 template <int count, int tiles, bool fetch>
-void multiply_wide_tiles(const Plan& plan, const WideRows& rows, int64_t tile, const float* scales) {
-  constexpr int g = kWideColumns, height = L / g, of_tile = kWideTile / L, vectors = tiles * of_tile;
-  constexpr int64_t record = Form::wide_bytes() * g, step = kWideBits * kWideTile;
+void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t tile, const float* scales) {
+  constexpr int g = kInt16Columns, height = L / g, of_tile = kInt16Tile / L, vectors = tiles * of_tile;
+  constexpr int64_t record = ActivationLayout::int16_bytes() * g, step = kInt16Bits * kInt16Tile;
   const Matrix& m = *plan.matrix;
   const int64_t superblocks = m.superblocks, room = superblocks * L, apart = superblocks * step;
   const char* x[count];
@@ -50,17 +50,17 @@ void multiply_wide_tiles(const Plan& plan, const WideRows& rows, int64_t tile, c
       for (int r = 0; r < count; ++r) sum[v][r] = Vector::zero();
     }
 #pragma GCC unroll 16
-    for (int s = 0; s < kWideBits; ++s) {
+    for (int s = 0; s < kInt16Bits; ++s) {
       Vector::I w[vectors];
       UNROLL
       for (int v = 0; v < vectors; ++v)
-        w[v] = Vector::load(words + v / of_tile * apart + s * kWideTile + v % of_tile * L);
-      if (fetch) __builtin_prefetch(words + s * kWideTile + ahead, 0, 2);
+        w[v] = Vector::load(words + v / of_tile * apart + s * kInt16Tile + v % of_tile * L);
+      if (fetch) __builtin_prefetch(words + s * kInt16Tile + ahead, 0, 2);
       UNROLL
       for (int r = 0; r < count; ++r) {
         const Vector::I by = Vector::repeat<g>(x[r] + at + 4 * g * s);
         UNROLL
-        for (int v = 0; v < vectors; ++v) Vector::dot_wide(sum[v][r], w[v], by);
+        for (int v = 0; v < vectors; ++v) Vector::dot_int16(sum[v][r], w[v], by);
       }
     }
     UNROLL
@@ -78,42 +78,42 @@ void multiply_wide_tiles(const Plan& plan, const WideRows& rows, int64_t tile, c
   }
   for (int v = 0; v < vectors; ++v) {
     for (int r = 0; r < rows.count; ++r)
-      put<g>(Vector::load_f(total[v][r]), rows.results.of[r], (tile * of_tile + v) * height, m.outputs);
+      store_sums<g>(Vector::load_f(total[v][r]), rows.results.of[r], (tile * of_tile + v) * height, m.outputs);
   }
 }
 
 // Tiles begin .. end - 1, with the scales of the first and those after it. One or two rows take no longer
 // than their weights take to come, which they do faster in several streams of memory.
 template <int count>
-void multiply_wide_rows(const Plan& plan, const WideRows& rows, int64_t begin, int64_t end,
+void multiply_int16_rows(const MatmulPlan& plan, const Int16Rows& rows, int64_t begin, int64_t end,
                         const float* scales) {
-  constexpr int beside = count <= 2 ? kWideBeside / count : 1;
-  const auto multiply = count > 2 && rows.ahead ? multiply_wide_tiles<count, 1, (count > 2)>
-                                                : multiply_wide_tiles<count, 1, false>;
-  const int64_t each = plan.matrix->superblocks * kWideTile;
+  constexpr int beside = count <= 2 ? kInt16Beside / count : 1;
+  const auto multiply = count > 2 && rows.ahead ? multiply_int16_tiles<count, 1, (count > 2)>
+                                                : multiply_int16_tiles<count, 1, false>;
+  const int64_t each = plan.matrix->superblocks * kInt16Tile;
   int64_t tile = begin;
   for (; beside > 1 && tile + beside <= end; tile += beside, scales += beside * each)
-    multiply_wide_tiles<count, beside, false>(plan, rows, tile, scales);
+    multiply_int16_tiles<count, beside, false>(plan, rows, tile, scales);
   for (; tile < end; ++tile, scales += each) multiply(plan, rows, tile, scales);
 }
 
-using Wide = void (*)(const Plan&, const WideRows&, int64_t, int64_t, const float*);
+using Int16Kernel = void (*)(const MatmulPlan&, const Int16Rows&, int64_t, int64_t, const float*);
 
 // The kernel that takes so many rows, or a few more.
-Wide wide_for(int64_t rows) {
-  if (rows == 1) return multiply_wide_rows<1>;
-  if (rows == 2) return multiply_wide_rows<2>;
-  if constexpr (Vector::kRows == 8) {
-    if (rows > 4) return multiply_wide_rows<8>;
+Int16Kernel int16_kernel_for(int64_t rows) {
+  if (rows == 1) return multiply_int16_rows<1>;
+  if (rows == 2) return multiply_int16_rows<2>;
+  if constexpr (Vector::kMaxRows == 8) {
+    if (rows > 4) return multiply_int16_rows<8>;
   }
-  return rows == 3 ? multiply_wide_rows<3> : multiply_wide_rows<4>;
+  return rows == 3 ? multiply_int16_rows<3> : multiply_int16_rows<4>;
 }
 
 // Of words, that stay in a cache while rows go by, which are so many at a time.
-constexpr int64_t kWideWords = 96 << 10;
+constexpr int64_t kInt16Words = 96 << 10;
 
 // The scales of tiles begin .. end - 1, float32 [tiles][vectors of a tile][superblocks][L].
-void fill_wide(const Plan& plan, int64_t begin, int64_t end, float* scales) {
+void fill_int16_scales(const MatmulPlan& plan, int64_t begin, int64_t end, float* scales) {
   const Matrix& m = *plan.matrix;
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int row = 0; row < m.R; row += plan.rows, scales += m.superblocks * L)
@@ -122,26 +122,26 @@ void fill_wide(const Plan& plan, int64_t begin, int64_t end, float* scales) {
 }
 
 // Row groups begin .. end - 1, which are whole tiles.
-void multiply_wide(const Plan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
+void multiply_int16(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
                    float* y, int64_t stride, Scratch& scratch) {
-  constexpr int64_t most = Vector::kRows, of_tile = kWideTile / L;
-  const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.form.digit_bytes();
-  const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kWideBits * kWideTile * 4;
+  constexpr int64_t most = Vector::kMaxRows, of_tile = kInt16Tile / L;
+  const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.layout.digit_bytes();
+  const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kInt16Bits * kInt16Tile * 4;
   begin /= of_tile, end /= of_tile;
-  int64_t tiles = std::max<int64_t>(rows <= 2 ? kWideBeside : 1, kWideWords / tile_bytes);
-  if (tiles > kWideBeside) tiles -= tiles % kWideBeside;
-  float* scales = scratch.of(tiles * superblocks * kWideTile);
+  int64_t tiles = std::max<int64_t>(rows <= 2 ? kInt16Beside : 1, kInt16Words / tile_bytes);
+  if (tiles > kInt16Beside) tiles -= tiles % kInt16Beside;
+  float* scales = scratch.of(tiles * superblocks * kInt16Tile);
   for (int64_t first = begin; first < end; first += tiles) {
     const int64_t last = std::min(end, first + tiles);
-    fill_wide(plan, first, last, scales);
+    fill_int16_scales(plan, first, last, scales);
     for (int64_t row = 0; row < rows; row += most) {
       const int count = static_cast<int>(std::min(most, rows - row));
       // A piece comes while its first rows are multiplied, and the next one meanwhile with the last.
       const bool is_last = row + most >= rows && last + tiles <= end;
-      const int64_t ahead = row == 0 ? kWideAhead : is_last ? tiles * tile_bytes : 0;
-      const WideRows some{x.data + row * row_bytes, row_bytes, count, Results(y, stride, 1, row, count),
+      const int64_t ahead = row == 0 ? kInt16Ahead : is_last ? tiles * tile_bytes : 0;
+      const Int16Rows some{x.data + row * row_bytes, row_bytes, count, Results(y, stride, 1, row, count),
                           ahead};
-      wide_for(count)(plan, some, first, last, scales);
+      int16_kernel_for(count)(plan, some, first, last, scales);
     }
   }
 }

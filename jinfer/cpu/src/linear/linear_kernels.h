@@ -1,4 +1,4 @@
-// The kernels, over a `Vector` and a multiply_few() that the including file has defined: rows of
+// The kernels, over a `Vector` and a try_gemv() that the including file has defined: rows of
 // activations times the panels that linear_unpack.h decodes.
 #pragma once
 
@@ -25,7 +25,7 @@ constexpr int kRowsShare = 24 << 10;
 
 // What a product is made from: some row groups of a panel, and as many rows of activations as the
 // kernel takes.
-struct Operands {
+struct PanelOperands {
   Panel panel;
   int64_t groups, units;  // units: of a group that are multiplied with
   int64_t all_units;      // of a group in the panel
@@ -41,7 +41,7 @@ struct Operands {
 // `most`: codes are not above it. Vector::kGroups row groups are multiplied beside one another, so
 // that what is loaded of the activations is used as often; a tile has whole numbers of these.
 template <int g, int count, bool affine, int parts, int most>
-void multiply_int8(const Operands& o) {
+void multiply_int8(const PanelOperands& o) {
   constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
   constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
   const int64_t stride = o.x_stride, numbers = o.all_units * parts * L, codes = o.all_units * 32 * L;
@@ -121,10 +121,10 @@ void multiply_int8(const Operands& o) {
   }
 }
 
-using Product = void (*)(const Operands&);
+using PanelKernel = void (*)(const PanelOperands&);
 
 template <int g, int count, int most>
-Product product_int8(const Plan& plan) {
+PanelKernel panel_kernel_int8(const MatmulPlan& plan) {
   constexpr int parts = kMostParts<g>;
   // Two-level codes have 6 bits at most, or a codebook and no bases.
   constexpr bool can_be_affine = g != 8 || !Vector::kNarrowCodes || most <= 127;
@@ -138,30 +138,30 @@ Product product_int8(const Plan& plan) {
 }
 
 template <int g, int count>
-Product product(const Plan& plan) {
+PanelKernel panel_kernel(const MatmulPlan& plan) {
   // A single row is rarely multiplied here: one product for all codes of 7 bits at most.
-  constexpr int few = Vector::alike(count == 1 ? 127 : 15);
-  constexpr int some = Vector::alike(count == 1 ? 127 : 63), all = Vector::alike(255);
-  const int most = most_of(plan.matrix->bits, plan.matrix->codebook);
-  return most <= few    ? product_int8<g, count, few>(plan)
-         : most <= some ? product_int8<g, count, some>(plan)
-                        : product_int8<g, count, all>(plan);
+  constexpr int few = Vector::dot_class(count == 1 ? 127 : 15);
+  constexpr int some = Vector::dot_class(count == 1 ? 127 : 63), all = Vector::dot_class(255);
+  const int most = max_code(plan.matrix->bits, plan.matrix->codebook);
+  return most <= few    ? panel_kernel_int8<g, count, few>(plan)
+         : most <= some ? panel_kernel_int8<g, count, some>(plan)
+                        : panel_kernel_int8<g, count, all>(plan);
 }
 
 // Sums over the lanes of each row, where they belong. `o`: what the product was given.
 template <int g, int count>
-void finish(const Plan& plan, const Operands& o, int64_t group, const Results& results) {
+void store_outputs(const MatmulPlan& plan, const PanelOperands& o, int64_t group, const Results& results) {
   for (int64_t i = 0; i < o.groups; ++i) {
     const int64_t output = (group + i) * (L / g);
     for (int m = 0; m < count; ++m) {
       const Vector::F sums = Vector::load_f(o.sums + i * o.sums_stride + m * L);
-      put<g>(sums, results.of[m], output, plan.matrix->outputs);
+      store_sums<g>(sums, results.of[m], output, plan.matrix->outputs);
     }
   }
 }
 
 template <int g>
-void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64_t begin,
+void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
                      int64_t end, float* y, int64_t stride, Scratch& scratch) {
   const Matrix& m = *plan.matrix;
   const int64_t code_bytes = plan.units * 32 * L, number_bytes = plan.units * plan.parts * 4 * L;
@@ -172,8 +172,8 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
   const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
   const int64_t groups = std::min(fit, end - begin);
   // Units at a time, so that the rows' share of them stays in the first-level cache.
-  constexpr int most = Vector::kRows;
-  const int64_t share = g * x.form.column_bytes() * (rows < most ? rows : most);
+  constexpr int most = Vector::kMaxRows;
+  const int64_t share = g * x.layout.column_bytes() * (rows < most ? rows : most);
   const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
   const int64_t piece = (plan.units + pieces - 1) / pieces;
 
@@ -182,9 +182,9 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
                     reinterpret_cast<float*>(memory + groups * code_bytes),
                     reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
   float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
-  const int64_t digit_bytes = x.form.digit_bytes();
-  const Product many_rows = product<g, most>(plan), some_rows = product<g, most / 2>(plan),
-                one_row = product<g, 1>(plan);
+  const int64_t digit_bytes = x.layout.digit_bytes();
+  const PanelKernel many_rows = panel_kernel<g, most>(plan), some_rows = panel_kernel<g, most / 2>(plan),
+                one_row = panel_kernel<g, 1>(plan);
 
   // Of words. Groups follow one another where each is a tile; else nearly.
   const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
@@ -197,9 +197,9 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
     const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
     const char* fetched = first + here + groups <= all_groups ? ahead + here * group_bytes : ahead;
     int64_t done = 0;  // rows
-    auto some = [&](auto times, Product multiply, int64_t row) {
+    auto some = [&](auto times, PanelKernel multiply, int64_t row) {
       constexpr int count = decltype(times)::value;
-      Operands o;
+      PanelOperands o;
       o.groups = here;
       o.all_units = plan.units;
       o.x_stride = digit_bytes;
@@ -209,13 +209,13 @@ void multiply_groups(const Plan& plan, const Activations& x, int64_t rows, int64
         o.units = plan.units - from < piece ? plan.units - from : piece;
         const int64_t number = from * plan.parts * L;
         o.panel = {panel.codes + from * 32 * L, panel.scales + number, panel.bases + number};
-        o.x = x.data + row * digit_bytes + from * g * x.form.column_bytes();
+        o.x = x.data + row * digit_bytes + from * g * x.layout.column_bytes();
         o.add = from > 0;
         o.ahead = ahead, o.fetch = ahead < fetched ? fetch : 0;
         ahead += here * fetch;
         multiply(o);
       }
-      finish<g, count>(plan, o, first, Results(y, stride, x.form.digits, row, count, done));
+      store_outputs<g, count>(plan, o, first, Results(y, stride, x.layout.digits, row, count, done));
       done = row + count;
     };
     // At the end some rows once more: cheaper than one by one.
@@ -249,13 +249,13 @@ void with_columns(int columns, F f) {
 void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin, int64_t end,
               float* y, int64_t stride) {
   static thread_local Scratch scratch;
-  rows *= x.form.digits;
-  const Plan& plan = plan_of(matrix);
+  rows *= x.layout.digits;
+  const MatmulPlan& plan = plan_of(matrix);
   const int64_t groups_of_tile = matrix.R / plan.rows;
   begin *= groups_of_tile;
   end *= groups_of_tile;
-  if (x.form.wide) return multiply_wide(plan, x, rows, begin, end, y, stride, scratch);
-  if (multiply_few(plan, x, rows, begin, end, y, stride, scratch)) return;
+  if (x.layout.int16) return multiply_int16(plan, x, rows, begin, end, y, stride, scratch);
+  if (try_gemv(plan, x, rows, begin, end, y, stride, scratch)) return;
   with_columns(matrix.G, [&](auto g) {
     multiply_groups<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
   });
@@ -267,15 +267,15 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
 constexpr float kBase = 253;
 
 // What a block's largest magnitude becomes: with three digits it has 23 bits.
-constexpr float largest(int digits) { return digits == 1 ? 127 : kBase * largest(digits - 1); }
+constexpr float max_quantized(int digits) { return digits == 1 ? 127 : kBase * max_quantized(digits - 1); }
 
 // 32 whole numbers.
-struct Whole {
+struct QuantizedColumn {
   Vector::I v[32 / L];
 
   // Takes the lowest digit off.
-  Whole take_digit() {
-    Whole digit;
+  QuantizedColumn take_digit() {
+    QuantizedColumn digit;
     for (int i = 0; i < 32 / L; ++i) {
       const Vector::F all = Vector::to_float(v[i]);
       v[i] = Vector::rounded(Vector::mul(all, Vector::set_f(1 / kBase)));
@@ -287,7 +287,7 @@ struct Whole {
 
 // A column's activations as whole numbers up to `limit`, and what one of them is worth. A block with a
 // number that is not finite becomes NaN; one below 1e-30 becomes 0.
-Whole round_column(const float* x, int64_t inputs, int64_t column, float limit, float& scale) {
+QuantizedColumn quantize_column(const float* x, int64_t inputs, int64_t column, float limit, float& scale) {
   const int64_t left = inputs - column * 32;
   const float* from = x + column * 32;
   alignas(64) float padded[32];
@@ -301,56 +301,56 @@ Whole round_column(const float* x, int64_t inputs, int64_t column, float limit, 
   std::memcpy(&most, &bits, 4);
   const bool finite = bits < 0x7f800000u, some = finite && most >= 1e-30f;
   scale = finite ? (some ? most / limit : 0.0f) : NAN;
-  Whole whole = {};
+  QuantizedColumn whole = {};
   for (int i = 0; some && i < 32 / L; ++i)
     whole.v[i] =
         Vector::rounded(Vector::mul(Vector::load_f(from + i * L), Vector::set_f(limit / most)));
   return whole;
 }
 
-void prepare_wide(const float* x, int64_t inputs, const Form& form, char* row) {
-  constexpr int g = kWideColumns;
-  for (int64_t column = 0; column < form.columns; ++column) {
-    char* to = row + column / g * g * form.column_bytes();
+void prepare_int16(const float* x, int64_t inputs, const ActivationLayout& layout, char* row) {
+  constexpr int g = kInt16Columns;
+  for (int64_t column = 0; column < layout.columns; ++column) {
+    char* to = row + column / g * g * layout.column_bytes();
     const int64_t lane = column % g;
     float scale;
-    const Whole whole = round_column(x, inputs, column, kWideLimit, scale);
+    const QuantizedColumn whole = quantize_column(x, inputs, column, kInt16Limit, scale);
     alignas(64) int16_t codes[32];
-    Vector::to_halves(whole.v, codes);
+    Vector::to_int16(whole.v, codes);
     for (int s = 0; s < 16; ++s) std::memcpy(to + 4 * (s * g + lane), codes + 2 * s, 4);
     std::memcpy(to + 64 * g + 4 * lane, &scale, 4);
   }
 }
 
-void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
-  if (form.wide) return prepare_wide(x, inputs, form, row);
-  const int g = form.group;
-  const int64_t record = g * form.column_bytes(), digit_bytes = form.digit_bytes();
-  for (int64_t column = 0; column < form.columns; ++column) {
+void prepare(const float* x, int64_t inputs, const ActivationLayout& layout, char* row) {
+  if (layout.int16) return prepare_int16(x, inputs, layout, row);
+  const int g = layout.group;
+  const int64_t record = g * layout.column_bytes(), digit_bytes = layout.digit_bytes();
+  for (int64_t column = 0; column < layout.columns; ++column) {
     const int64_t lane = column % g;
     float scale;
-    Whole whole = round_column(x, inputs, column, largest(form.digits), scale);
-    for (int digit = form.digits - 1; digit >= 0; --digit, scale *= kBase) {
+    QuantizedColumn whole = quantize_column(x, inputs, column, max_quantized(layout.digits), scale);
+    for (int digit = layout.digits - 1; digit >= 0; --digit, scale *= kBase) {
       alignas(64) int8_t codes[32];
       int32_t total[2];
-      Vector::to_bytes(digit ? whole.take_digit().v : whole.v, codes, total);
+      Vector::to_int8(digit ? whole.take_digit().v : whole.v, codes, total);
       char* of_digit = row + digit * digit_bytes;
       char* to = of_digit + column / g * record;
       float* sums = reinterpret_cast<float*>(to + 36 * g) + lane;
       int64_t apart = g;  // from one part's sum to the next
-      if (form.tiles) {
-        apart = form.columns;
+      if (layout.amx) {
+        apart = layout.columns;
         std::memcpy(of_digit + 32 * column, codes, 32);
-        float* scales = reinterpret_cast<float*>(of_digit + 32 * form.columns) + column;
-        *scales = scale, sums = scales + form.columns;
+        float* scales = reinterpret_cast<float*>(of_digit + 32 * layout.columns) + column;
+        *scales = scale, sums = scales + layout.columns;
       } else {
         for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, codes + 4 * s, 4);
         reinterpret_cast<float*>(to + 32 * g)[lane] = scale;
       }
-      if (form.parts == 1) total[0] += total[1];
-      for (int part = 0; part < form.parts; ++part) {
-        if (form.zero >= 0) {
-          const int32_t sum = -form.zero * total[part];
+      if (layout.parts == 1) total[0] += total[1];
+      for (int part = 0; part < layout.parts; ++part) {
+        if (layout.zero >= 0) {
+          const int32_t sum = -layout.zero * total[part];
           std::memcpy(sums + part * apart, &sum, 4);
         } else {
           sums[part * apart] = scale * static_cast<float>(total[part]);
@@ -360,6 +360,6 @@ void prepare(const float* x, int64_t inputs, const Form& form, char* row) {
   }
 }
 
-const jinfer::LinearKernels kernels{prepare, multiply, jinfer::gate, 0};
+const jinfer::LinearKernels kernels{prepare, multiply, jinfer::glu, 0};
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace {
 
 // Without instructions for dot products of bytes these, not memory, are what takes time.
-bool multiply_few(const Plan&, const Activations&, int64_t, int64_t, int64_t, float*, int64_t,
+bool try_gemv(const MatmulPlan&, const Activations&, int64_t, int64_t, int64_t, float*, int64_t,
                   Scratch&) {
   return false;
 }

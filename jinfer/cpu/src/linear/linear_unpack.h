@@ -20,8 +20,10 @@
 namespace {
 
 using jinfer::Activations;
-using jinfer::Form;
+using jinfer::ActivationLayout;
+using jinfer::kThreeAndAHalf;
 using jinfer::Matrix;
+using jinfer::per_code_of;
 using jinfer::Scratch;
 
 constexpr int L = Vector::L;
@@ -50,7 +52,7 @@ struct Results {
 
 // Sums over runs of g lanes, which are a row's outputs `output` ..
 template <int g>
-inline void put(Vector::F v, const Results::Row& row, int64_t output, int64_t outputs) {
+inline void store_sums(Vector::F v, const Results::Row& row, int64_t output, int64_t outputs) {
   constexpr int many = L / g;
   if (!row.y) return;
   if (output + many <= outputs && !row.add) return Vector::sum_runs<g>(v, row.y + output);
@@ -99,26 +101,26 @@ constexpr Pieces pieces(int bits, int s) {
 }
 
 template <int bits, int s, int piece = 0>
-inline Vector::I four(const Vector::I* words) {
+inline Vector::I unpack_four(const Vector::I* words) {
   constexpr Pieces all = pieces(bits, s);
   constexpr Piece p = all.of[piece];
   constexpr uint32_t mask = ((1u << p.width) - 1) << p.at;
   Vector::I v = words[p.byte];
   if constexpr (p.low >= p.at) {
-    v = Vector::right<(p.low >= p.at ? p.low - p.at : 0)>(v);
+    v = Vector::shift_right<(p.low >= p.at ? p.low - p.at : 0)>(v);
   } else {
-    v = Vector::left<(p.low < p.at ? p.at - p.low : 0)>(v);
+    v = Vector::shift_left<(p.low < p.at ? p.at - p.low : 0)>(v);
   }
   constexpr bool alone = Vector::kByteShifts && p.low + p.width == 8 && p.at == 0;
-  constexpr bool whole = bits == 8 || (bits == 7 && s < bits && Vector::kSplitsSevenBits);
-  if constexpr (!whole && !alone) v = Vector::mask(v, mask * 0x01010101u);
-  if constexpr (piece + 1 < all.count) v = Vector::either(v, four<bits, s, piece + 1>(words));
+  constexpr bool whole = bits == 8 || (bits == kThreeAndAHalf && s < bits && Vector::kSplitsSevenBits);
+  if constexpr (!whole && !alone) v = Vector::bit_and(v, mask * 0x01010101u);
+  if constexpr (piece + 1 < all.count) v = Vector::bit_or(v, unpack_four<bits, s, piece + 1>(words));
   return v;
 }
 
 // The largest byte that codes are multiplied as.
-constexpr int most_of(int bits, bool coded) {
-  return coded ? 255 : bits == 7 ? 127 / 11 : (1 << bits) - 1;
+constexpr int max_code(int bits, bool coded) {
+  return coded ? 255 : bits == kThreeAndAHalf ? 127 / 11 : (1 << bits) - 1;
 }
 
 // `words` of one unit, `stride` words apart -> codes[8][L]; 7 bits: two units, for both halves.
@@ -132,40 +134,40 @@ inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codeboo
     __builtin_prefetch(words + b * stride + 1024);
   }
   auto put = [&](int s, Vector::I v) {
-    if constexpr (bits == 7) {
+    if constexpr (bits == kThreeAndAHalf) {
       Vector::I x, y;
       Vector::split_pairs(v, x, y);
       Vector::store(codes + s * 4 * L, x);
       Vector::store(second + s * 4 * L, y);
     } else {
       if constexpr (bits <= 4) {
-        if (codebook) v = Vector::look_up(codebook, v);
+        if (codebook) v = Vector::lookup(codebook, v);
       }
       Vector::store(codes + s * 4 * L, v);
     }
   };
-  put(0, four<bits, 0>(w));
-  put(1, four<bits, 1>(w));
-  put(2, four<bits, 2>(w));
-  put(3, four<bits, 3>(w));
-  put(4, four<bits, 4>(w));
-  put(5, four<bits, 5>(w));
-  put(6, four<bits, 6>(w));
-  put(7, four<bits, 7>(w));
+  put(0, unpack_four<bits, 0>(w));
+  put(1, unpack_four<bits, 1>(w));
+  put(2, unpack_four<bits, 2>(w));
+  put(3, unpack_four<bits, 3>(w));
+  put(4, unpack_four<bits, 4>(w));
+  put(5, unpack_four<bits, 5>(w));
+  put(6, unpack_four<bits, 6>(w));
+  put(7, unpack_four<bits, 7>(w));
 }
 
 // ---- numbers ----------------------------------------------------------------------------------
 
 // Where the numbers of each lane stand among those of a row group, for one half of a code and one
 // half of a column: at[lane] and, of bases, at[16 + lane].
-struct Places {
+struct GatherIndices {
   uint16_t at[32];
   int count;  // of numbers that a vector needs
 };
 
 // Of blocks of `block` inputs.
-Places places(const Matrix& matrix, int block, int half, int part) {
-  Places out;
+GatherIndices gather_indices(const Matrix& matrix, int block, int half, int part) {
+  GatherIndices out;
   const int rows = L / matrix.G, per_row = std::max(1, matrix.width() / block);
   for (int lane = 0; lane < 16; ++lane) {
     const int input = (half * matrix.G + lane % matrix.G) * 32 + part * 16;
@@ -192,7 +194,7 @@ float half_to_float(uint16_t h) {
   return value;
 }
 
-inline __attribute__((always_inline)) void gather(const void* p, bool bytes, const Places& places,
+inline __attribute__((always_inline)) void gather(const void* p, bool bytes, const GatherIndices& places,
                                                   bool both, Vector::F& first, Vector::F& second) {
   if (Vector::gather(p, bytes, places.count, places.at, both, first, second)) return;
   float values[2 * L];
@@ -210,30 +212,30 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes, con
 // ---- panels -----------------------------------------------------------------------------------
 
 // What does not change within a call.
-struct Plan {
+struct MatmulPlan {
   const Matrix* matrix = nullptr;
   // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
   // units of a superblock's row.
-  void (*fill)(const Plan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
+  void (*fill)(const MatmulPlan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
   // Numbers stand in memory as lanes do, each of its column, or as they can be taken from there.
-  bool as_lanes = false;
+  bool in_lane_order = false;
   int rows, parts;
   int64_t units;
   // Of a superblock's units and their parts: how their numbers stand in a row group's.
   struct Numbers {
-    Places blocks, steps;
+    GatherIndices blocks, steps;
   } numbers[4];
 
-  Plan() = default;
-  explicit Plan(const Matrix& m)
+  MatmulPlan() = default;
+  explicit MatmulPlan(const Matrix& m)
       : rows(L / m.G),
         parts(m.block == 16 ? 2 : 1),
-        key{m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr} {
-    for (int half = 0; half < m.halves; ++half) {
+        key{m.R, m.G, m.per_code, m.block, m.numbers, m.steps != nullptr} {
+    for (int half = 0; half < m.per_code; ++half) {
       for (int part = 0; part < parts; ++part) {
         Numbers& out = numbers[half * parts + part];
-        out.blocks = places(m, m.block, half, part);
-        if (m.steps) out.steps = places(m, 256, half, part);
+        out.blocks = gather_indices(m, m.block, half, part);
+        if (m.steps) out.steps = gather_indices(m, 256, half, part);
       }
     }
   }
@@ -241,19 +243,19 @@ struct Plan {
   int key[6] = {};  // what all but `matrix` and what depends on it follows from
 };
 
-// What `Plan::fill` points to.
+// What `MatmulPlan::fill` points to.
 template <bool affine, bool two_level>
-void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+void fill_numbers(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
   const Matrix& m = *plan.matrix;
-  const int count = m.halves * plan.parts;
+  const int count = m.per_code * plan.parts;
   const int per_row = m.numbers * std::max(1, m.width() / m.block), shared = m.shared();
-  const int steps_per_row = m.numbers * m.G * m.halves / 8;
+  const int steps_per_row = m.numbers * m.G * m.per_code / 8;
   const int64_t in_tile = row % m.R, first = row / m.R;
   int64_t at = (first / shared * m.R + in_tile) * per_row, step_at = row * steps_per_row;
   int64_t left = shared - first % shared;  // superblocks with these numbers
   for (int64_t i = 0; i < superblocks; ++i) {
     for (int k = 0; k < count; ++k) {
-      const Plan::Numbers& numbers = plan.numbers[k];
+      const MatmulPlan::Numbers& numbers = plan.numbers[k];
       Vector::F scale, base;
       if constexpr (two_level) {
         Vector::F step, floor;
@@ -279,15 +281,15 @@ void fill_numbers(const Plan& plan, int64_t row, int64_t superblocks, float* sca
 // The same where a row's columns in a superblock, of codes of one weight, share their numbers, as often
 // with those of the next superblocks.
 template <bool affine, class V = Vector>
-void fill_twice(const Plan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
-  if constexpr (V::kTwice) {
+void fill_repeated(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+  if constexpr (V::kRepeated) {
     const Matrix& m = *plan.matrix;
     const int64_t first = row / m.R, shared = m.shared();
     const auto* numbers = static_cast<const uint16_t*>(m.scales);
     numbers += (first / shared * m.R + row % m.R) * m.numbers;
     for (int64_t i = 0, left = shared - first % shared; i < superblocks; left = shared) {
       Vector::F scale, base;
-      V::template load_twice<affine>(numbers, scale, base);
+      V::template load_repeated<affine>(numbers, scale, base);
       for (; left > 0 && i < superblocks; --left, ++i, scales += L, bases += L) {
         Vector::store_f(scales, scale);
         if (affine) Vector::store_f(bases, base);
@@ -297,19 +299,19 @@ void fill_twice(const Plan& plan, int64_t row, int64_t superblocks, float* scale
   }
 }
 
-// The thread's last plan is kept: chunks of a call, and calls, are mostly alike.
-const Plan& plan_of(const Matrix& m) {
-  static thread_local Plan plan;
-  const int key[] = {m.R, m.G, m.halves, m.block, m.numbers, m.steps != nullptr};
-  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = Plan(m);
+// The thread's last plan is kept: chunks of a call, and calls, are mostly dot_class.
+const MatmulPlan& plan_of(const Matrix& m) {
+  static thread_local MatmulPlan plan;
+  const int key[] = {m.R, m.G, m.per_code, m.block, m.numbers, m.steps != nullptr};
+  if (std::memcmp(key, plan.key, sizeof key) != 0) plan = MatmulPlan(m);
   plan.matrix = &m;
-  plan.as_lanes =
-      m.steps ? Vector::kLevels : m.block == 32 && (m.halves == 1 || Vector::kRowsOfHalves > 0);
+  plan.in_lane_order =
+      m.steps ? Vector::kTwoLevel : m.block == 32 && (m.per_code == 1 || Vector::kMaxPairRows > 0);
   plan.fill = m.affine() ? (m.steps ? fill_numbers<true, true> : fill_numbers<true, false>)
                          : (m.steps ? fill_numbers<false, true> : fill_numbers<false, false>);
-  if (Vector::kTwice && !m.steps && m.halves == 1 && m.block >= m.width())
-    plan.fill = m.affine() ? fill_twice<true> : fill_twice<false>;
-  plan.units = m.superblocks * m.halves;
+  if (Vector::kRepeated && !m.steps && m.per_code == 1 && m.block >= m.width())
+    plan.fill = m.affine() ? fill_repeated<true> : fill_repeated<false>;
+  plan.units = m.superblocks * m.per_code;
   return plan;
 }
 
@@ -321,20 +323,20 @@ struct Panel {
 };
 
 template <int bits>
-void fill_codes(const Plan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
+void fill_codes(const MatmulPlan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
   const Matrix& m = *plan.matrix;
   const int64_t lanes = int64_t{m.R} * m.G;
   constexpr int64_t unit = 32 * L;
   for (int64_t i = 0; i < superblocks; ++i) {
     decode<bits>(words, lanes, m.codebook, codes, codes + unit);
     words += bits * lanes;
-    codes += m.halves * unit;
+    codes += m.per_code * unit;
   }
 }
 
 // Row groups `group` .. `group` + `groups` - 1.
-void fill(const Plan& plan, int64_t group, int64_t groups, const Panel& panel) {
-  using Codes = void (*)(const Plan&, const uint32_t*, int64_t, uint8_t*);
+void fill(const MatmulPlan& plan, int64_t group, int64_t groups, const Panel& panel) {
+  using Codes = void (*)(const MatmulPlan&, const uint32_t*, int64_t, uint8_t*);
   static constexpr Codes codes[] = {nullptr,       nullptr,       fill_codes<2>,
                                     fill_codes<3>, fill_codes<4>, fill_codes<5>,
                                     fill_codes<6>, fill_codes<7>, fill_codes<8>};

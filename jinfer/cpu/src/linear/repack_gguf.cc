@@ -94,7 +94,7 @@ struct EightBits : Of32<1, 32> {
 struct Mxfp4 {
   static constexpr int size = 17, columns = 1, parts = 1, scales = 2, steps = 0, bits = 4;
   static void put_words(const uint8_t* block, int, uint32_t* to) { std::memcpy(to, block + 1, 16); }
-  // Half of the scale, 2 ** (exponent - 128); 0 where it is no float16.
+  // Float16 of the scale, 2 ** (exponent - 128); 0 where it is no float16.
   static void put_numbers(const uint8_t* block, uint8_t* to, uint8_t*) {
     const int power = block[0] - 128;
     const bool normal = power >= -14 && power <= 15, small = power >= -24 && power < -14;
@@ -254,7 +254,7 @@ inline float widened(uint16_t bits) {
 }
 
 // Numbers of F16 as whole numbers, in blocks of 64: `whole_numbers` in jinfer/quant/f16_as_int.py.
-void repack_wide_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
+void repack_f16_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
   constexpr int kBlock = 64, kBits = 13, kLeast = -24, kInfinite = 0x7c00;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
   const int64_t lanes = to.rows * to.columns, in_tile = row % to.rows;
@@ -305,7 +305,7 @@ constexpr Named kTypes[] = {
     {"MXFP4", repack_row<Mxfp4>},      {"Q2_K", repack_row<Q2K>},
     {"Q3_K", repack_row<Q3K>},         {"Q4_K", repack_row<Q4K>},
     {"Q5_K", repack_row<Q5K>},         {"Q6_K", repack_row<Q6K>},
-    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_wide_row, 2},
+    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_f16_row, 2},
 };
 
 }  // namespace

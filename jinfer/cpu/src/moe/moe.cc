@@ -1,4 +1,4 @@
-// The handlers of `jinfer_route`, `jinfer_by_expert` and `jinfer_of_experts`: which experts of a mixture each
+// The handlers of `jinfer_route`, `jinfer_sort_by_expert` and `jinfer_combine_experts`: which experts of a mixture each
 // row goes to, pairs of row and expert sorted by expert, and the sum of what experts gave. As operations of
 // XLA's they are some forty for each layer, which take longer than a small model's experts.
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace jinfer {
 namespace {
 
 // The best of `ranked`, the first of such as are equal. There are `count`, even where none is a number.
-void take_best(const float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
+void top_k(const float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
   const int64_t experts = taken.size();
   std::fill(taken.begin(), taken.end(), 0);
   for (int64_t k = 0; k < count; ++k) {
@@ -50,19 +50,19 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
     correction = vector->typed_data();
   }
   const RowwiseKernels& k = rowwise_kernels();
-  for_rows(pool, rows, experts, [&](int64_t row) {
+  parallel_rows(pool, rows, experts, [&](int64_t row) {
     static thread_local std::vector<float> scores, corrected;
     static thread_local std::vector<char> taken;
     scores.resize(experts), corrected.resize(experts), taken.resize(experts);
     const float* from = logits.typed_data() + row * experts;
     (softmax ? k.softmax : k.sigmoid)(from, experts, scores.data());
     if (correction) k.add(scores.data(), correction, experts, corrected.data());
-    int32_t* own = chosen->typed_data() + row * count;
+    int32_t* ids = chosen->typed_data() + row * count;
     float* to = weights->typed_data() + row * count;
-    take_best(correction ? corrected.data() : scores.data(), taken, count, own);
+    top_k(correction ? corrected.data() : scores.data(), taken, count, ids);
     float total = 0;
     for (int64_t i = 0; i < count; ++i) {
-      to[i] = scores[own[i]];
+      to[i] = scores[ids[i]];
       total = i ? total + to[i] : to[i];
     }
     if (total < 1e-20f) total = 1e-20f;  // sigmoids can all be 0
@@ -73,11 +73,11 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
 
 // Pairs of row and expert, sorted by expert and then by row: of each its row and its expert; where each
 // expert's begin, and at last where all end; of each pair as it was given, its place.
-ffi::Error by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> row_of,
+ffi::Error sort_by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> row_of,
                      ffi::ResultBuffer<ffi::S32> expert_of, ffi::ResultBuffer<ffi::S32> begins,
                      ffi::ResultBuffer<ffi::S32> place_of) {
   const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_by_expert: ") + what);
+    return ffi::Error::InvalidArgument(std::string("jinfer_sort_by_expert: ") + what);
   };
   if (chosen.dimensions().size() != 2 || begins->dimensions().size() != 1) return refuse("no matrix");
   const int64_t rows = chosen.dimensions()[0], count = chosen.dimensions()[1], pairs = rows * count;
@@ -105,11 +105,11 @@ ffi::Error by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> r
 }
 
 // Of each row the sum of its pairs' results times their weights, one after the other.
-ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
+ffi::Error combine_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
                       ffi::Buffer<ffi::S32> places, ffi::Buffer<ffi::F32> weights,
                       ffi::ResultBuffer<ffi::F32> y) {
   const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_of_experts: ") + what);
+    return ffi::Error::InvalidArgument(std::string("jinfer_combine_experts: ") + what);
   };
   if (results.dimensions().size() != 2 || weights.dimensions().size() != 2)
     return refuse("no matrices");
@@ -119,7 +119,7 @@ ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
     return refuse("places, weights or the result do not fit");
   for (int64_t i = 0; i < pairs; ++i)
     if (places.typed_data()[i] < 0 || places.typed_data()[i] >= pairs) return refuse("no such place");
-  for_rows(pool, rows, size * count, [&](int64_t row) {
+  parallel_rows(pool, rows, size * count, [&](int64_t row) {
     rowwise_kernels().weighted_sum(results.typed_data(), places.typed_data() + row * count,
                                weights.typed_data() + row * count, count, size,
                                y->typed_data() + row * size);
@@ -131,5 +131,5 @@ ffi::Error of_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
 }  // namespace jinfer
 
 JINFER_HANDLER(jinfer_route, jinfer::route, "softmax", "renormalize", "scale");
-JINFER_HANDLER(jinfer_by_expert, jinfer::by_expert);
-JINFER_HANDLER(jinfer_of_experts, jinfer::of_experts);
+JINFER_HANDLER(jinfer_sort_by_expert, jinfer::sort_by_expert);
+JINFER_HANDLER(jinfer_combine_experts, jinfer::combine_experts);

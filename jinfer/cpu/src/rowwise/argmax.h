@@ -10,29 +10,29 @@
 namespace jinfer {
 
 // The index of a row's greatest number, the last one where there is something that is not a number.
-inline int32_t index_of(const Greatest& found, int64_t size) {
-  return static_cast<int32_t>(found.missing ? size - 1 : found.at);
+inline int32_t index_of(const Argmax& found, int64_t size) {
+  return static_cast<int32_t>(found.has_nan ? size - 1 : found.at);
 }
 
 // That of each row. A row may be cut: what is greatest does not depend on where.
-inline void greatest_of_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
+inline void argmax_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
                              int32_t* at) {
   constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece, of another thread
   const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
-  std::vector<Greatest> found(rows * cuts);
+  std::vector<Argmax> found(rows * cuts);
   const RowwiseKernels& k = rowwise_kernels();
-  parallel(pool, rows * cuts, 1 + rows * size / WORTH, [&](int64_t i) {
+  parallel_for(pool, rows * cuts, 1 + rows * size / WORTH, [&](int64_t i) {
     const int64_t begin = std::min(i % cuts * each, size - 1);
     const int64_t end = std::min(begin + each, size);
-    found[i] = k.greatest(x + i / cuts * size + begin, end - begin);
+    found[i] = k.argmax(x + i / cuts * size + begin, end - begin);
     found[i].at += begin;
   });
   for (int64_t row = 0; row < rows; ++row) {
-    Greatest most = found[row * cuts];
+    Argmax most = found[row * cuts];
     for (int64_t i = row * cuts + 1; i < (row + 1) * cuts; ++i) {
-      const bool missing = most.missing || found[i].missing;
+      const bool has_nan = most.has_nan || found[i].has_nan;
       if (found[i].value > most.value) most = found[i];
-      most.missing = missing;
+      most.has_nan = has_nan;
     }
     at[row] = index_of(most, size);
   }

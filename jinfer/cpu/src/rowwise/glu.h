@@ -9,15 +9,15 @@ namespace jinfer {
 namespace {
 
 // 1 + e^-x, which a sigmoid is the inverse of; a NaN stays one.
-inline Floats one_and_exponential(Floats x) {
-  return 1.0f + exponential(-x > 88.0f ? all(88.0f) : -x);
+inline Floats one_plus_exp_minus(Floats x) {
+  return 1.0f + exponential(-x > 88.0f ? broadcast(88.0f) : -x);
 }
 
 // The complement of the error function of x >= 0, to 2 units of float32's last place where that is not
 // too small to matter: Chebyshev's approximation of "Numerical Recipes", section 6.2.
 inline Floats erfc_of_positive(Floats x) {
   const Floats t = 1.0f / (1.0f + 0.5f * x);
-  Floats p = all(0.17087277f);
+  Floats p = broadcast(0.17087277f);
   p = p * t - 0.82215223f;
   p = p * t + 1.48851587f;
   p = p * t - 1.13520398f;
@@ -30,11 +30,11 @@ inline Floats erfc_of_positive(Floats x) {
   return t * exponential(p - x * x);
 }
 
-inline Floats silu(Floats x) { return x / one_and_exponential(x); }
+inline Floats silu(Floats x) { return x / one_plus_exp_minus(x); }
 
 // 0.5 (1 + tanh(z)) = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
 inline Floats gelu_tanh(Floats x) {
-  return x / one_and_exponential(1.5957691216f * (x + 0.044715f * x * x * x));
+  return x / one_plus_exp_minus(1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
 // x times the share of a normal distribution that is below x (arXiv 1606.08415).
@@ -43,13 +43,13 @@ inline Floats gelu(Floats x) {
   return x * (x < 0.0f ? above : 1.0f - above);
 }
 
-inline Floats quick_gelu(Floats x) { return x / one_and_exponential(1.702f * x); }
+inline Floats quick_gelu(Floats x) { return x / one_plus_exp_minus(1.702f * x); }
 
 inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
 
 // f(function of a vector) for the one that is named.
 template <class F>
-inline void with(Activation activation, F f) {
+inline void dispatch_activation(Activation activation, F f) {
   switch (activation) {
     case Activation::silu: return f([](Floats x) { return silu(x); });
     case Activation::gelu_tanh: return f([](Floats x) { return gelu_tanh(x); });
@@ -63,12 +63,12 @@ inline void with(Activation activation, F f) {
 
 // y[n] = activation(y[n]) * up[n]. Every element goes through vectors, the last ones too: which of them a
 // number is among does not change its bits.
-inline void gate(Activation activation, int64_t count, const float* up, float* y) {
-  with(activation, [=](auto f) {
+inline void glu(Activation activation, int64_t count, const float* up, float* y) {
+  dispatch_activation(activation, [=](auto f) {
     int64_t n = 0;
     for (; n + LANES <= count; n += LANES) store(y + n, f(load(y + n)) * load(up + n));
     if (n == count) return;
-    const Floats rest = f(load_some(y + n, count - n)) * load_some(up + n, count - n);
+    const Floats rest = f(load_partial(y + n, count - n)) * load_partial(up + n, count - n);
     memcpy(y + n, &rest, 4 * (count - n));
   });
 }

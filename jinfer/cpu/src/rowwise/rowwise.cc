@@ -41,7 +41,7 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArg
   const float* weight = weighted ? vectors[0] : nullptr;
   const float* bias = biased ? vectors[weighted] : nullptr;
   const RowwiseKernels& k = rowwise_kernels();
-  for_rows(pool, rows, size, [&](int64_t row) {
+  parallel_rows(pool, rows, size, [&](int64_t row) {
     const int64_t at = row % groups * size;
     const Norm norm{centered, eps, offset, weight ? weight + at : nullptr,
                     bias ? bias + at : nullptr};
@@ -63,7 +63,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
       !has_shape(*y, {rows, width}))
     return refuse("angles or the result do not fit x");
   const Rotation rotation{size, pairs, adjacent};
-  for_rows(pool, rows, width, [&](int64_t row) {
+  parallel_rows(pool, rows, width, [&](int64_t row) {
     rowwise_kernels().rotate(x.typed_data() + row * width, cos.typed_data() + row * pairs,
                          sin.typed_data() + row * pairs, width, rotation,
                          y->typed_data() + row * width);
@@ -80,7 +80,7 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   if (size < 1 || width % size) return refuse("heads of such a size do not fit");
   if (!has_shape(*y, {rows, width})) return refuse("the result has not the shape of x");
-  for_rows(pool, rows, width, [&](int64_t row) {
+  parallel_rows(pool, rows, width, [&](int64_t row) {
     const int64_t at = row * width;
     rowwise_kernels().hadamard(x.typed_data() + at, width, {size, query}, y->typed_data() + at);
   });
@@ -93,7 +93,7 @@ ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
     return ffi::Error::InvalidArgument("jinfer_scores: x and the result are not alike matrices");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   const auto score = softmax ? rowwise_kernels().softmax : rowwise_kernels().sigmoid;
-  for_rows(pool, rows, size, [&](int64_t row) {
+  parallel_rows(pool, rows, size, [&](int64_t row) {
     score(x.typed_data() + row * size, size, y->typed_data() + row * size);
   });
   return ffi::Error::Success();
@@ -106,7 +106,7 @@ ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
   if (!is_activation(activation))
     return ffi::Error::InvalidArgument("jinfer_activate: no such activation");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  for_rows(pool, rows, size, [&](int64_t row) {
+  parallel_rows(pool, rows, size, [&](int64_t row) {
     rowwise_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation), size,
                            y->typed_data() + row * size);
   });
@@ -119,7 +119,7 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   if (size < 1 || size > INT32_MAX)
     return ffi::Error::InvalidArgument("jinfer_argmax: rows are empty or too long");
-  greatest_of_rows(pool, x.typed_data(), rows, size, y->typed_data());
+  argmax_rows(pool, x.typed_data(), rows, size, y->typed_data());
   return ffi::Error::Success();
 }
 

@@ -27,10 +27,10 @@ struct Hadamard {
   bool query;    // else a key: the two factors together make scores what they were
 };
 
-struct Greatest {
+struct Argmax {
   float value;
   int64_t at;    // its first index
-  bool missing;  // something is not a number: the rest means nothing
+  bool has_nan;  // something is not a number: the rest means nothing
 };
 
 struct RowwiseKernels {
@@ -51,12 +51,12 @@ struct RowwiseKernels {
   void (*weighted_sum)(const float* x, const int32_t* places, const float* weights, int64_t count,
                        int64_t size, float* y);
   void (*scale)(const float* x, float factor, int64_t size, float* y);
-  Greatest (*greatest)(const float* x, int64_t size);  // size > 0
+  Argmax (*argmax)(const float* x, int64_t size);  // size > 0
 };
 
 const RowwiseKernels& rowwise_portable();
 const RowwiseKernels& rowwise_avx2();
 const RowwiseKernels& rowwise_avx512();
-inline const RowwiseKernels& rowwise_kernels() { return JINFER_PICK(rowwise); }
+inline const RowwiseKernels& rowwise_kernels() { return JINFER_DISPATCH(rowwise); }
 
 }  // namespace jinfer

@@ -10,49 +10,49 @@
 namespace jinfer {
 namespace {
 
-constexpr int SIDE = 4;  // sums side by side, so that an addition does not wait for the one before
+constexpr int ACCUMULATORS = 4;  // sums side by side, so that an addition does not wait for the one before
 
 // f(at, count) for the vectors of a row: `count` is LANES but for the last one, which is filled up.
 template <class F>
-inline void each_vector(int64_t size, F f) {
+inline void for_vectors(int64_t size, F f) {
   int64_t at = 0;
   for (; at + LANES <= size; at += LANES) f(at, LANES);
   if (at < size) f(at, size - at);
 }
 
-inline Floats some(const float* from, int64_t count) {
-  return count == LANES ? load(from) : load_some(from, count);
+inline Floats load_up_to(const float* from, int64_t count) {
+  return count == LANES ? load(from) : load_partial(from, count);
 }
 
-inline void put(float* to, Floats x, int64_t count) { memcpy(to, &x, 4 * count); }
+inline void store_up_to(float* to, Floats x, int64_t count) { memcpy(to, &x, 4 * count); }
 
 // The sum of f(x) over a row, where f(0) = 0 or the row fills its vectors.
 template <class F>
 inline float sum_of(const float* x, int64_t size, F f) {
-  Floats sum[SIDE] = {};
+  Floats sum[ACCUMULATORS] = {};
   int64_t at = 0;
-  for (; at + SIDE * LANES <= size; at += SIDE * LANES)
-    for (int i = 0; i < SIDE; ++i) sum[i] += f(load(x + at + i * LANES));
+  for (; at + ACCUMULATORS * LANES <= size; at += ACCUMULATORS * LANES)
+    for (int i = 0; i < ACCUMULATORS; ++i) sum[i] += f(load(x + at + i * LANES));
   for (int i = 0; at + LANES <= size; at += LANES, ++i) sum[i] += f(load(x + at));
   Floats rest = {};
   if (at < size) {
-    rest = f(load_some(x + at, size - at));
+    rest = f(load_partial(x + at, size - at));
     for (int64_t i = size - at; i < LANES; ++i) rest[i] = 0;
   }
-  return total((sum[0] + sum[1]) + (sum[2] + sum[3]) + rest);
+  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]) + rest);
 }
 
 void norm(const float* x, int64_t size, const Norm& norm, float* y) {
   const float count = static_cast<float>(size);
   const Floats mean =
-      all(norm.centered ? sum_of(x, size, [](Floats v) { return v; }) / count : 0.0f);
+      broadcast(norm.centered ? sum_of(x, size, [](Floats v) { return v; }) / count : 0.0f);
   const float square = sum_of(x, size, [=](Floats v) { return (v - mean) * (v - mean); });
-  const Floats scale = all(1.0f / std::sqrt(square / count + norm.eps));
-  each_vector(size, [&](int64_t at, int64_t count) {
-    Floats v = (some(x + at, count) - mean) * scale;
-    if (norm.weight) v = v * (some(norm.weight + at, count) + norm.offset);
-    if (norm.bias) v = v + some(norm.bias + at, count);
-    put(y + at, v, count);
+  const Floats scale = broadcast(1.0f / std::sqrt(square / count + norm.eps));
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    Floats v = (load_up_to(x + at, count) - mean) * scale;
+    if (norm.weight) v = v * (load_up_to(norm.weight + at, count) + norm.offset);
+    if (norm.bias) v = v + load_up_to(norm.bias + at, count);
+    store_up_to(y + at, v, count);
   });
 }
 
@@ -70,20 +70,20 @@ inline Floats rounded(Floats product) {
 
 // One head of which pairs are halves apart.
 void rotate_halves(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
-  each_vector(pairs, [&](int64_t at, int64_t count) {
-    const Floats a = some(x + at, count), b = some(x + pairs + at, count);
-    const Floats c = some(cos + at, count), s = some(sin + at, count);
-    put(y + at, rounded(a * c) - rounded(b * s), count);
-    put(y + pairs + at, rounded(b * c) + rounded(a * s), count);
+  for_vectors(pairs, [&](int64_t at, int64_t count) {
+    const Floats a = load_up_to(x + at, count), b = load_up_to(x + pairs + at, count);
+    const Floats c = load_up_to(cos + at, count), s = load_up_to(sin + at, count);
+    store_up_to(y + at, rounded(a * c) - rounded(b * s), count);
+    store_up_to(y + pairs + at, rounded(b * c) + rounded(a * s), count);
   });
 }
 
 // One head of which pairs are neighbours.
-void rotate_neighbours(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
-  each_vector(pairs, [&](int64_t at, int64_t count) {
+void rotate_adjacent(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
+  for_vectors(pairs, [&](int64_t at, int64_t count) {
     Floats a = {}, b = {};
     for (int64_t i = 0; i < count; ++i) a[i] = x[2 * (at + i)], b[i] = x[2 * (at + i) + 1];
-    const Floats c = some(cos + at, count), s = some(sin + at, count);
+    const Floats c = load_up_to(cos + at, count), s = load_up_to(sin + at, count);
     const Floats first = rounded(a * c) - rounded(b * s), second = rounded(b * c) + rounded(a * s);
     for (int64_t i = 0; i < count; ++i) y[2 * (at + i)] = first[i], y[2 * (at + i) + 1] = second[i];
   });
@@ -93,18 +93,18 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t size,
             const Rotation& rotation, float* y) {
   const int64_t pairs = rotation.pairs, rest = rotation.size - 2 * pairs;
   for (int64_t head = 0; head < size; head += rotation.size) {
-    (rotation.adjacent ? rotate_neighbours : rotate_halves)(x + head, cos, sin, pairs, y + head);
+    (rotation.adjacent ? rotate_adjacent : rotate_halves)(x + head, cos, sin, pairs, y + head);
     if (rest) memcpy(y + head + 2 * pairs, x + head + 2 * pairs, 4 * rest);
   }
 }
 
-constexpr int64_t PART = 512;  // of a head that is transformed together, at most
+constexpr int64_t MAX_HADAMARD = 512;  // of a head that is transformed together, at most
 
 // +1 and -1 as in the Rudin-Shapiro sequence, which no row of a Hadamard matrix is like.
 struct Signs {
-  float at[PART] = {};
+  float at[MAX_HADAMARD] = {};
   constexpr Signs() {
-    for (int i = 0; i < PART; ++i) {
+    for (int i = 0; i < MAX_HADAMARD; ++i) {
       int odd = 0;
       for (int bits = i & (i >> 1); bits; bits &= bits - 1) odd ^= 1;
       at[i] = odd ? -1.0f : 1.0f;
@@ -131,7 +131,7 @@ inline Floats butterflies(Floats x) {
 }
 
 // A part of a head: `size` is a power of two.
-void hadamard_part(const float* x, int64_t size, float factor, float* y) {
+void hadamard_power_of_two(const float* x, int64_t size, float factor, float* y) {
   int64_t apart = 1;
   if (size < LANES) {
     for (int64_t i = 0; i < size; ++i) y[i] = x[i] * (factor * SIGNS.at[i]);
@@ -158,106 +158,106 @@ void hadamard(const float* x, int64_t size, const Hadamard& of, float* y) {
   for (int64_t head = 0; head < size; head += of.size)
     for (int64_t at = 0, part; at < of.size; at += part) {
       int bits = 0;
-      while (2LL << bits <= std::min(of.size - at, PART)) ++bits;
+      while (2LL << bits <= std::min(of.size - at, MAX_HADAMARD)) ++bits;
       part = 1LL << bits;
       const int halvings = of.query ? bits - bits / 2 : bits / 2;
-      hadamard_part(x + head + at, part, std::ldexp(1.0f, -halvings), y + head + at);
+      hadamard_power_of_two(x + head + at, part, std::ldexp(1.0f, -halvings), y + head + at);
     }
 }
 
 void softmax(const float* x, int64_t size, float* y) {
-  Floats most = all(-INFINITY);
-  each_vector(size, [&](int64_t at, int64_t count) {
-    Floats v = all(-INFINITY);
+  Floats most = broadcast(-INFINITY);
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    Floats v = broadcast(-INFINITY);
     memcpy(&v, x + at, 4 * count);
     most = larger(most, v);
   });
-  most = highest(most);
-  each_vector(size, [&](int64_t at, int64_t count) {
-    put(y + at, exponential(some(x + at, count) - most), count);
+  most = max_lane(most);
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, exponential(load_up_to(x + at, count) - most), count);
   });
-  const Floats sum = all(sum_of(y, size, [](Floats v) { return v; }));
-  each_vector(size, [&](int64_t at, int64_t count) {
-    put(y + at, some(y + at, count) / sum, count);
+  const Floats sum = broadcast(sum_of(y, size, [](Floats v) { return v; }));
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, load_up_to(y + at, count) / sum, count);
   });
 }
 
 void sigmoid(const float* x, int64_t size, float* y) {
-  each_vector(size, [&](int64_t at, int64_t count) {
-    put(y + at, 1.0f / one_and_exponential(some(x + at, count)), count);
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, 1.0f / one_plus_exp_minus(load_up_to(x + at, count)), count);
   });
 }
 
 void activate(const float* x, Activation activation, int64_t size, float* y) {
-  with(activation, [=](auto f) {
-    each_vector(size, [=](int64_t at, int64_t count) { put(y + at, f(some(x + at, count)), count); });
+  dispatch_activation(activation, [=](auto f) {
+    for_vectors(size, [=](int64_t at, int64_t count) { store_up_to(y + at, f(load_up_to(x + at, count)), count); });
   });
 }
 
 void add(const float* a, const float* b, int64_t size, float* y) {
-  each_vector(size, [&](int64_t at, int64_t count) {
-    put(y + at, some(a + at, count) + some(b + at, count), count);
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, load_up_to(a + at, count) + load_up_to(b + at, count), count);
   });
 }
 
 void multiply(const float* a, const float* b, int64_t size, float* y) {
-  each_vector(size, [&](int64_t at, int64_t count) {
-    put(y + at, some(a + at, count) * some(b + at, count), count);
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, load_up_to(a + at, count) * load_up_to(b + at, count), count);
   });
 }
 
 void scale(const float* x, float factor, int64_t size, float* y) {
-  each_vector(size,
-              [&](int64_t at, int64_t count) { put(y + at, some(x + at, count) * factor, count); });
+  for_vectors(size,
+              [&](int64_t at, int64_t count) { store_up_to(y + at, load_up_to(x + at, count) * factor, count); });
 }
 
 void weighted_sum(const float* x, const int32_t* places, const float* weights, int64_t count,
                   int64_t size, float* y) {
-  each_vector(size, [&](int64_t at, int64_t width) {
+  for_vectors(size, [&](int64_t at, int64_t width) {
     Floats sum = {};
     for (int64_t k = 0; k < count; ++k) {
-      const Floats part = rounded(some(x + places[k] * size + at, width) * weights[k]);
+      const Floats part = rounded(load_up_to(x + places[k] * size + at, width) * weights[k]);
       sum = k ? sum + part : part;
     }
-    put(y + at, sum, width);
+    store_up_to(y + at, sum, width);
   });
 }
 
-// Each lane keeps the greatest of its numbers and where it stands first.
-Greatest greatest(const float* x, int64_t size) {
-  Floats most[SIDE], odd = {};
-  Ints place[SIDE], at[SIDE];
-  for (int i = 0; i < SIDE; ++i) {
-    most[i] = all(-INFINITY);
+// Each lane keeps the argmax of its numbers and where it stands first.
+Argmax argmax(const float* x, int64_t size) {
+  Floats most[ACCUMULATORS], odd = {};
+  Ints place[ACCUMULATORS], at[ACCUMULATORS];
+  for (int i = 0; i < ACCUMULATORS; ++i) {
+    most[i] = broadcast(-INFINITY);
     for (int lane = 0; lane < LANES; ++lane) place[i][lane] = i * LANES + lane;
     at[i] = place[i];
   }
   const auto look = [&](Floats v, int i) {
-    odd += v != v ? all(1.0f) : Floats{};
+    odd += v != v ? broadcast(1.0f) : Floats{};
     at[i] = v > most[i] ? place[i] : at[i];
     most[i] = larger(v, most[i]);
-    place[i] += SIDE * LANES;
+    place[i] += ACCUMULATORS * LANES;
   };
   int64_t begin = 0;
-  for (; begin + SIDE * LANES <= size; begin += SIDE * LANES)
-    for (int i = 0; i < SIDE; ++i) look(load(x + begin + i * LANES), i);
+  for (; begin + ACCUMULATORS * LANES <= size; begin += ACCUMULATORS * LANES)
+    for (int i = 0; i < ACCUMULATORS; ++i) look(load(x + begin + i * LANES), i);
   for (int i = 0; begin < size; begin += LANES, ++i) {
-    Floats v = all(-INFINITY);
+    Floats v = broadcast(-INFINITY);
     memcpy(&v, x + begin, 4 * std::min<int64_t>(LANES, size - begin));
     look(v, i);
   }
-  Greatest found{-INFINITY, size, total(odd) > 0};
-  for (int i = 0; i < SIDE; ++i)
+  Argmax found{-INFINITY, size, sum_lanes(odd) > 0};
+  for (int i = 0; i < ACCUMULATORS; ++i)
     for (int lane = 0; lane < LANES; ++lane) {
       const float value = most[i][lane];
       if (value > found.value || (value == found.value && at[i][lane] < found.at))
-        found = {value, at[i][lane], found.missing};
+        found = {value, at[i][lane], found.has_nan};
     }
   return found;
 }
 
 const RowwiseKernels kRowwise = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
-                          add,  multiply, weighted_sum, scale,   greatest};
+                          add,  multiply, weighted_sum, scale,   argmax};
 
 }  // namespace
 }  // namespace jinfer

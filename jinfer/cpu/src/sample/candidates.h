@@ -16,17 +16,17 @@ namespace {
 // std::vector<float> that was compiled for these instructions may not be taken for another file's. For
 // the same reason there are loops here in the place of std::fill and the like.
 template <class T>
-struct Own {
+struct LocalAllocator {
   using value_type = T;
   T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T))); }
   void deallocate(T* from, size_t) { ::operator delete(from); }
-  bool operator==(const Own&) const { return true; }
-  bool operator!=(const Own&) const { return false; }
+  bool operator==(const LocalAllocator&) const { return true; }
+  bool operator!=(const LocalAllocator&) const { return false; }
 };
 template <class T>
-using Array = std::vector<T, Own<T>>;
+using Array = std::vector<T, LocalAllocator<T>>;
 
-struct Falling {
+struct Descending {
   bool operator()(float a, float b) const { return a > b; }
 };
 
@@ -47,11 +47,11 @@ inline bool any(Ints which) {
 
 // f(i, vector of x at i) for all of them; what fills the last vector up is `rest`.
 template <class F>
-inline void vectors(const float* x, int64_t count, float rest, F f) {
+inline void for_vectors(const float* x, int64_t count, float rest, F f) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) f(i, load(x + i));
   if (i < count) {
-    Floats last = all(rest);
+    Floats last = broadcast(rest);
     memcpy(&last, x + i, 4 * (count - i));
     f(i, last);
   }
@@ -63,14 +63,14 @@ struct Scratch {
   Array<int32_t> ids;
   Array<int32_t> marks;  // a number for each token; all are 0 between two uses
 
-  void hold(int64_t vocab) {
+  void reserve(int64_t vocab) {
     if (static_cast<int64_t>(x.size()) >= vocab) return;
     for (auto* each : {&x, &weights, &keys, &parts}) each->resize(vocab);
     ids.resize(vocab);
     marks.resize(vocab);
   }
 
-  static Scratch& own() {
+  static Scratch& local() {
     thread_local Scratch scratch;
     return scratch;
   }
@@ -78,7 +78,7 @@ struct Scratch {
 
 // Numbers in order of their tokens, all of them finite: what is -inf is dropped, and nothing makes
 // another number infinite. Else sums and orders of them might not be.
-struct Left {
+struct Candidates {
   Scratch& scratch;
   const int64_t vocab;
   int64_t count;
@@ -102,7 +102,7 @@ struct Left {
     };
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-      if (!any(load(keys + i) >= all(least))) continue;
+      if (!any(load(keys + i) >= broadcast(least))) continue;
       for (int lane = 0; lane < LANES; ++lane) look(i + lane);
     }
     for (; i < count; ++i) look(i);
@@ -114,33 +114,33 @@ struct Left {
   void drop_infinite();
 };
 
-inline float greatest_of(const float* x, int64_t count) {
-  Floats most = all(-INFINITY);
-  vectors(x, count, -INFINITY, [&](int64_t, Floats v) { most = larger(v, most); });
-  return highest(most)[0];
+inline float max_of(const float* x, int64_t count) {
+  Floats most = broadcast(-INFINITY);
+  for_vectors(x, count, -INFINITY, [&](int64_t, Floats v) { most = larger(v, most); });
+  return max_lane(most)[0];
 }
 
-inline float least_of(const float* x, int64_t count) {
-  Floats least = all(INFINITY);
-  vectors(x, count, INFINITY, [&](int64_t, Floats v) { least = v < least ? v : least; });
-  return -highest(-least)[0];
+inline float min_of(const float* x, int64_t count) {
+  Floats least = broadcast(INFINITY);
+  for_vectors(x, count, INFINITY, [&](int64_t, Floats v) { least = v < least ? v : least; });
+  return -max_lane(-least)[0];
 }
 
 // What is -inf.
-inline void Left::drop_infinite() {
-  if (least_of(x(), count) == -INFINITY) keep(-FLT_MAX);
+inline void Candidates::drop_infinite() {
+  if (min_of(x(), count) == -INFINITY) keep(-FLT_MAX);
 }
 
 inline float sum_of(const float* x, int64_t count) {
   Floats sum[4] = {};
-  vectors(x, count, 0, [&](int64_t i, Floats v) { sum[i / LANES % 4] += v; });
-  return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  for_vectors(x, count, 0, [&](int64_t i, Floats v) { sum[i / LANES % 4] += v; });
+  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // y = f(x), vector by vector.
 template <class F>
-inline void map(const float* x, int64_t count, float* y, F f) {
-  vectors(x, count, 0, [&](int64_t i, Floats v) {
+inline void map_vectors(const float* x, int64_t count, float* y, F f) {
+  for_vectors(x, count, 0, [&](int64_t i, Floats v) {
     v = f(v);
     memcpy(y + i, &v, 4 * std::min<int64_t>(LANES, count - i));
   });
@@ -148,44 +148,44 @@ inline void map(const float* x, int64_t count, float* y, F f) {
 
 // A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
 // vectors has one. -inf where there are not as many lanes.
-inline float bound(const float* keys, int64_t count, int64_t wanted, Array<float>& lanes) {
+inline float top_lower_bound(const float* keys, int64_t count, int64_t wanted, Array<float>& lanes) {
   constexpr int64_t RUN = 32;  // vectors
   lanes.clear();
   for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
-    Floats most = all(-INFINITY);
-    vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
+    Floats most = broadcast(-INFINITY);
+    for_vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
             [&](int64_t, Floats v) { most = larger(v, most); });
     for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
   }
   if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
-  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), Falling());
+  std::nth_element(lanes.begin(), lanes.begin() + (wanted - 1), lanes.end(), Descending());
   return lanes[wanted - 1];
 }
 
 // The keys that are at least this.
-inline void reaching(const float* keys, int64_t count, float least, Array<float>& found) {
+inline void at_least(const float* keys, int64_t count, float least, Array<float>& found) {
   found.clear();
-  vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
-    if (!any(v >= all(least))) return;
+  for_vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
+    if (!any(v >= broadcast(least))) return;
     for (int lane = 0; lane < LANES; ++lane)
       if (v[lane] >= least) found.push_back(v[lane]);
   });
 }
 
 // The key that is number `place` from the greatest, 1 to count.
-inline float at_place(const float* keys, int64_t count, int64_t place) {
+inline float kth_largest(const float* keys, int64_t count, int64_t place) {
   thread_local Array<float> found;
-  reaching(keys, count, bound(keys, count, place, found), found);
-  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), Falling());
+  at_least(keys, count, top_lower_bound(keys, count, place, found), found);
+  std::nth_element(found.begin(), found.begin() + (place - 1), found.end(), Descending());
   return found[place - 1];
 }
 
 // Where the greatest keys are, the greatest first, of equal ones the first; `wanted` is 1 to count.
-inline Array<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted) {
-  const float least = at_place(keys, count, wanted);
+inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t wanted) {
+  const float least = kth_largest(keys, count, wanted);
   Array<int64_t> best;
-  vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
-    if (!any(v >= all(least))) return;
+  for_vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+    if (!any(v >= broadcast(least))) return;
     for (int64_t lane = 0; lane < std::min<int64_t>(LANES, count - i); ++lane)
       if (v[lane] >= least) best.push_back(i + lane);
   });
@@ -201,25 +201,25 @@ inline Array<int64_t> likeliest(const float* keys, int64_t count, int64_t wanted
 //
 // Quickselect by weight (Hoare's FIND, with sums in the place of counts); it begins with a number
 // that some dozens reach, since these mostly are enough.
-inline float weighing(float* keys, float* weights, int64_t count, float mass) {
+inline float mass_threshold(float* keys, float* weights, int64_t count, float mass) {
   constexpr int64_t FEW = 64;
   thread_local Array<float> spare;
   mass = std::max(mass, 1e-30f);  // without a bound a tiny mass would keep not even the first
-  float pivot = bound(keys, count, FEW, spare);
+  float pivot = top_lower_bound(keys, count, FEW, spare);
   while (count > FEW) {
     Floats reach[2] = {}, above[2] = {};
-    const Floats p = all(pivot);
-    vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
+    const Floats p = broadcast(pivot);
+    for_vectors(keys, count, -INFINITY, [&](int64_t i, Floats v) {
       Floats w = {};
       memcpy(&w, weights + i, 4 * std::min<int64_t>(LANES, count - i));
       reach[i / LANES % 2] += v >= p ? w : Floats{};
       above[i / LANES % 2] += v > p ? w : Floats{};
     });
-    const float reached = total(reach[0] + reach[1]), over = total(above[0] + above[1]);
+    const float reached = sum_lanes(reach[0] + reach[1]), over = sum_lanes(above[0] + above[1]);
     if (over < mass && reached >= mass) return pivot;
     const bool higher = over >= mass;
     int64_t kept = 0;
-    vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
+    for_vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
       if (!any(higher ? v > p : v < p)) return;
       const int64_t lanes = std::min<int64_t>(LANES, count - i);
       for (int lane = 0; lane < lanes; ++lane) {  // without a branch, as above
@@ -234,7 +234,7 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
     count = kept;
     float some[9];
     for (int i = 0; i < 9; ++i) some[i] = keys[count * (2 * i + 1) / 18];
-    std::nth_element(some, some + 4, some + 9, Falling());
+    std::nth_element(some, some + 4, some + 9, Descending());
     pivot = some[4];
   }
   int64_t order[FEW];
@@ -247,7 +247,7 @@ inline float weighing(float* keys, float* weights, int64_t count, float mass) {
 }
 
 // Numbers in falling order (by their bits, eleven at a time).
-inline void sort_falling(float* x, int64_t count, float* spare) {
+inline void sort_descending(float* x, int64_t count, float* spare) {
   const auto key = [](float v) {
     uint32_t bits;
     v += 0.0f;  // -0 is 0

@@ -1,4 +1,4 @@
-// The handlers of `jinfer_choose`, which chooses the next tokens of some sequences, and of
+// The handlers of `jinfer_sample`, which chooses the next tokens of some sequences, and of
 // `jinfer_logprobs`.
 #include "sample/sample.h"
 
@@ -16,7 +16,7 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-constexpr int64_t WORTH = 1 << 14;  // logits that are worth another thread
+constexpr int64_t LOGITS_PER_THREAD = 1 << 14;  // logits that are worth another thread
 
 using Floats2 = ffi::BufferR2<ffi::F32>;
 using Ints1 = ffi::BufferR1<ffi::S32>;
@@ -99,22 +99,22 @@ struct Batch {
 };
 
 // `left` has a row for each of the logits', or none where nobody wants to know.
-ffi::Error choose(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 counts,
+ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 counts,
                   ffi::BufferR2<ffi::U32> key, Ints2 stages, Ints2 ends, Ints2 biased,
                   Floats2 biases, ffi::BufferR3<ffi::S32> bad_words, Ints2 breakers, Ints1 drawn,
                   ffi::BufferR1<ffi::F32> mu, Ints2 history, Ints1 lengths, Ints1 prompts,
                   Ints1 owners, Ints1 slots, ffi::RemainingArgs masks,
                   ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::F32> after,
-                  ffi::ResultBuffer<ffi::F32> left) {
+                  ffi::ResultBuffer<ffi::F32> filtered) {
   const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_choose: ") + what);
+    return ffi::Error::InvalidArgument(std::string("jinfer_sample: ") + what);
   };
   Batch batch{logits,    numbers,  counts, key, stages,  ends,    biased,  biases, bad_words,
               breakers,  drawn,    mu,     history,      lengths, prompts, owners, slots};
   if (const char* what = batch.wrong()) return refuse(what);
   const int64_t rows = batch.rows(), vocab = batch.vocab(), requests = numbers.dimensions()[0];
   if (!has_shape(*tokens, {rows}) || !has_shape(*after, {rows}) ||
-      !(has_shape(*left, {rows, vocab}) || has_shape(*left, {0, vocab})))
+      !(has_shape(*filtered, {rows, vocab}) || has_shape(*filtered, {0, vocab})))
     return refuse("the results are not one for each row");
   if (masks.size() != 0) {
     auto mask = masks.get<ffi::BufferR2<ffi::U32>>(0);
@@ -126,43 +126,43 @@ ffi::Error choose(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
     batch.masked = masked->typed_data();
   }
   const float* const x = logits.typed_data();
-  float* const whole = left->dimensions()[0] > 0 ? left->typed_data() : nullptr;
+  float* const whole = filtered->dimensions()[0] > 0 ? filtered->typed_data() : nullptr;
   std::vector<Request> each;
   for (int64_t row = 0; row < rows; ++row) each.push_back(batch.request(row));
   // A single row's greatest logit may be looked for by several threads.
   if (!whole && std::all_of(each.begin(), each.end(), is_greedy)) {
-    greatest_of_rows(pool, x, rows, vocab, tokens->typed_data());
+    argmax_rows(pool, x, rows, vocab, tokens->typed_data());
     for (int64_t row = 0; row < rows; ++row) after->typed_data()[row] = each[row].mu;
     return ffi::Error::Success();
   }
-  parallel(pool, rows, 1 + rows * vocab / WORTH, [&](int64_t row) {
-    const float* const own = x + row * vocab;
-    Choice choice{0, each[row].mu};
+  parallel_for(pool, rows, 1 + rows * vocab / LOGITS_PER_THREAD, [&](int64_t row) {
+    const float* const row_logits = x + row * vocab;
+    Sampled sampled{0, each[row].mu};
     if (!whole && is_greedy(each[row]))
-      choice.token = index_of(rowwise_kernels().greatest(own, vocab), vocab);
+      sampled.token = index_of(rowwise_kernels().argmax(row_logits, vocab), vocab);
     else
-      choice = sample_kernels().choose(own, vocab, each[row], whole ? whole + row * vocab : nullptr);
-    tokens->typed_data()[row] = choice.token;
-    after->typed_data()[row] = choice.mu;
+      sampled = sample_kernels().sample(row_logits, vocab, each[row], whole ? whole + row * vocab : nullptr);
+    tokens->typed_data()[row] = sampled.token;
+    after->typed_data()[row] = sampled.mu;
   });
   return ffi::Error::Success();
 }
 
 // Of rows for which they are wanted; zeros for the others.
 ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
-                    ffi::BufferR1<ffi::PRED> wanted, ffi::ResultBuffer<ffi::F32> own,
+                    ffi::BufferR1<ffi::PRED> wanted, ffi::ResultBuffer<ffi::F32> logprob,
                     ffi::ResultBuffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> top) {
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
   const auto shape = top->dimensions();
   const int64_t count = shape.size() == 2 ? shape[1] : 0;
   if (vocab < 1 || vocab > INT32_MAX || count < 1 || count > vocab || !has_shape(tokens, {rows}) ||
-      !has_shape(wanted, {rows}) || !has_shape(*own, {rows}) || !has_shape(*ids, {rows, count}) ||
+      !has_shape(wanted, {rows}) || !has_shape(*logprob, {rows}) || !has_shape(*ids, {rows, count}) ||
       !has_shape(*top, {rows, count}))
     return ffi::Error::InvalidArgument("jinfer_logprobs: there is not one of each for each row");
-  parallel(pool, rows, 1 + rows * vocab / WORTH, [&](int64_t row) {
+  parallel_for(pool, rows, 1 + rows * vocab / LOGITS_PER_THREAD, [&](int64_t row) {
     int32_t* const to = ids->typed_data() + row * count;
     float* const values = top->typed_data() + row * count;
-    float& first = own->typed_data()[row];
+    float& first = logprob->typed_data()[row];
     if (!wanted.typed_data()[row]) {
       first = 0;
       std::fill(to, to + count, 0);
@@ -179,5 +179,5 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
 }  // namespace
 }  // namespace jinfer
 
-JINFER_HANDLER(jinfer_choose, jinfer::choose);
+JINFER_HANDLER(jinfer_sample, jinfer::sample);
 JINFER_HANDLER(jinfer_logprobs, jinfer::logprobs);

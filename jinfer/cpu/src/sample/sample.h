@@ -93,7 +93,7 @@ struct Request {
   const uint32_t* mask;  // a bit for each token that is allowed, the lowest of a word first; or null
 };
 
-struct Choice {
+struct Sampled {
   int32_t token;
   float mu;
 };
@@ -101,7 +101,7 @@ struct Choice {
 struct SampleKernels {
   // The token of a row of logits, the last one where there is something that is not a number. Where
   // `left` is not null, it becomes what the stages left of them, -inf for the rest.
-  Choice (*choose)(const float* logits, int64_t vocab, const Request& request, float* left);
+  Sampled (*sample)(const float* logits, int64_t vocab, const Request& request, float* filtered);
   // The log-probability of a token, and those of the `count` likeliest ones, likeliest first.
   float (*log_probabilities)(const float* logits, int64_t vocab, int32_t token, int64_t count,
                              int32_t* ids, float* top);
@@ -110,7 +110,7 @@ struct SampleKernels {
 const SampleKernels& sample_portable();
 const SampleKernels& sample_avx2();
 const SampleKernels& sample_avx512();
-inline const SampleKernels& sample_kernels() { return JINFER_PICK(sample); }
+inline const SampleKernels& sample_kernels() { return JINFER_DISPATCH(sample); }
 
 inline bool is_stage(int32_t number) { return 0 <= number && number < STAGES; }
 

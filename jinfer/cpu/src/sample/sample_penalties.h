@@ -13,10 +13,10 @@ constexpr int64_t MAX_MATCH = 128;                     // of dry.py
 constexpr int64_t MAX_CANDIDATES = 64, MAX_NGRAM = 8;  // of ranges.py
 
 // Numbers of tokens, for as long as one stage needs them.
-class Marks {
+class TokenMarks {
  public:
-  Marks(Left& left) : marks_(left.scratch.marks), vocab_(left.vocab) {}
-  ~Marks() {
+  TokenMarks(Candidates& candidates) : marks_(candidates.scratch.marks), vocab_(candidates.vocab) {}
+  ~TokenMarks() {
     for (const int32_t id : used_) marks_[id] = 0;
   }
 
@@ -64,10 +64,10 @@ void rules(float* x, int64_t vocab, const Request& request) {
   }
 }
 
-void penalties(Left& left, const Request& request) {
+void penalties(Candidates& candidates, const Request& request) {
   const Ids& history = request.history;
   const int64_t start = window_start(history, request.counts[kPenaltyLastN]);
-  Marks marks(left);  // 1 for a token that is there, 2 for each time that it was written
+  TokenMarks marks(candidates);  // 1 for a token that is there, 2 for each time that it was written
   for (int64_t i = start; i < history.count; ++i) {
     const int32_t id = history.ids[i];
     if (marks.known(id)) marks.put(id, (marks[id] | 1) + (i >= request.prompt ? 2 : 0));
@@ -75,9 +75,9 @@ void penalties(Left& left, const Request& request) {
   const float factor = request.numbers[kRepetitionPenalty];
   const float frequency = request.numbers[kFrequencyPenalty];
   const float presence = request.numbers[kPresencePenalty];
-  float* const x = left.x();
-  for (int64_t i = 0; i < left.count; ++i) {
-    const int32_t mark = marks[left.id(i)];
+  float* const x = candidates.x();
+  for (int64_t i = 0; i < candidates.count; ++i) {
+    const int32_t mark = marks[candidates.id(i)];
     if (!mark) continue;
     const float scaled = x[i] > 0 ? x[i] / factor : x[i] * factor;
     const float taken = frequency * static_cast<float>(mark / 2) + (mark > 1 ? presence : 0.0f);
@@ -85,7 +85,7 @@ void penalties(Left& left, const Request& request) {
   }
 }
 
-void dry(Left& left, const Request& request) {
+void dry(Candidates& candidates, const Request& request) {
   const Ids &history = request.history, &breakers = request.breakers;
   const int64_t start = window_start(history, request.counts[kDryPenaltyLastN]);
   const auto breaks = [&](int32_t id) {
@@ -100,7 +100,7 @@ void dry(Left& left, const Request& request) {
     ++most;
   }
   if (!most) return;
-  Marks matches(left);
+  TokenMarks matches(candidates);
   for (int64_t i = start + 1; i < history.count; ++i) {
     int32_t length = 0;
     while (length < most && i - 1 - length >= start &&
@@ -109,10 +109,10 @@ void dry(Left& left, const Request& request) {
     matches.raise(history.ids[i], length);
   }
   const float base = request.numbers[kDryBase], multiplier = request.numbers[kDryMultiplier];
-  float* const x = left.x();
-  for (int64_t i = 0; i < left.count; ++i) {
-    const int32_t match = matches[left.id(i)], excess = match - request.counts[kDryAllowedLength];
-    if (!match || excess < 0 || breaks(left.id(i))) continue;
+  float* const x = candidates.x();
+  for (int64_t i = 0; i < candidates.count; ++i) {
+    const int32_t match = matches[candidates.id(i)], excess = match - request.counts[kDryAllowedLength];
+    if (!match || excess < 0 || breaks(candidates.id(i))) continue;
     // Finite, so that a punished token is still likelier than a forbidden one.
     const float taken = std::min(multiplier * std::pow(base, static_cast<float>(excess)), 1e30f);
     x[i] = std::max(x[i] - taken, -FLT_MAX);
@@ -121,14 +121,14 @@ void dry(Left& left, const Request& request) {
 
 // How an n-gram model of the sequence would predict candidates, smoothed: from the longest context to
 // none, each takes a share of the rest.
-void predict(Left& left, const Request& request, const Array<int32_t>& candidates,
+void predict(Candidates& candidates, const Request& request, const Array<int32_t>& tokens,
              float* predicted) {
   const Ids& history = request.history;
   const int32_t n = request.counts[kFsdN];
   const float beta = request.numbers[kFsdBeta];
   int64_t followed[MAX_NGRAM] = {}, by[MAX_CANDIDATES][MAX_NGRAM] = {};
-  Marks places(left);
-  for (size_t i = 0; i < candidates.size(); ++i) places.put(candidates[i], static_cast<int32_t>(i + 1));
+  TokenMarks places(candidates);
+  for (size_t i = 0; i < tokens.size(); ++i) places.put(tokens[i], static_cast<int32_t>(i + 1));
   for (int64_t i = 0; i < history.count; ++i) {
     const int32_t id = history.ids[i];
     if (id < 0) continue;
@@ -139,7 +139,7 @@ void predict(Left& left, const Request& request, const Array<int32_t>& candidate
       if (place) ++by[place - 1][context];
     }
   }
-  for (size_t i = 0; i < candidates.size(); ++i) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
     float sum = 0, rest = 1;
     const int64_t longest = history.count >= n - 1 ? std::min<int64_t>(n, MAX_NGRAM) - 1 : -1;
     for (int64_t context = longest; context >= 0; --context) {
@@ -153,41 +153,41 @@ void predict(Left& left, const Request& request, const Array<int32_t>& candidate
   }
 }
 
-void fsd(Left& left, const Request& request) {
+void fsd(Candidates& candidates, const Request& request) {
   const int32_t* const counts = request.counts;
   // Only random FSD draws at all, and leaves the choice to others by chance, for its first tokens.
-  const float u = chance(request.key, Stream::random_fsd, request.drawn);
+  const float u = uniform(request.key, RandomStream::random_fsd, request.drawn);
   const bool now = request.drawn >= counts[kRandomFsdTokens] || !counts[kDraws] ||
                    u < request.numbers[kRandomFsdProbability];
   if (!now) return;
-  const float* const x = left.x();
-  const int64_t count = std::min(MAX_CANDIDATES, left.count);
-  const float most = greatest_of(x, left.count);
-  const Array<int64_t> best = likeliest(x, left.count, count);
-  Array<int32_t> candidates;
-  for (const int64_t i : best) candidates.push_back(left.id(i));
+  const float* const x = candidates.x();
+  const int64_t count = std::min(MAX_CANDIDATES, candidates.count);
+  const float most = max_of(x, candidates.count);
+  const Array<int64_t> best = top_indices(x, candidates.count, count);
+  Array<int32_t> tokens;
+  for (const int64_t i : best) tokens.push_back(candidates.id(i));
 
-  const int64_t pool = counts[kFsdPool] ? counts[kFsdPool] : left.vocab;
+  const int64_t pool = counts[kFsdPool] ? counts[kFsdPool] : candidates.vocab;
   float total = 0;
   if (counts[kFsdPool]) {
     for (int64_t i = 0; i < std::min(count, pool); ++i) total += std::exp(x[best[i]] - most);
   } else {
-    total = weigh(left);
+    total = softmax_weights(candidates);
   }
   float predicted[MAX_CANDIDATES];
-  predict(left, request, candidates, predicted);
+  predict(candidates, request, tokens, predicted);
   const float alpha = request.numbers[kFsdAlpha];
   float greatest = -INFINITY;
-  int32_t chosen = candidates[0];
+  int32_t chosen = tokens[0];
   for (int64_t i = 0; i < std::min<int64_t>(count, counts[kFsdK]); ++i) {
     const float p = i < pool ? std::exp(x[best[i]] - most) / total : 0.0f;
     const float score = (1 - alpha) * p - alpha * predicted[i];
-    if (score > greatest) greatest = score, chosen = candidates[i];
+    if (score > greatest) greatest = score, chosen = tokens[i];
   }
-  left.x()[0] = 0;
-  left.scratch.ids[0] = chosen;
-  left.count = 1;
-  left.whole = false;
+  candidates.x()[0] = 0;
+  candidates.scratch.ids[0] = chosen;
+  candidates.count = 1;
+  candidates.whole = false;
 }
 
 }  // namespace

@@ -38,10 +38,10 @@ inline void threefry(const uint32_t* key, W* x) {
 }
 
 // The stages that have chance of their own; the numbers are those of chance.py.
-enum class Stream : uint32_t { token = 0, xtc = 1, random_fsd = 2 };
+enum class RandomStream : uint32_t { token = 0, xtc = 1, random_fsd = 2 };
 
 // A number from 0 to below 1 for a stage's own decision, after `drawn` tokens.
-inline float chance(const uint32_t* key, Stream stream, int32_t drawn) {
+inline float uniform(const uint32_t* key, RandomStream stream, int32_t drawn) {
   uint32_t x[2] = {static_cast<uint32_t>(stream), static_cast<uint32_t>(drawn)};
   threefry(key, x);
   return static_cast<float>(x[0] >> 8) * 0x1p-24f;
@@ -52,7 +52,7 @@ inline Floats noise(const uint32_t* key, Words tokens) {
   Words x[2] = {Words{}, tokens};
   threefry(key, x);
   const Words bits = ((x[0] ^ x[1]) >> 9) | 0x3f800000u;
-  const Floats uniform = larger((Floats)bits - 1.0f, all(1.17549435e-38f));
+  const Floats uniform = larger((Floats)bits - 1.0f, broadcast(1.17549435e-38f));
   return -logarithm(-logarithm(uniform));
 }
 

@@ -32,11 +32,11 @@ inline EmulatedTiles& emulated() {
   return tiles;
 }
 
-inline void tiles_as(const TileShapes& shapes) {
+inline void configure_tiles(const TileShapes& shapes) {
   emulated().shapes = shapes;
   std::memset(emulated().data, 0, sizeof emulated().data);
 }
-inline void tiles_free() { emulated().shapes = TileShapes{}; }
+inline void release_tiles() { emulated().shapes = TileShapes{}; }
 
 template <int tile>
 inline void tile_zero() {
@@ -118,10 +118,10 @@ inline void tile_dot_bfloat() {
 #else
 
 // Not the compiler's functions, which do not tell it that a load reads memory.
-inline void tiles_as(const TileShapes& shapes) {
+inline void configure_tiles(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
 }
-inline void tiles_free() { asm volatile("tilerelease"); }
+inline void release_tiles() { asm volatile("tilerelease"); }
 
 template <int tile>
 inline void tile_zero() {
@@ -156,8 +156,8 @@ inline void tile_dot_bfloat() {
 // Tiles of these shapes, as long as it lives.
 class Tiles {
  public:
-  explicit Tiles(const TileShapes& shapes) { tiles_as(shapes); }
-  ~Tiles() { tiles_free(); }
+  explicit Tiles(const TileShapes& shapes) { configure_tiles(shapes); }
+  ~Tiles() { release_tiles(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };

@@ -16,18 +16,18 @@
 namespace jinfer {
 namespace {
 
-// LANES floats of a vector; WIDE vectors and TALL rows are the tile of a matrix product whose sums
+// LANES floats of a vector; NR vectors and MR rows are the tile of a matrix product whose sums
 // stay in registers, of which there are REGISTERS.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, WIDE = 4, REGISTERS = 32;
+constexpr int LANES = 16, NR = 4, REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, WIDE = 2, REGISTERS = 16;
+constexpr int LANES = 8, NR = 2, REGISTERS = 16;
 #elif defined(__aarch64__)
-constexpr int LANES = 4, WIDE = 4, REGISTERS = 32;
+constexpr int LANES = 4, NR = 4, REGISTERS = 32;
 #else
-constexpr int LANES = 4, WIDE = 2, REGISTERS = 16;
+constexpr int LANES = 4, NR = 2, REGISTERS = 16;
 #endif
-constexpr int TALL = 6;
+constexpr int MR = 6;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -41,28 +41,28 @@ inline Floats load(const float* from) {
 inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 
 // A vector that is loaded here: compilers read memory once more for each use of it.
-inline Floats held(Floats x) {
+inline Floats in_register(Floats x) {
 #if defined(__AVX2__)
   asm("" : "+v"(x));
 #endif
   return x;
 }
 
-inline Floats all(float x) { return x - Floats{}; }
+inline Floats broadcast(float x) { return x - Floats{}; }
 
 // A number that is loaded here, in all lanes: on ARM compilers load those of all rows before they use
 // one, and have no registers left for the sums of a tile.
-inline Floats in_turn(float x) {
+inline Floats broadcast_in_order(float x) {
 #if defined(__aarch64__)
   asm volatile("" : "+w"(x));
 #endif
-  return all(x);
+  return broadcast(x);
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // a * b + c: rounded once where there is an instruction for it, whatever stands around it.
-inline Floats fused(Floats a, Floats b, Floats c) {
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
@@ -98,14 +98,14 @@ inline Floats halves(Floats a, Floats b) {
 
 // Lane i of the result is the sum of the lanes of x[i].
 template <int half = LANES / 2>
-inline Floats sums(Floats* x) {
+inline Floats horizontal_sums(Floats* x) {
   if constexpr (half == 0) {
     return x[0];
   } else {
 #pragma GCC unroll 16
     for (int i = 0; i < half; ++i)
       x[i] = halves<half, false>(x[i], x[i + half]) + halves<half, true>(x[i], x[i + half]);
-    return sums<half / 2>(x);
+    return horizontal_sums<half / 2>(x);
   }
 }
 
@@ -131,16 +131,16 @@ inline Floats swapped(Floats x, std::integer_sequence<int, lane...>) {
 
 // The largest of the lanes, in every lane.
 template <int apart = LANES / 2>
-inline Floats highest(Floats x) {
+inline Floats max_lane(Floats x) {
   if constexpr (apart == 0) {
     return x;
   } else {
     x = larger(x, swapped<apart>(x, std::make_integer_sequence<int, LANES>{}));
-    return highest<apart / 2>(x);
+    return max_lane<apart / 2>(x);
   }
 }
 
-inline float total(Floats x) {
+inline float sum_lanes(Floats x) {
   float sum = 0;
   for (int i = 0; i < LANES; ++i) sum += x[i];
   return sum;
@@ -152,11 +152,11 @@ inline Floats exponential(Floats x) {
   __m512 n = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
   Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
 #else
-  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats n = (x * 1.44269504f + magic) - magic;
   Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
 #endif
-  Floats p = all(1.9875691500e-4f);
+  Floats p = broadcast(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
@@ -167,7 +167,7 @@ inline Floats exponential(Floats x) {
   return _mm512_scalef_ps(x < -87.0f ? Floats{} : p, n);
 #else
   Ints exponent = x < -87.0f ? Ints{} : __builtin_convertvector(n, Ints);
-  Floats power = (Floats)((Ints)all(1.0f) + (exponent << 23));
+  Floats power = (Floats)((Ints)broadcast(1.0f) + (exponent << 23));
   return x < -87.0f ? Floats{} : p * power;
 #endif
 }
@@ -177,7 +177,7 @@ inline Floats logarithm(Floats x) {
   const Ints exponent = ((Ints)x - 0x3f3504f3) >> 23;  // what is left is from sqrt(1/2) to sqrt(2)
   const Floats n = __builtin_convertvector(exponent, Floats);
   const Floats r = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
-  Floats p = all(7.0376836292e-2f);
+  Floats p = broadcast(7.0376836292e-2f);
   p = p * r - 1.1514610310e-1f;
   p = p * r + 1.1676998740e-1f;
   p = p * r - 1.2420140846e-1f;
@@ -191,11 +191,11 @@ inline Floats logarithm(Floats x) {
 }
 
 inline Floats hyperbolic_tangent(Floats x) {
-  x = larger(all(-15.0f), -larger(all(-15.0f), -x));
+  x = larger(broadcast(-15.0f), -larger(broadcast(-15.0f), -x));
   return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
 }
 
-inline float from_half(uint16_t bits) {
+inline float from_f16(uint16_t bits) {
 #if defined(__F16C__)
   return _cvtsh_ss(bits);
 #elif defined(__aarch64__)
@@ -219,7 +219,7 @@ inline float from_half(uint16_t bits) {
 #endif
 }
 
-inline uint16_t to_half(float x) {
+inline uint16_t to_f16(float x) {
 #if defined(__F16C__)
   return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(__aarch64__)
@@ -247,10 +247,10 @@ inline uint16_t to_half(float x) {
 }
 
 // Numbers of 16 bits, as a file has them.
-struct Bfloat {
+struct BFloat16 {
   uint16_t bits;
 };
-struct Half {
+struct Float16 {
   uint16_t bits;
 };
 
@@ -270,9 +270,9 @@ inline Ints load_bits(const void* from) {
 #endif
 }
 
-inline Floats load(const Bfloat* from) { return (Floats)(load_bits(from) << 16); }
+inline Floats load(const BFloat16* from) { return (Floats)(load_bits(from) << 16); }
 
-inline Floats load(const Half* from) {
+inline Floats load(const Float16* from) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
@@ -290,7 +290,7 @@ inline Floats load(const Half* from) {
 
 // The first `count` numbers, fewer than LANES, and zeros.
 template <class T>
-inline Floats load_some(const T* from, int64_t count) {
+inline Floats load_partial(const T* from, int64_t count) {
   T some[LANES] = {};
   memcpy(some, from, count * sizeof(T));
   return load(some);
@@ -317,7 +317,7 @@ inline void load_halves(const float* a, const float* b, Floats* lower, Floats* u
 
 // Places 0 .. LANES of as many vectors, turned: x[i] has place i of each.
 template <class T>
-inline void load_turned(const T* const* from, int64_t at, Floats* x) {
+inline void load_transposed(const T* const* from, int64_t at, Floats* x) {
   constexpr int half = LANES / 2;
 #pragma GCC unroll 8
   for (int i = 0; i < half; ++i) load_halves(from[i] + at, from[i + half] + at, x + i, x + i + half);
@@ -328,7 +328,7 @@ inline void load_turned(const T* const* from, int64_t at, Floats* x) {
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 // The first `count` words of each of LANES vectors, up to 8, turned: to[i] has word i of each.
-inline void turn_words(const uint32_t* const* from, int count, Words* to) {
+inline void transpose_words(const uint32_t* const* from, int count, Words* to) {
 #if defined(__AVX2__)
   const __m256i first = _mm256_cmpgt_epi32(_mm256_set1_epi32(count),
                                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -360,7 +360,7 @@ inline void turn_words(const uint32_t* const* from, int count, Words* to) {
 #endif
 }
 
-inline uint16_t to_bfloat(float x) {
+inline uint16_t to_bf16(float x) {
   uint32_t word;
   memcpy(&word, &x, 4);
   if ((word & 0x7fffffff) > 0x7f800000) return uint16_t(word >> 16) | 0x40;

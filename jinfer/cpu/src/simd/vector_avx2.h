@@ -9,7 +9,7 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kRows = 4;             // of activations at a time
+  static constexpr int kMaxRows = 4;             // of activations at a time
   static constexpr int kGroups = 2;           // row groups of a panel at a time
 #if defined(JINFER_AVXVNNI)
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
@@ -40,25 +40,25 @@ struct Vector {
   }
 
   template <int n>
-  static I right(I v) {
+  static I shift_right(I v) {
     return n ? _mm256_srli_epi32(v, n) : v;
   }
   template <int n>
-  static I left(I v) {
+  static I shift_left(I v) {
     return n ? _mm256_slli_epi32(v, n) : v;
   }
-  static I mask(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
-  static I either(I a, I b) { return _mm256_or_si256(a, b); }
+  static I bit_and(I v, uint32_t m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
+  static I bit_or(I a, I b) { return _mm256_or_si256(a, b); }
 
 #if defined(JINFER_AVXVNNI)
-  static constexpr int alike(int) { return 255; }
+  static constexpr int dot_class(int) { return 255; }
   template <int most, bool minus, int steps>
   static void dot(I& sum, I&, I codes, I x, int) {
     sum = _mm256_dpbusd_avx_epi32(sum, codes, x);
   }
 #else
   // Sums of two products have 16 bits: as many steps' as fit are added there before they get 32.
-  static constexpr int alike(int most) {
+  static constexpr int dot_class(int most) {
     return most <= 16 ? 16 : most <= 64 ? 64 : most <= 127 ? 127 : 255;
   }
   template <int most, bool minus, int steps>
@@ -93,7 +93,7 @@ struct Vector {
   }
 #endif
   // sum += the products of both numbers of 16 bits in each lane.
-  static void dot_wide(I& sum, I codes, I x) {
+  static void dot_int16(I& sum, I codes, I x) {
 #if defined(JINFER_AVXVNNI)
     sum = _mm256_dpwssd_avx_epi32(sum, codes, x);
 #else
@@ -117,7 +117,7 @@ struct Vector {
     asm("" : "+x"(eleven));  // which compilers would multiply by in four instructions
     y = _mm256_sub_epi8(v, _mm256_mullo_epi16(x, eleven));
   }
-  static I look_up(const uint8_t* table, I v) {
+  static I lookup(const uint8_t* table, I v) {
     const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), v);
   }
@@ -177,9 +177,9 @@ struct Vector {
   }
 
   // Those of four rows, each for two lanes: of a block that is both columns of a row, or more.
-  static constexpr bool kTwice = true;
+  static constexpr bool kRepeated = true;
   template <bool affine>
-  static void load_twice(const uint16_t* p, F& scale, F& base) {
+  static void load_repeated(const uint16_t* p, F& scale, F& base) {
     if constexpr (affine) {
       const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
       scale = _mm256_cvtph_ps(_mm_blend_epi16(pairs, _mm_slli_epi32(pairs, 16), 0xaa));
@@ -191,11 +191,11 @@ struct Vector {
   }
 
   // The same of one half of codes that are two weights: 2 columns of 4 rows, where each row has first
-  // those of one half and then of the other. For up to kRowsOfHalves rows of activations: more leave
+  // those of one half and then of the other. For up to kMaxPairRows rows of activations: more leave
   // too few registers, and take numbers as panels do.
-  static constexpr int kRowsOfHalves = 2;
+  static constexpr int kMaxPairRows = 2;
   template <bool affine>
-  static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
+  static void load_pair_numbers(const uint16_t* p, int half, F& scale, F& base) {
     const I first = load(p);
     if constexpr (affine) {
       const I second = load(p + 16);
@@ -214,9 +214,9 @@ struct Vector {
   }
 
   // Of 8 columns of one row.
-  static constexpr bool kLevels = true;
+  static constexpr bool kTwoLevel = true;
   template <int count>
-  static F small(const int8_t* p, int which) {
+  static F load_int8(const int8_t* p, int which) {
     I v;
     if constexpr (count == 1) v = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
     if constexpr (count == 2) v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
@@ -226,7 +226,7 @@ struct Vector {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 32 - width));
   }
   template <int count>
-  static F spread(const uint16_t* p, int which) {
+  static F broadcast_f16(const uint16_t* p, int which) {
     return _mm256_set1_ps(_cvtsh_ss(p[which]));
   }
 
@@ -240,12 +240,12 @@ struct Vector {
     return _mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
   }
   static I rounded(F v) { return _mm256_cvtps_epi32(v); }
-  static void to_halves(const I* v, int16_t* codes) {
+  static void to_int16(const I* v, int16_t* codes) {
     for (int i = 0; i < 2; ++i)
       store(codes + 16 * i,
             _mm256_permute4x64_epi64(_mm256_packs_epi32(v[2 * i], v[2 * i + 1]), 0xd8));
   }
-  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+  static void to_int8(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part, codes += 16) {
       const I a = v[2 * part], b = v[2 * part + 1];
       const I words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);

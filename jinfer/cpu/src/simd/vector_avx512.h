@@ -20,10 +20,10 @@ constexpr Elevenths kElevenths;
 
 struct Vector {
   static constexpr int L = 16;
-  static constexpr int kRows = 8;              // of activations at a time
+  static constexpr int kMaxRows = 8;              // of activations at a time
   static constexpr int kGroups = 1;            // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
-  static constexpr bool kByteShifts = false;   // right() shifts words of 32 bits
+  static constexpr bool kByteShifts = false;   // shift_right() shifts words of 32 bits
   using I = __m512i;
   using F = __m512;
 
@@ -47,18 +47,18 @@ struct Vector {
   }
 
   template <int n>
-  static I right(I v) {
+  static I shift_right(I v) {
     return n ? _mm512_srli_epi32(v, n) : v;
   }
   template <int n>
-  static I left(I v) {
+  static I shift_left(I v) {
     return n ? _mm512_slli_epi32(v, n) : v;
   }
-  static I mask(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
-  static I either(I a, I b) { return _mm512_or_si512(a, b); }
+  static I bit_and(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
+  static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // Codes up to `most` are multiplied in the same way as those up to alike(most).
-  static constexpr int alike(int) { return 255; }
+  // Codes up to `most` are multiplied in the same way as those up to dot_class(most).
+  static constexpr int dot_class(int) { return 255; }
   // sum += the 4 products of unsigned and signed bytes in each lane: step s < steps of such. `pairs`:
   // room that belongs to the sum, which is complete after the last step. Where kNarrowCodes: `minus`
   // takes 128 off the codes.
@@ -67,7 +67,7 @@ struct Vector {
     sum = _mm512_dpbusd_epi32(sum, codes, x);
   }
   // sum += the products of both numbers of 16 bits in each lane.
-  static void dot_wide(I& sum, I codes, I x) { sum = _mm512_dpwssd_epi32(sum, codes, x); }
+  static void dot_int16(I& sum, I codes, I x) { sum = _mm512_dpwssd_epi32(sum, codes, x); }
   static I add(I a, I b) { return _mm512_add_epi32(a, b); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -95,7 +95,7 @@ struct Vector {
   }
 #endif
   // table[byte] for bytes below 16.
-  static I look_up(const uint8_t* table, I v) {
+  static I lookup(const uint8_t* table, I v) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), v);
   }
 
@@ -180,10 +180,10 @@ struct Vector {
   }
 
   // The same of one half of codes that are two weights: 2 columns of 8 rows, where each row has first
-  // those of one half and then of the other. For up to kRowsOfHalves rows of activations.
-  static constexpr int kRowsOfHalves = kRows;
+  // those of one half and then of the other. For up to kMaxPairRows rows of activations.
+  static constexpr int kMaxPairRows = kMaxRows;
   template <bool affine>
-  static void load_half_numbers(const uint16_t* p, int half, F& scale, F& base) {
+  static void load_pair_numbers(const uint16_t* p, int half, F& scale, F& base) {
     const I first = _mm512_loadu_si512(p);
     if constexpr (affine) {
       const I even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
@@ -195,13 +195,13 @@ struct Vector {
     }
   }
 
-  static constexpr bool kTwice = false;  // gather() takes them by one permutation
+  static constexpr bool kRepeated = false;  // gather() takes them by one permutation
 
   // Numbers in two levels, of 8 columns of 2 rows: of `count` int8 of each column one, as float, and of
   // `count` float16 of each row one, for all of its columns.
-  static constexpr bool kLevels = true;
+  static constexpr bool kTwoLevel = true;
   template <int count>
-  static F small(const int8_t* p, int which) {
+  static F load_int8(const int8_t* p, int which) {
     I v;
     if constexpr (count == 1) v = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
     if constexpr (count == 2) v = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
@@ -211,7 +211,7 @@ struct Vector {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(v, 32 - width));
   }
   template <int count>
-  static F spread(const uint16_t* p, int which) {
+  static F broadcast_f16(const uint16_t* p, int which) {
     int64_t word = 0;
     __builtin_memcpy(&word, p, 4 * count);
     const __m128i halves = _mm_cvtsi64_si128(word);
@@ -229,12 +229,12 @@ struct Vector {
   }
   static I rounded(F v) { return _mm512_cvtps_epi32(v); }
   // 32 whole numbers of 16 bits each.
-  static void to_halves(const I* v, int16_t* codes) {
+  static void to_int16(const I* v, int16_t* codes) {
     for (int i = 0; i < 2; ++i)
       _mm256_storeu_si256((__m256i*)(codes + 16 * i), _mm512_cvtepi32_epi16(v[i]));
   }
   // 32 whole numbers of a byte each; the sums of each 16.
-  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+  static void to_int8(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part) {
       _mm_storeu_si128((__m128i*)(codes + 16 * part), _mm512_cvtepi32_epi8(v[part]));
       sums[part] = _mm512_reduce_add_epi32(v[part]);

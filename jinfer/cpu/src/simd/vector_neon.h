@@ -10,14 +10,14 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kRows = 4;             // of activations at a time
+  static constexpr int kMaxRows = 4;             // of activations at a time
   static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
-  static constexpr bool kByteShifts = true;   // right() brings no bit of another byte
+  static constexpr bool kByteShifts = true;   // shift_right() brings no bit of another byte
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
-  static constexpr int kRowsOfHalves = 0;
-  static constexpr bool kTwice = false;   // there is no load_twice()
-  static constexpr bool kLevels = false;  // there are no small() and spread()
+  static constexpr int kMaxPairRows = 0;
+  static constexpr bool kRepeated = false;   // there is no load_repeated()
+  static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   struct I {
     uint32x4_t low, high;
   };
@@ -65,26 +65,26 @@ struct Vector {
 
   // By less than 8: in each byte.
   template <int n>
-  static I right(I v) {
-    return {right<n>(v.low), right<n>(v.high)};
+  static I shift_right(I v) {
+    return {shift_right<n>(v.low), shift_right<n>(v.high)};
   }
   template <int n>
-  static uint32x4_t right(uint32x4_t v) {
+  static uint32x4_t shift_right(uint32x4_t v) {
     if constexpr (n == 0) return v;
     else if constexpr (n == 8) return vshrq_n_u32(v, 8);
     else return vreinterpretq_u32_u8(vshrq_n_u8(vreinterpretq_u8_u32(v), n));
   }
   template <int n>
-  static I left(I v) {
+  static I shift_left(I v) {
     return {vshlq_n_u32(v.low, n), vshlq_n_u32(v.high, n)};
   }
-  static I mask(I v, uint32_t m) {
+  static I bit_and(I v, uint32_t m) {
     const uint32x4_t all = vdupq_n_u32(m);
     return {vandq_u32(v.low, all), vandq_u32(v.high, all)};
   }
-  static I either(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
+  static I bit_or(I a, I b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
 
-  static constexpr int alike(int most) { return most <= 127 ? 127 : 255; }
+  static constexpr int dot_class(int most) { return most <= 127 ? 127 : 255; }
   template <int most, bool minus, int steps>
   static void dot(I& sum, I& pairs, I codes, I x, int s) {
     if constexpr (most > 127) {
@@ -95,7 +95,7 @@ struct Vector {
     if constexpr (most > 127 && !minus) {  // what was taken off is given back: 128 times x
       const uint32x4_t ones = vdupq_n_u32(0x01010101u);
       pairs = signed_dot(s ? pairs : zero(), {ones, ones}, x);
-      if (s == steps - 1) sum = add(sum, left<7>(pairs));
+      if (s == steps - 1) sum = add(sum, shift_left<7>(pairs));
     }
   }
   static uint32x4_t signed_dot(uint32x4_t sum, uint32x4_t a, uint32x4_t b) {
@@ -105,13 +105,13 @@ struct Vector {
   static I signed_dot(I sum, I a, I b) {
     return {signed_dot(sum.low, a.low, b.low), signed_dot(sum.high, a.high, b.high)};
   }
-  static uint32x4_t dot_wide(uint32x4_t sum, uint32x4_t codes, uint32x4_t x) {
+  static uint32x4_t dot_int16(uint32x4_t sum, uint32x4_t codes, uint32x4_t x) {
     const int16x8_t q = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(x);
     const int32x4_t low = vmull_s16(vget_low_s16(q), vget_low_s16(y)), high = vmull_high_s16(q, y);
     return vaddq_u32(sum, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
   }
-  static void dot_wide(I& sum, I codes, I x) {
-    sum = {dot_wide(sum.low, codes.low, x.low), dot_wide(sum.high, codes.high, x.high)};
+  static void dot_int16(I& sum, I codes, I x) {
+    sum = {dot_int16(sum.low, codes.low, x.low), dot_int16(sum.high, codes.high, x.high)};
   }
   static I add(I a, I b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
   static F to_float(I v) {
@@ -137,7 +137,7 @@ struct Vector {
     x = vreinterpretq_u32_u8(quotient);
     y = vreinterpretq_u32_u8(vmlsq_u8(pairs, quotient, vdupq_n_u8(11)));
   }
-  static I look_up(const uint8_t* table, I v) {
+  static I lookup(const uint8_t* table, I v) {
     const uint8x16_t values = vld1q_u8(table);
     return {vreinterpretq_u32_u8(vqtbl1q_u8(values, vreinterpretq_u8_u32(v.low))),
             vreinterpretq_u32_u8(vqtbl1q_u8(values, vreinterpretq_u8_u32(v.high)))};
@@ -217,12 +217,12 @@ struct Vector {
     return {vreinterpretq_u32_s32(vcvtnq_s32_f32(v.low)),
             vreinterpretq_u32_s32(vcvtnq_s32_f32(v.high))};
   }
-  static void to_halves(const I* v, int16_t* codes) {
+  static void to_int16(const I* v, int16_t* codes) {
     for (int i = 0; i < 4; ++i)
       vst1q_s16(codes + 8 * i, vmovn_high_s32(vmovn_s32(vreinterpretq_s32_u32(v[i].low)),
                                               vreinterpretq_s32_u32(v[i].high)));
   }
-  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+  static void to_int8(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part, codes += 16) {
       int32x4_t q[4];
       for (int i = 0; i < 4; ++i) {

@@ -9,14 +9,14 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kRows = 4;  // of activations at a time
+  static constexpr int kMaxRows = 4;  // of activations at a time
   static constexpr int kGroups = 1;  // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
   static constexpr bool kByteShifts = false;
   static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
-  static constexpr int kRowsOfHalves = 0;
-  static constexpr bool kTwice = false;   // there is no load_twice()
-  static constexpr bool kLevels = false;  // there are no small() and spread()
+  static constexpr int kMaxPairRows = 0;
+  static constexpr bool kRepeated = false;   // there is no load_repeated()
+  static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));
   typedef float F __attribute__((vector_size(4 * L)));
@@ -47,17 +47,17 @@ struct Vector {
   }
 
   template <int n>
-  static I right(I a) {
+  static I shift_right(I a) {
     return a >> n;
   }
   template <int n>
-  static I left(I a) {
+  static I shift_left(I a) {
     return a << n;
   }
-  static I mask(I a, uint32_t m) { return a & m; }
-  static I either(I a, I b) { return a | b; }
+  static I bit_and(I a, uint32_t m) { return a & m; }
+  static I bit_or(I a, I b) { return a | b; }
 
-  static constexpr int alike(int) { return 255; }
+  static constexpr int dot_class(int) { return 255; }
   template <int most, bool minus, int steps>
   static void dot(I& a, I&, I codes, I x, int) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
@@ -66,7 +66,7 @@ struct Vector {
     sum += (q >> 16 & 255) * (y << 8 >> 24);
     a = reinterpret_cast<I>(sum + (q >> 24 & 255) * (y >> 24));
   }
-  static void dot_wide(I& a, I codes, I x) {
+  static void dot_int16(I& a, I codes, I x) {
     const Signed q = reinterpret_cast<Signed>(codes), y = reinterpret_cast<Signed>(x);
     a += reinterpret_cast<I>((q << 16 >> 16) * (y << 16 >> 16) + (q >> 16) * (y >> 16));
   }
@@ -85,7 +85,7 @@ struct Vector {
     x = load(quotient);
     y = load(rest);
   }
-  static I look_up(const uint8_t* table, I v) {
+  static I lookup(const uint8_t* table, I v) {
     uint8_t codes[4 * L];
     std::memcpy(codes, &v, sizeof codes);
     for (uint8_t& code : codes) code = table[code & 15];
@@ -116,10 +116,10 @@ struct Vector {
     for (int i = 0; i < L; ++i) values[i] = static_cast<int32_t>(std::nearbyintf(v[i]));
     return load(values);
   }
-  static void to_halves(const I* v, int16_t* codes) {
+  static void to_int16(const I* v, int16_t* codes) {
     for (int i = 0; i < 32; ++i) codes[i] = static_cast<int16_t>(v[i / L][i % L]);
   }
-  static void to_bytes(const I* v, int8_t* codes, int32_t* sums) {
+  static void to_int8(const I* v, int8_t* codes, int32_t* sums) {
     sums[0] = sums[1] = 0;
     for (int i = 0; i < 32; ++i) {
       codes[i] = static_cast<int8_t>(v[i / L][i % L]);
