@@ -1,4 +1,4 @@
-"""Compiles the custom calls ahead of use and prints where they are."""
+"""Compiles the custom calls ahead of use and prints the library's path."""
 
 import argparse
 import sys

@@ -1,17 +1,15 @@
-"""Finds or compiles, loads and registers the custom calls.
+"""Build of the custom calls: finds or compiles, loads and registers their library.
 
-Every `*.cc` under `src` becomes one shared library, compiled at first use with the machine's
-C++ compiler against the installed jaxlib's headers and kept in the user's cache folder. Where the
-package brought one along (`prebuilt.py`), or `python -m jinfer.cpu` compiled it ahead of use, as
-for a container image, neither a compiler nor a folder that can be written to is needed.
+All `*.cc` under `src` become one shared library, compiled at first use with the machine's C++
+compiler against the installed jaxlib's headers and cached in the user's cache folder. With a
+prebuilt library (`prebuilt.py`), or one that `python -m jinfer.cpu` compiled ahead, as for a
+container image, neither a compiler nor a writable folder is needed.
 
-A file whose name ends in `_avx512.cc` or `_avx2.cc` is compiled with these instructions and only
-for x86-64, one in `_avxvnni.cc` with AVX2's and what it asks for itself, one in `_avx512bf16.cc`
-with AVX-512's, dot products of bfloat16 and VBMI, one in `_amx.cc` with these and tiles, one in
-`_neon.cc` only for 64-bit ARM, with dot products of bytes; code in it may run only where `isa.h`
-says so. All others run on any CPU, on ARM with the NEON that each has. The library that
-`python -m jinfer.cpu` makes has all of them and so does not depend on the CPU that it was compiled
-on. The one that is made at first use has those of this machine alone, which takes half the time.
+A file whose name ends in an instruction set, such as `_avx2.cc`, is compiled with its flags
+(`cpp_sources.ISA_FLAGS`), and runs only where isa.h says so. All others run on any processor; on
+ARM they use NEON, which is always there. `python -m jinfer.cpu` compiles for all instruction sets,
+independent of the machine; the build at first use compiles for this machine's alone, in half the
+time.
 """
 
 from __future__ import annotations
@@ -44,34 +42,34 @@ from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, s
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
 from jinfer.xla.calls import include_dir, register_call
 
-# The only instructions that there are kernels for; None: all.
-type Wanted = Isa | Literal["tested"] | None
+# Instruction set to compile kernels for; None: all.
+type Target = Isa | Literal["tested"] | None
 
-OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: as if there were no compiler
-LOWER = "JINFER_ISA"  # one of ISAS: no better instructions than these
-EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instructions, as tests need them
-TESTED: Final = "tested"  # all; a compiler does not optimize those that this machine lacks
-FLAGS = "JINFER_CXXFLAGS"  # more flags for the compiler and the linker, such as -fsanitize=address
+OFF = "JINFER_NO_CUSTOM_CALLS"  # set to 1: no custom calls
+LOWER = "JINFER_ISA"  # one of ISAS: the best instruction set to use
+EVERY = "JINFER_EVERY_ISA"  # set to 1: kernels for all instruction sets, for tests
+TESTED: Final = "tested"  # all, but without optimization for those that this machine lacks
+FLAGS = "JINFER_CXXFLAGS"  # extra compiler and linker flags, such as -fsanitize=address
 
-_SECONDS = {True: 130, False: 46}  # of one core, to compile everything or for one machine
-# Links a library that needs no more of a system than its C library.
+_SECONDS = {True: 130, False: 46}  # core seconds of a build: all instruction sets, or one
+# Links a library that depends on the C library only.
 _STATIC = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
-_ALONE = _STATIC if platform.system() == "Linux" else ()
+_STANDALONE = _STATIC if platform.system() == "Linux" else ()
 _log = logging.getLogger("jinfer")
 _lock = threading.Lock()
-registered: set[str] = set()  # symbols that XLA knows
+registered: set[str] = set()  # symbols registered with XLA
 
 
 def available() -> bool:
-    """Whether there are custom calls; the first time this compiles them, which takes seconds.
+    """Whether there are custom calls; compiles them the first time, which takes seconds.
 
-    Where there are none, one line is logged that says what is lost.
+    If there are none, the reason is logged once.
     """
     return _library() is not None
 
 
 def register(*symbols: str) -> bool:
-    """Makes exported handlers known to XLA:CPU under their own names; `available()`."""
+    """Registers exported handlers with XLA:CPU under their symbols; returns `available()`."""
     library = _library()
     if library is None:
         return False
@@ -81,7 +79,11 @@ def register(*symbols: str) -> bool:
 
 
 def isa() -> Isa:
-    """The instructions that kernels use."""
+    """The instruction set that kernels use.
+
+    Raises:
+        RuntimeError: there are no custom calls.
+    """
     library = _library()
     if library is None:
         raise RuntimeError("there are no custom calls on this machine")
@@ -90,7 +92,7 @@ def isa() -> Isa:
 
 @contextmanager
 def lowered_isa(name: Isa) -> Iterator[None]:
-    """No better instructions than these, in all threads; for tests."""
+    """Limits kernels of all threads to an instruction set; for tests."""
     library = _library()
     if library is None:
         raise RuntimeError("there are no custom calls on this machine")
@@ -102,61 +104,61 @@ def lowered_isa(name: Isa) -> Iterator[None]:
 
 
 def library_path(every: bool = False) -> Path:
-    """The compiled library; compiles it where that has not been done.
+    """Path of the compiled library; compiles it if needed.
 
     Args:
-        every: with kernels for all instructions, also where the environment does not ask for them.
+        every: with kernels for all instruction sets, whatever the environment says.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    if (found := _kept(every)) is not None:
-        return found
-    return _build(_wanted_isa(every))
+    if (path := _cached(every)) is not None:
+        return path
+    return _build(_target(every))
 
 
-def _kept(every: bool = False) -> Path | None:
-    only = _wanted_isa(every)
+def _cached(every: bool = False) -> Path | None:
+    only = _target(every)
     keys = [key()] if only is None else [key(), key(only)]
-    found = (path for each in keys if (path := cache.find(each)) is not None)
-    return next(found, None) or prebuilt.find(own_key())
+    paths = (path for each in keys if (path := cache.find(each)) is not None)
+    return next(paths, None) or prebuilt.find(own_key())
 
 
-def _wanted_isa(every: bool) -> Wanted:
+def _target(every: bool) -> Target:
     if not every and os.environ.get(EVERY, "0") not in ("", "0"):
         return TESTED
     return None if every or os.environ.get(LOWER) else own_isa()
 
 
-def _build(only: Wanted) -> Path:
+def _build(only: Target) -> Path:
     compiler = _compiler()
     cores = usable_cores()
     every = only in (None, TESTED)
-    unkept = cache.unkept()
-    how = "for this process alone" if unkept else "once"
+    not_cached = cache.not_cached_reason()
+    how = "for this process alone" if not_cached else "once"
     seconds = f"some {max(5, 5 * round(_SECONDS[every] / cores / 5))} seconds"
     which = "for all instructions" if every else "for this machine"
 
     def waiting() -> AbstractContextManager[object]:
-        return _told(f"waiting for another process that compiles custom calls {which}")
+        return _shown(f"waiting for another process that compiles custom calls {which}")
 
-    with cache.alone(key(only), waiting):
-        if (found := cache.find(key(only))) is not None:
-            return found
+    with cache.build_lock(key(only), waiting):
+        if (path := cache.find(key(only))) is not None:
+            return path
         with (
-            _told(
+            _shown(
                 f"compiling custom calls {which}, {how}: {seconds} on {cores} cores"
-                + (unkept and f"; they cannot be kept ({unkept})")
+                + (not_cached and f"; they cannot be kept ({not_cached})")
             ) as step,
-            cache.place(key(only)) as place,
+            cache.build_folder(key(only)) as paths,
         ):
-            _compile(compiler, place, cores, only, include_dir(), step=step)
-        return place.kept
+            _compile(compiler, paths, cores, only, include_dir(), step=step)
+        return paths.installed
 
 
 @contextmanager
-def _told(what: str) -> Iterator[progress.Task]:
-    """Shows what takes long; a warning says it where nobody watches."""
+def _shown(what: str) -> Iterator[progress.Task]:
+    """A task of a long step; without a display of progress a warning announces it."""
     if not progress.watched():
         _log.warning("%s", what)
     level = logging.INFO if progress.watched() else logging.DEBUG
@@ -165,18 +167,18 @@ def _told(what: str) -> Iterator[progress.Task]:
 
 
 def opened_already() -> ctypes.CDLL | None:
-    """The library where it is in use already; it is not opened for this."""
+    """The library if it is open already."""
     return _library() if _opened.cache_info().currsize else None
 
 
-def opened_if_kept() -> ctypes.CDLL | None:
-    """The library where it has been compiled already; only a damaged one is compiled for this."""
+def opened_if_built() -> ctypes.CDLL | None:
+    """The library if it is compiled already; only a damaged one is compiled anew."""
     opened = bool(_opened.cache_info().currsize)
-    return _library() if opened or _kept() is not None else None
+    return _library() if opened or _cached() is not None else None
 
 
 def _library() -> ctypes.CDLL | None:
-    # Programs are traced by several threads, and all of them ask at once.
+    # Several threads trace programs and ask at once.
     with _lock:
         return _opened()
 
@@ -200,9 +202,9 @@ def _opened() -> ctypes.CDLL | None:
 
 
 def _loaded() -> ctypes.CDLL:
-    """The library; one that this machine cannot load is compiled anew, once."""
-    path = _kept()
-    if path is None:  # made here: another would be no better
+    """Loads the library; one that cannot be loaded is compiled anew, once."""
+    path = _cached()
+    if path is None:  # just compiled: compiling again would not help
         return _open(library_path())
     try:
         return _open(path)
@@ -236,8 +238,8 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler {chosen[0] if chosen else ''}; install g++ or clang++")
 
 
-def _sources(only: Wanted = None) -> list[Path]:
-    """Handlers, and of each family of kernels those for all instructions, or the best for some."""
+def _sources(only: Target = None) -> list[Path]:
+    """Handlers, and kernels: each family's for all instruction sets, or its best for one."""
     files = all_sources()
     kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
     if only is not None and only != TESTED:
@@ -255,20 +257,20 @@ def _extra() -> list[str]:
     return shlex.split(os.environ.get(FLAGS, ""))
 
 
-def key(only: Wanted = None) -> str:
-    """Changes with everything that the library is made from, but for the compiler.
+def key(only: Target = None) -> str:
+    """Cache key of the library: a hash of everything it is made from except the compiler.
 
-    Which compiler made it does not matter, and there may be none where it is used.
+    Any compiler will do, and there may be none where the library is used.
 
     Args:
-        only: the instructions that it has kernels for; None: all.
+        only: instruction set of its kernels; None: all.
     """
     return f"jaxlib-{jaxlib_version}-{own_key(only)}"
 
 
 @functools.cache
-def own_key(only: Wanted = None) -> str:
-    """The same, of what is jinfer's own."""
+def own_key(only: Target = None) -> str:
+    """The part of the key that does not depend on jaxlib."""
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
     for path in [*_sources(), *sorted(SRC.rglob("*.h"))]:
@@ -279,11 +281,11 @@ def own_key(only: Wanted = None) -> str:
 
 
 def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
-    """Compiles for all instructions what a package brings along; the standard library is in it.
+    """Compiles a package's prebuilt library, for all instruction sets and with libstdc++ linked in.
 
     Args:
         folder: to write it to.
-        headers: of the oldest XLA that is to take it; the installed jaxlib's where none are named.
+        headers: XLA's, of the oldest jaxlib to support; default: the installed one's.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -298,18 +300,18 @@ def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
     ):
         library, objects = Path(scratch) / cache.LIBRARY, Path(scratch) / "objects"
         objects.mkdir()
-        place = cache.Place(library, folder / cache.LIBRARY, objects)
-        _compile(compiler, place, usable_cores(), None, headers, _ALONE, step=step)
-        os.replace(library, place.kept)
+        paths = cache.BuildPaths(library, folder / cache.LIBRARY, objects)
+        _compile(compiler, paths, usable_cores(), None, headers, _STANDALONE, step=step)
+        os.replace(library, paths.installed)
     prebuilt.seal(folder / cache.LIBRARY, own_key(), made_for)
     return folder / cache.LIBRARY
 
 
 def _compile(
     compiler: list[str],
-    place: cache.Place,
+    paths: cache.BuildPaths,
     cores: int,
-    only: Wanted,
+    only: Target,
     headers: str,
     link: tuple[str, ...] = (),
     step: progress.Task | None = None,
@@ -317,8 +319,8 @@ def _compile(
     common = _extra()
     lacking = _lacking() if only == TESTED else ()
     only = None if only == TESTED else only
-    newer = ("avx512bf16", "amx") if is_x86() else ()
-    unknown = [isa for isa in newer if not _knows(compiler, ISA_FLAGS[f"_{isa}"])]
+    optional = ("avx512bf16", "amx") if is_x86() else ()
+    unknown = [isa for isa in optional if not _supports(compiler, ISA_FLAGS[f"_{isa}"])]
     while only in unknown:
         only = "avx512bf16" if only == "amx" else "avx512"
     sources = [p for p in _sources(only) if not p.stem.endswith(tuple(f"_{i}" for i in unknown))]
@@ -335,23 +337,23 @@ def _compile(
         unrun = ("-O0",) if unit.name.endswith(lacking) else ()
         start = [*compiler, *COMMON, *unit.flags, *unrun, *common, *include]
         digest = hashlib.sha256(repr(start).encode()).hexdigest()[:8]
-        output = str(place.library.with_name(f"{digest}-{unit.name}.o"))
-        commands.append([*start, "-c", str(unit.write(place.library.parent)), "-o", output])
+        output = str(paths.library.with_name(f"{digest}-{unit.name}.o"))
+        commands.append([*start, "-c", str(unit.write(paths.library.parent)), "-o", output])
         compiled.append((unit.isa_rank, output))
-    # Of a function that several files have, the linker keeps the first: that for any processor.
+    # The linker keeps the first definition of a function: the one for any processor.
     objects = [output for _, output in sorted(compiled)]
     shared = [*compiler, *_extra(), *link, "-shared", *objects]
-    library = ["-o", str(place.library), "-lpthread"]
-    compile_and_link(commands, [*shared, *library], place.objects, cores, step)
+    library = ["-o", str(paths.library), "-lpthread"]
+    compile_and_link(commands, [*shared, *library], paths.objects, cores, step)
 
 
 def _lacking() -> tuple[str, ...]:
-    """How files end that are for better instructions than this machine's."""
+    """Endings of files for instruction sets that this machine lacks."""
     own = own_isa() or "portable"
     return tuple(f"_{isa}" for isa in ISAS[ISAS.index(own) + 1 :])
 
 
-def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Whether a compiler takes them; those of 2019 know neither AVX-512 BF16 nor AMX."""
+def _supports(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """Whether a compiler supports flags; those of 2019 lack AVX-512 BF16 and AMX."""
     command = [*compiler, *flags, "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0

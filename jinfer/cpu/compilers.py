@@ -1,4 +1,4 @@
-"""Compilers that run beside one another, and what they complain of."""
+"""Runs C++ compilers in parallel, and extracts the reason of a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jinfer.progress import Task
 
 
 class BuildError(Exception):
-    """The custom calls cannot be compiled: one line that says why and what to do."""
+    """The custom calls cannot be compiled: one line with the reason and the remedy."""
 
 
 def _nothing(command: list[str]) -> None:
@@ -24,28 +24,28 @@ def _nothing(command: list[str]) -> None:
 def run_all(
     commands: Sequence[list[str]], cores: int, done: Callable[[list[str]], None] = _nothing
 ) -> None:
-    """Runs commands, as many at a time as there are cores.
+    """Runs commands, `cores` at a time.
 
-    Where one fails, or the caller is interrupted, nobody waits for the others. They stay in this
-    process's group, so that a terminal's Ctrl-C ends also those that a helping thread waits for.
+    If one fails, or the caller is interrupted, the others are terminated. They stay in this
+    process's group, so that a terminal's Ctrl-C ends those of helper threads too.
 
     Args:
-        done: is given each command that has succeeded, by the thread that waited for it.
+        done: called with each command that succeeds, on the thread that waited for it.
 
     Raises:
-        BuildError: one fails.
+        BuildError: a command fails.
     """
     running = set[subprocess.Popen[bytes]]()
 
     def run(command: list[str]) -> None:
-        # Not a pipe, whose end would come with that of the processes which a compiler starts.
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=complaints)
+        # Not a pipe, which would stay open until all processes that a compiler starts have ended.
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
             running.add(process)
             status = process.wait()
             running.discard(process)
-            complaints.seek(0)
-            lines = complaints.read().strip().splitlines() or [f"exit status {status}"]
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or [f"exit status {status}"]
         if status:
             raise BuildError(f"{command[0]} fails: {reason(lines)}")
         done(command)
@@ -69,49 +69,51 @@ def compile_and_link(
     cores: int,
     step: Task | None = None,
 ) -> None:
-    """Compiles what has not been compiled, and links all of it.
+    """Compiles what is not compiled yet, and links everything.
 
     Args:
-        commands: of which the last word is the file that each makes.
-        objects: a folder that finished files are linked into; those that an interrupted build has
-            left there are not made again.
-        step: a task of which each command is a step.
+        commands: compiler commands whose last word is the output file.
+        link: the linker's command.
+        objects: a folder that finished files are hard-linked into; those of an interrupted build
+            are reused.
+        cores: commands that run at a time.
+        step: a task that each command advances by a step.
 
     Raises:
         BuildError: a command fails.
     """
 
-    def kept(command: list[str]) -> bool:
+    def reuse(command: list[str]) -> bool:
         with suppress(OSError):
             os.link(objects / Path(command[-1]).name, command[-1])
             return True
         return False
 
     def done(command: list[str]) -> None:
-        with suppress(OSError):  # a file system without links: nothing is kept
+        with suppress(OSError):  # a file system without hard links
             os.link(command[-1], objects / Path(command[-1]).name)
         if step is not None:
             step.update()
 
-    left = [command for command in commands if not kept(command)]
+    remaining = [command for command in commands if not reuse(command)]
     if step is not None:
         step.total = len(commands)
-        step.update(len(commands) - len(left))
-    run_all(left, cores, done)
+        step.update(len(commands) - len(remaining))
+    run_all(remaining, cores, done)
     try:
         run_all([link], 1)
     except BuildError:
-        # One that was cut short, by a full disk or a machine that stopped, is not kept for ever.
+        # Drops reused objects, which a full disk or a crash may have truncated, and tries again.
         for command in commands:
             (objects / Path(command[-1]).name).unlink(missing_ok=True)
             Path(command[-1]).unlink(missing_ok=True)
-        if len(left) == len(commands):
+        if len(remaining) == len(commands):
             raise
         compile_and_link(commands, link, objects, cores, step)
 
 
 def reason(lines: list[str]) -> str:
-    """The line of a compiler's complaints that says why; a linker's own comes last."""
+    """The line of a compiler's or linker's errors that names the reason."""
     for number, line in enumerate(lines):
         if "error" in line:
             return lines[number - 1] if line.startswith("collect2:") and number else line

@@ -1,6 +1,6 @@
-"""Which instructions kernels are compiled for, and which of them this machine has.
+"""Instruction sets that kernels are compiled for, and detection of this machine's.
 
-`isa.cc` finds the same out when the library is there; here it is asked before there is one.
+`isa.cc` detects the same once there is a library.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 type Isa = Literal["portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon"]
-# The numbers of `isa.h`.
+# Indexed by `Isa` of isa.h.
 ISAS: tuple[Isa, ...] = ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "neon")
-# Whose kernels a family has where it has none for these instructions.
+# The set whose kernels a family uses if it has none for this one.
 LOWER_ISA: dict[Isa, Isa] = {
     "avxvnni": "avx2",
     "avx512bf16": "avx512",
@@ -23,7 +23,8 @@ LOWER_ISA: dict[Isa, Isa] = {
 }
 
 _CPU = Path("/proc/cpuinfo")
-_AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}  # as Linux names what `isa.cc` asks for
+# Linux's names of the features that isa.cc checks.
+_AVX2_FLAGS = {"avx2", "fma", "f16c", "bmi2"}
 _AVX512_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 _BF16_FLAGS = _AVX512_FLAGS | {"avx512_bf16", "avx512vbmi"}
 _AMX_FLAGS = _BF16_FLAGS | {"amx_tile", "amx_int8", "amx_bf16"}
@@ -31,7 +32,7 @@ _DOT_FLAG = "asimddp"
 
 
 def own_isa() -> Isa | None:
-    """The instructions that `isa()` will say; None where that is not known without the library."""
+    """This machine's instruction set; None if it is unknown without the library."""
     try:
         flags = _cpu_flags(_CPU, "Features" if is_arm() else "flags")
     except OSError:
@@ -42,7 +43,7 @@ def own_isa() -> Isa | None:
         return "neon" if _DOT_FLAG in flags else "portable"
     if not flags >= _AVX2_FLAGS:
         return "portable"
-    if flags >= _AMX_FLAGS and _may_use_tiles():
+    if flags >= _AMX_FLAGS and _requests_amx():
         return "amx"
     if flags >= _AVX512_FLAGS:
         return "avx512bf16" if flags >= _BF16_FLAGS else "avx512"
@@ -51,13 +52,13 @@ def own_isa() -> Isa | None:
 
 @functools.cache
 def _cpu_flags(path: Path, name: str) -> frozenset[str]:
-    """Of all cores; some have hundreds, and who reads weights asks for each piece of them."""
+    """CPU flags of all cores; cached, as there may be hundreds and loading weights asks often."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return frozenset(flag for line in lines if line.startswith(name) for flag in line.split())
 
 
-def _may_use_tiles() -> bool:
-    """Asks Linux, as each process has to: a thread's tiles are 8 KiB more that are to be saved."""
+def _requests_amx() -> bool:
+    """Requests AMX from Linux, as each process must: a thread's saved state grows by 8 KiB."""
     if platform.system() != "Linux" or not is_x86():
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # of x86-64; ARCH_REQ_XCOMP_PERM
@@ -65,17 +66,17 @@ def _may_use_tiles() -> bool:
 
 
 def is_x86() -> bool:
-    """Whether processors of this kind are x86-64."""
+    """Whether this machine is x86-64."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def is_arm() -> bool:
-    """Whether processors of this kind are 64-bit ARM."""
+    """Whether this machine is 64-bit ARM."""
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
 def isas() -> tuple[Isa, ...]:
-    """What the compiler of such a machine knows."""
+    """Instruction sets that this architecture's compilers support."""
     if is_x86():
         return ("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx")
     return ("portable", "neon") if is_arm() else ("portable",)

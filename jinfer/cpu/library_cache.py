@@ -1,9 +1,9 @@
-"""Where the compiled library is kept, and which files may be loaded from there.
+"""Library cache: the folder of compiled libraries, and which files may be loaded from it.
 
-What is loaded runs as this user, so a file is used only if nobody else could have written it: it
-and its folder belong to the user, or to root as in a container image, and others cannot write to
-them. Its hash stands beside it, for a file that was cut short (a full disk, a copied cache) would
-not be refused by the loader but end the process later.
+A library runs as this user, so it is loaded only if no other user could have written it: it and
+its folder belong to the user, or to root as in a container image, and others have no write access.
+Its hash is stored beside it, since the loader does not reject a truncated file (a full disk, a
+copied cache), which would crash the process later.
 """
 
 from __future__ import annotations
@@ -21,42 +21,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIBRARY, _HASH = "libjinfer_cpu.so", "sha256"
-_BUILDING = "building-"  # begins the names of unfinished folders
-_private: list[Path] = []  # this process's folder, once there is one
-_ROOM = 32 << 20  # bytes of a library with its objects, and as much again
-_STALE = 24 * 3600.0  # seconds after which nobody comes back for what was left unfinished
+_BUILDING = "building-"  # prefix of unfinished folders
+_private: list[Path] = []  # this process's own folder, if there is one
+_REQUIRED_BYTES = 32 << 20  # twice a library with its objects
+_STALE_SECONDS = 24 * 3600.0  # age at which unfinished folders are removed
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a library is built, and where it is once the build is done.
+class BuildPaths:
+    """Paths of a build.
 
     Attributes:
-        objects: a folder for what the compiler has finished, which outlives an interrupted build.
+        library: the library while it is built.
+        installed: the library after the build.
+        objects: a folder for finished object files, which outlives an interrupted build.
     """
 
     library: Path
-    kept: Path
+    installed: Path
     objects: Path
 
 
 def find(key: str) -> Path | None:
-    """The library of this key, if there is one that may be used."""
+    """The library of this key, if there is one that may be loaded."""
     for folder in (_cache_folder(), *_private):
         path = folder / key / LIBRARY if folder is not None else None
-        if path is not None and _is_ours(path) and is_whole(path):
+        if path is not None and _is_ours(path) and is_intact(path):
             return path
     return None
 
 
 @contextmanager
-def alone(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """No other process builds the library of this key meanwhile; one that did may have left it.
+def build_lock(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Keeps other processes from building the library of this key; one may just have built it.
 
     Args:
-        waiting: what another one that is building it is waited for inside of.
+        key: of the library.
+        waiting: a context for the time of waiting for another process.
     """
-    # Here: where the library is made already nobody needs it.
+    # Imported here: not needed if the library exists.
     from filelock import FileLock, Timeout
 
     path = _writable_folder() / f"{_BUILDING}{key}.lock"
@@ -66,40 +69,42 @@ def alone(key: str, waiting: Callable[[], AbstractContextManager[object]]) -> It
     except Timeout:
         with waiting():
             lock.acquire()
-    except (OSError, NotImplementedError):  # a file system without locks: some build it twice
+    except (OSError, NotImplementedError):  # a file system without locks: built twice at worst
         pass
     try:
         yield
     finally:
         lock.release()
-        with suppress(OSError):  # who waits for it finds the library
+        with suppress(OSError):  # processes that wait for it will find the library
             path.unlink()
 
 
 @contextmanager
-def place(key: str) -> Iterator[Place]:
-    """A folder to build in; at the end its library is kept under the key, and the rest removed.
+def build_folder(key: str) -> Iterator[BuildPaths]:
+    """A folder to build in; at the end its library is installed under the key, the rest removed.
 
-    The library is there whole or not at all, though several processes may build at once. Objects
-    stay where the build is interrupted, and the next one begins with them.
+    Installation is atomic, though several processes may build at once. Objects of an interrupted
+    build stay, and the next one reuses them.
     """
     parent = _writable_folder()
     _remove_stale(parent)
     scratch = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=parent))
     try:
-        place = Place(scratch / "build" / LIBRARY, parent / key / LIBRARY, _objects(parent, key))
-        place.library.parent.mkdir()
-        yield place
+        paths = BuildPaths(
+            scratch / "build" / LIBRARY, parent / key / LIBRARY, _objects(parent, key)
+        )
+        paths.library.parent.mkdir()
+        yield paths
         done = scratch / "done"
         done.mkdir(mode=0o700)
-        os.replace(place.library, done / LIBRARY)
+        os.replace(paths.library, done / LIBRARY)
         (done / LIBRARY).chmod(0o700)
         write_hash(done / LIBRARY)
-        if not (_is_ours(place.kept) and is_whole(place.kept)):
-            drop(place.kept)
+        if not (_is_ours(paths.installed) and is_intact(paths.installed)):
+            drop(paths.installed)
         with suppress(OSError):  # another process was faster
-            done.rename(place.kept.parent)
-        shutil.rmtree(place.objects, ignore_errors=True)
+            done.rename(paths.installed.parent)
+        shutil.rmtree(paths.objects, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with suppress(OSError):  # an empty one
@@ -107,7 +112,7 @@ def place(key: str) -> Iterator[Place]:
 
 
 def _objects(parent: Path, key: str) -> Path:
-    """The folder of a key's objects; one that another user could have written to is not used."""
+    """The folder of a key's objects, emptied if another user could have written to it."""
     folder = parent / f"{_BUILDING}{key}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -118,7 +123,7 @@ def _objects(parent: Path, key: str) -> Path:
 
 
 def drop(path: Path) -> None:
-    """Removes a library that cannot be used."""
+    """Removes a library that cannot be loaded."""
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
@@ -127,7 +132,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether nobody but this user and root can have written it."""
+    """Whether only this user and root can have written it."""
     try:
         status = path.lstat()
     except OSError:
@@ -138,8 +143,8 @@ def _is_safe(path: Path) -> bool:
     return closed and not stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a library is as it was when `write_hash` was called."""
+def is_intact(path: Path) -> bool:
+    """Whether a library still has the hash of `write_hash`."""
     try:
         return (path.parent / _HASH).read_text(encoding="utf-8") == _hash(path)
     except (OSError, UnicodeDecodeError):
@@ -169,17 +174,17 @@ def _cache_folder() -> Path | None:
     return Path(chosen or Path(base) / "jinfer") / "custom_calls"
 
 
-def unkept() -> str:
-    """Why what is compiled now is for this process alone; empty where it is kept for others."""
-    return _folder_to_keep()[1]
+def not_cached_reason() -> str:
+    """Why a library compiled now is for this process alone; empty if it will be cached."""
+    return _checked_folder()[1]
 
 
 def _writable_folder() -> Path:
-    """The cache folder if it can be written to and only by this user, else one for this process."""
-    return _folder_to_keep()[0] or _private_folder()
+    """The cache folder if only this user can write to it, else a folder for this process."""
+    return _checked_folder()[0] or _private_folder()
 
 
-def _folder_to_keep() -> tuple[Path | None, str]:
+def _checked_folder() -> tuple[Path | None, str]:
     """The cache folder, or why it cannot be used."""
     folder = _cache_folder()
     if folder is None:
@@ -197,13 +202,16 @@ def _folder_to_keep() -> tuple[Path | None, str]:
         return None, f"{folder}: others may write to it"
     if not os.access(folder, os.W_OK):
         return None, f"{folder}: it cannot be written to"
-    if free < _ROOM:
-        return None, f"{folder}: {free / 1e6:.0f} MB are free, of {_ROOM / 1e6:.0f} that it takes"
+    if free < _REQUIRED_BYTES:
+        return (
+            None,
+            f"{folder}: {free / 1e6:.0f} MB are free, of {_REQUIRED_BYTES / 1e6:.0f} that it takes",
+        )
     return folder, ""
 
 
 def _private_folder() -> Path:
-    """For this process, and gone with it."""
+    """A folder that is removed at the end of this process."""
     if not _private:
         _private.append(Path(tempfile.mkdtemp(prefix="jinfer-")))
         atexit.register(shutil.rmtree, _private[0], ignore_errors=True)
@@ -213,5 +221,5 @@ def _private_folder() -> Path:
 def _remove_stale(parent: Path) -> None:
     for path in parent.glob(f"{_BUILDING}*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The custom calls that a wheel brings, compiled for all instructions by `make wheel`.
+"""Prebuilt library: the custom calls of a wheel, for all instruction sets (`make wheel`).
 
-One library serves many versions of jaxlib: XLA takes calls that were compiled against the headers
-of an older one (`xla/ffi/api/c_api.h`). Unlike a cache's folder, the package's is not asked whose
-it is: who may write there may change its Python as well.
+One library serves many versions of jaxlib: XLA accepts calls compiled against the headers of an
+older one (`xla/ffi/api/c_api.h`). Unlike the cache folder's, the package folder's ownership is not
+checked: write access to it includes the package's Python.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinfer.cpu.library_cache import LIBRARY, is_whole, write_hash
+from jinfer.cpu.library_cache import LIBRARY, is_intact, write_hash
 from jinfer.xla.calls import include_dir
 
 FOLDER = Path(__file__).parent / "prebuilt_library"
 _MADE_FROM = "made_from.json"
 _NUMBERS = ("MAJOR", "MINOR")
-# How many minor versions of its interface XLA takes back: 0.4 took 0.1 and said so of 0.0.
+# Minor versions for which XLA stays compatible: 0.4 accepted 0.1 and rejected 0.0.
 _MINORS = 3
-_refused: list[Path] = []  # by this process
+_refused: list[Path] = []  # libraries that this process could not load
 
 
 @dataclass(frozen=True)
@@ -31,35 +31,35 @@ class Interface:
     major: int
     minor: int
 
-    def takes(self, made_for: Interface) -> bool:
-        """Whether a jaxlib of this version takes what was compiled against headers of another."""
+    def accepts(self, made_for: Interface) -> bool:
+        """Whether a jaxlib of this version accepts calls compiled for another."""
         return self.major == made_for.major and 0 <= self.minor - made_for.minor <= _MINORS
 
 
 @functools.cache
 def interface(headers: str) -> Interface:
-    """What XLA's headers say; `headers` has the folder `xla`."""
+    """The version of XLA's headers, in the folder `xla` of `headers`."""
     text = Path(headers, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
     numbers = (re.search(rf"^#define XLA_FFI_API_{n} (\d+)", text, re.M) for n in _NUMBERS)
-    return Interface(*(int(found[1]) if found else 0 for found in numbers))
+    return Interface(*(int(match[1]) if match else 0 for match in numbers))
 
 
 def find(key: str) -> Path | None:
-    """The library that came with the package: of this key, for the installed jaxlib, and whole."""
+    """The package's library if it has this key, fits the installed jaxlib and is intact."""
     path = FOLDER / LIBRARY
     if path in _refused or not path.exists():
         return None
     try:
         made_from = json.loads((FOLDER / _MADE_FROM).read_text(encoding="utf-8"))
         made_for, here = Interface(*made_from["interface"]), interface(include_dir())
-        usable = made_from["key"] == key and here.takes(made_for)
+        usable = made_from["key"] == key and here.accepts(made_for)
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return path if usable and is_whole(path) else None
+    return path if usable and is_intact(path) else None
 
 
 def refuse(path: Path) -> bool:
-    """Whether a path is that of the package's library, which this process then looks past."""
+    """Whether a path is the package's library, which this process then ignores."""
     if path.parent != FOLDER:
         return False
     _refused.append(path)
@@ -67,7 +67,7 @@ def refuse(path: Path) -> bool:
 
 
 def seal(library: Path, key: str, made_for: Interface) -> None:
-    """Writes beside a library what `find` asks for."""
+    """Writes the files beside a library that `find` checks."""
     write_hash(library)
     made_from = {"key": key, "interface": [made_for.major, made_for.minor]}
     (library.parent / _MADE_FROM).write_text(json.dumps(made_from) + "\n", encoding="utf-8")

@@ -33,7 +33,7 @@ def repack(
         False, with nothing written, where the library is not compiled (yet) or does not support
         the type or the layout.
     """
-    library = build_library.opened_if_kept()
+    library = build_library.opened_if_built()
     if library is None:
         return False
     tiles, superblocks, _, height, columns = words.shape

@@ -43,7 +43,7 @@ def _no_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(tmp_path: Path) -> Path:
     """The library in a cache folder of its own."""
     real = build_library.library_path()
-    folder = tmp_path / "custom_calls" / build_library.key(build_library._wanted_isa(every=False))
+    folder = tmp_path / "custom_calls" / build_library.key(build_library._target(every=False))
     shutil.copytree(real.parent, folder)
     for path in (folder.parent, folder, folder / real.name):
         path.chmod(0o700)
@@ -92,7 +92,7 @@ def test_nobody_waits_for_compilers_when_interrupted(tmp_path: Path) -> None:
 
 
 class Build:
-    """A library of three objects, in a folder as `library_cache.place` has it."""
+    """A library of three objects, in a folder as `library_cache.build_folder` has it."""
 
     def __init__(self, folder: Path) -> None:
         self.place, self.objects, self.made = folder / "place", folder / "objects", folder / "made"
@@ -152,7 +152,7 @@ def test_what_this_machine_lacks_is_not_optimized_and_linked_last(
         commands.extend([*given, link])
 
     monkeypatch.setattr(build_library, "compile_and_link", all_of)
-    place = library_cache.Place(tmp_path / "library.so", tmp_path, tmp_path)
+    place = library_cache.BuildPaths(tmp_path / "library.so", tmp_path, tmp_path)
     build_library._compile(["c++"], place, 2, build_library.TESTED, jax.ffi.include_dir())
     *compiled, link = commands
     fast = {Path(command[-1]).stem for command in compiled if "-O0" not in command}
@@ -292,11 +292,11 @@ def test_what_cannot_be_kept_is_said_and_compiled_once(tmp_path: Path, copier: s
 
 def test_why_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_CACHE", str(tmp_path))
-    assert library_cache.unkept() == ""
-    monkeypatch.setattr(library_cache, "_ROOM", 1 << 60)
-    assert "MB are free, of 1152921504607 that it takes" in library_cache.unkept()
+    assert library_cache.not_cached_reason() == ""
+    monkeypatch.setattr(library_cache, "_REQUIRED_BYTES", 1 << 60)
+    assert "MB are free, of 1152921504607 that it takes" in library_cache.not_cached_reason()
     monkeypatch.setenv("JINFER_CACHE", "off")
-    assert library_cache.unkept() == "JINFER_CACHE=off"
+    assert library_cache.not_cached_reason() == "JINFER_CACHE=off"
 
 
 def test_a_library_that_cannot_be_opened_is_not_made_twice(tmp_path: Path) -> None:
@@ -331,9 +331,9 @@ def test_a_compiler_is_asked_for_what_older_ones_do_not_know(tmp_path: Path) -> 
     older = tmp_path / "older"
     older.write_text('#!/bin/sh\ncase "$*" in *-mavx512bf16*) exit 1;; esac\nexit 0\n')
     older.chmod(0o755)
-    assert not build_library._knows([str(older)], ISA_FLAGS["_avx512bf16"])
-    assert not build_library._knows([str(older)], ISA_FLAGS["_amx"])
-    assert build_library._knows([str(older)], ISA_FLAGS["_avx512"])
+    assert not build_library._supports([str(older)], ISA_FLAGS["_avx512bf16"])
+    assert not build_library._supports([str(older)], ISA_FLAGS["_amx"])
+    assert build_library._supports([str(older)], ISA_FLAGS["_avx512"])
 
 
 @pytest.mark.parametrize(

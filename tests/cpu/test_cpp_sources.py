@@ -1,5 +1,6 @@
 """C++ sources: translation units and their flags."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from jinfer.cpu import build_library
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, Unit, source_bytes, units
 from jinfer.cpu.isa import Isa
+from jinfer.modelspec import quant_format
 
 
 @pytest.mark.parametrize("only", [None, "portable", "avx2", "avxvnni", "amx"])
@@ -44,3 +46,10 @@ def test_kernels_without_a_file_are_generated(tmp_path: Path) -> None:
     assert made == source_bytes(path)
     assert made.startswith(b'#include "sample/sample_kernels.h"\n')
     assert b"jinfer::sample_avx2()" in made
+
+
+def test_widths_are_those_of_the_formats() -> None:
+    text = (SRC / "common" / "code_widths.h").read_text().replace("kThreeAndAHalf", "7")
+    table = text.partition("kWidths[] = {")[2].partition("};")[0]
+    rows = [tuple(map(int, row)) for row in re.findall(r"{(\d+), (\d+), (\d+)}", table)]
+    assert rows == list(quant_format._WIDTHS.values())

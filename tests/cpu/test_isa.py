@@ -42,7 +42,7 @@ def test_the_instructions_of_a_machine(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(instructions, "_CPU", tmp_path / "cpuinfo")
-    monkeypatch.setattr(instructions, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(instructions, "_requests_amx", lambda: True)
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"model name\t: avx512f\n{flags}\n")
     assert instructions.own_isa() == isa
@@ -53,11 +53,11 @@ def test_a_process_that_may_not_use_tiles_does_without(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(instructions, "_CPU", tmp_path / "cpuinfo")
-    monkeypatch.setattr(instructions, "_may_use_tiles", lambda: False)
+    monkeypatch.setattr(instructions, "_requests_amx", lambda: False)
     (tmp_path / "cpuinfo").write_text(f"flags: {_BF16} amx_tile amx_bf16 amx_int8\n")
     assert instructions.own_isa() == "avx512bf16"
 
 
 def test_where_there_are_no_tiles_nobody_may_use_them() -> None:
     known = instructions._CPU.read_text() if instructions._CPU.exists() else ""
-    assert instructions._may_use_tiles() <= ("amx_tile" in known)
+    assert instructions._requests_amx() <= ("amx_tile" in known)

@@ -147,7 +147,7 @@ def test_a_command_that_cannot(
 def test_which_versions_of_xla_take_it(
     here: tuple[int, int], made_for: tuple[int, int], takes: bool
 ) -> None:
-    assert Interface(*here).takes(Interface(*made_for)) == takes
+    assert Interface(*here).accepts(Interface(*made_for)) == takes
 
 
 def test_a_library_for_a_newer_xla_is_not_taken(packaged: Path, tmp_path: Path) -> None:

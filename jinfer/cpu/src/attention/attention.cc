@@ -1,9 +1,10 @@
-// Attention of a flat batch over a paged cache, and the writing of new keys and values into it.
+// Handler of `jinfer_attention`: attention of a flat batch over a paged KV cache, after new keys
+// and values have been written to it.
 //
-// Queries of one sequence and key head that stand next to each other are the rows of a tile. Only
-// keys that are there are read. A tile may be cut at fixed positions and its parts computed by
-// several threads: they are merged in their order either way, so that a row's bits depend neither on
-// its neighbours nor on the threads.
+// The queries of neighbouring tokens of one sequence, for one key head, are the rows of a tile.
+// Only keys within a row's range are read. A tile may be split along its keys (flash-decoding) for
+// several threads. Splits begin at fixed positions and are merged in order, so a row's bits depend
+// neither on other rows nor on threads.
 
 #include "attention/attention.h"
 
@@ -21,7 +22,7 @@ namespace {
 thread_local PlanCache plans;
 thread_local Scratch partials, biases;
 
-// As ScoreRules::by_distance has it.
+// Biases in the layout of ScoreRules::by_distance.
 const float* reversed_biases(const float* from, int64_t heads, int64_t distances) {
   const int64_t row = distances + 2 * BLOCK_KEYS;
   float* to = biases.of(heads * row);
@@ -33,10 +34,10 @@ const float* reversed_biases(const float* from, int64_t heads, int64_t distances
   return to - heads * row;
 }
 
-// Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, which may
-// be empty; keys and values of the new tokens where they are to be written; the cache's parts: codes
-// and numbers, or the vectors, of the keys, then, unless shared, of the values. Results: attention's;
-// its sums where it is partial; then, where they are written, the cache's parts.
+// Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, each
+// possibly empty; new keys and values if they are written; the cache's arrays: vectors, or codes
+// and numbers, of keys and, unless shared, of values. Results: the output; its sums if partial; the
+// cache's arrays if written.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
                      bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
@@ -59,7 +60,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   AttentionWork work(call, **cached);
   work.bind(call.q, call.k, call.v, call.out, partials.of(work.room()));
   run_stages(pool, {work.chunks(0), work.chunks(1), work.chunks(2)}, work.threads(),
-            [&](int64_t stage, int64_t chunk) { work.run(stage, chunk); });
+             [&](int64_t stage, int64_t chunk) { work.run(stage, chunk); });
   return ffi::Error::Success();
 }
 

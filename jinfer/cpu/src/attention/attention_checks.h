@@ -1,5 +1,4 @@
-// What an attention is given, checked: each array's type and shape against the others and the
-// attributes.
+// Attention: validates types and shapes of the buffers against each other and the attributes.
 #pragma once
 
 #include <initializer_list>
@@ -26,7 +25,7 @@ inline bool dtype_of(ffi::DataType type, DType* dtype) {
   }
 }
 
-// The formats that jinfer/modelspec/quant_format.py knows.
+// Whether jinfer/modelspec/quant_format.py has this format.
 inline bool is_supported(const KvFormat& c) {
   for (const CodeWidth& w : kWidths)
     if (c.bits == w.bits && c.levels == w.levels && c.per_code == w.per_code) return c.bits <= 8;
@@ -53,7 +52,7 @@ struct Buffers {
     return ffi::Error::Success();
   }
 
-  // The data of a buffer of this type and shape; anything else is remembered as the error.
+  // A buffer's data if it has this type and shape; otherwise records the error.
   template <class T = void>
   T* data(const char* name, const Operand& buffer, ffi::DataType type,
           std::initializer_list<int64_t> shape) {
@@ -68,7 +67,7 @@ struct Buffers {
     return static_cast<T*>(const_cast<void*>(buffer.untyped_data()));
   }
 
-  // Fills in a call, whose attributes are set.
+  // Fills in a call whose attributes are set.
   ffi::Error fill(Call& call, bool partial) {
     using Type = ffi::DataType;
     const bool written = call.written;
@@ -93,7 +92,8 @@ struct Buffers {
       return wrong("query heads that key heads do not divide, or too many, or none");
     call.group = int(call.heads / call.kv_heads);
     if (call.size < 1 || (call.size % BLOCK_KEYS && call.width > 1))
-      return wrong("blocks must be of " + std::to_string(BLOCK_KEYS) + " tokens, or one a sequence");
+      return wrong("blocks must be of " + std::to_string(BLOCK_KEYS) +
+                   " tokens, or one a sequence");
     if (!dtype_of(in[0].element_type(), &call.dtype) || call.dtype == DType::quantized ||
         !dtype_of(in[given].element_type(), &call.keys.dtype) ||
         (call.keys.dtype == DType::quantized) != coded)
@@ -126,8 +126,8 @@ struct Buffers {
         cache.data = data(name, in[at], in[given].element_type(), {b, h, s, cache.dim});
       } else {
         cache.data = data(name, in[at], Type::U32, {b, h, s, codes.words(cache.dim)});
-        cache.numbers = data<uint16_t>(name, in[at + 1], Type::F16,
-                                      {b, h, s, codes.numbers(cache.dim)});
+        cache.numbers =
+            data<uint16_t>(name, in[at + 1], Type::F16, {b, h, s, codes.numbers(cache.dim)});
       }
     };
     bind_cache(call.keys, "keys", given);

@@ -1,9 +1,9 @@
-// Attention of one tile, for the instructions that the including file is compiled for.
+// Attention of one tile: FlashAttention-style online softmax, compiled once per instruction set.
 //
 // A tile walks over its keys in blocks and keeps a running maximum and sum of the softmax (arXiv
-// 2112.05682), anew for each SPLIT_KEYS of the positions; the parts are merged in their order. Blocks and
-// parts begin at fixed positions, and a key's lane is that of its position: a row's bits depend on
-// its query, its keys and its values alone, not on the tile or the thread.
+// 2112.05682), restarted for each split of SPLIT_KEYS positions; splits are merged in order. Blocks
+// and splits begin at fixed positions, and a key's lane follows from its position. So a row's bits
+// depend on its query, keys and values alone, not on the tile or the thread.
 #pragma once
 
 #include "attention/attention_partials.h"
@@ -12,14 +12,14 @@
 namespace jinfer {
 namespace {
 
-// What the rows of a tile have seen of a part so far.
+// Online softmax state of a tile's rows within a split.
 struct SoftmaxState {
   const Call& call;
   int rows, key_dim, value_dim;  // dims padded to whole vectors
   float *q, *partial, *scores;   // `partial` is rows of partial_floats
   float highest[MAX_TILE_ROWS];
-  alignas(64) float total[MAX_TILE_ROWS * LANES];  // in lanes, to be summed at the end
-  int first[MAX_TILE_ROWS], end[MAX_TILE_ROWS];             // keys each row sees
+  alignas(64) float total[MAX_TILE_ROWS * LANES];  // per lane, summed at the end
+  int first[MAX_TILE_ROWS], end[MAX_TILE_ROWS];    // keys of each row
   int positions[MAX_TILE_ROWS];
   float slopes[MAX_TILE_ROWS];
   const float* by_distance[MAX_TILE_ROWS];
@@ -35,8 +35,10 @@ struct SoftmaxState {
   float* out_of(int row) const { return partial + row * partial_floats(call) + 16; }
 };
 
-// Scores of a block to weights, in place; returns what the sums so far are to be multiplied by.
-__attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int start, float* scores) {
+// Turns a block's scores into softmax weights, in place; returns the factor that rescales earlier
+// sums.
+__attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int start,
+                                               float* scores) {
   const ScoreRules& rules = state.call.rules;
   const int first = std::max(state.first[row] - start, 0);
   const int end = std::min(state.end[row] - start, BLOCK_KEYS);
@@ -94,8 +96,8 @@ __attribute__((noinline)) float online_softmax(SoftmaxState& state, int row, int
   return rescale[0];
 }
 
-// Keys or values of a block where they stand, in the type that they have there, if that can be
-// computed with as it is; otherwise f is not called. f(vectors, stride).
+// Calls f(vectors, stride) with a block's keys or values as stored, if kernels can compute with
+// that type directly.
 template <class F>
 inline bool with_plain_vectors(const CachedVectors& cache, int64_t vector, F f) {
   if (cache.dim != cache.padded()) return false;
@@ -108,10 +110,11 @@ inline bool with_plain_vectors(const CachedVectors& cache, int64_t vector, F f) 
   }
 }
 
-// f(vectors, ahead, first, count) for the vectors first .. first + count of a block, in place or a
-// few at a time through scratch memory; what is used after them, `then`, stands `ahead` of them.
+// Calls f(vectors, ahead, first, count) for vectors first .. first + count of a block, as stored or
+// a chunk at a time through scratch memory. `then`, used next, is `ahead` of them, for prefetching.
 template <class F>
-inline void for_chunks(const CachedVectors& cache, int64_t vector, const char* then, int count, float* chunk, F f) {
+inline void for_chunks(const CachedVectors& cache, int64_t vector, const char* then, int count,
+                       float* chunk, F f) {
   auto use = [&](const auto* x) {
     f(x, (then - reinterpret_cast<const char*>(x)) / int64_t(sizeof *x), 0, count);
   };
@@ -122,10 +125,10 @@ inline void for_chunks(const CachedVectors& cache, int64_t vector, const char* t
   }
 }
 
-// A block of keys and values as many rows use them, made when first asked for.
+// A block of keys and values, transposed or converted lazily for many rows.
 struct Block {
   const Call& call;
-  int64_t vector, next;  // the first one's, and that of the block after
+  int64_t vector, next;  // index of its first vector, and of the next block's
   int start, count;
   float *chunk, *columns, *rows;  // scratch memory
   bool transposed = false;
@@ -137,14 +140,14 @@ struct Block {
       transpose_keys(call.keys, vector, count, words(), columns);
     else if (!transposed)
       for_chunks(call.keys, vector, call.keys.at(vector), count, chunk,
-           [&](const auto* keys, int64_t, int first, int vectors) {
-             transpose_keys(keys, dim, vectors, dim, columns + first);
-           });
+                 [&](const auto* keys, int64_t, int first, int vectors) {
+                   transpose_keys(keys, dim, vectors, dim, columns + first);
+                 });
     transposed = true;
     return columns;
   }
 
-  // What few rows have fetched while they use the keys: their values; and meanwhile: the next keys.
+  // What to prefetch while keys are used (the values), and while values are (the next keys).
   const char* after_keys() const {
     return call.shared ? call.keys.at(next) : call.values.at(vector);
   }
@@ -172,7 +175,7 @@ struct Block {
   }
 };
 
-// A block for the rows row .. row + M of a tile, which all have `few` others or many.
+// Attends to a block for rows row .. row + M of a tile; `few`: the tile has few rows.
 template <int M>
 void attend_block(SoftmaxState& state, Block& block, int row, bool few) {
   const int start = block.start;
@@ -186,8 +189,8 @@ void attend_block(SoftmaxState& state, Block& block, int row, bool few) {
   }
   first = clipped(first), end = clipped(end);
   if (first >= end) return;
-  // Rows that see other keys than their neighbours give theirs weights of 0; a value that is no
-  // number would still get through.
+  // Rows with other key ranges than their neighbours give those keys weight 0, but 0 times a value
+  // that is not finite would be NaN.
   if (M > 1 && !equal && !block.are_finite(first, end)) {
     for (int m = 0; m < M; ++m) attend_block<1>(state, block, row + m, few);
     return;
@@ -196,31 +199,32 @@ void attend_block(SoftmaxState& state, Block& block, int row, bool few) {
   const float* q = state.q + int64_t(row) * state.key_dim;
   float* scores = state.scores;
   float keep[M];
-  if (few && call.keys.dtype != DType::quantized) {  // to decode codes is to turn them
+  if (few && call.keys.dtype != DType::quantized) {  // decoding transposes anyway
     for_chunks(call.keys, block.vector, block.after_keys(), end, block.chunk,
-         [&](const auto* keys, int64_t ahead, int j, int vectors) {
-           scores_in_place<M>(q, state.key_dim, keys, state.key_dim, ahead, vectors, state.key_dim,
-                            scores + j);
-         });
+               [&](const auto* keys, int64_t ahead, int j, int vectors) {
+                 scores_in_place<M>(q, state.key_dim, keys, state.key_dim, ahead, vectors,
+                                    state.key_dim, scores + j);
+               });
   } else {
     scores_of_transposed<M>(q, state.key_dim, block.transposed_keys(), state.key_dim, scores);
   }
-  for (int m = 0; m < M; ++m) keep[m] = online_softmax(state, row + m, start, scores + m * BLOCK_KEYS);
+  for (int m = 0; m < M; ++m)
+    keep[m] = online_softmax(state, row + m, start, scores + m * BLOCK_KEYS);
   const int dim = state.value_dim;
   if (few) {
     for_chunks(call.values, block.vector + first, block.after_values(), end - first, block.chunk,
-         [&](const auto* values, int64_t ahead, int j, int vectors) {
-           accumulate_values<M, true>(scores + first + j, values, dim, ahead, vectors, dim, keep,
-                               state.out_of(row), partial_floats(call));
-           for (float& factor : keep) factor = 1;
-         });
+               [&](const auto* values, int64_t ahead, int j, int vectors) {
+                 accumulate_values<M, true>(scores + first + j, values, dim, ahead, vectors, dim,
+                                            keep, state.out_of(row), partial_floats(call));
+                 for (float& factor : keep) factor = 1;
+               });
   } else {
     accumulate_values<M, false>(scores + first, block.float_values() + int64_t(first) * dim, dim, 0,
-                         end - first, dim, keep, state.out_of(row), partial_floats(call));
+                                end - first, dim, keep, state.out_of(row), partial_floats(call));
   }
 }
 
-// The tile's queries as floats, scaled, in rows of whole vectors.
+// Converts the tile's queries to scaled floats, padded to whole vectors.
 void read_queries(const Call& call, const Tile& tile, float* q) {
   const int group = call.group;
   const int dim = call.keys.dim, padded = call.keys.padded();
@@ -232,12 +236,13 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
   }
 }
 
-// One part of a tile to rows of partial_floats.
+// Computes one split of a tile into rows of partial_floats().
 void attend_split(const Call& call, const Tile& tile, int split, float* q, float* partial,
-               float* scratch) {
+                  float* scratch) {
   const int group = call.group;
   const int rows = tile.rows;
-  const int begin = std::max(tile.first, split * SPLIT_KEYS), stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
+  const int begin = std::max(tile.first, split * SPLIT_KEYS),
+            stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
   auto reserve = [&scratch](int64_t count) { return (scratch += count) - count; };
   SoftmaxState state(call, rows, q, partial);
   float* chunk = reserve(CHUNK * int64_t(std::max(state.key_dim, state.value_dim)));
@@ -260,7 +265,7 @@ void attend_split(const Call& call, const Tile& tile, int split, float* q, float
   const int64_t sequence = call.rows[tile.token];
   const int heights = (rows + MR - 1) / MR, tall = (rows + heights - 1) / heights;
   for (int start = begin / BLOCK_KEYS * BLOCK_KEYS; start < stop; start += BLOCK_KEYS) {
-    int count = 0;  // keys of the block that somebody sees; where nobody does there may be no block
+    int count = 0;  // keys of the block that any row sees; there may be no block if none does
     for (int r = 0; r < rows; ++r)
       if (state.first[r] < std::min(state.end[r], start + BLOCK_KEYS) && state.end[r] > start)
         count = std::max(count, std::min(state.end[r] - start, BLOCK_KEYS));
@@ -270,8 +275,7 @@ void attend_split(const Call& call, const Tile& tile, int split, float* q, float
     const bool more =
         start + BLOCK_KEYS < stop && call.block(sequence, start + BLOCK_KEYS) != NOT_LOCAL;
     const int64_t next = more ? call.vector(sequence, tile.head, start + BLOCK_KEYS) : vector;
-    // Many rows compute longer than the next block takes to come; few fetch what is in place while
-    // they compute.
+    // Many rows are compute-bound; few rows prefetch plain vectors while they compute.
     if (more && (rows <= FEW_ROWS ? !call.keys.streams() : rows <= 4 * FEW_ROWS)) {
       const int then = std::min(stop - start - BLOCK_KEYS, BLOCK_KEYS);
       prefetch(call.keys, next, then);
@@ -280,7 +284,7 @@ void attend_split(const Call& call, const Tile& tile, int split, float* q, float
     Block block{call, vector, next, start, count, chunk, columns, value_rows};
     for (int row = 0; row < rows; row += tall)
       dispatch_count(std::min(tall, rows - row),
-              [&](auto m) { attend_block<m.value>(state, block, row, rows <= FEW_ROWS); });
+                     [&](auto m) { attend_block<m.value>(state, block, row, rows <= FEW_ROWS); });
   }
   for (int r = 0; r < rows; ++r) {
     float* to = partial + r * partial_floats(call);
@@ -288,10 +292,11 @@ void attend_split(const Call& call, const Tile& tile, int split, float* q, float
   }
 }
 
-// For few rows, has the first block of a part fetched: its keys, and its values unless they are
-// fetched while the keys are used.
+// For few rows, prefetches the first block of a split: its keys, and its values unless those are
+// prefetched while keys are used.
 void prefetch_split(const Call& call, const Tile& tile, int split) {
-  const int begin = std::max(tile.first, split * SPLIT_KEYS), stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
+  const int begin = std::max(tile.first, split * SPLIT_KEYS),
+            stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
   const int64_t sequence = call.rows[tile.token];
   if (tile.rows > FEW_ROWS || begin >= stop || call.block(sequence, begin) == NOT_LOCAL) return;
   const int start = begin / BLOCK_KEYS * BLOCK_KEYS, count = std::min(stop - start, BLOCK_KEYS);
@@ -307,7 +312,7 @@ void run_split(const Call& call, const Tile& tile, int split, float* partial, fl
   attend_split(call, tile, split, q, partial, q + int64_t(tile.rows) * call.keys.padded());
 }
 
-// A token's key and value of one head into their places.
+// Writes a token's key and value of one head to its slot.
 void write_token(const Call& call, int64_t token, int64_t head, float* x) {
   if (call.block(call.rows[token], call.positions[token]) == NOT_LOCAL) return;
   const int64_t vector = call.vector(call.rows[token], head, call.positions[token]);

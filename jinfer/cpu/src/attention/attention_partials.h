@@ -1,6 +1,7 @@
-// What attention has found of a part of the keys, and the merging of parts to results, for the
-// instructions that the including file is compiled for. A row of a part has partial_floats: highest
-// score, sum of weights, and from place 16 on the weighted sum of values.
+// Flash-decoding partials: softmax state of one split of the keys, and its merging.
+//
+// A partial row has partial_floats(): maximum score, sum of weights and, from index 16, the
+// weighted sum of values.
 #pragma once
 
 #include "attention/kv_quant.h"
@@ -10,12 +11,12 @@ namespace {
 
 constexpr float NO_SCORE = -INFINITY;
 
-// What scores may be reduced by without making NaN of those that are infinite.
+// A maximum that can be subtracted from infinite scores without giving NaN.
 inline float finite(float highest) { return std::isfinite(highest) ? highest : 0; }
 
 inline bool is_empty(const float* partial) { return partial[0] == NO_SCORE && partial[1] == 0; }
 
-// Adds a part to those before it; one that has seen nothing leaves them as they are.
+// Merges a partial into those before it; an empty one changes nothing.
 __attribute__((noinline)) void merge_partial(const float* partial, int dim, float* sum) {
   if (is_empty(partial)) return;
   if (is_empty(sum)) {
@@ -38,10 +39,11 @@ void clear_partials(const Call& call, const Tile& tile, float* sum) {
 
 void merge_rows(const Call& call, const Tile& tile, const float* partial, float* sum) {
   const int64_t row = partial_floats(call);
-  for (int r = 0; r < tile.rows; ++r) merge_partial(partial + r * row, call.values.padded(), sum + r * row);
+  for (int r = 0; r < tile.rows; ++r)
+    merge_partial(partial + r * row, call.values.padded(), sum + r * row);
 }
 
-// Finished rows: divided by the sum of their weights, with the sink's among them.
+// Normalizes rows by the sum of their weights, the sink's included, and writes the results.
 void normalize(const Call& call, const Tile& tile, float* sums) {
   const int group = call.group;
   const int dim = call.values.dim;
@@ -56,7 +58,8 @@ void normalize(const Call& call, const Tile& tile, float* sums) {
       const float all = total * mine + std::exp(sink - base);
       factor = all == 0 ? 0 : mine / all;
     }
-    for (int d = 16; d < 16 + call.values.padded(); d += LANES) store(row + d, load(row + d) * factor);
+    for (int d = 16; d < 16 + call.values.padded(); d += LANES)
+      store(row + d, load(row + d) * factor);
     const int64_t query = call.row_of(tile, r), at = query * dim;
     if (call.sums) std::copy(row, row + 2, call.sums + 2 * query);
     const DType dtype = call.out_dtype();

@@ -1,4 +1,4 @@
-// How the work of attention's call is cut into pieces that threads take.
+// Attention plan: divides a call into tiles and splits for threads.
 #pragma once
 
 #include <algorithm>
@@ -11,25 +11,25 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t MIN_WORK_PER_THREAD = 1 << 15;      // multiplications that are worth another thread
-constexpr int TILES_PER_THREAD = 3;               // of each thread, so that they end together
-constexpr int MIN_TILE_ROWS = 48;              // rows of a tile, as far as there are: they share its keys
-constexpr int64_t MAX_PARTIAL_FLOATS = 1 << 24;  // floats of results of parts, at most
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 15;  // multiplications
+constexpr int TILES_PER_THREAD = 3;               // for load balance
+constexpr int MIN_TILE_ROWS = 48;                 // if available: a tile's rows share its keys
+constexpr int64_t MAX_PARTIAL_FLOATS = 1 << 24;
 
-// Tokens of one sequence that stand next to each other: a tile for each key head.
+// Neighbouring tokens of one sequence; a tile for each key head.
 struct TokenRun {
   int64_t token;         // the first
   int rows, first, end;  // of its tiles
-  int pieces;            // that each of them is cut into: its parts, or one
-  int64_t item;          // the first piece of the first tile
-  int64_t at;            // where the first tile's partial results stand
+  int pieces;            // work items of each tile: its splits, or one
+  int64_t item;          // the first work item
+  int64_t at;            // offset of the first tile's partial results
 };
 
-// To be kept from call to call, for its memory: a decoding step makes one or two of them.
+// Reused from call to call, for its memory: a decoding step makes one or two plans.
 class TilePlan {
  public:
-  int64_t items;    // pieces of work
-  int64_t threads;  // that they are worth
+  int64_t items;    // work items
+  int64_t threads;  // worth using
   int64_t room;     // floats of partial results
 
   struct Piece {
@@ -43,7 +43,7 @@ class TilePlan {
     int64_t all = 0;
     for (const TokenRun& run : runs_) all += call.kv_heads * multiplications(call, run);
     threads = std::max<int64_t>(1, std::min(most_threads, all / MIN_WORK_PER_THREAD));
-    // The longest first, so that threads end together.
+    // Longest first, for load balance.
     const auto longer = [&](const TokenRun& a, const TokenRun& b) {
       return multiplications(call, a) > multiplications(call, b);
     };
@@ -65,18 +65,19 @@ class TilePlan {
   }
 
   Piece piece(const Call& call, int64_t item) const {
-    const auto after = std::upper_bound(
-        runs_.begin(), runs_.end(), item, [](int64_t i, const TokenRun& run) { return i < run.item; });
+    const auto after =
+        std::upper_bound(runs_.begin(), runs_.end(), item,
+                         [](int64_t i, const TokenRun& run) { return i < run.item; });
     const TokenRun& run = after[-1];
     const int64_t i = item - run.item;
     const Tile tile = tile_of(call, run, i / run.pieces);
     return {tile, run.pieces < 2 ? -1 : tile.first_split() + int(i % run.pieces)};
   }
 
-  // Tiles whose parts are pieces of their own.
+  // Tiles whose splits are separate work items.
   const std::vector<Tile>& split_tiles() const { return split_tiles_; }
 
-  // Tokens that are in no sequence.
+  // Padding tokens.
   const std::vector<int64_t>& padding() const { return padding_; }
 
  private:
@@ -96,7 +97,8 @@ class TilePlan {
   void add_runs(const Call& call, int64_t threads) {
     const int64_t share = call.tokens * call.kv_heads / (TILES_PER_THREAD * threads);
     const int64_t wanted = std::max<int64_t>(share, (MIN_TILE_ROWS + call.group - 1) / call.group);
-    const int64_t most = std::max<int64_t>(1, std::min<int64_t>(MAX_TILE_ROWS / call.group, wanted));
+    const int64_t most =
+        std::max<int64_t>(1, std::min<int64_t>(MAX_TILE_ROWS / call.group, wanted));
     for (int64_t token = 0, count; token < call.tokens; token += count) {
       count = 1;
       if (call.rows[token] < 0) {
@@ -118,7 +120,7 @@ class TilePlan {
   }
 };
 
-// The result of a token that is padding.
+// Clears the result of a padding token.
 inline void clear(const Call& call, int64_t token) {
   const int64_t bytes = call.heads * call.values.dim * bytes_of(call.out_dtype());
   memset(static_cast<char*>(call.out) + token * bytes, 0, bytes);

@@ -1,8 +1,8 @@
-// The two products of attention, for the instructions that the including file is compiled for.
+// Attention's two matrix products: query x key scores, and weights x values.
 //
-// There are forms for few and for many rows, and for keys and values of several types. All take
-// their sums in the same order, so that no bit of a row's result tells which form it came from: a
-// score over the head's dimensions one after the other, a result over the keys one after the other.
+// There are forms for few and for many rows, and for several types of keys and values. All add in
+// the same order, so a row's bits do not tell which form computed it: scores over the head's
+// dimensions in order, results over the keys in order.
 #pragma once
 
 #include "attention/kv_quant.h"
@@ -10,26 +10,27 @@
 namespace jinfer {
 namespace {
 
-constexpr int FEW_ROWS = MR;  // rows up to which plain keys are not put into columns first
-constexpr int CHUNK = 32;   // vectors decoded at a time: they stay in the fastest memory
+constexpr int FEW_ROWS = MR;  // most rows for which plain keys are not transposed
+constexpr int CHUNK = 32;     // vectors decoded at a time: they stay in L1
 
 template <class T>
-constexpr int LINE = 64 / sizeof(T);  // numbers that memory hands out together
+constexpr int LINE = 64 / sizeof(T);  // numbers of a cache line
 
 static_assert(BLOCK_KEYS % (NR * LANES) == 0 && BLOCK_KEYS % CHUNK == 0 && CHUNK % (2 * LANES) == 0,
               "blocks are of whole tiles");
 
-// scores[m][j] = q[m] . keys[j] for up to FEW_ROWS rows; those from `count` on are of any key. What
-// stands `ahead` of the keys is fetched for the next block: few rows wait for memory.
+// scores[m][j] = q[m] . keys[j] for up to FEW_ROWS rows; scores from `count` on are arbitrary.
+// Memory `ahead` of the keys is prefetched for the next block.
 template <int M, class T>
 void scores_in_place(const float* q, int64_t q_stride, const T* keys, int64_t stride, int64_t ahead,
-                   int count, int dim, float* scores) {
+                     int count, int dim, float* scores) {
   const int groups = (count + LANES - 1) / LANES;
   const T* at[BLOCK_KEYS];
   for (int j = 0; j < groups * LANES; ++j) at[j] = keys + std::min(j, count - 1) * stride;
-  for (int m = 0; m < M; ++m) std::fill(scores + m * BLOCK_KEYS, scores + m * BLOCK_KEYS + groups * LANES, 0.0f);
+  for (int m = 0; m < M; ++m)
+    std::fill(scores + m * BLOCK_KEYS, scores + m * BLOCK_KEYS + groups * LANES, 0.0f);
   for (int d = 0; d < dim; d += LANES)
-    // Sums of other keys come between those of the same, which would wait for one another.
+  // Interleaves the sums of several keys: a key's own additions depend on each other.
 #pragma GCC unroll 1
     for (int g = 0; g < groups; ++g) {
       Floats x[LANES], sum[M];
@@ -48,7 +49,7 @@ void scores_in_place(const float* q, int64_t q_stride, const T* keys, int64_t st
     }
 }
 
-// Keys as columns [dim][BLOCK_KEYS]; those from `count` on are any key, up to whole vectors.
+// Keys as columns [dim][BLOCK_KEYS]; columns from `count` on are arbitrary, up to whole vectors.
 template <class T>
 void transpose_keys(const T* keys, int64_t stride, int count, int dim, float* columns) {
   for (int j = 0; j < count; j += LANES) {
@@ -63,15 +64,17 @@ void transpose_keys(const T* keys, int64_t stride, int count, int dim, float* co
   }
 }
 
-// The same for keys cache as codes; `turned` has room for the words of LANES vectors.
-inline void transpose_keys(const CachedVectors& cache, int64_t vector, int count, Words* turned, float* columns) {
+// The same for quantized keys; `turned` has room for the words of LANES vectors.
+inline void transpose_keys(const CachedVectors& cache, int64_t vector, int count, Words* turned,
+                           float* columns) {
   each_width(cache.format.bits, [&](auto bits) {
     for (int j = 0; j < count; j += LANES) {
       int64_t at[LANES];
       for (int i = 0; i < LANES; ++i) at[i] = vector + std::min(j + i, count - 1);
-      decode_transposed<bits.value>(cache, at, turned, [&](int d, Floats x) __attribute__((always_inline)) {
-        store(columns + int64_t(d) * BLOCK_KEYS + j, x);
-      });
+      decode_transposed<bits.value>(
+          cache, at, turned, [&](int d, Floats x) __attribute__((always_inline)) {
+            store(columns + int64_t(d) * BLOCK_KEYS + j, x);
+          });
     }
   });
 }
@@ -99,10 +102,10 @@ void scores_of_transposed(const float* q, int q_stride, const float* keys, int d
   }
 }
 
-// out[m] = out[m] * keep[m] + sum over j of weights[m][j] * values[j], W vectors of them.
+// out[m] = out[m] * keep[m] + sum over j of weights[m][j] * values[j], for W vectors of values.
 template <int M, int W, bool few, class T>
-void accumulate_vectors(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
-              const float* keep, float* out, int64_t out_stride) {
+void accumulate_vectors(const float* weights, const T* values, int64_t stride, int64_t ahead,
+                        int count, const float* keep, float* out, int64_t out_stride) {
   Floats sum[M][W];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -130,16 +133,18 @@ void accumulate_vectors(const float* weights, const T* values, int64_t stride, i
 }
 
 template <int M, bool few, class T>
-void accumulate_values(const float* weights, const T* values, int64_t stride, int64_t ahead, int count,
-                int dim, const float* keep, float* out, int64_t out_stride) {
+void accumulate_values(const float* weights, const T* values, int64_t stride, int64_t ahead,
+                       int count, int dim, const float* keep, float* out, int64_t out_stride) {
   int d = 0;
   for (; d + NR * LANES <= dim; d += NR * LANES)
-    accumulate_vectors<M, NR, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
+    accumulate_vectors<M, NR, few>(weights, values + d, stride, ahead, count, keep, out + d,
+                                   out_stride);
   for (; d < dim; d += LANES)
-    accumulate_vectors<M, 1, few>(weights, values + d, stride, ahead, count, keep, out + d, out_stride);
+    accumulate_vectors<M, 1, few>(weights, values + d, stride, ahead, count, keep, out + d,
+                                  out_stride);
 }
 
-// f(std::integral_constant<int, n>) for 1 <= n <= MR.
+// Calls f(std::integral_constant<int, n>) for 1 <= n <= MR.
 template <class F>
 void dispatch_count(int n, F f) {
   static_assert(MR == 6, "the cases below are all there are");

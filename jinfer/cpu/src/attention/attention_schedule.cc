@@ -10,15 +10,15 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t kWrites = 8;  // tokens that one thread writes
+constexpr int64_t kWrites = 8;  // tokens of a work item that writes
 
 thread_local Scratch scratch;
 
-// Whether two calls are cut same_plan, and see and write the same places.
+// Whether two calls share a plan: equal shapes, and equal slots to read and write.
 bool same_plan(const Call& a, const Call& b) {
   const auto places = [](const Call& c) {
-    return std::make_tuple(c.rows, c.positions, c.last, c.tables, c.tokens, c.width, c.blocks, c.size,
-                           c.rules.window, c.rules.ahead, c.written, c.sums != nullptr);
+    return std::make_tuple(c.rows, c.positions, c.last, c.tables, c.tokens, c.width, c.blocks,
+                           c.size, c.rules.window, c.rules.ahead, c.written, c.sums != nullptr);
   };
   const auto shapes = [](const Call& c) {
     return std::make_tuple(c.heads, c.kv_heads, c.keys.dim, c.values.padded());
@@ -29,9 +29,9 @@ bool same_plan(const Call& a, const Call& b) {
 }  // namespace
 
 struct CachedPlan {
-  Call call;  // that it was made for
+  Call call;  // that the plan was made for
   TilePlan plan;
-  bool writes_in_tile;  // who computes a whole tile writes its tokens
+  bool writes_in_tile;  // the thread that computes a tile also writes its tokens
 };
 
 PlanCache::PlanCache() = default;

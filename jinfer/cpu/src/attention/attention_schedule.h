@@ -1,4 +1,4 @@
-// Attention as work in stages that threads share: a call of its own, or a part of a chain.
+// Attention schedule: stages of work that threads share, in a call of its own or fused with layers.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ namespace jinfer {
 
 struct CachedPlan;
 
-// How attentions are cut into pieces. Those of a model's layers that have the same tokens and see
-// the same keys are cut same_plan, once; memory is kept from step to step.
+// Plans of attention. Layers of a model with the same tokens and keys share one; memory is reused
+// from step to step.
 class PlanCache {
  public:
   PlanCache();
   ~PlanCache();
 
-  // Forgets those of the step before.
+  // Forgets the plans of the previous step.
   void clear() { used_ = 0; }
 
-  // Of a call, which stays the same until it is done but for where queries, new keys and values,
-  // results and the pool stand. An error says which place is not in the pool.
+  // The plan of a call; only the pointers of the call may change until it is done. Fails for a slot
+  // that is not in the pool.
   ffi::ErrorOr<const CachedPlan*> of(const Call& call, const ffi::ThreadPool& pool);
 
  private:
@@ -32,8 +32,8 @@ class PlanCache {
   size_t used_ = 0;
 };
 
-// Three stages: new keys and values are written, unless who computes a tile does it; tiles or parts
-// of them are computed; parts are merged.
+// Three stages: writing new keys and values (unless done with the tiles), computing tiles or their
+// splits, and merging splits.
 class AttentionWork {
  public:
   static constexpr int64_t kStages = 3;
@@ -43,10 +43,10 @@ class AttentionWork {
 
   const Call& call() const { return call_; }
   int64_t chunks(int64_t stage) const { return chunks_[stage]; }
-  int64_t threads() const;  // that are worth it
+  int64_t threads() const;  // worth using
   int64_t room() const;     // floats of partial results, from the second stage to the third
 
-  // Where matrices stand, and room for partial results.
+  // Sets the pointers of matrices, and of room for partial results.
   void bind(const void* q, const void* k, const void* v, void* out, float* partial);
   void run(int64_t stage, int64_t chunk) const;
 

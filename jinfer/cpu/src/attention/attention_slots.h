@@ -1,4 +1,4 @@
-// The places in the pool that an attention reads and writes.
+// Attention: validates the cache slots that a call reads and writes.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline ffi::Error wrong(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_attention: " + what);
 }
 
-// That every block that will be used is one of the pool's.
+// Checks that every block in use is one of the pool's.
 inline ffi::Error check_slots(const Call& call) {
   auto within = [&](int64_t row, int64_t entry) {
     const int32_t block = call.tables[row * call.width + entry];
@@ -26,14 +26,15 @@ inline ffi::Error check_slots(const Call& call) {
   auto outside = [](int64_t t, const char* what) {
     return wrong("token " + std::to_string(t) + " " + what);
   };
-  // Entries checked for the sequence at hand.
+  // Entries of the current sequence that are checked already.
   int64_t row = -1, first = 0, end = 0;
   for (int64_t t = 0; t < call.tokens; ++t) {
     if (call.rows[t] < 0) continue;
     if (call.rows[t] != row) row = call.rows[t], first = end = 0;
     if (call.written) {
       const int64_t entry = call.positions[t] / call.size;
-      if (call.positions[t] < 0 || entry >= call.width) return outside(t, "has no place in its table");
+      if (call.positions[t] < 0 || entry >= call.width)
+        return outside(t, "has no place in its table");
       if (!within(row, entry)) return outside(t, "stands in a block that is not in the pool");
     }
     int from, to;
@@ -52,8 +53,9 @@ inline ffi::Error check_slots(const Call& call) {
   return ffi::Error::Success();
 }
 
-// Whether no token sees, or is written to, a block that another token is written to, as when each is
-// the next one of another sequence: then who computes a tile may write its tokens. Of many: no.
+// Whether no token reads or writes a block that another token writes, as when each is the next one
+// of a different sequence. Then the thread that computes a tile may write its tokens. False for
+// many tokens, to save the check.
 inline bool writes_are_disjoint(const Call& call) {
   constexpr int MOST = 64, TOGETHER = 16;
   constexpr int32_t NOWHERE = INT_MIN;

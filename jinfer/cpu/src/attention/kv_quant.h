@@ -1,5 +1,7 @@
-// Vectors of keys and values as the cache keeps them: plain, or as codes with numbers for each
-// block of 32 (jinfer/quant/kv_vectors.py has the layout, jinfer/quant/bit_packing.py that of the codes).
+// KV cache vectors: reads, writes, quantizes and dequantizes keys and values, plain or as codes
+// with numbers per block of 32.
+//
+// jinfer/quant/kv_vectors.py defines the layout, jinfer/quant/bit_packing.py that of the codes.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +53,7 @@ inline void from_floats(DType dtype, const float* from, int64_t count, void* to)
   }
 }
 
-// Some bits of a code: (byte >> low) & (2^width - 1), standing at bit `at` of it.
+// Some bits of a code: (byte >> low) & (2^width - 1), at bit `at` of the code.
 struct Piece {
   int byte, low, width, at;
 };
@@ -59,7 +61,7 @@ struct Pieces {
   Piece all[8];  // the rest have width 0
 };
 
-// Where the bits of code s of a strip stand; as PIECES of jinfer/quant/bit_packing.py.
+// The bits of code s of a strip, as PIECES of jinfer/quant/bit_packing.py.
 template <int bits>
 constexpr Pieces pieces(int s) {
   if (bits == 2) return {{{s % 2, 2 * (s / 2), 2, 0}}};
@@ -82,11 +84,16 @@ constexpr Pieces pieces(int s) {
     return {{{s, 0, 6, 0}}};
   }
   if (s < 7) return {{{s, 0, 7, 0}}};
-  return {{{0, 7, 1, 0}, {1, 7, 1, 1}, {2, 7, 1, 2}, {3, 7, 1, 3}, {4, 7, 1, 4}, {5, 7, 1, 5},
+  return {{{0, 7, 1, 0},
+           {1, 7, 1, 1},
+           {2, 7, 1, 2},
+           {3, 7, 1, 3},
+           {4, 7, 1, 4},
+           {5, 7, 1, 5},
            {6, 7, 1, 6}}};
 }
 
-// Four codes in the four bytes of each of eight words; words may be lanes of them.
+// Unpacks eight words of four codes, a code per byte; a Word may be a vector of words.
 template <int bits, class Word>
 inline void unpack(const Word* words, Word* codes) {
 #pragma GCC unroll 8
@@ -136,7 +143,8 @@ inline void dequantize(const uint8_t* codes, float scale, float base, float* to)
 #endif
 }
 
-// Pairs 11 * x + y in the bytes of eight words; x goes to the first eight words, y to the others.
+// Splits pairs 11 * x + y in the bytes of eight words: x into the first eight words, y into the
+// next eight.
 template <class Word>
 inline void split_pairs(Word* words) {
 #pragma GCC unroll 8
@@ -163,9 +171,11 @@ void decode(const KvFormat& c, int dim, const uint32_t* words, const uint16_t* n
   }
 }
 
-// Vectors of LANES keys, decoded and turned: emit(d, x) with number d of each, d rising.
+// Decodes and transposes the vectors of LANES keys: emit(d, x) with number d of each, in order of
+// d.
 template <int bits, class F>
-inline void decode_transposed(const CachedVectors& cache, const int64_t* vectors, Words* turned, const F& emit) {
+inline void decode_transposed(const CachedVectors& cache, const int64_t* vectors, Words* turned,
+                              const F& emit) {
   const KvFormat& c = cache.format;
   const int words = c.words(cache.dim), numbers = c.numbers(cache.dim), each = c.symmetric ? 1 : 2;
   for (int w = 0; w < words; w += 8) {
@@ -204,7 +214,7 @@ inline float reach(int levels) {
   return levels == 4 ? 0.73f : levels == 8 ? 0.91f : levels == 11 ? 0.95f : 1.0f;
 }
 
-// The larger of each lane, or NaN where either is; and of all lanes, in every one.
+// Lane-wise maximum, or NaN where either is NaN; and the maximum over lanes, in every lane.
 inline Floats max_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
 
 template <int apart = LANES / 2>
@@ -217,8 +227,8 @@ inline Floats max_lane_or_nan(Floats x) {
   }
 }
 
-// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a NaN
-// gets NaN for its numbers: what is broken must not look like text.
+// Rounds to the nearest codes, as quantize_vectors of jinfer/quant/kv_vectors.py. A block with a
+// NaN gets NaN numbers, so that corruption does not pass for text.
 inline void encode_block(const KvFormat& c, const float* x, uint16_t* numbers, uint8_t* codes) {
   Floats lowest = load(x), most = lowest;
 #pragma GCC unroll 8
@@ -285,7 +295,7 @@ inline void each_width(int bits, F f) {
   }
 }
 
-// Vectors first .. first + count as floats, each with zeros after its own up to its padded width.
+// Reads vectors first .. first + count as floats, zero-padded.
 inline const float* read(const CachedVectors& cache, int64_t first, int count, float* scratch) {
   const int dim = cache.dim, stride = cache.padded();
   if (cache.dtype == DType::quantized) {
@@ -307,22 +317,23 @@ inline const float* read(const CachedVectors& cache, int64_t first, int count, f
   return scratch;
 }
 
-// Has vectors fetched that will be needed soon.
+// Prefetches vectors that will be needed soon.
 inline void prefetch(const CachedVectors& cache, int64_t vector, int count) {
   auto lines = [](const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-    asm volatile("");  // or calls are left out, as of a function that does nothing
+    asm volatile("");  // keeps the compiler from dropping calls of a function without effects
   };
   if (cache.dtype != DType::quantized) {
     const int64_t bytes = int64_t(cache.dim) * bytes_of(cache.dtype);
     return lines(static_cast<const char*>(cache.data) + vector * bytes, count * bytes);
   }
-  const int64_t words = 4 * cache.format.words(cache.dim), numbers = cache.format.numbers(cache.dim);
+  const int64_t words = 4 * cache.format.words(cache.dim),
+                numbers = cache.format.numbers(cache.dim);
   lines(static_cast<const char*>(cache.data) + vector * words, count * words);
   lines(reinterpret_cast<const char*>(cache.numbers + vector * numbers), 2 * count * numbers);
 }
 
-// Puts a vector in.
+// Writes a vector, quantizing it if the cache is quantized.
 inline void write_vector(const CachedVectors& cache, int64_t at, const float* from) {
   const int dim = cache.dim;
   if (cache.dtype == DType::quantized) {
@@ -331,7 +342,8 @@ inline void write_vector(const CachedVectors& cache, int64_t at, const float* fr
     uint16_t* numbers = cache.numbers + at * c.numbers(dim);
     each_width(c.bits, [&](auto bits) { encode<bits.value>(c, dim, from, words, numbers); });
   } else {
-    from_floats(cache.dtype, from, dim, static_cast<char*>(cache.data) + at * dim * bytes_of(cache.dtype));
+    from_floats(cache.dtype, from, dim,
+                static_cast<char*>(cache.data) + at * dim * bytes_of(cache.dtype));
   }
 }
 

@@ -1,11 +1,11 @@
-// Activation functions of feed-forwards, by number; glu.h computes them.
+// Activation functions by number; glu.h computes them.
 #pragma once
 
 #include <cstdint>
 
 namespace jinfer {
 
-// The numbers are those of ACTIVATIONS in quantized_matmul.py. A gate has one up to `relu`.
+// Indices of ACTIVATIONS in quantized_matmul.py. GLU has those up to `relu`.
 enum class Activation : int {
   none = 0,
   silu = 1,

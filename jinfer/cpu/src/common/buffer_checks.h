@@ -1,4 +1,4 @@
-// Checks of what XLA passes to a handler, before anything of it is read.
+// Shape and type checks of XLA's buffers, before a handler reads any.
 #pragma once
 
 #include <algorithm>

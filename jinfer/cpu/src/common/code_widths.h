@@ -13,8 +13,8 @@ struct CodeWidth {
 constexpr int kThreeAndAHalf = 7;  // bits of a code that is a pair, 11 * x + y: 3.5 a number
 
 constexpr CodeWidth kWidths[] = {
-    {4, 2, 1},  {8, 3, 1},  {11, kThreeAndAHalf, 2}, {16, 4, 1},
-    {32, 5, 1}, {64, 6, 1}, {256, 8, 1},             {65536, 16, 1},
+    {4, 2, 1},  {8, 3, 1},   {11, kThreeAndAHalf, 2}, {16, 4, 1}, {32, 5, 1},
+    {64, 6, 1}, {256, 8, 1}, {65536, 16, 1},
 };
 
 // Numbers in a code of so many bits; 0: there are no such codes.

@@ -1,4 +1,4 @@
-// The handler of `jinfer_copy_blocks`: some blocks of arrays become copies of others, in place.
+// Handler of `jinfer_copy_blocks`: copies blocks of the KV cache in place.
 #include <cstdint>
 #include <cstring>
 
@@ -35,7 +35,7 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
     }
   }
   if (copies == 0) return ffi::Error::Success();
-  // One copy may be of what another has made: those of an array are done in their order.
+  // A copy's source may be another copy's target: those of one array run in order.
   parallel_for(pool, static_cast<int64_t>(arrays.size()), pool.num_threads(), [&](int64_t a) {
     auto array = *arrays.get<ffi::AnyBuffer>(a);
     const int64_t bytes = static_cast<int64_t>(array.size_bytes()) / array.dimensions()[0];

@@ -1,4 +1,4 @@
-// How numbers are stored.
+// Element types of stored numbers.
 #pragma once
 
 namespace jinfer {

@@ -1,5 +1,5 @@
-// The handler of `jinfer_empty`: a buffer as the allocator gives it. The system gives pages out
-// when they are touched, so that a large pool takes memory as it is used.
+// Handler of `jinfer_empty`: an uninitialised buffer. The system backs pages when they are first
+// touched, so a large pool takes memory as it is used.
 #include <cstdint>
 
 #include "common/handler.h"

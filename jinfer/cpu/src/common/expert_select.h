@@ -1,4 +1,4 @@
-// Which matrix of a stack rows of activations are multiplied with.
+// Expert selection: which matrix of a stack a row of activations is multiplied with.
 #pragma once
 
 #include <algorithm>
@@ -7,16 +7,16 @@
 
 namespace jinfer {
 
-// The numbers are those of `selection` in quantized_matmul.py.
+// Numbered as in `selection` of quantized_matmul.py.
 enum ExpertSelect : int64_t { kSingle = 0, kIndex = 1, kOffsets = 2 };
 
-// Rows that are multiplied with one matrix of each stack.
+// Rows that use the same matrix of each stack.
 struct Segment {
   int64_t index, begin, end;
 };
 
-// `values`: of kIndex the matrix for all rows; of kOffsets where the rows of each matrix begin, and
-// at last where they end. Matrices without rows are left out.
+// `values`: with kIndex the matrix of all rows; with kOffsets where each matrix's rows begin, and
+// the end. Matrices without rows are left out.
 inline std::vector<Segment> segments_of(int64_t select, const int32_t* values, int64_t count,
                                         int64_t rows) {
   if (select == kSingle) return {{0, 0, rows}};

@@ -1,5 +1,5 @@
-// How a function becomes a handler that XLA calls. All handlers have one signature for XLA, whose headers
-// make some 10 KB of code for each other one: of all that handlers were, that was two fifths.
+// XLA FFI handlers: adapts a C++ function to one. All share one signature towards XLA, whose
+// headers generate much code for each distinct one.
 #pragma once
 
 #include <algorithm>
@@ -24,15 +24,15 @@ constexpr bool is_result = false;
 template <class T>
 constexpr bool is_result<xla::ffi::Result<T>> = true;
 
-// What XLA gives a handler, taken in the order of a function's parameters: its threads, buffers as
-// arguments, all others of them, buffers as results, or all of them, and attributes by their names.
+// Arguments of a handler, read in the order of a function's parameters: the thread pool, buffers as
+// arguments or all remaining ones, buffers as results or all of them, and attributes by name.
 class ArgReader {
  public:
   ArgReader(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-        xla::ffi::Dictionary attributes, const char* const* names)
+            xla::ffi::Dictionary attributes, const char* const* names)
       : pool_(pool), args_(args), rets_(rets), attributes_(attributes), names_(names) {}
 
-  // What is not there, or of another type, is remembered as the error.
+  // Anything missing or of another type is recorded as the error.
   template <class T>
   T take() {
     if constexpr (std::is_same_v<T, xla::ffi::ThreadPool>) {
@@ -53,11 +53,12 @@ class ArgReader {
     }
   }
 
-  // What is wrong with what was taken, or left.
+  // The first error, or that something was not read.
   std::optional<xla::ffi::Error> error() const {
     if (error_) return error_;
     if (arg_ == args_.size() && ret_ == rets_.size() && attribute_ == attributes_.size()) return {};
-    return xla::ffi::Error::InvalidArgument("jinfer: another number of arguments, results or attributes");
+    return xla::ffi::Error::InvalidArgument(
+        "jinfer: another number of arguments, results or attributes");
   }
 
  private:
@@ -106,11 +107,11 @@ inline auto binding() {
 
 }  // namespace jinfer
 
-// The handler `symbol` of a function, and the names of the attributes that it takes, in order.
-#define JINFER_HANDLER(symbol, function, ...)                                                   \
-  static xla::ffi::Error symbol##_of(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args,   \
-                                     xla::ffi::RemainingRets rets, xla::ffi::Dictionary all) {  \
-    static constexpr const char* names[] = {nullptr, __VA_ARGS__};                              \
+// Defines the handler `symbol` of a function; the names of its attributes follow, in order.
+#define JINFER_HANDLER(symbol, function, ...)                                                     \
+  static xla::ffi::Error symbol##_of(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args,     \
+                                     xla::ffi::RemainingRets rets, xla::ffi::Dictionary all) {    \
+    static constexpr const char* names[] = {nullptr, __VA_ARGS__};                                \
     return jinfer::call_with<std::size(names) - 1>(function, {pool, args, rets, all, names + 1}); \
-  }                                                                                             \
+  }                                                                                               \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, symbol##_of, jinfer::binding())

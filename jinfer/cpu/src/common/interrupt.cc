@@ -1,5 +1,5 @@
-// Flags that the host raises while a program runs, and the handler of `jinfer_interrupted`, by which
-// the program's loop looks at one.
+// Interrupt flags: the host raises one, and `jinfer_interrupted` lets a running program's loop poll
+// it.
 #include <atomic>
 #include <cstdint>
 
@@ -26,10 +26,11 @@ ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
 }  // namespace
 }  // namespace jinfer
 
-// The step that is the second argument is not read: with it the call cannot be taken out of a loop.
+// The second argument, the loop's step, is not read; it keeps the call from being hoisted out of
+// the loop.
 JINFER_HANDLER(jinfer_interrupted, jinfer::interrupted);
 
-// Whether there is such a flag.
+// Returns whether there is such a flag.
 extern "C" __attribute__((visibility("default"))) bool jinfer_set_interrupt(int32_t flag, bool on) {
   if (!jinfer::is_flag(flag)) return false;
   jinfer::raised[flag].store(on, std::memory_order_relaxed);

@@ -32,8 +32,8 @@ bool has_bf16_and_vbmi() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1);
 }
 
-// Whether there are tiles of bytes and of bfloat16, and the system lets this process use them, which has
-// to be asked for: a thread's tiles are 8 KiB that are to be saved.
+// Whether the CPU has int8 and bfloat16 tiles and the system grants them to this process, which
+// must ask: a thread's state grows by 8 KiB.
 bool may_use_tiles() {
 #if defined(JINFER_TILES_EMULATED)
   return true;
@@ -52,7 +52,7 @@ bool may_use_tiles() {
 #if defined(__aarch64__)
 bool has_dot_products() {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP, which old headers do not name
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP, missing in old headers
 #elif defined(__APPLE__)
   int has = 0;
   size_t size = sizeof has;
@@ -65,7 +65,7 @@ bool has_dot_products() {
 
 int detect() {
 #if defined(JINFER_ONLY)
-  return static_cast<int>(Isa::JINFER_ONLY_DOT);  // for tiles build_library.py has asked
+  return static_cast<int>(Isa::JINFER_ONLY_DOT);  // isa.py has asked for tiles
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -102,7 +102,7 @@ bool is_zen4() {
   unsigned a, b, c, d;
   if (!is_amd() || !__get_cpuid(1, &a, &b, &c, &d) || (a >> 8 & 15) + (a >> 20 & 255) != 0x19)
     return false;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 16 & 1);  // a Zen 3 has no AVX-512
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 16 & 1);  // Zen 3 has no AVX-512
 }
 #endif
 

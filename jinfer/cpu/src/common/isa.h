@@ -1,4 +1,4 @@
-// Which instructions kernels may use. The numbers are those of ISAS in build_library.py.
+// Instruction sets that kernels are compiled for, numbered as ISAS in isa.py.
 #pragma once
 
 namespace jinfer {
@@ -13,36 +13,35 @@ enum class Isa : int {
   neon = 6,        // ARM's dot products of bytes; NEON alone is part of `portable` there
 };
 
-// The best of this CPU that is not above the limit set by tests; of a library that was compiled for
-// one set of instructions, this one.
+// The best instruction set of this CPU up to the limit set by tests; or the one that the library
+// was compiled for.
 Isa isa();
 
-// Whether lines that a program fetches into the second-level cache keep this CPU from what it fetches
-// by itself: a Zen 4, where both wait in the same few places.
+// Whether software prefetching into L2 gets in the way of the hardware's: on a Zen 4, where both
+// share a few buffers.
 #if defined(__x86_64__)
 bool prefers_hardware_prefetch();
 #else
 constexpr bool prefers_hardware_prefetch() { return false; }
 #endif
 
-// Whether products of bfloat16 with bfloat16 are faster in AVX-512 BF16's pairs than in float32: on
-// AMD's processors, and where somebody names these instructions. Intel's do one of them in the time of
-// four in float32, which together have twice as many products (Emerald Rapids: 1.35 and 5.5 billion
-// instructions a second).
+// Whether AVX-512 BF16 dot products are faster than float32: on AMD's processors, or where these
+// instructions were named explicitly. Intel's are slower than float32's FMA for as many products.
 #if defined(__x86_64__)
 bool prefers_bf16_dot();
 #endif
 
 }  // namespace jinfer
 
-// family_portable(), family_avx2() or family_avx512(), as isa() says; JINFER_DISPATCH_DOT: of a family that
-// has kernels of its own for AVX-VNNI, AVX-512 BF16, AMX and ARM's dot products; JINFER_DISPATCH_PAIRS and
-// JINFER_DISPATCH_TILES: of one that has them for AVX-512 BF16 or AMX alone, null elsewhere. JINFER_BF16 and
-// JINFER_AMX: the compiler knows these, without which their kernels are not there (JINFER_DISPATCH_512).
+// JINFER_DISPATCH: family_portable(), family_avx2() or family_avx512(), as isa() says.
+// JINFER_DISPATCH_DOT: for a family with kernels for AVX-VNNI, AVX-512 BF16, AMX and ARM's dot
+// products too. JINFER_DISPATCH_PAIRS, JINFER_DISPATCH_TILES: for one that exists for AVX-512 BF16
+// or AMX alone; null elsewhere. JINFER_BF16 and JINFER_AMX are defined where the compiler supports
+// these instructions (JINFER_DISPATCH_512).
 #if defined(JINFER_BF16)
-#define JINFER_DISPATCH_PAIRS(family) \
+#define JINFER_DISPATCH_PAIRS(family)                                           \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 && ::jinfer::prefers_bf16_dot() \
-       ? family##_avx512bf16()                                                      \
+       ? family##_avx512bf16()                                                  \
        : nullptr)
 #define JINFER_DISPATCH_BF16(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : JINFER_DISPATCH(family))
@@ -65,9 +64,9 @@ bool prefers_bf16_dot();
 #define JINFER_DISPATCH(family) JINFER_JOIN(family, JINFER_ONLY)()
 #define JINFER_DISPATCH_DOT(family) JINFER_JOIN(family, JINFER_ONLY_DOT)()
 #elif defined(__x86_64__)
-#define JINFER_DISPATCH(family)                                                                     \
-  (::jinfer::isa() >= ::jinfer::Isa::avx512 ? family##_avx512()                                 \
-   : ::jinfer::isa() >= ::jinfer::Isa::avx2 ? family##_avx2()                                   \
+#define JINFER_DISPATCH(family)                                 \
+  (::jinfer::isa() >= ::jinfer::Isa::avx512 ? family##_avx512() \
+   : ::jinfer::isa() >= ::jinfer::Isa::avx2 ? family##_avx2()   \
                                             : family##_portable())
 #define JINFER_DISPATCH_DOT(family) \
   (::jinfer::isa() == ::jinfer::Isa::avxvnni ? family##_avxvnni() : JINFER_DISPATCH_512(family))

@@ -1,5 +1,5 @@
-// Rows times matrices, as work that threads share: what products with quantized matrices
-// (linear_driver.h) and with plain ones (dense_driver.h) look like to who lets them run.
+// Matmul work that threads share: the interface of quantized (linear_driver.h) and plain
+// (dense_driver.h) products.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +13,16 @@
 
 namespace jinfer {
 
-// Threads that are worth it for so many bytes of weights, counted once for about 8 rows: one goes
-// through kWorthThreads about as fast as another one is woken, and each more is to have kWorthThread.
+// Threads worth using for so many bytes of weights, counted once per 8 rows or so: a single thread
+// reads kWorthThreads in about the time that waking another takes, and each further one needs
+// kWorthThread.
 inline int64_t threads_for(int64_t work, const ffi::ThreadPool& pool) {
   constexpr int64_t kWorthThreads = 96 << 10, kWorthThread = 32 << 10;
   return work < kWorthThreads ? 1 : std::min<int64_t>(most_threads(pool), work / kWorthThread);
 }
 
-// It is cut, then given memory for rows in the forms that it wants and for its results; the rows are
-// prepared, and each chunk is run once, by any thread. It may be read and cut anew, and keeps the
-// memory that it has.
+// Use: partition, set outputs and memory for prepared rows, prepare the rows, then run each chunk
+// once, on any thread. Reading and partitioning again reuses the memory.
 class MatmulWork {
  public:
   virtual ~MatmulWork() = default;
@@ -31,13 +31,13 @@ class MatmulWork {
   virtual int64_t outputs(size_t result) const = 0;
   virtual void set_output(size_t result, float* y) = 0;  // [rows, outputs]
 
-  // Into chunks: those of neighbours are neighbours in memory.
+  // Partitions the work into chunks; neighbouring chunks are neighbours in memory.
   virtual void partition(const Segment* segments, size_t count, const ffi::ThreadPool& pool) = 0;
-  int64_t chunks = 0, threads = 1;  // that are worth it
+  int64_t chunks = 0, threads = 1;  // worth using
 
-  // Of a row of activations in each form, in bytes; 0: this one is not wanted after all.
+  // Bytes of a row of activations prepared in a form; 0: the form is not needed.
   virtual size_t row_bytes(size_t form) const = 0;
-  std::vector<char*> rows;  // in each form
+  std::vector<char*> rows;  // prepared, per form
 
   virtual void prepare(const float* x, int64_t row) const = 0;
   virtual void run(int64_t chunk) const = 0;

@@ -1,5 +1,4 @@
-// The arrays that a handler reads one after the other: arguments of its call, or weights that it is
-// told the addresses of.
+// Operands that a handler reads in order: arguments of its call, or weights behind pointers.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 
 namespace jinfer {
 
-// An array, wherever it stands; its interface is that of XLA's buffers.
+// An array, an argument or not, with the interface of XLA's buffers.
 class Operand {
  public:
   using Dimensions = xla::ffi::Span<const int64_t>;
@@ -35,13 +34,13 @@ class Operand {
   const void* data_;
 };
 
-// What is told of operands, in their order: -1 for the next argument, -2 - i for the one of number i
-// once more, else a row of the table, the type (XLA's number), the number of axes and the axes. The
-// table is uint64 [rows, 2] in words of 32 bits: an address and the bytes that there are. Where nothing
-// is told all operands are arguments.
+// Layout of operands, in order: -1 is the next argument, -2 - i argument i again. Anything else is
+// a pointer: a row of the table, the type (XLA's number), the number of axes and the axes. The
+// table is uint64 [rows, 2], as words of 32 bits: address and size in bytes. With an empty layout
+// all operands are arguments.
 class Operands {
  public:
-  // From argument `next` on, which is the table if something is told.
+  // Begins at argument `next`, which is the table unless the layout is empty.
   Operands(const xla::ffi::RemainingArgs& args, size_t next,
            xla::ffi::Span<const int64_t> layout = {})
       : args_(args), next_(next), at_(layout.begin()), end_(layout.end()) {
@@ -65,18 +64,18 @@ class Operands {
     uint64_t entry[2];  // address, bytes
     std::memcpy(entry, table_ + 4 * at_[0], sizeof entry);
     const Operand operand(static_cast<xla::ffi::DataType>(at_[1]),
-                        {at_ + 3, static_cast<size_t>(at_[2])},
-                        reinterpret_cast<const void*>(entry[0]));
+                          {at_ + 3, static_cast<size_t>(at_[2])},
+                          reinterpret_cast<const void*>(entry[0]));
     at_ += 3 + at_[2];
     return operand.size_bytes() == entry[1] ? xla::ffi::ErrorOr<Operand>(operand) : wrong();
   }
 
-  // Whether there are no others.
+  // Whether all operands are read.
   bool done() const { return at_ == end_ && next_ == args_.size(); }
 
  private:
   static xla::ffi::ErrorOr<Operand> wrong() {
-    return xla::ffi::Error::InvalidArgument("jinfer: what is layout of a weight does not fit it");
+    return xla::ffi::Error::InvalidArgument("jinfer: a weight's pointer does not fit its layout");
   }
 
   const xla::ffi::RemainingArgs& args_;

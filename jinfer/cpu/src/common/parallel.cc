@@ -1,5 +1,5 @@
-// Helpers that stay awake between calls: a decoding step makes hundreds of calls a few microseconds
-// apart, and waking a sleeping thread takes longer than many of them do.
+// Thread pool helpers that stay awake between calls: a decoding step makes hundreds of calls a few
+// microseconds apart, and waking a thread takes longer than many of them do.
 #include "common/parallel.h"
 
 #include <chrono>
@@ -9,25 +9,25 @@
 namespace jinfer {
 namespace {
 
-// How long a helper looks for more work before its thread is the pool's again: longer than what one
-// thread does alone between two steps of several sequences. Woken, a thread comes tens of microseconds
-// late, and may share the waker's core for milliseconds: with 50 microseconds instead, of a model whose
-// layers are one call, 4 and 8 sequences were a tenth slower on two cores.
+// How long a helper looks for more work before it returns its thread to the pool: longer than the
+// serial part between two steps of several sequences. A woken thread starts late and may share the
+// waker's core for milliseconds.
 constexpr auto kSpinTime = std::chrono::microseconds(400);
 
 struct HelperPool {
   std::mutex mutex;
-  std::shared_ptr<Job> job;         // the one posted last
+  std::shared_ptr<Job> job;         // posted last
   std::atomic<uint64_t> posted{0};  // jobs so far
-  int64_t awake = 0;                // helpers: at work, looking for it, or on their way
+  int64_t awake = 0;                // helpers that work, look for work or are being scheduled
 };
 
 HelperPool& helper_pool() {
-  static HelperPool* helper_pool = new HelperPool;  // never destroyed: threads may outlive static objects
+  static HelperPool* helper_pool =
+      new HelperPool;  // never destroyed: threads may outlive static objects
   return *helper_pool;
 }
 
-// Helps with the job that is number `seen` and then with those posted after it.
+// Helps with job number `seen`, then with later ones.
 void help(std::shared_ptr<Job> job, uint64_t seen) {
   HelperPool& t = helper_pool();
   for (;;) {
@@ -57,9 +57,9 @@ int64_t most_threads(const ffi::ThreadPool& pool) {
   return std::min<int64_t>(pool.num_threads(), thread_limit.load(std::memory_order_relaxed));
 }
 
-// No more helpers are awake than there are cores beside the caller's, who is not always one of the
-// pool's threads: one more would share a core with another, both looking for work in turns, and it
-// takes the system milliseconds to see that (in a third of all steps three of four cores were at work).
+// At most as many helpers are awake as there are cores beside the caller's, which is not always one
+// of the pool's threads. One more would share a core with another spinning thread, which takes the
+// system milliseconds to resolve.
 void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers) {
   HelperPool& t = helper_pool();
   uint64_t number;

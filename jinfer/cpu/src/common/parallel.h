@@ -1,4 +1,4 @@
-// Work shared with XLA's thread pool.
+// Parallel loops and staged work on XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,8 @@ namespace jinfer {
 
 namespace ffi = xla::ffi;
 
-// Waiting for another thread: awake at first, then leaving the processor to whoever wants it. On a
-// busy machine, or with fewer cores than threads, what is waited for may be what wants it: 4 threads on
-// one core took 4 times as long without.
+// Spins, then yields: on a busy machine, or with fewer cores than threads, the awaited thread may
+// need this core.
 class SpinWait {
  public:
   void spin() {
@@ -35,18 +34,17 @@ class SpinWait {
   int times_ = 0;
 };
 
-// Threads that work may be shared among: those of the pool, no more than jinfer_limit_threads() says.
+// Threads to share work among: the pool's, at most as jinfer_limit_threads() says.
 int64_t most_threads(const ffi::ThreadPool& pool);
 
-// Some work in stages, each of which begins when the one before has ended. A stage is chunks that
-// are each to be done once. They are cut into runs of neighbours: who takes part begins with a run
-// of its own and then helps with the others', so that what stands in memory one after the other is
-// read by one thread as far as it goes. Chunks of 64 KiB from all over took a third longer.
+// Work in stages, each of which begins when the one before has ended. A stage consists of chunks,
+// split into runs of neighbours. A thread begins with a run of its own and then helps with others,
+// so that one thread reads memory in sequence as far as possible.
 class Job {
  public:
   using Call = void (*)(const void* work, int64_t stage, int64_t chunk);
 
-  // `work` is alive until finish() has returned.
+  // `work` must outlive finish().
   Job(const int64_t* chunks, int64_t stages, int64_t runs, Call call, const void* work)
       : stages_(stages),
         runs_(runs),
@@ -58,7 +56,7 @@ class Job {
       for (int64_t i = 0; i < runs; ++i) run(stage, i).next = first(stage, i);
   }
 
-  // Takes part, to the end of what is left to claim.
+  // Runs chunks until none is left to claim.
   void help() {
     const int64_t own = taken_.fetch_add(1, std::memory_order_relaxed);
     for (int64_t stage = 0; stage < stages_; ++stage) {
@@ -76,7 +74,7 @@ class Job {
     }
   }
 
-  // Takes part, and waits for the chunks that others have begun.
+  // Runs chunks, then waits for those that other threads have begun.
   void finish() {
     help();
     wait(stages_ - 1);
@@ -97,23 +95,22 @@ class Job {
 
   const int64_t stages_, runs_;
   const std::vector<int64_t> chunks_;
-  const std::unique_ptr<Counter[]> counters_;  // of each stage: the runs' next chunks, chunks done
+  const std::unique_ptr<Counter[]> counters_;  // per stage: each run's next chunk; chunks done
   std::atomic<int64_t> taken_{0};
   const Call call_;
   const void* const work_;
 };
 
-// Lets up to `helpers` threads of the pool run a job: those that have just helped with another one
-// and still look for more, else new ones.
+// Lets up to `helpers` threads of the pool run a job: helpers that are still awake, else new ones.
 void share(ffi::ThreadPool& pool, const std::shared_ptr<Job>& job, int64_t helpers);
 
-// Calls work(stage, chunk) for all chunks of all stages, each once, a stage after the one before, on
-// the caller and on up to `threads` - 1 threads of the pool. The caller claims chunks too and waits
-// only for those that a thread has already begun. So calls that run at the same time never wait for
-// each other's unstarted work, though all threads of the pool may be callers themselves.
+// Calls work(stage, chunk) once for each chunk of each stage, stage by stage, on the caller and up
+// to `threads` - 1 threads of the pool. The caller claims chunks too, and waits only for chunks
+// that a thread has begun. So concurrent calls never wait for each other's unstarted work, though
+// all threads of the pool may be callers.
 template <class Work>
 void run_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64_t threads,
-               const Work& work) {
+                const Work& work) {
   const int64_t stages = static_cast<int64_t>(chunks.size());
   if (stages == 0) return;
   const int64_t most = *std::max_element(chunks.begin(), chunks.end());
@@ -131,7 +128,7 @@ void run_stages(ffi::ThreadPool& pool, const std::vector<int64_t>& chunks, int64
   job->finish();
 }
 
-// The same with one stage: work(chunk) for chunk = 0 .. chunks - 1.
+// The same with one stage.
 template <class Work>
 void parallel_for(ffi::ThreadPool& pool, int64_t chunks, int64_t threads, const Work& work) {
   run_stages(pool, {chunks}, threads, [&](int64_t, int64_t chunk) { work(chunk); });

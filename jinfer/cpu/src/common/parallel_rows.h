@@ -1,4 +1,4 @@
-// Rows that are each computed by themselves, shared among threads.
+// Parallel loop over independent rows.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 namespace jinfer {
 namespace {
 
-// work(row) for each; `size`: numbers of a row.
+// Calls work(row) for each row; `size`: numbers of a row.
 template <class Work>
 void parallel_rows(xla::ffi::ThreadPool& pool, int64_t rows, int64_t size, const Work& work) {
-  constexpr int64_t kChunk = 1 << 15;  // numbers that are worth another thread
+  constexpr int64_t kChunk = 1 << 15;  // numbers that make another thread worthwhile
   const int64_t each = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, size));
   const int64_t chunks = (rows + each - 1) / each;
   parallel_for(pool, chunks, chunks, [&](int64_t chunk) {

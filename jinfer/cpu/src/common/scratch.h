@@ -1,4 +1,4 @@
-// A thread's memory that is kept from call to call.
+// Scratch memory of a thread, reused from call to call.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 namespace jinfer {
 namespace {
 
-// Without a name that other files share, as std::vector's functions have: a linker would take one of
-// them for all, perhaps one for instructions that the processor lacks.
+// Unlike std::vector it shares no symbol with other files: a linker keeps one definition of a
+// function, perhaps one for instructions that the processor lacks.
 struct Scratch {
   char* data = nullptr;
   size_t size = 0;
@@ -18,7 +18,7 @@ struct Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(data); }
 
-  // So many bytes, aligned; what was there before is lost.
+  // Returns so many bytes, aligned; earlier content is lost.
   char* get(size_t bytes) {
     if (!data || bytes > size) {
       std::free(data);

@@ -1,4 +1,4 @@
-// The handler of `jinfer_dense`: rows times plain matrices, or times some of stacks of them.
+// Handler of `jinfer_dense`: matmul with plain matrices, or with some matrices of stacks.
 #include <algorithm>
 #include <vector>
 
@@ -8,7 +8,7 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t ROWS = 32;  // that are worth a thread's arranging them
+constexpr int64_t ROWS = 32;  // rows whose packing is worth a thread
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
@@ -35,7 +35,8 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   for (size_t t = 0; t < product.results(); ++t) {
     auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
     if (y.has_error()) return y.error();
-    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid_dense("a result's shape does not fit");
+    if (!has_shape(**y, {rows, product.outputs(t)}))
+      return invalid_dense("a result's shape does not fit");
     product.set_output(t, (*y)->typed_data());
     if (inputs == 0) std::fill_n((*y)->typed_data(), (*y)->element_count(), 0.0f);
   }

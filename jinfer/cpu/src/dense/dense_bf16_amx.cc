@@ -1,6 +1,8 @@
-// Products of numbers in bfloat16 in AMX's tiles: 16 outputs' weights, as they stand, times up to 16 rows of
-// activations. One row goes the same way as many, so that the bits are equal: for every 32 inputs the
-// products of even ones and those of odd ones are added up, and their sum to what there is.
+// Matmul of bfloat16 in AMX tiles: the weights of 16 outputs, as stored, times up to 16 rows of
+// activations.
+//
+// One row takes the same path as many, so that bits are equal: for every 32 inputs, products of
+// even and of odd inputs are added up separately, and their sum is added to the total.
 #include <algorithm>
 #include <cstring>
 
@@ -14,19 +16,17 @@ namespace {
 
 constexpr int64_t OUTPUTS = 16, ROWS = 16;  // of a tile
 constexpr int64_t DEPTH = 32;               // inputs
-constexpr int64_t OUTPUT_BLOCK = 64;            // outputs that stay in a cache while rows go by
-constexpr int64_t AHEAD = 24 << 10;         // bytes; see multiply_rows() in dense_gemm.h
+constexpr int64_t OUTPUT_BLOCK = 64;        // outputs that stay in a cache while rows are processed
+constexpr int64_t AHEAD = 24 << 10;         // prefetch distance in bytes
 
-// Pairs of an packed row.
+// Pairs of a packed row.
 int64_t pairs_of(int64_t inputs) { return (inputs + DEPTH - 1) / DEPTH * DEPTH / 2; }
 
-// Rows beside row `row`: 16, but for the last ones.
-int64_t width_of(int64_t row, int64_t rows) {
-  return std::min(ROWS, rows - row / ROWS * ROWS);
-}
+// Rows in the block of row `row`: 16, but for the last block.
+int64_t width_of(int64_t row, int64_t rows) { return std::min(ROWS, rows - row / ROWS * ROWS); }
 
-// Pairs of 16 rows stand side by side, as a tile's columns do. Rounded to the nearest, ties to even;
-// numbers too small to be normal become 0.
+// Packs pairs of 16 rows side by side, as a tile's columns. Rounds to nearest even; denormals
+// become 0.
 void pack(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all) {
   const int64_t pairs = pairs_of(inputs), width = width_of(row, rows);
   float* to = all + row / ROWS * ROWS * pairs + row % ROWS;
@@ -43,13 +43,13 @@ void pack(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all)
   }
 }
 
-// Tiles of weights: 16 rows in place, or copied where they are not so many, or not whole.
+// Tiles of weights: 16 rows in place, or copied if fewer or not whole.
 struct Weights {
   const char* data;
   int64_t stride;  // bytes
 };
 
-// `room`: for a copy, in pairs.
+// `room`: pairs, for a copy.
 Weights weights_at(const DenseMatrix& w, int64_t output, float* room) {
   const char* from = static_cast<const char*>(w.data) + 2 * output * w.inputs;
   if (output + OUTPUTS <= w.outputs && w.inputs % DEPTH == 0) return {from, 2 * w.inputs};
@@ -71,7 +71,7 @@ void multiply_tiles(const Weights* w, const float* const* x, int64_t pairs, int6
   if (O > 1 && I > 1) tile_zero<3>();
   const char* ahead = w[0].data + AHEAD;
   for (int64_t i = 0; i < pairs; i += DEPTH / 2) {
-    if (I == 1)  // who has more rows computes for longer than weights take to come
+    if (I == 1)  // more rows are compute-bound
       for (int line = 0; line < O * OUTPUTS; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
     tile_load<4>(w[0].data + 4 * i, w[0].stride);
     tile_load<6>(x[0] + i * width, 4 * width);
@@ -92,7 +92,7 @@ void multiply_tiles(const Weights* w, const float* const* x, int64_t pairs, int6
   if (O > 1 && I > 1) tile_store<3>(sums[3], 4 * ROWS);
 }
 
-// Rows from .. to - 1 of a tile, and outputs of which the first `count` are wanted.
+// Stores rows from .. to - 1 of a tile, and the first `count` outputs.
 void put(const float (*sums)[ROWS], int64_t from, int64_t to, int64_t count, float* y,
          int64_t stride) {
   static_assert(LANES == OUTPUTS && LANES == ROWS);
@@ -131,8 +131,9 @@ void multiply(const DenseMatrix& w, const float* x, int64_t rows, int64_t first,
         const float* of[2] = {x + row * pairs, x + (row + ROWS) * pairs};
         for (int64_t o = 0; o < tiles; o += 2) {
           const int64_t below = std::min<int64_t>(2, tiles - o);
-          const auto multiply = below > 1 ? (beside > 1 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
-                                          : (beside > 1 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
+          const auto multiply = below > 1
+                                    ? (beside > 1 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
+                                    : (beside > 1 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
           multiply(weights + o, of, pairs, width, sums);
           for (int64_t k = 0; k < below; ++k) {
             const int64_t output = output_block + (o + k) * OUTPUTS;

@@ -1,11 +1,11 @@
-// Products of numbers in bfloat16, two neighbours at a time: a pair of weights times a pair of
-// activations is added to a float32 in one instruction, twice as many as it is in float32.
+// Matmul of bfloat16 with AVX-512 BF16 dot products: one instruction adds two products to a float32
+// sum.
 #include "dense/dense_gemm.h"
 
 namespace jinfer {
 namespace {
 
-// Two numbers beside one another. A vector of them is handled as Floats, of which only the bits count.
+// Two neighbouring numbers. A vector of pairs is passed as Floats, as bits.
 struct Pair {
   uint32_t both;
 };
@@ -25,7 +25,7 @@ struct MulAdd<Pair> {
   }
 };
 
-// To the nearest, ties to even; numbers too small to be normal become 0.
+// Rounds to nearest even; denormals become 0.
 void round(const float* x, int64_t inputs, float* pairs) {
   char* to = reinterpret_cast<char*>(pairs);
   for (int64_t i = 0; i < inputs; i += 2 * LANES) {
@@ -40,11 +40,12 @@ void round(const float* x, int64_t inputs, float* pairs) {
 }
 
 void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
-                  float* y, int64_t stride) {
+                   float* y, int64_t stride) {
   gemv<Pair>(w, reinterpret_cast<const Pair*>(x), rows, begin, end, y, stride);
 }
 
-const DenseBf16Pairs pairs = {{LANES, WIDTH, GEMM_MIN_ROWS, multiply_gemv, pack, gemm<Pair>}, round};
+const DenseBf16Pairs pairs = {{LANES, WIDTH, GEMM_MIN_ROWS, multiply_gemv, pack, gemm<Pair>},
+                              round};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,5 +1,4 @@
-// The product of rows with one or more plain matrices: read from what XLA passes, cut into chunks
-// that threads may share.
+// Matmul driver for plain matrices: reads operands and partitions the work for threads.
 #pragma once
 
 #include <algorithm>
@@ -21,19 +20,19 @@ inline ffi::Error invalid_dense(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_dense: " + what);
 }
 
-// What matrices have in common; see dense_matmul.py.
+// Options shared by a product's matrices; see dense_matmul.py.
 struct DenseOptions {
   int64_t activation;
-  bool stacked;     // there are some of each
-  bool transposed;  // [inputs, outputs]
-  int64_t first, taken;  // rows of each matrix that count; all where none are named
-  bool rounded;  // activations may be, to the type of the weights, where that is the faster way
+  bool stacked;          // weights are stacks
+  bool transposed;       // [inputs, outputs]
+  int64_t first, taken;  // rows of each matrix to use; taken = 0: all
+  bool rounded;          // activations may be rounded to the weights' type where that is faster
 };
 
-// Rows times plain matrices; with an activation rows times gate and up, of which one result is made.
+// Rows times plain matrices; with an activation, gate and up give one result (GLU).
 class DenseWork : public MatmulWork {
  public:
-  // Rows as they are, those for panels, both as pairs, and those for tiles.
+  // Forms of a row: plain, packed for GEMM, the same as bf16 pairs, packed for AMX tiles.
   enum RowForm { kPlain, kPacked, kPairs, kPackedPairs, kTiles, kForms };
 
   // Reads `count` matrices.
@@ -62,7 +61,7 @@ class DenseWork : public MatmulWork {
 
   void partition(const Segment* segments, size_t count, const ffi::ThreadPool& pool) override {
     const DenseKernels& k = dense_kernels();
-    int64_t work = 0;  // in bytes: about 8 rows take as long as reading the weights does
+    int64_t work = 0;  // in bytes: some 8 rows take as long as reading the weights
     for (const Segment* s = segments; s < segments + count; ++s)
       for (size_t t = 0; t < results(); ++t)
         work += weights_[t].outputs * inputs_ * bytes_of(weights_[t].dtype) * (gated_ ? 2 : 1) *
@@ -75,7 +74,7 @@ class DenseWork : public MatmulWork {
       for (size_t t = 0; t < results(); ++t) add_part(k, t, *s);
     chunks = std::min<int64_t>(units_, 1);
     if (threads > 1) {
-      // As many for each thread: else some end early.
+      // Equally many per thread, for load balance.
       const int64_t each = std::max<int64_t>(1, (work / kPiece + threads - 1) / threads);
       chunks = std::min(units_, threads * (needed_[kPacked] ? each : std::min<int64_t>(each, 16)));
     }
@@ -95,8 +94,7 @@ class DenseWork : public MatmulWork {
     if (static_cast<int64_t>(room.size()) < inputs_ / 2) room.resize(inputs_ / 2);
     float* pairs = needed_[kPairs] ? rows_of(kPairs, row) : room.data();
     k.round(x, inputs_, pairs);
-    if (needed_[kPackedPairs])
-      k.kernels.pack(pairs, inputs_ / 2, rows_of(kPackedPairs, row));
+    if (needed_[kPackedPairs]) k.kernels.pack(pairs, inputs_ / 2, rows_of(kPackedPairs, row));
   }
 
   void run(int64_t chunk) const override {
@@ -112,21 +110,21 @@ class DenseWork : public MatmulWork {
     }
   }
 
-  // How many matrices there are of the stack that has fewest.
+  // Number of matrices of the shortest stack.
   int64_t count() const { return count_; }
 
  private:
-  static constexpr int64_t kMostRows = 256;  // of a block, so that what it writes stays in a cache
-  static constexpr int64_t kLeastRows = 32;  // below, making a panel takes too large a share
-  static constexpr int64_t kPiece = 64 << 10;  // bytes of weights that are worth claiming a chunk
+  static constexpr int64_t kMostRows = 256;  // of a block, so that its results stay in a cache
+  static constexpr int64_t kLeastRows = 32;  // with fewer, packing a panel takes too large a share
+  static constexpr int64_t kPiece = 64 << 10;  // bytes of weights that make a chunk worthwhile
 
-  // What is computed of one result for one segment: tiles of outputs, each with some blocks of rows.
+  // Work on one result for one segment: tiles of outputs, each with some blocks of rows.
   struct Part {
     size_t result;
     Segment segment;
     bool gemv;
     int64_t tile, blocks;
-    int64_t begin, units;  // begin: among those of all parts; block by block, tile by tile
+    int64_t begin, units;  // begin: among the units of all parts, block by block, tile by tile
   };
 
   ffi::Error add(const Operand& array, const DenseOptions& options) {
@@ -135,11 +133,17 @@ class DenseWork : public MatmulWork {
     if (shape.size() != lead + 2) return invalid_dense("a weight's shape does not fit");
     const int64_t columns = shape[lead + 1], taken = options.taken ? options.taken : shape[lead];
     if (options.first < 0 || taken < 0 || options.first > shape[lead] - taken)
-      return invalid_dense("a weight has not so gemm rows");
+      return invalid_dense("a weight has not so many rows");
     if ((options.transposed ? taken : columns) != inputs_)
       return invalid_dense("a weight's shape does not fit");
-    DenseMatrix weight{nullptr,  DType::f32, options.transposed ? columns : taken, inputs_, options.transposed,
-                 shape[lead] * columns, false, false};
+    DenseMatrix weight{nullptr,
+                       DType::f32,
+                       options.transposed ? columns : taken,
+                       inputs_,
+                       options.transposed,
+                       shape[lead] * columns,
+                       false,
+                       false};
     switch (array.element_type()) {
       case ffi::DataType::F32: weight.dtype = DType::f32; break;
       case ffi::DataType::BF16: weight.dtype = DType::bf16; break;
@@ -161,7 +165,7 @@ class DenseWork : public MatmulWork {
     return pairs ? dense_bf16_pairs()->kernels : dense_kernels();
   }
 
-  // That a weight is multiplied with.
+  // The form of rows that a weight is multiplied with.
   static RowForm form(bool gemv, const DenseMatrix& weight) {
     if (weight.tiles) return kTiles;
     return gemv ? (weight.pairs ? kPairs : kPlain) : (weight.pairs ? kPackedPairs : kPacked);
@@ -169,10 +173,13 @@ class DenseWork : public MatmulWork {
 
   void add_part(const DenseKernels& k, size_t t, const Segment& s) {
     const int64_t count = s.end - s.begin, outputs = weights_[t].outputs;
-    // A panel of a narrow matrix would be mostly empty; tiles take weights as they stand.
+    // A panel of a narrow matrix would be mostly padding; tiles take weights as stored.
     const bool in_tiles = weights_[t].tiles;
-    const bool gemv = in_tiles || transposed_ || count < k.gemm_min_rows || outputs < k.gemm_outputs;
-    const int64_t tile = in_tiles ? dense_bf16_tiles()->outputs : gemv ? k.gemv_outputs : k.gemm_outputs;
+    const bool gemv =
+        in_tiles || transposed_ || count < k.gemm_min_rows || outputs < k.gemm_outputs;
+    const int64_t tile = in_tiles ? dense_bf16_tiles()->outputs
+                         : gemv   ? k.gemv_outputs
+                                  : k.gemm_outputs;
     const int64_t tiles = (outputs + tile - 1) / tile;
     int64_t blocks = gemv ? 1 : (count + kMostRows - 1) / kMostRows;
     while (threads > 1 && !gemv && blocks * tiles < 4 * threads &&
@@ -188,14 +195,14 @@ class DenseWork : public MatmulWork {
     return reinterpret_cast<float*>(rows[form]) + row * row_size(form);
   }
 
-  // Of a row in floats, or in pairs.
+  // Size of a row in floats, or in pairs.
   int64_t row_size(size_t form) const {
     if (form == kTiles) return dense_bf16_tiles()->packed(inputs_);
     const int64_t size = form == kPairs || form == kPackedPairs ? inputs_ / 2 : inputs_;
     return form == kPlain || form == kPairs ? size : dense_kernels().packed(size);
   }
 
-  // Tiles from .. to - 1 of one block of rows.
+  // Computes tiles from .. to - 1 of one block of rows.
   void run_tiles(const Part& part, int64_t block, int64_t from, int64_t to) const {
     const int64_t all = part.segment.end - part.segment.begin;
     const int64_t first = part.segment.begin + all * block / part.blocks;
@@ -208,8 +215,8 @@ class DenseWork : public MatmulWork {
       weight.data = static_cast<const char*>(weight.data) +
                     part.segment.index * weight.stack_stride * bytes_of(weight.dtype);
       if (weight.tiles)
-        return dense_bf16_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin, end,
-                                       to, stride);
+        return dense_bf16_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin,
+                                            end, to, stride);
       const DenseKernels& k = kernels(weight.pairs);
       if (weight.pairs) weight.inputs /= 2;
       const float* x = rows_of(form(part.gemv, weight), first);
@@ -229,7 +236,7 @@ class DenseWork : public MatmulWork {
   std::vector<float*> y_;
   std::vector<Part> parts_;
   int64_t inputs_ = 0, count_ = 0, units_ = 0;  // units: of all parts
-  int64_t rows_ = 0;                            // up to the last that counts
+  int64_t rows_ = 0;                            // up to the last row in use
   bool transposed_ = false, gated_ = false, needed_[kForms] = {};
   Activation activation_{};
 };

@@ -1,12 +1,11 @@
-// Products with plain matrices, for the instructions that the including file is compiled for.
+// GEMV and GEMM for plain matrices, compiled once per instruction set.
 //
-// For few rows of activations, weights are read as they stand: rows of weights times rows of
-// activations, whose sums are added up over the lanes at the end. For many rows weights are turned
-// into panels of float32 columns first, so that nothing is added up over lanes and 16-bit weights are
-// converted once.
+// GEMV (few rows) reads weights as stored: rows of weights times rows of activations, whose vector
+// sums are reduced at the end. GEMM (many rows) first packs weights into panels of float32 columns,
+// so nothing is reduced across lanes and 16-bit weights are converted once.
 //
-// Both add in the same order, so that the bits of a result do not tell how many rows there were: sum
-// i < LANES is of inputs i, i + LANES, ... one after the other; `sums` says how these are added.
+// Both add in the same order, so the bits of a result do not tell how many rows there were: sum i <
+// LANES is over inputs i, i + LANES, ... in order; `horizontal_sums` says how these are added.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +18,10 @@ namespace jinfer {
 namespace {
 
 constexpr int WIDTH = NR * LANES;  // outputs of a panel
-// Rows from which a panel is worth making: measured on one core, equal at about so many.
+// Rows from which packing a panel pays off.
 constexpr int GEMM_MIN_ROWS = LANES == 16 ? 96 : 48;
 
-// What numbers of type T are multiplied with, and how they are added up.
+// Multiply-add of weights of type T with factors.
 template <class T>
 struct MulAdd {
   using Factor = float;
@@ -33,7 +32,7 @@ struct MulAdd {
 template <class T>
 using Factor = typename MulAdd<T>::Factor;
 
-// f(std::integral_constant<int, n>) for 1 <= n <= MR.
+// Calls f(std::integral_constant<int, n>) for 1 <= n <= MR.
 template <class F>
 void dispatch_count(int64_t n, F f) {
   static_assert(MR == 6, "the cases below are all there are");
@@ -47,12 +46,12 @@ void dispatch_count(int64_t n, F f) {
   }
 }
 
-// Whether so few rows take no longer than their weights take to come, and how these come matters.
+// Whether so few rows are bound by memory, so that the order of loads matters.
 constexpr bool is_memory_bound(int rows) { return LANES == 8 && rows <= 2; }
 
-// sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, yet to be added up over lanes;
-// outputs are neighbours in memory. AHEAD: bytes that weights are fetched ahead, in the order that they
-// have in memory, as `few` explains; 0: nothing is fetched.
+// sums[m * LANES + n] = x[m] . weight[n] for M rows and N outputs, as vectors yet to be reduced;
+// outputs are neighbours in memory. AHEAD: prefetch distance in bytes, in the order of memory, as
+// `gemv` explains; 0: none.
 template <int M, int N, int AHEAD, class T>
 void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, Floats* sums) {
   constexpr int64_t LINE = 64 / sizeof(T);
@@ -60,7 +59,7 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
   const bool fetch = AHEAD > 0 && (M > 1 || !prefers_hardware_prefetch());
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
-    if constexpr (is_memory_bound(M)) {  // a tenth faster from memory than weights first
+    if constexpr (is_memory_bound(M)) {  // activations first: weights then stream from memory
       Floats v[M];
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) v[m] = in_register(load_from(x + m * inputs + i));
@@ -77,7 +76,8 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
     for (int n = 0; n < N; ++n) w[n] = load_from(weight[n] + i);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const Floats v = N > 1 ? in_register(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
+      const Floats v =
+          N > 1 ? in_register(load_from(x + m * inputs + i)) : load_from(x + m * inputs + i);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sum[m][n] = MulAdd<T>::add(sum[m][n], v, w[n]);
     }
@@ -102,14 +102,14 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
 // Outputs `begin` to `end` - 1 of M rows, N at a time.
 template <int M, int N, int AHEAD, class T>
 void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64_t end, float* y,
-                 int64_t stride) {
+                  int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end; n += LANES) {
     const int64_t count = std::min<int64_t>(LANES, end - n);
     Floats all[M * LANES];
     if (count < LANES) std::fill(all, all + M * LANES, Floats{});
     for (int j = 0; j < count; j += N) {
-      const T* some[N];  // the last one again where there are no more
+      const T* some[N];  // the last one repeated
       for (int i = 0; i < N; ++i) some[i] = weights + std::min(n + j + i, end - 1) * w.inputs;
       multiply_rows<M, N, AHEAD>(x, w.inputs, some, all + j);
     }
@@ -123,23 +123,18 @@ void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64
   }
 }
 
-// How weights come from memory fastest differs between processors, and with how long their rows are.
-//
-// A processor sees by itself where reading goes on, if rows are long: a Zen 3 reads four rows of 4 KiB
-// and more side by side at the rate of its memory when nothing is fetched, and 0.8 of that otherwise.
-// Short rows end too soon. There what comes next in the order of memory is fetched, NEAR before it is
-// read: two rows of 1 to 2 KiB then come at that rate, and at 0.85 of it where they are four, or are
-// fetched FAR before. More rows of activations than two take longer than memory does.
-//
-// With vectors of 16 one row of weights is read at a time: one stream of memory, which a Zen 5 reads by
-// a tenth faster fetched FAR ahead, into the second-level cache. A Zen 4 is left to itself: a step in
-// F16 from huge pages was 1.23 times as fast as from small ones, and 1.04 with all lines fetched. With
-// shorter vectors a single sum would wait for itself.
+// How to stream weights differs between processors and row lengths. Hardware prefetchers follow
+// long rows, several side by side, best without software prefetch. Short rows end before the
+// hardware locks on: there the next memory is prefetched NEAR ahead, two rows at a time. More than
+// two rows of activations are compute-bound. With vectors of 16 one row of weights is read at a
+// time, prefetched FAR ahead into L2 unless the hardware does better alone
+// (prefers_hardware_prefetch). Shorter vectors take several rows, since a single sum would wait for
+// itself.
 template <class T>
-void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end, float* y,
-         int64_t stride) {
+void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end,
+          float* y, int64_t stride) {
   constexpr int NEAR = 2560, FAR = 24 << 10, LONG = 4096;
-  // What more rows need again stays in a cache meanwhile.
+  // Weights that later rows need again stay in a cache.
   const bool once = rows <= MR, near = once && w.inputs * sizeof(T) < LONG;
   const int64_t step = once ? end - begin : LANES;
   for (int64_t n = begin; n < end; n += step) {
@@ -161,19 +156,18 @@ void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin,
   }
 }
 
-// y[m][..] = the sum over i of x[m][i] times row i of a transposed weight, for M rows and the first
-// `count` of N vectors of outputs; i comes in order whatever rows there are.
+// y[m][..] = sum over i of x[m][i] times row i of a transposed weight, for M rows and the first
+// `count` of N vectors of outputs; in order of i for any number of rows.
 template <int M, int N, class T>
 void multiply_transposed_tile(const float* x, int64_t inputs, const T* weight, int64_t outputs,
-                     int64_t count, float* y, int64_t stride) {
+                              int64_t count, float* y, int64_t stride) {
   Floats sum[M][N] = {};
   const bool whole = count == N * LANES;
   for (int64_t i = 0; i < inputs; ++i) {
     const T* row = weight + i * outputs;
     Floats w[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n)
-      w[n] = whole ? load(row + n * LANES) : load_partial(row, count);
+    for (int n = 0; n < N; ++n) w[n] = whole ? load(row + n * LANES) : load_partial(row, count);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Floats v = broadcast(x[m * inputs + i]);
@@ -181,7 +175,7 @@ void multiply_transposed_tile(const float* x, int64_t inputs, const T* weight, i
       for (int n = 0; n < N; ++n) sum[m][n] += v * w[n];
     }
   }
-  // Copied first: sums whose address is taken would be written to memory at each step.
+  // Copied first: sums whose address is taken would be stored in each step.
   Floats out[M][N];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -191,8 +185,8 @@ void multiply_transposed_tile(const float* x, int64_t inputs, const T* weight, i
 }
 
 template <class T>
-void multiply_transposed(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end, float* y,
-            int64_t stride) {
+void multiply_transposed(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin,
+                         int64_t end, float* y, int64_t stride) {
   const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end;) {
     const bool wide = end - n >= WIDTH;
@@ -203,7 +197,8 @@ void multiply_transposed(const DenseMatrix& w, const float* x, int64_t rows, int
         const float* from = x + m * w.inputs;
         float* to = y + m * stride + n;
         if (wide) {
-          multiply_transposed_tile<M, NR>(from, w.inputs, weights + n, w.outputs, count, to, stride);
+          multiply_transposed_tile<M, NR>(from, w.inputs, weights + n, w.outputs, count, to,
+                                          stride);
         } else {
           multiply_transposed_tile<M, 1>(from, w.inputs, weights + n, w.outputs, count, to, stride);
         }
@@ -212,17 +207,19 @@ void multiply_transposed(const DenseMatrix& w, const float* x, int64_t rows, int
   }
 }
 
-// How many of a row's inputs each lane has: sums of few rows take so many steps.
+// Inputs of a row per lane.
 inline int64_t steps(int64_t inputs) { return (inputs + LANES - 1) / LANES; }
 
-// A row's inputs, those of a lane side by side: [LANES][steps], 0 where there are no more.
+// Packs a row's inputs by lane: [LANES][steps], zero-padded.
 void pack(const float* x, int64_t inputs, float* to) {
   const int64_t each = steps(inputs);
   for (int64_t step = 0; step < each; step += LANES) {
     Floats block[LANES];
     for (int i = 0; i < LANES; ++i) {
       const int64_t from = (step + i) * LANES, left = inputs - from;
-      block[i] = left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
+      block[i] = left >= LANES ? load(x + from)
+                 : left > 0    ? load_partial(x + from, left)
+                               : Floats{};
     }
     transpose(block);
     const int64_t count = std::min<int64_t>(LANES, each - step);
@@ -230,12 +227,11 @@ void pack(const float* x, int64_t inputs, float* to) {
   }
 }
 
-// Between what a panel has for one lane and for the next: no power of 2, which would be one set of a
-// cache.
+// Floats from one lane of a panel to the next; not a power of 2, which would map to one cache set.
 inline int64_t panel_stride(int64_t each) { return (each | 1) * WIDTH; }
 
-// `count` outputs from n on as columns, in the order of `pack`: [LANES][steps][WIDTH]. Other
-// outputs of the same vector repeat the last.
+// Packs `count` outputs from n on as columns, in the order of `pack`: [LANES][steps][WIDTH]. Other
+// columns repeat the last output.
 template <class T>
 void to_panel(const DenseMatrix& w, int64_t n, int64_t count, float* panel) {
   const int64_t each = steps(w.inputs), stride = panel_stride(each);
@@ -247,7 +243,7 @@ void to_panel(const DenseMatrix& w, int64_t n, int64_t count, float* panel) {
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         const T* from = weights + std::min<int64_t>(j + i, count - 1) * w.inputs + d;
-        __builtin_prefetch(from + LANES * w.inputs);  // what is read next but one panel
+        __builtin_prefetch(from + LANES * w.inputs);  // the panel after next
         x[i] = d + LANES <= w.inputs ? load(from) : load_partial(from, w.inputs - d);
       }
       transpose(x);
@@ -256,9 +252,9 @@ void to_panel(const DenseMatrix& w, int64_t n, int64_t count, float* panel) {
     }
 }
 
-// y[m][n] = x[m] . panel[..][n] for MR rows and the panel's outputs. `sums` adds lanes that are
-// LANES / 2 stack_stride first and neighbours last; here lanes come one after the other, so that what
-// belongs together is complete as soon as possible.
+// y[m][n] = x[m] . panel[..][n] for MR rows and the panel's outputs. `horizontal_sums` adds lanes
+// LANES / 2 apart first and neighbours last; here lanes are visited so that partial sums complete
+// early.
 template <class T>
 void multiply_panel(const float* x, const float* panel, int64_t each, float* y, int64_t stride) {
   constexpr int LEVELS = __builtin_ctz(LANES);
@@ -304,15 +300,14 @@ void gemm(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int
     const int64_t count = std::min<int64_t>(WIDTH, end - n);
     to_panel<T>(w, n, count, panel);
     for (int64_t i = 0; i < rows; i += MR) {
-      const int64_t m = std::min(i, rows - MR);  // some rows twice at the end
+      const int64_t m = std::min(i, rows - MR);  // repeats some rows at the end
       if (count == WIDTH) {
         multiply_panel<T>(x + m * row, panel, each, y + m * stride + n, stride);
         continue;
       }
       float whole[MR * WIDTH];
       multiply_panel<T>(x + m * row, panel, each, whole, WIDTH);
-      for (int k = 0; k < MR; ++k)
-        memcpy(y + (m + k) * stride + n, whole + k * WIDTH, 4 * count);
+      for (int k = 0; k < MR; ++k) memcpy(y + (m + k) * stride + n, whole + k * WIDTH, 4 * count);
     }
   }
 }

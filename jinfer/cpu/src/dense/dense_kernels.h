@@ -1,4 +1,4 @@
-// The kernels that multiply with float32, for the instructions that the including file is compiled for.
+// Matmul kernels that compute in float32, compiled once per instruction set.
 #pragma once
 
 #include "dense/dense_gemm.h"
@@ -15,7 +15,7 @@ void dispatch_dtype(DType dtype, F f) {
 }
 
 void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
-                  float* y, int64_t stride) {
+                   float* y, int64_t stride) {
   dispatch_dtype(w.dtype, [&](auto type) {
     if (w.transposed) return multiply_transposed<decltype(type)>(w, x, rows, begin, end, y, stride);
     gemv<decltype(type)>(w, x, rows, begin, end, y, stride);
@@ -24,7 +24,8 @@ void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t b
 
 void multiply_gemm(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                    float* y, int64_t stride) {
-  dispatch_dtype(w.dtype, [&](auto type) { gemm<decltype(type)>(w, x, rows, begin, end, y, stride); });
+  dispatch_dtype(w.dtype,
+                 [&](auto type) { gemm<decltype(type)>(w, x, rows, begin, end, y, stride); });
 }
 
 const DenseKernels kDense = {LANES, WIDTH, GEMM_MIN_ROWS, multiply_gemv, pack, multiply_gemm, glu};

@@ -1,5 +1,5 @@
-// An attention as a part of a chain: it computes with values of the chain, and the rest of what
-// `jinfer_attention` is given are operands.
+// Attention fused with layers: queries, new keys and values are values of the program; other
+// arguments of `jinfer_attention` are operands.
 #pragma once
 
 #include <array>
@@ -17,10 +17,10 @@ namespace {
 struct FusedAttention {
   Call call;
   AttentionWork work;
-  size_t q, k, v, y;  // values; k and v are q where there are none
-  int64_t stage;      // its first
+  size_t q, k, v, y;  // values; k and v equal q if unused
+  int64_t stage;      // first of its stages
 
-  // Reads what it is; false: values that `size_of` says the sizes of do not fit its heads.
+  // Reads the attributes; false if sizes of values (`size_of`) do not fit the heads.
   template <class SizeOf>
   bool read(ProgramReader& reader, size_t query, const SizeOf& size_of) {
     const int64_t key = reader.next(), value = reader.next();
@@ -46,7 +46,7 @@ struct FusedAttention {
 
   int64_t result_size() const { return call.heads * call.values.dim; }
 
-  // Takes what else it needs, and of results the pools from number `next` on.
+  // Reads the operands, and pools from the results from number `next` on.
   template <class SizeOf>
   ffi::Error take(Operands& operands, int64_t rows, const SizeOf& size_of,
                   const ffi::RemainingRets& rets, size_t& next) {
@@ -54,7 +54,7 @@ struct FusedAttention {
     const int64_t dim = call.keys.dim, value_dim = call.values.dim, heads = size_of(q) / dim;
     const std::array<int64_t, 3> q_shape{rows, heads, dim}, y_shape{rows, heads, value_dim},
         k_shape{rows, size_of(k) / dim, dim}, v_shape{rows, size_of(v) / value_dim, value_dim};
-    // Where they stand is not known yet.
+    // Pointers are set later.
     const auto computed = [](const std::array<int64_t, 3>& shape) {
       return Operand(ffi::DataType::F32, {shape.data(), shape.size()}, nullptr);
     };
@@ -69,7 +69,7 @@ struct FusedAttention {
     };
     buffers_.clear();
     in.push_back(computed(q_shape));
-    if (ffi::Error error = given(6); error.failure()) return error;  // places, sinks and slopes
+    if (ffi::Error error = given(6); error.failure()) return error;  // indices, sinks and slopes
     in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
     if (call.written) in.push_back(computed(k_shape));
     if (call.written && !call.shared) in.push_back(computed(v_shape));

@@ -1,11 +1,9 @@
-// The handler of `jinfer_fused_layers`: what layers compute one after the other, in one call. Norms, products
-// with matrices, rotations, sums, attentions: what would be a call or a loop of XLA's each, between
-// which threads would be gathered anew.
+// Handler of `jinfer_fused_layers`: norms, matmuls, RoPE, sums, attention of consecutive layers in
+// one call, without gathering threads anew for each.
 //
-// Operations are put into stages. Those that need one row at a time and nothing of the others are
-// done row by row, one after the other; a product begins a new stage, as it needs whole rows and
-// threads share it by outputs, and so does what needs a product's result. An attention has stages of
-// its own.
+// Operations are scheduled into stages. Row-wise operations of a stage run row by row, one after
+// the other. A matmul begins a new stage, since it needs whole rows and is shared among threads by
+// outputs; so does an operation on a matmul's result. Attention has stages of its own.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -27,7 +25,7 @@ ffi::Error invalid_program(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_fused_layers: " + what);
 }
 
-// The numbers are those of `Operation` in fused_layers.py.
+// Operations, numbered as `Operation` in fused_layers.py.
 enum Operation : int64_t {
   kNorm,
   kLinear,
@@ -42,18 +40,18 @@ enum Operation : int64_t {
   kHadamard
 };
 
-// A matrix [rows, size] that an operation gives or the call is given.
+// A matrix [rows, size]: an input, or an operation's result.
 struct Value {
   int64_t size;
-  int64_t stage = -1;         // that gives it; -1: it is there
-  bool whole = true;          // only complete when the stage has ended
-  int64_t until = -1;         // the last stage that reads it
-  const float* x = nullptr;   // where it stands
-  float* y = nullptr;         // the same, where it is yet to be written
-  int64_t early = 0;          // stages before `stage` that write to it already
+  int64_t stage = -1;        // that computes it; -1: an input
+  bool whole = true;         // readable only after the stage, not row by row
+  int64_t until = -1;        // the last stage that reads it
+  const float* x = nullptr;  // to read
+  float* y = nullptr;        // to write
+  int64_t early = 0;         // earlier stages that already write to it
 };
 
-// What is done of each row. `a`, `b` and `c` are values; y is the result's number.
+// A row-wise operation. `a`, `b`, `c`: operand values; `y`: the result's number.
 struct RowOperation {
   Operation kind;
   size_t a, b, c, y;
@@ -61,13 +59,13 @@ struct RowOperation {
   const float* vector;
   float factor;
   Rotation rotation;
-  const MatmulWork* product;  // that the row is prepared for, which is then all that is done
-  int64_t each;               // numbers of a norm: of the row, or of each of its heads
+  const MatmulWork* product;  // set: only prepares the row for this matmul
+  int64_t each;               // size of a norm: the row's, or a head's
   Activation activation;
   Hadamard hadamard;
 };
 
-// A stage of an attention.
+// One of an attention's stages.
 struct AttentionStage {
   const AttentionWork* work;
   int64_t number;
@@ -83,7 +81,7 @@ class FusedLayers {
  public:
   int64_t rows() const { return rows_; }
 
-  // Results are values, then pools in the order of the attentions that write to them.
+  // `results`: how many results are values; the pools of attentions that write follow, in order.
   ffi::Error read(const ffi::RemainingArgs& args, size_t inputs, ffi::Span<const int64_t> program,
                   ffi::Span<const int64_t> layout, const ffi::RemainingRets& rets, size_t results,
                   const ffi::ThreadPool& pool) {
@@ -94,7 +92,7 @@ class FusedLayers {
       auto x = args.get<ffi::Buffer<ffi::F32>>(i);
       if (x.has_error()) return x.error();
       if (x->dimensions().size() != 2 || (i > 0 && x->dimensions()[0] != rows_))
-        return invalid_program("what it is inputs are no matrices of equally many rows");
+        return invalid_program("inputs are not matrices of equally many rows");
       rows_ = x->dimensions()[0];
       values_.push_back({x->dimensions()[1], -1, true, -1, x->typed_data(), nullptr});
     }
@@ -112,7 +110,8 @@ class FusedLayers {
     for (size_t i = 0; i < results.size(); ++i) {
       auto y = rets.get<ffi::Buffer<ffi::F32>>(i);
       if (y.has_error()) return y.error();
-      if (results[i] < 0 || size_t(results[i]) >= values_.size()) return invalid_program("no such value");
+      if (results[i] < 0 || size_t(results[i]) >= values_.size())
+        return invalid_program("no such value");
       Value& value = values_[results[i]];
       if (value.stage < 0 || value.y || !has_shape(**y, {rows_, value.size}))
         return invalid_program("a result does not fit");
@@ -141,7 +140,7 @@ class FusedLayers {
       a.work.bind(values_[a.q].x, values_[a.k].x, values_[a.v].x, values_[a.y].y, partials_[i]);
     }
     const int64_t row_chunks = std::min(rows_, 4 * threads);
-    chunks_.clear();  // of each stage: of attentions and products one after the other, then of rows
+    chunks_.clear();  // per stage: of attentions, matmuls, then rows
     for (int64_t s = 0; s < stage_count_; ++s) {
       int64_t count = stages_[s].rows.empty() ? 0 : row_chunks;
       for (const AttentionStage& of : stages_[s].attentions) count += of.work->chunks(of.number);
@@ -165,17 +164,17 @@ class FusedLayers {
   }
 
  private:
-  // A product, where it is in turn, and the number of its first result.
+  // A matmul, its stage and the number of its first result.
   struct ScheduledMatmul {
     MatmulWork* product;
     int64_t stage;
     size_t first;
   };
 
-  // Products of one kind, cache for the calls to come.
+  // Objects of one type, reused by later calls.
   template <class T>
   struct Reused {
-    std::vector<std::unique_ptr<T>> all;  // each stays where it is
+    std::vector<std::unique_ptr<T>> all;  // pointers stay valid
     size_t used = 0;
 
     T& next() {
@@ -184,7 +183,7 @@ class FusedLayers {
     }
   };
 
-  // Memory that is taken from one stage to another.
+  // Memory that is in use until a stage.
   struct MemorySlot {
     size_t at, bytes;
     int64_t until;
@@ -199,13 +198,14 @@ class FusedLayers {
     values_.clear(), products_.clear(), slots_.clear(), plans_.clear();
   }
 
-  // Finds room for values that are no results, and for rows in the forms that products want; those
-  // that are read no more make room for others.
+  // Assigns memory to values that are not results, and to rows prepared for matmuls; memory that is
+  // not read any more is reused.
   void assign_memory() {
     offsets_.clear();
     for (const Value& value : values_)
       if (value.stage >= 0 && !value.y)
-        offsets_.push_back(allocate(rows_ * value.size * 4, value.stage - value.early, value.until));
+        offsets_.push_back(
+            allocate(rows_ * value.size * 4, value.stage - value.early, value.until));
     for (const auto& [product, stage, first] : products_)
       for (size_t form = 0; form < product->rows.size(); ++form)
         offsets_.push_back(allocate(rows_ * product->row_bytes(form), stage - 1, stage));
@@ -237,8 +237,8 @@ class FusedLayers {
     const int64_t kind = reader.next(), a = reader.next();
     if (a < 0 || size_t(a) >= values_.size()) return invalid_program("no such value");
     const int64_t size = values_[a].size;
-    RowOperation operation{static_cast<Operation>(kind), size_t(a), size_t(a), size_t(a),
-                           values_.size(), {}};
+    RowOperation operation{
+        static_cast<Operation>(kind), size_t(a), size_t(a), size_t(a), values_.size(), {}};
     switch (kind) {
       case kNorm: {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
@@ -253,12 +253,9 @@ class FusedLayers {
           if (ffi::Error e = vector(operands, each, &operation.norm.bias); e.failure()) return e;
         break;
       }
-      case kLinear:
-        return read_linear(operands, reader, a);
-      case kDense:
-        return read_dense(operands, reader, a);
-      case kAttention:
-        return read_attention(operands, reader, a);
+      case kLinear: return read_linear(operands, reader, a);
+      case kDense: return read_dense(operands, reader, a);
+      case kAttention: return read_attention(operands, reader, a);
       case kActivate: {
         const int64_t activation = reader.next();
         if (!is_activation(activation)) return invalid_program("no such activation");
@@ -295,14 +292,11 @@ class FusedLayers {
       case kAddVector:
         if (ffi::Error e = vector(operands, size, &operation.vector); e.failure()) return e;
         break;
-      case kScale:
-        operation.factor = reader.real();
-        break;
-      default:
-        return invalid_program("no such operation");
+      case kScale: operation.factor = reader.real(); break;
+      default: return invalid_program("no such operation");
     }
-    const int64_t stage =
-        std::max({first_row_stage(operation.a), first_row_stage(operation.b), first_row_stage(operation.c)});
+    const int64_t stage = std::max(
+        {first_row_stage(operation.a), first_row_stage(operation.b), first_row_stage(operation.c)});
     stage_at(stage).rows.push_back(operation);
     for (const size_t value : {operation.a, operation.b, operation.c})
       values_[value].until = std::max(values_[value].until, stage);
@@ -330,11 +324,13 @@ class FusedLayers {
   ffi::Error read_dense(Operands& operands, ProgramReader& reader, size_t a) {
     const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
     const int64_t first = reader.next(), taken = reader.next(), rounded = reader.next();
-    if (reader.failed() || count < 1 || count > 64) return invalid_program("a program that ends too early");
+    if (reader.failed() || count < 1 || count > 64)
+      return invalid_program("a program that ends too early");
     if (values_[a].size == 0) return invalid_program("rows of nothing");
     DenseWork& product = dense_.next();
-    ffi::Error error = product.read(operands, count, values_[a].size,
-                                    {activation, false, transposed != 0, first, taken, rounded != 0});
+    ffi::Error error =
+        product.read(operands, count, values_[a].size,
+                     {activation, false, transposed != 0, first, taken, rounded != 0});
     if (error.success()) add_matmul(product, a);
     return error;
   }
@@ -362,7 +358,7 @@ class FusedLayers {
     return ffi::Error::Success();
   }
 
-  // The product's rows are made ready in the stage where value `a` is, and it follows.
+  // Prepares the matmul's rows in the stage of value `a`; the matmul is the next stage.
   void add_matmul(MatmulWork& product, size_t a) {
     const int64_t before = first_row_stage(a), stage = before + 1;
     stage_at(before).rows.push_back({kLinear, a, a, a, 0, {}, nullptr, 0, {}, &product});
@@ -382,7 +378,7 @@ class FusedLayers {
     return ffi::Error::Success();
   }
 
-  // The first stage in which rows of a value can be read.
+  // The first stage in which a value's rows can be read.
   int64_t first_row_stage(size_t value) const {
     const Value& v = values_[value];
     return v.stage < 0 ? 0 : v.whole ? v.stage + 1 : v.stage;
@@ -400,7 +396,8 @@ class FusedLayers {
     if (o.product) return o.product->prepare(a, row);
     float* y = values_[o.y].y + row * size;
     if (o.kind == kNorm) {
-      for (int64_t i = 0; i < size; i += o.each) rowwise_kernels().norm(a + i, o.each, o.norm, y + i);
+      for (int64_t i = 0; i < size; i += o.each)
+        rowwise_kernels().norm(a + i, o.each, o.norm, y + i);
       return;
     }
     if (o.kind == kRotate) {
@@ -428,15 +425,15 @@ class FusedLayers {
   std::vector<float*> partials_;
   const ffi::RemainingRets* rets_ = nullptr;
   const ffi::ThreadPool* pool_ = nullptr;
-  size_t next_pool_ = 0;  // the result that is the next attention's pool
+  size_t next_pool_ = 0;  // index of the result that is the next attention's pool
   std::vector<int64_t> chunks_;
   std::vector<MemorySlot> slots_;
   std::vector<size_t> offsets_;
   std::vector<char> memory_;
 };
 
-// Chains that are not at work, with the memory that they have: threads of XLA's pool take turns at
-// being the caller, and each would else keep its own.
+// Idle objects with their memory: threads of XLA's pool take turns as the caller, and each would
+// otherwise have its own.
 class FusedLayersPool {
  public:
   std::unique_ptr<FusedLayers> take() {
@@ -457,14 +454,15 @@ class FusedLayersPool {
 };
 
 FusedLayersPool& layers_pool() {
-  static FusedLayersPool* layers_pool = new FusedLayersPool;  // never destroyed: threads may outlive static objects
+  static FusedLayersPool* layers_pool =
+      new FusedLayersPool;  // never destroyed: threads may outlive static objects
   return *layers_pool;
 }
 
 ffi::Error fused_layers(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 ffi::Span<const int64_t> program, ffi::Span<const int64_t> results, int64_t inputs,
-                 ffi::Span<const int64_t> layout) {
-  if (inputs < 1 || size_t(inputs) > args.size()) return invalid_program("nothing is inputs");
+                        ffi::Span<const int64_t> program, ffi::Span<const int64_t> results,
+                        int64_t inputs, ffi::Span<const int64_t> layout) {
+  if (inputs < 1 || size_t(inputs) > args.size()) return invalid_program("there are no inputs");
   auto layers = layers_pool().take();
   ffi::Error error = layers->read(args, inputs, program, layout, rets, results.size(), pool);
   if (error.success()) error = layers->bind_results(rets, results);
@@ -476,4 +474,5 @@ ffi::Error fused_layers(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
 }  // namespace
 }  // namespace jinfer
 
-JINFER_HANDLER(jinfer_fused_layers, jinfer::fused_layers, "program", "results", "inputs", "operands");
+JINFER_HANDLER(jinfer_fused_layers, jinfer::fused_layers, "program", "results", "inputs",
+               "operands");

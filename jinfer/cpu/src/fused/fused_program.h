@@ -1,4 +1,4 @@
-// The program of a chain, as numbers.
+// Decoder of a fused program, a sequence of integers.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace jinfer {
 namespace {
 
-// Reads the program: operations one after the other, each a kind and its numbers.
+// Reads a program: operations in order, each a kind and its numbers.
 class ProgramReader {
  public:
   explicit ProgramReader(xla::ffi::Span<const int64_t> program)

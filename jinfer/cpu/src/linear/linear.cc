@@ -1,4 +1,4 @@
-// The handler of `jinfer_linear`: rows times matrices, or times some of stacks of them.
+// Handler of `jinfer_linear`: matmul with quantized matrices, or with some matrices of stacks.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace jinfer {
 namespace {
 
-// Rows of activations in a form.
+// Rows of activations in a layout.
 struct ActivationBuffer {
   std::vector<char> memory;
 
@@ -61,7 +61,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   if (!operands.done()) return invalid("wrong number of buffers");
   if (rows == 0) return ffi::Error::Success();
 
-  // Activations, once for all tensors that take them in the same form.
+  // Quantizes activations once for all tensors that share a layout.
   static thread_local std::vector<ActivationBuffer> buffers;
   if (buffers.size() < product.layouts.size()) buffers.resize(product.layouts.size());
   for (size_t f = 0; f < product.layouts.size(); ++f)

@@ -1,7 +1,8 @@
-// Products with quantized matrices: what the handler (linear.cc) and the kernels of each
-// instruction set (linear_kernels.h) agree on. QuantizedTensor's docstring defines the layout of
-// matrices; the names here are the same: tiles of R rows, superblocks of G columns, a column is 32
-// codes.
+// Quantized matmul: the interface between the driver (linear_driver.h) and the kernels of each
+// instruction set (linear_kernels.h).
+//
+// QuantizedTensor's docstring defines the layout of matrices, in the same names: tiles of R rows,
+// superblocks of G columns; a column is 32 codes.
 #pragma once
 
 #include <algorithm>
@@ -15,26 +16,25 @@ namespace jinfer {
 
 struct Matrix {
   const uint32_t* words;
-  const void* scales;       // float16, or int8 where there are steps
+  const void* scales;       // float16, or int8 with steps
   const uint16_t* steps;    // float16, or null
   const uint8_t* codebook;  // 16 values + 128, or null
   int bits;                 // of a code
-  int per_code;               // weights in a code: 1, or 2 where it is 11 x + y
+  int per_code;             // weights in a code: 1, or 2 for 11 x + y
   int block;
   int numbers;  // of a block: 1 scale, 2 scale and base
-  int zero;     // code of 0 where there is no base
+  int zero;     // code of 0 in symmetric formats
   int R, G;
   int64_t tiles, superblocks, outputs, inputs;
 
   bool affine() const { return numbers == 2; }
   int64_t columns() const { return superblocks * per_code * G; }
-  // Weights of a row in a superblock, and superblocks that share the numbers of a block.
+  // Weights of a row in a superblock; superblocks that share a block's numbers.
   int width() const { return 32 * G * per_code; }
   int shared() const { return std::max(1, block / width()); }
 };
 
-// What rows of activations must look like for a matrix. Columns stand in groups of G, one record for
-// each group, which holds
+// Layout of quantized activations for a matrix: a record for each group of G columns, which holds
 //
 //   int8 codes[8][G][4]      4-byte word s of each column side by side, so that one load, repeated
 //                            over the vector if G < L, is what a vector of codes is multiplied with
@@ -42,25 +42,24 @@ struct Matrix {
 //   int32 sums[parts][G]     -zero * sum of codes where the matrix is symmetric, else as float32
 //                            the sum of the values
 //
-// In tiles a row has the same numbers one kind after the other: int8 codes[columns][32], float
-// scales[columns], int32 sums[parts][columns].
+// For AMX tiles a row has int8 codes[columns][32], float scales[columns] and
+// int32 sums[parts][columns].
 //
-// For codes of 16 bits a record holds whole numbers of 14, one digit that does for all:
+// For 16-bit codes a record holds integers of 14 bits, a single digit:
 //
 //   int16 codes[16][G][2]    word s of each column side by side
 //   float scales[G]
 //
-// A row may have several digits, the first of which counts most: each is a row of its own to the
-// kernels, whose scales are kBase (linear_kernels.h) times those of the next one, and their products
-// are added up.
+// A row may have several digits, most significant first. Kernels treat each as a row, whose scales
+// are kBase (linear_kernels.h) times the next digit's, and add up the products.
 struct ActivationLayout {
   int64_t columns;  // padded
   int group;        // G
-  int zero;         // of a symmetric matrix; -1 where there are bases
+  int zero;         // of a symmetric matrix; -1: affine
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
   int digits;
-  bool amx;         // as LinearKernels::amx_min_rows says
-  bool int16;        // for codes of 16 bits
+  bool amx;    // for AMX tiles
+  bool int16;  // for 16-bit codes
 
   bool operator==(const ActivationLayout& o) const {
     return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
@@ -75,29 +74,29 @@ struct ActivationLayout {
   int64_t row_bytes() const { return digits * digit_bytes(); }
 };
 
-// Rows in a form, one after the other.
+// Rows in a layout, one after the other.
 struct Activations {
   ActivationLayout layout;
   const char* data;
 };
 
-// G of the layout that there are kernels for: `columns_of` in jinfer/quant/quantized_tensor.py.
+// G that kernels support: `columns_of` in jinfer/quant/quantized_tensor.py.
 inline int64_t columns_of(bool two_level) { return two_level ? 8 : 2; }
 
-// One instruction set's kernels.
+// Kernels of an instruction set.
 struct LinearKernels {
-  // Writes the records of one row.
+  // Quantizes one row.
   void (*prepare)(const float* x, int64_t inputs, const ActivationLayout& layout, char* row);
-  // y[m * stride + n] of tiles begin .. end - 1 and all rows m of x.
+  // y[m * stride + n] for tiles begin .. end - 1 and all rows m of x.
   void (*multiply)(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
                    int64_t end, float* y, int64_t stride);
   // y[n] = activation(y[n]) * up[n].
   void (*glu)(Activation activation, int64_t count, const float* up, float* y);
-  // From so many rows on they are multiplied in tiles, to the same bits; 0: there are none.
+  // Rows from which AMX tiles are used, with the same bits; 0: never.
   int64_t amx_min_rows;
 };
 
-// Whether a matrix can be multiplied in tiles: its codes less that of 0 are signed bytes.
+// Whether a matrix fits AMX tiles: codes minus the code of 0 are signed bytes.
 inline bool fits_amx(const Matrix& m) {
   return m.bits <= 8 && (m.affine() || m.bits < 8 || m.zero == 128);
 }

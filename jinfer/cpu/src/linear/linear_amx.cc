@@ -1,4 +1,4 @@
-// AVX-512's kernels, with tables of bytes for pairs of weights, and tiles for many rows.
+// AVX-512 kernels with VBMI tables for 3.5 bits, and AMX tiles for many rows.
 #include "simd/vector_avx512.h"
 
 #include "linear/linear_gemv.h"

@@ -1,9 +1,9 @@
-// Products of many rows in AMX's tiles, over AVX-512's `Vector`: 16 rows of activations times 16 outputs,
-// a column at a time.
+// Quantized GEMM in AMX tiles over AVX-512's `Vector`: 16 rows of activations times 16 outputs, a
+// column at a time.
 //
-// What is added, and in which order, is what multiply_int8() and store_outputs() do, whose vectors have a lane
-// for each of g columns: here these come one after the other, so that the sums of one stay in registers,
-// and are added up as sum_runs() does. The bits are equal.
+// It adds what multiply_int8() and store_outputs() add, in their order. Their vectors hold a lane
+// for each of g columns; here columns come one after the other, so that a column's sums stay in
+// registers, and are added up as sum_runs() does. Bits are equal.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 
 namespace {
 
-constexpr int kTileRows = 16;        // of activations, and outputs
-constexpr int kPanelOfTiles = 256 << 10;  // bytes, of the second-level cache
+constexpr int kTileRows = 16;             // of activations, and outputs
+constexpr int kPanelOfTiles = 256 << 10;  // bytes, in L2
 
-// From so many rows on. Fewer go through linear_gemv.h, four or eight at a time.
+// Rows from which tiles are used; fewer go through linear_gemv.h, four or eight at a time.
 constexpr int64_t kAmxMinRows = 33;
 
-// Of 16 lanes of a and b, in groups of 2 * half: their lower halves side by side, or the upper ones.
+// In groups of 2 * half lanes: the lower halves of a and b side by side, or the upper ones.
 template <int half, bool upper>
 inline Vector::I halves_of(Vector::I a, Vector::I b) {
   struct Lanes {
@@ -36,7 +36,7 @@ inline Vector::I halves_of(Vector::I a, Vector::I b) {
   return _mm512_permutex2var_epi32(a, _mm512_load_si512(lanes.from), b);
 }
 
-// Of g vectors, each of 16 / g rows of g columns: those of each column, which stand at `place()`.
+// Transposes g vectors of 16 / g rows of g columns each into one vector per column.
 template <int g, int half = g / 2>
 inline void to_columns(Vector::I* v) {
   if constexpr (half > 0) {
@@ -51,7 +51,7 @@ inline void to_columns(Vector::I* v) {
   }
 }
 
-// Puts what to_columns() makes of outputs in their order.
+// Restores the order of outputs after to_columns().
 template <int g>
 inline Vector::F in_order(Vector::F v) {
   struct Lanes {
@@ -65,14 +65,14 @@ inline Vector::F in_order(Vector::F v) {
   return _mm512_permutexvar_ps(_mm512_load_si512(lanes.from), v);
 }
 
-// 16 outputs decoded, first those of all units' first columns.
+// 16 decoded outputs, column-major: first all units' first columns.
 struct Block {
-  uint8_t* codes;  // [g][units][8][16][4], signed where there are no bases
+  uint8_t* codes;  // [g][units][8][16][4], signed unless affine
   float* scales;   // [g][units][parts][16]
   float* bases;    // [g][units][parts][16]
 };
 
-// The row groups of a block; the last one again where there are fewer.
+// The row groups of a block; the last one repeated.
 template <int g>
 struct Groups {
   int64_t of[g];
@@ -109,9 +109,10 @@ void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* 
   }
 }
 
-// `room`: as many numbers as a block has, twice.
+// `room`: twice the numbers of a block.
 template <int g>
-void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block& block, float* room) {
+void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block& block,
+                float* room) {
   using Codes = void (*)(const MatmulPlan&, const Groups<g>&, uint8_t*);
   static constexpr Codes codes[] = {nullptr,
                                     nullptr,
@@ -143,10 +144,10 @@ void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block&
   }
 }
 
-// The product of 16 rows with a block: to[row] are 16 outputs, as to_columns() puts them.
+// Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns().
 template <int g, bool affine, int parts>
-void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units, const char* x,
-                    Vector::F* to) {
+void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units,
+                    const char* x, Vector::F* to) {
   constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
   const int64_t stride = layout.digit_bytes();
   const uint8_t* codes = block.codes;
@@ -195,7 +196,7 @@ void multiply_block(const Block& block, const ActivationLayout& layout, int64_t 
       scales += parts * L;
       bases += parts * L;
     }
-    // Neighbours first, as soon as both are there.
+    // Neighbours first, as soon as both are complete.
     int level = 0;
     for (; c >> level & 1; ++level)
 #pragma GCC unroll 16
@@ -208,17 +209,18 @@ void multiply_block(const Block& block, const ActivationLayout& layout, int64_t 
 
 template <int g>
 void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
-                       int64_t end, float* y, int64_t stride, Scratch& scratch) {
+                  int64_t end, float* y, int64_t stride, Scratch& scratch) {
   const Matrix& m = *plan.matrix;
   constexpr int parts = kMostParts<g>;
   const auto multiply =
-      m.affine() ? (plan.parts == 2 ? multiply_block<g, true, parts> : multiply_block<g, true, 1>)
-                 : (plan.parts == 2 ? multiply_block<g, false, parts> : multiply_block<g, false, 1>);
+      m.affine()
+          ? (plan.parts == 2 ? multiply_block<g, true, parts> : multiply_block<g, true, 1>)
+          : (plan.parts == 2 ? multiply_block<g, false, parts> : multiply_block<g, false, 1>);
   const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
   const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.layout.digit_bytes();
   const int64_t blocks = (end - begin + g - 1) / g;
   const int64_t together = std::clamp<int64_t>(kPanelOfTiles / block_bytes, 1, blocks);
-  // Fewer rows than a tile has are copied, and what is beside them is of no use.
+  // Fewer rows than a tile's are copied; the rest is ignored.
   const int64_t copied = rows < kTileRows ? kTileRows * row_bytes : 0;
   char* memory = scratch.get(together * block_bytes + 2 * 4 * numbers + copied);
   float* room = reinterpret_cast<float*>(memory + together * block_bytes);
@@ -245,7 +247,7 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
     for (int64_t i = 0; i < here; ++i)
       fill_block<g>(plan, begin + (first + i) * g, end, block_at(i), room);
     for (int64_t next = 0, done = 0; next < rows; next += kTileRows, done = next) {
-      // At the end some once more.
+      // Repeats some rows at the end.
       const int64_t row = std::max<int64_t>(0, std::min(next, rows - kTileRows));
       const int here_rows = std::min<int64_t>(kTileRows, rows);
       const Results results(y, stride, x.layout.digits, row, here_rows, done);
@@ -253,7 +255,8 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
         Vector::F sums[kTileRows];
         multiply(block_at(i), x.layout, plan.units, from + row * row_bytes, sums);
         const int64_t group = begin + (first + i) * g, output = group * (L / g);
-        const int64_t left = std::min(std::min<int64_t>(g, end - group) * (L / g), m.outputs - output);
+        const int64_t left =
+            std::min(std::min<int64_t>(g, end - group) * (L / g), m.outputs - output);
         const __mmask16 mask = left >= L ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
         for (int r = 0; r < here_rows; ++r) {
           const auto [to, add] = results.of[r];
@@ -267,9 +270,9 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   }
 }
 
-// Of rows in tiles; all others as without.
+// AMX for rows in its layout, else the vector kernels.
 void multiply_maybe_amx(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
-                          int64_t end, float* y, int64_t stride) {
+                        int64_t end, float* y, int64_t stride) {
   if (!x.layout.amx) return multiply(matrix, x, rows, begin, end, y, stride);
   rows *= x.layout.digits;
   static thread_local Scratch scratch;

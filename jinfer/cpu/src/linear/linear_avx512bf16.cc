@@ -1,4 +1,4 @@
-// AVX-512's kernels, with tables of bytes for pairs of weights.
+// AVX-512 kernels with VBMI tables for 3.5 bits.
 #include "simd/vector_avx512.h"
 
 #include "linear/linear_gemv.h"

@@ -1,6 +1,6 @@
-// AVX2's kernels with AVX-VNNI's dot products. Compilers that do not know these leave AVX2's.
+// AVX2 kernels with AVX-VNNI dot products; plain AVX2 where the compiler lacks AVX-VNNI.
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
-#pragma GCC target("avxvnni")  // of which g++ 12 defines no macro
+#pragma GCC target("avxvnni")  // g++ 12 defines no macro for it
 #define JINFER_AVXVNNI
 #endif
 #include "simd/vector_avx2.h"

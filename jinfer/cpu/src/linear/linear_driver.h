@@ -1,5 +1,4 @@
-// The product of rows with one or more quantized matrices: read from what XLA passes, cut into chunks
-// that threads may share.
+// Quantized matmul driver: reads operands and partitions the work for threads.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +16,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Per tensor; see fields_of in quantized_matmul.py.
+// Numbers that describe a tensor; see fields_of in quantized_matmul.py.
 enum Field { kBits, kPerCode, kBlock, kNumbers, kZero, kSteps, kCodebook, kOutputs, kFields };
 
-// A matrix, or a stack of them, and where its product goes: [rows, outputs].
+// A matrix or a stack of them, and its output [rows, outputs].
 struct Tensor {
   Matrix matrix;  // the first of the stack
   int64_t count, words_step, scales_step, steps_step;
@@ -39,19 +38,20 @@ inline ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("jinfer_linear: " + what);
 }
 
-// Whether the fields of a tensor are those of a format there are kernels for.
+// Whether there are kernels for a tensor's format.
 inline bool is_supported_format(const int64_t* field, size_t codebook) {
   const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
   if (bits == 16)
-    return field[kPerCode] == 1 && block == 64 && numbers == 1 && !field[kSteps] && !field[kCodebook];
+    return field[kPerCode] == 1 && block == 64 && numbers == 1 && !field[kSteps] &&
+           !field[kCodebook];
   return bits >= 2 && bits <= (field[kSteps] ? 6 : 8) && field[kPerCode] == (per_code_of(bits)) &&
          (block == 32 || (field[kSteps] ? block == 16 : block == 64 || block == 128)) &&
          (numbers == 1 || numbers == 2) &&
-         (!field[kCodebook] || (bits <= 4 && numbers == 1 && codebook > 0)) &&
-         field[kZero] >= 0 && field[kZero] <= 128;
+         (!field[kCodebook] || (bits <= 4 && numbers == 1 && codebook > 0)) && field[kZero] >= 0 &&
+         field[kZero] <= 128;
 }
 
-// Reads one tensor's arrays, and compares them with its fields.
+// Reads one tensor's arrays and validates them against its fields.
 inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t codebook,
                               const uint8_t* table, int64_t inputs, Tensor* out) {
   const auto words = operands.next(), scales = operands.next();
@@ -84,9 +84,8 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
     return lead ? fits(array, type, {out->count, m.tiles, along, m.R, each, m.numbers})
                 : fits(array, type, {m.tiles, along, m.R, each, m.numbers});
   };
-  if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits ||
-      m.outputs < 0 || m.tiles * m.R < m.outputs || m.columns() * 32 < inputs ||
-      m.superblocks % m.shared() ||
+  if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits || m.outputs < 0 ||
+      m.tiles * m.R < m.outputs || m.columns() * 32 < inputs || m.superblocks % m.shared() ||
       !has(*scales, field[kSteps] ? ffi::DataType::S8 : ffi::DataType::F16, m.block)) {
     return invalid("words or scales do not fit the format");
   }
@@ -108,10 +107,10 @@ inline bool same_shape(const Matrix& a, const Matrix& b) {
          a.outputs == b.outputs;
 }
 
-// Of activations: three are as exact as float32.
+// Digits of activations; three are as exact as float32.
 constexpr int kMostDigits = 3;
 
-// `rows`: that a matrix is multiplied with, on average.
+// `rows`: per matrix, on average.
 inline ActivationLayout layout_of(const Matrix& m, int digits, int64_t rows) {
   if (m.bits == 16) return {m.columns(), m.G, 0, 1, 1, false, true};
   const int64_t amx_min_rows = linear_kernels().amx_min_rows;
@@ -123,18 +122,16 @@ inline ActivationLayout layout_of(const Matrix& m, int digits, int64_t rows) {
 struct Part {
   size_t tensor;
   Segment segment;
-  int64_t begin, tiles;  // begin: among all
+  int64_t begin, tiles;  // begin: among all tiles
 };
 
-// Rows times quantized matrices; with an activation rows times gate and up, of which one result is
-// made.
+// Rows times quantized matrices; with an activation, gate and up give one result (GLU).
 class LinearWork : public MatmulWork {
  public:
   std::vector<Tensor> tensors;
-  std::vector<ActivationLayout> layouts;  // that rows of activations are wanted in
+  std::vector<ActivationLayout> layouts;  // of rows that the tensors need
 
-  // Reads the matrices, kFields numbers of `fields` for each. `rows_each`: of activations, of a segment
-  // on average.
+  // Reads the matrices, kFields numbers of `fields` each. `rows_each`: average rows of a segment.
   ffi::Error read(Operands& operands, const int64_t* fields, size_t count, const int64_t* codebook,
                   size_t codes, int64_t inputs, int64_t digits, int64_t activation,
                   int64_t rows_each) {
@@ -172,14 +169,15 @@ class LinearWork : public MatmulWork {
         const int64_t tiles = (m.outputs + m.R - 1) / m.R;
         parts_.push_back({t, segment, total_, tiles});
         total_ += tiles;
-        // About 8 rows take as long as reading the weights does.
+        // Some 8 rows take as long as reading the weights.
         const int64_t many = (segment.end - segment.begin) * digits_, times = (many + 7) / 8;
         many_rows |= many > 2;
         work += (gated_ ? 2 : 1) * tiles * m.R * m.columns() * 4 * m.bits * times;
       }
     }
     threads = threads_for(work, pool);
-    // Of 64 KiB: with fewer a single row's weights come more slowly. Several rows compute longer.
+    // Chunks of 64 KiB of weights, so that a single row streams; several rows are compute-bound and
+    // take half.
     const int64_t worth = many_rows ? work >> 15 : work >> 16;
     chunks = threads < 2 ? std::min<int64_t>(total_, 1)
                          : std::min({total_, threads * 8, std::max(threads, worth)});

@@ -1,11 +1,10 @@
-// Products of few rows, over a `Vector` that the including file has defined: codes go from memory
-// through registers into the dot products. A panel would ask nothing of memory while it is
-// multiplied with, and cost stores of twice what it reads.
+// Quantized GEMV for few rows, over the including file's `Vector`: codes are decoded in registers
+// and go straight into dot products, without a panel in memory.
 //
-// What is added, and in which order, is what multiply_int8() and store_outputs() do: the bits are equal.
+// It adds what multiply_int8() and store_outputs() add, in their order: bits are equal.
 //
-// What matters, on one core with weights from memory: one stream of memory, loads in its order and
-// each once, nothing per row group that could be done before, and what comes next fetched: prefetch().
+// Memory is the bottleneck: weights are one stream, read in order and once; everything that does
+// not depend on the row group is hoisted; upcoming lines are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -17,21 +16,16 @@
 namespace {
 
 constexpr int64_t kFarPrefetch = 24 << 10, kNearPrefetch = 5 << 10;  // bytes
-constexpr int kTile = 16;       // words of a superblock that stand side by side: R * G
-constexpr int kWholeTileRows = 2;  // rows up to which a tile is multiplied as a whole
+constexpr int kTile = 16;          // words of a superblock's row of codes: R * G
+constexpr int kWholeTileRows = 2;  // most rows for which a tile is processed as a whole
 
-// Whether so many rows take no longer to compute than their weights take to come.
+// Whether so many rows are bound by memory.
 constexpr bool is_memory_bound(int bits, int count) {
   return count == 1 || (count == 2 && (bits == 6 || bits == 8));
 }
 
-// Fetches what follows a line of weights by kFarPrefetch into the second-level cache: of several rows, 2
-// are a fifth faster so and 4 a third (Zen 4); a single one a sixth on a Zen 5, a third on a Zen 3,
-// whose vectors are half a tile. Nearer or into the first level is less steady.
-//
-// Not where a core that fetches by itself does little else (`alone`; Zen 4, where bare reading gives
-// 34 GB/s): what it fetches waits in the same places. 4 bits come at 22 GB/s so, at 26 with nothing
-// fetched, at 30 from kNearPrefetch into the first level (27 of rows too long for it); 8 bits at 22, 33, 29.
+// Prefetches into L2, kFarPrefetch ahead. Where the hardware prefetcher does better and the core
+// does little else (`alone`): kNearPrefetch ahead into L1, or not at all for 8 bits.
 template <int bits>
 inline void prefetch(const uint32_t* line, bool alone) {
   if (!alone) {
@@ -41,19 +35,19 @@ inline void prefetch(const uint32_t* line, bool alone) {
   }
 }
 
-// Whether a kernel for so many rows takes numbers as they stand, not from a panel's room.
+// Whether a kernel for so many rows reads numbers as stored, not from a panel.
 inline bool in_lane_order_for(const MatmulPlan& plan, int count) {
   return plan.in_lane_order && (plan.matrix->per_code == 1 || count <= Vector::kMaxPairRows);
 }
 
 // Rows of activations.
 struct GemvRows {
-  const char* const* x;  // the last one again where there are fewer than a kernel takes
+  const char* const* x;  // the last row repeated up to the kernel's count
   int count;
   Results results;
 };
 
-// A vector that is loaded here: compilers read memory a second time for other halves of bytes.
+// Loads a vector once: compilers would load it again for other halves of bytes.
 inline Vector::I load_once(const void* p) {
   Vector::I v = Vector::load(p);
 #if defined(__AVX512F__)
@@ -62,7 +56,7 @@ inline Vector::I load_once(const void* p) {
   return v;
 }
 
-// The numbers of a vector's columns, which stand as lanes do.
+// Numbers of a vector's columns, stored in lane order.
 template <int per_code, bool affine, class V = Vector>
 inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::F& base) {
   if constexpr (per_code == 1) {
@@ -72,10 +66,10 @@ inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::
   }
 }
 
-// The same of numbers in two levels, of one of a column's parts.
+// The same for two-level numbers, for one of a column's parts.
 template <int parts, bool affine, class V = Vector>
 inline void load_two_level(const int8_t* small, const uint16_t* steps, int part, Vector::F& scale,
-                        Vector::F& base) {
+                           Vector::F& base) {
   if constexpr (V::kTwoLevel) {
     constexpr int numbers = affine ? 2 : 1;
     const auto number = [&](int which) {
@@ -92,12 +86,12 @@ inline __attribute__((always_inline)) void static_for(F f, std::integer_sequence
   (f(std::integral_constant<int, s>{}), ...);
 }
 
-// The product for row groups begin .. end - 1. For few rows these are whole tiles, as they stand in
-// memory; more have no registers for more than one vector. `numbers`: room for those of `whole`
-// row groups, where they do not stand in memory as lanes do.
+// GEMV for row groups begin .. end - 1. Few rows take whole tiles in memory order; more rows have
+// registers for one vector only. `numbers`: scratch for the numbers of `whole` row groups, unless
+// stored in lane order.
 template <int bits, int g, int count, int parts, bool coded>
 void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, int64_t end,
-                     float* numbers) {
+                   float* numbers) {
   constexpr int per_code = per_code_of(bits), height = L / g, steps = 8 / parts;
   constexpr int whole = count <= kWholeTileRows ? kTile / L : 1;
   constexpr int most = max_code(bits, coded);
@@ -105,9 +99,10 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
   constexpr bool levels = g == 8 && Vector::kTwoLevel;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
-  const bool affine = m.affine(), alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
+  const bool affine = m.affine(),
+             alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
   const bool in_lane_order = in_lane_order_for(plan, count);
-  const uint32_t zeros = affine || wide ? 0 : ~0u;  // whether -zero * sum of codes is to be added
+  const uint32_t zeros = affine || wide ? 0 : ~0u;  // mask: whether to add -zero * sum of codes
   const int64_t superblocks = m.superblocks, room = superblocks * per_code * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
   const char* x[count];
@@ -116,7 +111,7 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
     const int64_t tile = group / groups_of_tile, in_tile = group % groups_of_tile;
     const uint32_t* words = m.words + tile * superblocks * bits * kTile + in_tile * L;
     const int64_t row = tile * superblocks * m.R + in_tile * height;
-    // As they stand: a block is a column.
+    // As stored: a block is a column.
     const uint16_t* stand = static_cast<const uint16_t*>(m.scales) + row * g * per_code * m.numbers;
     const int8_t* small = static_cast<const int8_t*>(m.scales) + row * g * parts * m.numbers;
     const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
@@ -142,7 +137,7 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
         constexpr int part = decltype(part_constant)::value, sum = (36 + 4 * part) * g;
-        // Two sums for a single row, so that a step does not wait for the one before.
+        // Two sums for a single row, to break the dependency between steps.
         constexpr bool two = count == 1 && whole == 1;
         Vector::I within[whole][per_code][count], pairs[whole][per_code][count], second[per_code];
         UNROLL
@@ -192,10 +187,11 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
             constexpr bool can_be = parts == 1 && (per_code == 1 || count <= Vector::kMaxPairRows);
             if (levels && in_lane_order) {
               if (affine) {
-                load_two_level<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part, scale,
-                                         base);
+                load_two_level<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part,
+                                            scale, base);
               } else {
-                load_two_level<parts, false>(small + v * L * parts, steps_at + v, part, scale, base);
+                load_two_level<parts, false>(small + v * L * parts, steps_at + v, part, scale,
+                                             base);
               }
             } else if (can_be && in_lane_order) {
               if (affine) {
@@ -236,35 +232,30 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
 
 using Gemv = void (*)(const MatmulPlan&, const GemvRows&, int64_t, int64_t, float*);
 
-// The kernel for a matrix, or null: it goes through panels.
+// The kernel for a matrix; null: use panels.
 template <int count>
 Gemv gemv_of(const MatmulPlan& plan) {
   const Matrix& m = *plan.matrix;
   const bool coded = m.codebook != nullptr;
   if (coded && m.bits != 4) return nullptr;
-  // Codes over 127 have 128 taken off, which is the zero of formats without bases.
+  // Codes over 127 have 128 subtracted, the zero of symmetric formats.
   if (Vector::kNarrowCodes && m.bits == 8 && m.affine()) return nullptr;
   if (!m.steps) {
     switch (m.bits) {
-      case 2:
-        return multiply_gemv<2, 2, count, 1, false>;
-      case 3:
-        return multiply_gemv<3, 2, count, 1, false>;
+      case 2: return multiply_gemv<2, 2, count, 1, false>;
+      case 3: return multiply_gemv<3, 2, count, 1, false>;
       case 4:
         return coded ? multiply_gemv<4, 2, count, 1, true> : multiply_gemv<4, 2, count, 1, false>;
-      case 5:
-        return multiply_gemv<5, 2, count, 1, false>;
-      case 6:
-        return multiply_gemv<6, 2, count, 1, false>;
+      case 5: return multiply_gemv<5, 2, count, 1, false>;
+      case 6: return multiply_gemv<6, 2, count, 1, false>;
       case kThreeAndAHalf:
         if constexpr (2 * count <= Vector::kMaxRows)
           return multiply_gemv<kThreeAndAHalf, 2, count, 1, false>;
         return nullptr;
-      case 8:
-        return multiply_gemv<8, 2, count, 1, false>;
+      case 8: return multiply_gemv<8, 2, count, 1, false>;
     }
   }
-  if constexpr (count <= 4) {  // more rows are as fast in panels
+  if constexpr (count <= 4) {  // more rows are as fast with panels
     if (m.steps) {
       if (plan.parts == 2) {
         if (m.bits == 2) return multiply_gemv<2, 8, count, 2, false>;
@@ -272,8 +263,7 @@ Gemv gemv_of(const MatmulPlan& plan) {
         if (m.bits == 6) return multiply_gemv<6, 8, count, 2, false>;
       } else {
         if (m.bits == 4)
-          return coded ? multiply_gemv<4, 8, count, 1, true>
-                       : multiply_gemv<4, 8, count, 1, false>;
+          return coded ? multiply_gemv<4, 8, count, 1, true> : multiply_gemv<4, 8, count, 1, false>;
         if (m.bits == 5) return multiply_gemv<5, 8, count, 1, false>;
       }
     }
@@ -281,7 +271,7 @@ Gemv gemv_of(const MatmulPlan& plan) {
   return nullptr;
 }
 
-// The kernel that takes so many rows, or a few more; at most Vector::kMaxRows.
+// The kernel for so many rows, or slightly more; at most Vector::kMaxRows.
 Gemv gemv_for(const MatmulPlan& plan, int64_t rows) {
   if (rows == 1) return gemv_of<1>(plan);
   if (rows == 2) return gemv_of<2>(plan);
@@ -291,21 +281,17 @@ Gemv gemv_for(const MatmulPlan& plan, int64_t rows) {
   return gemv_of<4>(plan);
 }
 
-// More rows than a kernel takes go one after the other through weights that stay in a cache
-// meanwhile. Measured: a quarter faster than a panel for 16 rows, a tenth for 32 (AVX-512) or nothing
-// (AVX2); with 64 rows a panel is the faster one.
+// Most rows for GEMV: more rows than a kernel takes go one after the other over weights that stay
+// in a cache. Beyond, a panel is faster.
 constexpr int64_t kGemvRows = (Vector::kMaxRows == 8 ? 4 : 3) * Vector::kMaxRows;
-// Of two levels, of which panels take longer to make: 16 rows are 1.06 to 1.4 times as fast so (AVX2),
-// 20 0.97 to 1.2 times. (With 8 rows at a time there are no such kernels.)
+// The same for two-level formats, whose panels take longer to make.
 constexpr int64_t kGemvTwoLevelRows = 5 * Vector::kMaxRows;
-constexpr int64_t kGemvWordBytes = 32 << 10;  // bytes
+constexpr int64_t kGemvWordBytes = 32 << 10;
 
-// The product for up to kGemvRows rows, or kGemvTwoLevelRows; false: there is no kernel for so many and this
-// matrix.
-bool try_gemv(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
-                  float* y, int64_t stride, Scratch& scratch) {
-  // Codes of two weights leave registers for 4 rows. Measured: 12 are a fifth faster so than in a
-  // panel, 16 as fast (AVX-512).
+// GEMV for up to kGemvRows rows, or kGemvTwoLevelRows; false if there is no kernel.
+bool try_gemv(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
+              int64_t end, float* y, int64_t stride, Scratch& scratch) {
+  // 3.5 bits: registers suffice for 4 rows.
   const bool fours = plan.matrix->per_code == 2 && Vector::kMaxRows == 8;
   const int64_t most = fours ? 4 : Vector::kMaxRows;
   if (rows > (fours ? 12 : plan.matrix->steps ? kGemvTwoLevelRows : kGemvRows)) return false;

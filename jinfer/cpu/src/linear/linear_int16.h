@@ -1,10 +1,10 @@
-// Products of codes of 16 bits, over a `Vector` that the including file has defined: two weights in a
-// word, times two activations of 14 bits. Codes are multiplied as they stand in memory, whatever rows
-// there are: nothing of them is to be decoded.
+// Matmul with 16-bit codes (F16 weights as integers), over the including file's `Vector`: two
+// weights of a word times two activations of 14 bits. Codes need no decoding and are used from
+// memory for any number of rows.
 //
-// Sums of a column's 32 products are exact: codes are at most 2^13 in magnitude, activations
-// kInt16Limit, so that they fit into 32 bits. They are scaled and added up in order, to the same bits
-// for all numbers of rows.
+// Sums of a column's 32 products are exact in 32 bits: codes are at most 2^13 in magnitude,
+// activations kInt16Limit. They are scaled and added up in order, to the same bits for any number
+// of rows.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +14,26 @@
 namespace {
 
 constexpr int kInt16Bits = 16, kInt16Columns = 2;
-constexpr int kInt16Tile = 16;         // words of a superblock that stand side by side: R * G
-constexpr float kInt16Limit = 8191;    // of activations
-constexpr int kInt16Beside = 4;        // most tiles beside one another
-constexpr int64_t kInt16Ahead = 4096;  // bytes
+constexpr int kInt16Tile = 16;         // words of a superblock's row of codes: R * G
+constexpr float kInt16Limit = 8191;    // largest activation
+constexpr int kInt16Beside = 4;        // most tiles side by side
+constexpr int64_t kInt16Ahead = 4096;  // prefetch distance in bytes
 
-// Rows `first` .. `first` + `count` - 1; a kernel takes the last one again where it takes more.
+// Rows `first` .. `first` + `count` - 1; a kernel that takes more repeats the last one.
 struct Int16Rows {
   const char* x;
   int64_t stride;
   int count;
   Results results;
-  int64_t ahead;  // bytes that words are fetched ahead; 0: they are not
+  int64_t ahead;  // prefetch distance in bytes; 0: none
 };
 
-// The product for `tiles` of them beside one another, with their scales.
+// Multiplies with `tiles` tiles side by side, given their scales.
 template <int count, int tiles, bool fetch>
-void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t tile, const float* scales) {
-  constexpr int g = kInt16Columns, height = L / g, of_tile = kInt16Tile / L, vectors = tiles * of_tile;
+void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t tile,
+                          const float* scales) {
+  constexpr int g = kInt16Columns, height = L / g, of_tile = kInt16Tile / L,
+                vectors = tiles * of_tile;
   constexpr int64_t record = ActivationLayout::int16_bytes() * g, step = kInt16Bits * kInt16Tile;
   const Matrix& m = *plan.matrix;
   const int64_t superblocks = m.superblocks, room = superblocks * L, apart = superblocks * step;
@@ -39,7 +41,7 @@ void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t
   for (int r = 0; r < count; ++r) x[r] = rows.x + std::min(r, rows.count - 1) * rows.stride;
   const uint32_t* words = m.words + tile * apart;
   const int64_t ahead = rows.ahead / 4;
-  // In memory, as registers have no room for more than the sums.
+  // In memory: registers only hold the sums.
   alignas(64) float total[vectors][count][L] = {};
   for (int64_t u = 0; u < superblocks; ++u, words += step) {
     const int64_t at = u * record;
@@ -70,23 +72,24 @@ void multiply_int16_tiles(const MatmulPlan& plan, const Int16Rows& rows, int64_t
       for (int r = 0; r < count; ++r) {
         const Vector::F by = Vector::repeat_f<g>(x[r] + at + 64 * g);
         const Vector::F before = Vector::load_f(total[v][r]);
-        Vector::store_f(total[v][r], Vector::fma(Vector::to_float(sum[v][r]),
-                                                 Vector::mul(scale, by), before));
+        Vector::store_f(total[v][r],
+                        Vector::fma(Vector::to_float(sum[v][r]), Vector::mul(scale, by), before));
       }
     }
     asm volatile("" : : "r"(total) : "memory");
   }
   for (int v = 0; v < vectors; ++v) {
     for (int r = 0; r < rows.count; ++r)
-      store_sums<g>(Vector::load_f(total[v][r]), rows.results.of[r], (tile * of_tile + v) * height, m.outputs);
+      store_sums<g>(Vector::load_f(total[v][r]), rows.results.of[r], (tile * of_tile + v) * height,
+                    m.outputs);
   }
 }
 
-// Tiles begin .. end - 1, with the scales of the first and those after it. One or two rows take no longer
-// than their weights take to come, which they do faster in several streams of memory.
+// Multiplies with tiles begin .. end - 1, given their scales. One or two rows are memory-bound, and
+// stream faster from several tiles at once.
 template <int count>
 void multiply_int16_rows(const MatmulPlan& plan, const Int16Rows& rows, int64_t begin, int64_t end,
-                        const float* scales) {
+                         const float* scales) {
   constexpr int beside = count <= 2 ? kInt16Beside / count : 1;
   const auto multiply = count > 2 && rows.ahead ? multiply_int16_tiles<count, 1, (count > 2)>
                                                 : multiply_int16_tiles<count, 1, false>;
@@ -99,7 +102,7 @@ void multiply_int16_rows(const MatmulPlan& plan, const Int16Rows& rows, int64_t 
 
 using Int16Kernel = void (*)(const MatmulPlan&, const Int16Rows&, int64_t, int64_t, const float*);
 
-// The kernel that takes so many rows, or a few more.
+// The kernel for so many rows, or slightly more.
 Int16Kernel int16_kernel_for(int64_t rows) {
   if (rows == 1) return multiply_int16_rows<1>;
   if (rows == 2) return multiply_int16_rows<2>;
@@ -109,7 +112,7 @@ Int16Kernel int16_kernel_for(int64_t rows) {
   return rows == 3 ? multiply_int16_rows<3> : multiply_int16_rows<4>;
 }
 
-// Of words, that stay in a cache while rows go by, which are so many at a time.
+// Bytes of words that stay in a cache while rows are processed.
 constexpr int64_t kInt16Words = 96 << 10;
 
 // The scales of tiles begin .. end - 1, float32 [tiles][vectors of a tile][superblocks][L].
@@ -121,9 +124,9 @@ void fill_int16_scales(const MatmulPlan& plan, int64_t begin, int64_t end, float
   }
 }
 
-// Row groups begin .. end - 1, which are whole tiles.
-void multiply_int16(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin, int64_t end,
-                   float* y, int64_t stride, Scratch& scratch) {
+// Multiplies with row groups begin .. end - 1, which are whole tiles.
+void multiply_int16(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_t begin,
+                    int64_t end, float* y, int64_t stride, Scratch& scratch) {
   constexpr int64_t most = Vector::kMaxRows, of_tile = kInt16Tile / L;
   const int64_t superblocks = plan.matrix->superblocks, row_bytes = x.layout.digit_bytes();
   const int64_t tile_bytes = std::max<int64_t>(1, superblocks) * kInt16Bits * kInt16Tile * 4;
@@ -136,11 +139,11 @@ void multiply_int16(const MatmulPlan& plan, const Activations& x, int64_t rows, 
     fill_int16_scales(plan, first, last, scales);
     for (int64_t row = 0; row < rows; row += most) {
       const int count = static_cast<int>(std::min(most, rows - row));
-      // A piece comes while its first rows are multiplied, and the next one meanwhile with the last.
+      // A block of tiles is fetched with its first rows, and the next one with the last rows.
       const bool is_last = row + most >= rows && last + tiles <= end;
       const int64_t ahead = row == 0 ? kInt16Ahead : is_last ? tiles * tile_bytes : 0;
-      const Int16Rows some{x.data + row * row_bytes, row_bytes, count, Results(y, stride, 1, row, count),
-                          ahead};
+      const Int16Rows some{x.data + row * row_bytes, row_bytes, count,
+                           Results(y, stride, 1, row, count), ahead};
       int16_kernel_for(count)(plan, some, first, last, scales);
     }
   }

@@ -1,5 +1,5 @@
-// The kernels, over a `Vector` and a try_gemv() that the including file has defined: rows of
-// activations times the panels that linear_unpack.h decodes.
+// Quantized matmul kernels, over the including file's `Vector` and try_gemv(): rows of activations
+// times panels that linear_unpack.h decodes.
 #pragma once
 
 #include <algorithm>
@@ -13,38 +13,38 @@
 
 namespace {
 
-// Bytes of a panel: for few rows of activations a share of the first-level cache, as what is
-// written beyond costs more than it saves; for many a share of the second. Measured: 32 and 64 KiB
-// instead of 16 make 8 rows 10-40% slower.
+// Bytes of a panel: a share of L1 for few rows, beyond which stores cost more than they save, and
+// of L2 for many.
 constexpr int kFewRowsPanel = 16 << 10;
 constexpr int kPanel = 96 << 10;
-// Of the activations that a panel is multiplied with, before the next of its row groups.
+// Bytes of activations that stay in L1 while a panel's row groups pass.
 constexpr int kRowsShare = 24 << 10;
 
 // ---- products ---------------------------------------------------------------------------------
 
-// What a product is made from: some row groups of a panel, and as many rows of activations as the
+// Operands of a panel kernel: some row groups of a panel, and as many rows of activations as the
 // kernel takes.
 struct PanelOperands {
   Panel panel;
-  int64_t groups, units;  // units: of a group that are multiplied with
+  int64_t groups, units;  // units: of a group, to multiply with
   int64_t all_units;      // of a group in the panel
-  const char* x;          // the record of the first row that belongs to the groups' first units
+  const char* x;          // the first row's record for the first unit
   int64_t x_stride;       // bytes to the next row's
-  bool add;               // to the sums that are there
-  const char* ahead;      // memory that is wanted soon, of which each group's product fetches some
-  int64_t fetch;          // bytes, 0 where there is nothing
+  bool add;               // add to existing sums
+  const char* ahead;      // memory to prefetch, some with each group
+  int64_t fetch;          // bytes; 0: none
   float* sums;            // [groups][rows][L]
   int64_t sums_stride;    // floats to the next group's
 };
 
-// `most`: codes are not above it. Vector::kGroups row groups are multiplied beside one another, so
-// that what is loaded of the activations is used as often; a tile has whole numbers of these.
+// `most`: largest code. Vector::kGroups row groups are processed together, to reuse loaded
+// activations; a tile has a multiple of these.
 template <int g, int count, bool affine, int parts, int most>
 void multiply_int8(const PanelOperands& o) {
   constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
   constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
-  const int64_t stride = o.x_stride, numbers = o.all_units * parts * L, codes = o.all_units * 32 * L;
+  const int64_t stride = o.x_stride, numbers = o.all_units * parts * L,
+                codes = o.all_units * 32 * L;
   for (int64_t group = 0; group < o.groups; group += beside) {
     const uint8_t* panel_codes = o.panel.codes + group * codes;
     const float* scales = o.panel.scales + group * numbers;
@@ -72,15 +72,16 @@ void multiply_int8(const PanelOperands& o) {
           UNROLL
           for (int v = 0; v < beside; ++v) within[v][m] = from;
         }
-        Vector::I second[beside];  // so that a single row does not wait for itself
+        Vector::I second[beside];  // breaks a single row's dependency chain
         UNROLL
         for (int v = 0; v < beside; ++v) second[v] = Vector::zero();
-        // All rows of a step before the next step: their sums do not wait for each other.
+        // All rows of a step before the next step: independent sums.
         UNROLL
         for (int s = first; s < first + steps; ++s) {
           Vector::I of[beside];
           UNROLL
-          for (int v = 0; v < beside; ++v) of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
+          for (int v = 0; v < beside; ++v)
+            of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
           UNROLL
           for (int m = 0; m < count; ++m) {
             const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
@@ -139,7 +140,7 @@ PanelKernel panel_kernel_int8(const MatmulPlan& plan) {
 
 template <int g, int count>
 PanelKernel panel_kernel(const MatmulPlan& plan) {
-  // A single row is rarely multiplied here: one product for all codes of 7 bits at most.
+  // A single row is rare here: one kernel for all codes up to 7 bits.
   constexpr int few = Vector::dot_class(count == 1 ? 127 : 15);
   constexpr int some = Vector::dot_class(count == 1 ? 127 : 63), all = Vector::dot_class(255);
   const int most = max_code(plan.matrix->bits, plan.matrix->codebook);
@@ -148,9 +149,10 @@ PanelKernel panel_kernel(const MatmulPlan& plan) {
                         : panel_kernel_int8<g, count, all>(plan);
 }
 
-// Sums over the lanes of each row, where they belong. `o`: what the product was given.
+// Reduces and stores the sums of each row. `o`: the kernel's operands.
 template <int g, int count>
-void store_outputs(const MatmulPlan& plan, const PanelOperands& o, int64_t group, const Results& results) {
+void store_outputs(const MatmulPlan& plan, const PanelOperands& o, int64_t group,
+                   const Results& results) {
   for (int64_t i = 0; i < o.groups; ++i) {
     const int64_t output = (group + i) * (L / g);
     for (int m = 0; m < count; ++m) {
@@ -171,7 +173,7 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
   static_assert(16 / L % beside == 0);
   const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
   const int64_t groups = std::min(fit, end - begin);
-  // Units at a time, so that the rows' share of them stays in the first-level cache.
+  // Some units at a time, so that their share of the rows stays in L1.
   constexpr int most = Vector::kMaxRows;
   const int64_t share = g * x.layout.column_bytes() * (rows < most ? rows : most);
   const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
@@ -183,15 +185,15 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
                     reinterpret_cast<float*>(memory + groups * (code_bytes + number_bytes))};
   float* sums = reinterpret_cast<float*>(memory + groups * panel_bytes);
   const int64_t digit_bytes = x.layout.digit_bytes();
-  const PanelKernel many_rows = panel_kernel<g, most>(plan), some_rows = panel_kernel<g, most / 2>(plan),
-                one_row = panel_kernel<g, 1>(plan);
+  const PanelKernel many_rows = panel_kernel<g, most>(plan),
+                    some_rows = panel_kernel<g, most / 2>(plan), one_row = panel_kernel<g, 1>(plan);
 
-  // Of words. Groups follow one another where each is a tile; else nearly.
+  // Bytes of words. Groups are contiguous if each is a tile, else nearly.
   const int64_t group_bytes = m.superblocks * m.bits * L * 4, all_groups = m.tiles * m.R * g / L;
   for (int64_t first = begin; first < end; first += groups) {
     const int64_t here = end - first < groups ? end - first : groups;
     fill(plan, first, here, panel);
-    // While it is multiplied with, the words of the next one are fetched, some with each group.
+    // The words of the next panel are prefetched meanwhile, some with each group.
     const int64_t products = (rows + most - 1) / most * pieces * here;
     const int64_t fetch = (here * group_bytes / products + 63) / 64 * 64;
     const char* ahead = reinterpret_cast<const char*>(m.words) + (first + here) * group_bytes;
@@ -215,10 +217,11 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
         ahead += here * fetch;
         multiply(o);
       }
-      store_outputs<g, count>(plan, o, first, Results(y, stride, x.layout.digits, row, count, done));
+      store_outputs<g, count>(plan, o, first,
+                              Results(y, stride, x.layout.digits, row, count, done));
       done = row + count;
     };
-    // At the end some rows once more: cheaper than one by one.
+    // Repeats some rows at the end: cheaper than one by one.
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row;
       if (left > most / 2 && rows >= most) {
@@ -237,7 +240,7 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
   }
 }
 
-// f(std::integral_constant<int, g>) for superblocks of so many columns; see columns_of().
+// Calls f(std::integral_constant<int, g>) for superblocks of g columns; see columns_of().
 template <class F>
 void with_columns(int columns, F f) {
   switch (columns) {
@@ -263,17 +266,19 @@ void multiply(const Matrix& matrix, const Activations& x, int64_t rows, int64_t 
 
 // ---- activations ------------------------------------------------------------------------------
 
-// Of digits, which are -127 .. 127. Less than 255, so that a quotient need not be rounded exactly.
+// Base of digits, which are -127 .. 127. Less than 255, so that quotients need no exact rounding.
 constexpr float kBase = 253;
 
-// What a block's largest magnitude becomes: with three digits it has 23 bits.
-constexpr float max_quantized(int digits) { return digits == 1 ? 127 : kBase * max_quantized(digits - 1); }
+// Integer of a block's largest magnitude: three digits have 23 bits.
+constexpr float max_quantized(int digits) {
+  return digits == 1 ? 127 : kBase * max_quantized(digits - 1);
+}
 
-// 32 whole numbers.
+// 32 integers.
 struct QuantizedColumn {
   Vector::I v[32 / L];
 
-  // Takes the lowest digit off.
+  // Splits off the lowest digit.
   QuantizedColumn take_digit() {
     QuantizedColumn digit;
     for (int i = 0; i < 32 / L; ++i) {
@@ -285,9 +290,10 @@ struct QuantizedColumn {
   }
 };
 
-// A column's activations as whole numbers up to `limit`, and what one of them is worth. A block with a
-// number that is not finite becomes NaN; one below 1e-30 becomes 0.
-QuantizedColumn quantize_column(const float* x, int64_t inputs, int64_t column, float limit, float& scale) {
+// Quantizes a column's activations to integers up to `limit`, with their scale. A block that is not
+// finite becomes NaN; one below 1e-30 becomes 0.
+QuantizedColumn quantize_column(const float* x, int64_t inputs, int64_t column, float limit,
+                                float& scale) {
   const int64_t left = inputs - column * 32;
   const float* from = x + column * 32;
   alignas(64) float padded[32];

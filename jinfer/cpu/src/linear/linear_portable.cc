@@ -1,4 +1,4 @@
-#define UNROLL  // it would make the code long and no faster
+#define UNROLL  // unrolling would only make the code longer
 
 #include "simd/vector_portable.h"
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// Without instructions for dot products of bytes these, not memory, are what takes time.
+// Without dot products of bytes the product is compute-bound: no GEMV.
 bool try_gemv(const MatmulPlan&, const Activations&, int64_t, int64_t, int64_t, float*, int64_t,
-                  Scratch&) {
+              Scratch&) {
   return false;
 }
 

@@ -1,9 +1,9 @@
-// Decoding, over a `Vector` that the including file has defined: codes to one byte a weight, and
-// the numbers of blocks to float32, into a panel that stays in a cache while rows of activations
-// are multiplied with it.
+// Unpacks quantized weights into a panel, over the including file's `Vector`: codes to one byte a
+// weight, numbers of blocks to float32. The panel stays in a cache while rows are multiplied with
+// it.
 //
-// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is G columns of
-// L / G rows. A *row group* is these rows.
+// A *unit* is what a vector of L lanes covers: 8 steps of 4 codes in every lane, that is G columns
+// of L / G rows. A *row group* is these rows.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 #include "common/scratch.h"
 #include "linear/linear.h"
 
-// Loops over what a register each holds, unrolled at any level of optimization.
+// Unrolls loops over registers at any level of optimization.
 #ifndef UNROLL
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
 namespace {
 
-using jinfer::Activations;
 using jinfer::ActivationLayout;
+using jinfer::Activations;
 using jinfer::kThreeAndAHalf;
 using jinfer::Matrix;
 using jinfer::per_code_of;
@@ -28,20 +28,20 @@ using jinfer::Scratch;
 
 constexpr int L = Vector::L;
 
-// Of a column, in superblocks of g: formats with blocks of 16 are in two levels, and have 8.
+// Parts of a column, in superblocks of g: two-level formats (g = 8) may have blocks of 16.
 template <int g>
 constexpr int kMostParts = g == 8 ? 2 : 1;
 
-// Where the products of some rows of digits belong. Those of a row's digits are added up in order.
+// Where products of digit rows are stored. A row's digits are added up in order.
 struct Results {
   struct Row {
-    float* y;  // null: it is there already
+    float* y;  // null: stored already
     bool add;
   };
   static constexpr int kMost = 16;
   Row of[kMost];
 
-  // Of rows `first` .. `first` + `count` - 1, of which those before `done` are there.
+  // For rows `first` .. `first` + `count` - 1, of which those before `done` are stored already.
   Results(float* y, int64_t stride, int digits, int64_t first, int count, int64_t done = 0) {
     for (int r = 0; r < count; ++r) {
       const int64_t row = first + r;
@@ -50,7 +50,7 @@ struct Results {
   }
 };
 
-// Sums over runs of g lanes, which are a row's outputs `output` ..
+// Stores sums over runs of g lanes, a row's outputs from `output` on.
 template <int g>
 inline void store_sums(Vector::F v, const Results::Row& row, int64_t output, int64_t outputs) {
   constexpr int many = L / g;
@@ -112,18 +112,21 @@ inline Vector::I unpack_four(const Vector::I* words) {
     v = Vector::shift_left<(p.low < p.at ? p.at - p.low : 0)>(v);
   }
   constexpr bool alone = Vector::kByteShifts && p.low + p.width == 8 && p.at == 0;
-  constexpr bool whole = bits == 8 || (bits == kThreeAndAHalf && s < bits && Vector::kSplitsSevenBits);
+  constexpr bool whole =
+      bits == 8 || (bits == kThreeAndAHalf && s < bits && Vector::kSplitsSevenBits);
   if constexpr (!whole && !alone) v = Vector::bit_and(v, mask * 0x01010101u);
-  if constexpr (piece + 1 < all.count) v = Vector::bit_or(v, unpack_four<bits, s, piece + 1>(words));
+  if constexpr (piece + 1 < all.count)
+    v = Vector::bit_or(v, unpack_four<bits, s, piece + 1>(words));
   return v;
 }
 
-// The largest byte that codes are multiplied as.
+// The largest code as a byte operand of dot products.
 constexpr int max_code(int bits, bool coded) {
   return coded ? 255 : bits == kThreeAndAHalf ? 127 / 11 : (1 << bits) - 1;
 }
 
-// `words` of one unit, `stride` words apart -> codes[8][L]; 7 bits: two units, for both halves.
+// Decodes a unit's `words`, `stride` apart, to codes[8][L]; 3.5 bits: two units, `codes` with x and
+// `second` with y.
 template <int bits>
 inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codebook, uint8_t* codes,
                    uint8_t* second) {
@@ -158,14 +161,14 @@ inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codeboo
 
 // ---- numbers ----------------------------------------------------------------------------------
 
-// Where the numbers of each lane stand among those of a row group, for one half of a code and one
-// half of a column: at[lane] and, of bases, at[16 + lane].
+// Index of each lane's number within a row group, for one number of a code and one half of a
+// column: at[lane], and at[16 + lane] for bases.
 struct GatherIndices {
   uint16_t at[32];
-  int count;  // of numbers that a vector needs
+  int count;  // numbers that a vector needs
 };
 
-// Of blocks of `block` inputs.
+// For blocks of `block` inputs.
 GatherIndices gather_indices(const Matrix& matrix, int block, int half, int part) {
   GatherIndices out;
   const int rows = L / matrix.G, per_row = std::max(1, matrix.width() / block);
@@ -194,8 +197,9 @@ float half_to_float(uint16_t h) {
   return value;
 }
 
-inline __attribute__((always_inline)) void gather(const void* p, bool bytes, const GatherIndices& places,
-                                                  bool both, Vector::F& first, Vector::F& second) {
+inline __attribute__((always_inline)) void gather(const void* p, bool bytes,
+                                                  const GatherIndices& places, bool both,
+                                                  Vector::F& first, Vector::F& second) {
   if (Vector::gather(p, bytes, places.count, places.at, both, first, second)) return;
   float values[2 * L];
   for (int k = 0; k < (both ? 2 : 1); ++k) {
@@ -211,26 +215,26 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes, con
 
 // ---- panels -----------------------------------------------------------------------------------
 
-// What does not change within a call.
+// What is constant within a call.
 struct MatmulPlan {
   const Matrix* matrix = nullptr;
-  // Writes the scales and bases of a row group, float32 [units][parts][L]; `row`: rows before it, in
-  // units of a superblock's row.
-  void (*fill)(const MatmulPlan&, int64_t row, int64_t superblocks, float* scales, float* bases) = nullptr;
-  // Numbers stand in memory as lanes do, each of its column, or as they can be taken from there.
+  // Writes scales and bases of a row group, float32 [units][parts][L]; `row`: superblock rows
+  // before it.
+  void (*fill)(const MatmulPlan&, int64_t row, int64_t superblocks, float* scales,
+               float* bases) = nullptr;
+  // Numbers are stored in lane order, or can be loaded into it.
   bool in_lane_order = false;
   int rows, parts;
   int64_t units;
-  // Of a superblock's units and their parts: how their numbers stand in a row group's.
+  // For each part of a superblock's units: indices into a row group's numbers.
   struct Numbers {
     GatherIndices blocks, steps;
   } numbers[4];
 
   MatmulPlan() = default;
   explicit MatmulPlan(const Matrix& m)
-      : rows(L / m.G),
-        parts(m.block == 16 ? 2 : 1),
-        key{m.R, m.G, m.per_code, m.block, m.numbers, m.steps != nullptr} {
+      : rows(L / m.G), parts(m.block == 16 ? 2 : 1), key{m.R,     m.G,       m.per_code,
+                                                         m.block, m.numbers, m.steps != nullptr} {
     for (int half = 0; half < m.per_code; ++half) {
       for (int part = 0; part < parts; ++part) {
         Numbers& out = numbers[half * parts + part];
@@ -240,33 +244,34 @@ struct MatmulPlan {
     }
   }
 
-  int key[6] = {};  // what all but `matrix` and what depends on it follows from
+  int key[6] = {};  // determines all but `matrix` and what depends on it
 };
 
-// What `MatmulPlan::fill` points to.
+// Targets of `MatmulPlan::fill`.
 template <bool affine, bool two_level>
-void fill_numbers(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+void fill_numbers(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales,
+                  float* bases) {
   const Matrix& m = *plan.matrix;
   const int count = m.per_code * plan.parts;
   const int per_row = m.numbers * std::max(1, m.width() / m.block), shared = m.shared();
   const int steps_per_row = m.numbers * m.G * m.per_code / 8;
   const int64_t in_tile = row % m.R, first = row / m.R;
   int64_t at = (first / shared * m.R + in_tile) * per_row, step_at = row * steps_per_row;
-  int64_t left = shared - first % shared;  // superblocks with these numbers
+  int64_t left = shared - first % shared;  // superblocks that still share these numbers
   for (int64_t i = 0; i < superblocks; ++i) {
     for (int k = 0; k < count; ++k) {
       const MatmulPlan::Numbers& numbers = plan.numbers[k];
       Vector::F scale, base;
       if constexpr (two_level) {
         Vector::F step, floor;
-        gather(static_cast<const int8_t*>(m.scales) + at, true, numbers.blocks,
-               affine, scale, base);
+        gather(static_cast<const int8_t*>(m.scales) + at, true, numbers.blocks, affine, scale,
+               base);
         gather(m.steps + step_at, false, numbers.steps, affine, step, floor);
         scale = Vector::mul(scale, step);
         if (affine) base = Vector::mul(base, floor);
       } else {
-        gather(static_cast<const uint16_t*>(m.scales) + at, false, numbers.blocks,
-               affine, scale, base);
+        gather(static_cast<const uint16_t*>(m.scales) + at, false, numbers.blocks, affine, scale,
+               base);
       }
       Vector::store_f(scales, scale);
       if (affine) Vector::store_f(bases, base);
@@ -278,10 +283,11 @@ void fill_numbers(const MatmulPlan& plan, int64_t row, int64_t superblocks, floa
   }
 }
 
-// The same where a row's columns in a superblock, of codes of one weight, share their numbers, as often
-// with those of the next superblocks.
+// The same for blocks that span all columns of a superblock's row, or several superblocks, with one
+// weight per code.
 template <bool affine, class V = Vector>
-void fill_repeated(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales, float* bases) {
+void fill_repeated(const MatmulPlan& plan, int64_t row, int64_t superblocks, float* scales,
+                   float* bases) {
   if constexpr (V::kRepeated) {
     const Matrix& m = *plan.matrix;
     const int64_t first = row / m.R, shared = m.shared();
@@ -299,7 +305,7 @@ void fill_repeated(const MatmulPlan& plan, int64_t row, int64_t superblocks, flo
   }
 }
 
-// The thread's last plan is kept: chunks of a call, and calls, are mostly dot_class.
+// The thread's last plan is reused: chunks and calls are mostly alike.
 const MatmulPlan& plan_of(const Matrix& m) {
   static thread_local MatmulPlan plan;
   const int key[] = {m.R, m.G, m.per_code, m.block, m.numbers, m.steps != nullptr};
@@ -315,7 +321,7 @@ const MatmulPlan& plan_of(const Matrix& m) {
   return plan;
 }
 
-// Decoded units of some row groups, one after the other.
+// Decoded units of some row groups.
 struct Panel {
   uint8_t* codes;  // [groups][units][8][L][4]
   float* scales;   // [groups][units][parts][L]
@@ -323,7 +329,8 @@ struct Panel {
 };
 
 template <int bits>
-void fill_codes(const MatmulPlan& plan, const uint32_t* words, int64_t superblocks, uint8_t* codes) {
+void fill_codes(const MatmulPlan& plan, const uint32_t* words, int64_t superblocks,
+                uint8_t* codes) {
   const Matrix& m = *plan.matrix;
   const int64_t lanes = int64_t{m.R} * m.G;
   constexpr int64_t unit = 32 * L;
@@ -334,14 +341,14 @@ void fill_codes(const MatmulPlan& plan, const uint32_t* words, int64_t superbloc
   }
 }
 
-// Row groups `group` .. `group` + `groups` - 1.
+// Decodes row groups `group` .. `group` + `groups` - 1.
 void fill(const MatmulPlan& plan, int64_t group, int64_t groups, const Panel& panel) {
   using Codes = void (*)(const MatmulPlan&, const uint32_t*, int64_t, uint8_t*);
   static constexpr Codes codes[] = {nullptr,       nullptr,       fill_codes<2>,
                                     fill_codes<3>, fill_codes<4>, fill_codes<5>,
                                     fill_codes<6>, fill_codes<7>, fill_codes<8>};
   const Matrix& m = *plan.matrix;
-  // Tiles of one group each follow one another without a gap.
+  // Tiles of a single group are contiguous.
   const int64_t together = m.R == plan.rows ? groups : 1;
   const int64_t units = plan.units, count = units * plan.parts * L;
   for (int64_t i = 0; i < groups; i += together) {
@@ -350,7 +357,7 @@ void fill(const MatmulPlan& plan, int64_t group, int64_t groups, const Panel& pa
     const uint32_t* words = m.words + (superblock * m.bits * m.R + row) * m.G;
     codes[m.bits](plan, words, superblocks, panel.codes + i * units * 32 * L);
     plan.fill(plan, superblock * m.R + row, superblocks, panel.scales + i * count,
-            panel.bases + i * count);
+              panel.bases + i * count);
   }
 }
 

@@ -1,6 +1,6 @@
-// GGUF's blocks as tiles of words and numbers, without loss, and F16 nearly so: what `jinfer/quant/gguf_blocks.py` says of
-// each type, and does with NumPy where there is no library. A plain function, which Python calls
-// without its lock, as a start waits for this.
+// GGUF: repacks quantized blocks into tiles without loss, and F16 nearly so.
+// jinfer/quant/gguf_blocks.py documents each type and does the same in NumPy. A plain C function,
+// which Python calls without the GIL.
 #include <cstdint>
 #include <cstring>
 
@@ -9,17 +9,17 @@ namespace {
 
 constexpr uint32_t kFirstBit = 0x01010101, kTwoBits = 0x03030303, kNibble = 0x0f0f0f0f;
 
-// Word `index` of a field: four consecutive codes, or pieces of such.
+// Word `index` of a field: four consecutive codes, or bits of them.
 inline uint32_t word(const uint8_t* field, int index) {
   uint32_t value;
   std::memcpy(&value, field + 4 * index, 4);
   return value;
 }
 
-// A column's 32 codes, four(s) having codes 4 s .. 4 s + 3 in its bytes: `pack_fours`.
+// Packs a column's 32 codes; four(s) has codes 4 s .. 4 s + 3 in its bytes. As `pack_fours`.
 template <int bits, class Four>
 inline void pack(Four four, uint32_t* to) {
-  uint32_t last[2];  // codes that stand in pieces, where the bits of others leave room
+  uint32_t last[2];  // codes that are split over bits that others leave
   for (int t = 0; t < bits; ++t) to[t] = 0;
   constexpr int whole = bits == 2 || bits == 4 ? 8 : 6 - (bits == 5);
   for (int s = 0; s < whole; ++s) to[s % bits] |= four(s) << (bits * (s / bits));
@@ -47,8 +47,8 @@ inline void pack(Four four, uint32_t* to) {
   }
 }
 
-// Each type: `size` of a block, `columns` of 32 weights in it, `bits` of a code; `parts` that have
-// `scales` bytes of numbers each, and `steps` bytes of numbers of the whole.
+// Block types: bytes `size`, `columns` of 32 weights, `bits` of a code, and `parts` with `scales`
+// bytes of numbers each, plus `steps` bytes of numbers of the whole block.
 
 // 32 weights; numbers of two bytes, then codes.
 template <int numbers, int code_bytes>
@@ -77,7 +77,7 @@ struct FiveBits : Of32<numbers, 20> {
     const uint32_t fifth = word(codes, 0);
     const auto four = [&](int s) {
       const uint32_t low = (word(codes, 1 + s % 4) >> (4 * (s / 4))) & kNibble;
-      // Four bits side by side to four bytes: bit i goes to 8 i, multiplied by 2 ** (7 i).
+      // Spreads four bits to four bytes: bit i goes to 8 i by multiplication with 2 ** (7 i).
       return low | ((((fifth >> (4 * s)) & 15) * 0x00204081u) & kFirstBit) << 4;
     };
     pack<bits>(four, to);
@@ -110,7 +110,7 @@ struct Of256 {
   static constexpr int scales = numbers, steps = 2 * numbers;
 };
 
-// Bits of codes in a field, where columns stand in these orders.
+// Bits of codes in a field, in the column order of each type.
 inline uint32_t bit(const uint8_t* field, int column, int s) {
   return (word(field, s) >> column) & kFirstBit;
 }
@@ -125,7 +125,7 @@ inline uint32_t nibble_of_64(const uint8_t* field, int column, int s) {
   return (word(field, first + s) >> (4 * (column / 2 % 2))) & kNibble;
 }
 
-// d and -dmin, which follow each other.
+// d and -dmin, stored next to each other.
 inline void put_step_and_floor(const uint8_t* from, uint8_t* to) {
   std::memcpy(to, from, 4);
   to[3] ^= 0x80;
@@ -216,8 +216,8 @@ struct Iq4Xs : Of256<4, 136, 8, 1> {
   }
 };
 
-// A matrix's tiles, from the one on that the first row is in: words [tiles, superblocks, bits, rows,
-// columns], scales and steps [tiles, superblocks, rows, bytes].
+// A matrix's tiles, from the first row's on: words [tiles, superblocks, bits, rows, columns],
+// scales and steps [tiles, superblocks, rows, bytes].
 struct Tiles {
   int64_t superblocks, rows, columns;
   uint32_t* words;
@@ -238,7 +238,8 @@ void repack_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& t
         words[t * lanes + in * Type::columns + column] = packed[t];
     }
     const int64_t at = (superblock * to.rows + in_tile) * each + in;
-    Type::put_numbers(from, to.scales + at * Type::parts * Type::scales, to.steps + at * Type::steps);
+    Type::put_numbers(from, to.scales + at * Type::parts * Type::scales,
+                      to.steps + at * Type::steps);
   }
 }
 
@@ -248,12 +249,12 @@ inline float float_of(uint32_t bits) {
   return value;
 }
 
-// The magnitude of a number of F16: exact, as a power of two is all that the bits lack.
+// Magnitude of an F16 number; exact, as only a power of two is missing.
 inline float widened(uint16_t bits) {
   return float_of((bits & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112
 }
 
-// Numbers of F16 as whole numbers, in blocks of 64: `whole_numbers` in jinfer/quant/f16_as_int.py.
+// F16 numbers as integers in blocks of 64: `whole_numbers` in jinfer/quant/f16_as_int.py.
 void repack_f16_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
   constexpr int kBlock = 64, kBits = 13, kLeast = -24, kInfinite = 0x7c00;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
@@ -285,9 +286,7 @@ void repack_f16_row(const uint8_t* from, int64_t blocks, int64_t row, const Tile
     for (int t = 0; t < 16; ++t)
       for (int column = 0; column < 2; ++column)
         std::memcpy(words + t * lanes + column, codes + 32 * column + 2 * t, 4);
-    const uint16_t scale = !known         ? 0x7e00
-                           : power >= -14 ? (power + 15) << 10
-                                          : 1 << (power + 24);
+    const uint16_t scale = !known ? 0x7e00 : power >= -14 ? (power + 15) << 10 : 1 << (power + 24);
     std::memcpy(to.scales + 2 * (superblock * to.rows + in_tile), &scale, 2);
   }
 }
@@ -296,7 +295,7 @@ using RepackRow = void (*)(const uint8_t*, int64_t, int64_t, const Tiles&);
 struct Named {
   const char* name;
   RepackRow repack;
-  int64_t columns = 0;  // of a superblock, where it cannot have others
+  int64_t columns = 0;  // required columns of a superblock; 0: any
 };
 constexpr Named kTypes[] = {
     {"Q4_0", repack_row<FourBits<1>>}, {"Q4_1", repack_row<FourBits<2>>},
@@ -305,14 +304,14 @@ constexpr Named kTypes[] = {
     {"MXFP4", repack_row<Mxfp4>},      {"Q2_K", repack_row<Q2K>},
     {"Q3_K", repack_row<Q3K>},         {"Q4_K", repack_row<Q4K>},
     {"Q5_K", repack_row<Q5K>},         {"Q6_K", repack_row<Q6K>},
-    {"IQ4_XS", repack_row<Iq4Xs>},   {"F16", repack_f16_row, 2},
+    {"IQ4_XS", repack_row<Iq4Xs>},     {"F16", repack_f16_row, 2},
 };
 
 }  // namespace
 }  // namespace jinfer
 
-// Whether the type is known: rows of `blocks` blocks, `stride` bytes apart, to the first rows of
-// tiles. A superblock holds whole blocks; what a row does not fill is left as it is.
+// Repacks rows of `blocks` blocks, `stride` bytes apart, to the first rows of tiles; returns 0 for
+// an unknown type. A superblock holds whole blocks; what a row does not fill is left untouched.
 extern "C" __attribute__((visibility("default"))) int jinfer_repack(
     const char* type, const uint8_t* from, int64_t stride, int64_t rows, int64_t blocks,
     int64_t superblocks, int64_t tile_rows, int64_t columns, uint32_t* words, uint8_t* scales,
@@ -321,8 +320,7 @@ extern "C" __attribute__((visibility("default"))) int jinfer_repack(
     if (std::strcmp(known.name, type)) continue;
     if (known.columns && known.columns != columns) return 0;
     const jinfer::Tiles to{superblocks, tile_rows, columns, words, scales, steps};
-    for (int64_t row = 0; row < rows; ++row)
-      known.repack(from + row * stride, blocks, row, to);
+    for (int64_t row = 0; row < rows; ++row) known.repack(from + row * stride, blocks, row, to);
     return 1;
   }
   return 0;

@@ -1,6 +1,5 @@
-// The handlers of `jinfer_route`, `jinfer_sort_by_expert` and `jinfer_combine_experts`: which experts of a mixture each
-// row goes to, pairs of row and expert sorted by expert, and the sum of what experts gave. As operations of
-// XLA's they are some forty for each layer, which take longer than a small model's experts.
+// Mixture of experts: handlers of `jinfer_route` (top-k routing), `jinfer_sort_by_expert` and
+// `jinfer_combine_experts` (weighted sum), in place of some forty small XLA operations per layer.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -15,7 +14,8 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-// The best of `ranked`, the first of such as are equal. There are `count`, even where none is a number.
+// Indices of the `count` largest scores, lower index first among equals; always `count`, even among
+// NaNs.
 void top_k(const float* ranked, std::vector<char>& taken, int64_t count, int32_t* chosen) {
   const int64_t experts = taken.size();
   std::fill(taken.begin(), taken.end(), 0);
@@ -28,7 +28,7 @@ void top_k(const float* ranked, std::vector<char>& taken, int64_t count, int32_t
   }
 }
 
-// `args`: what is added to the scores for the choice only, or nothing.
+// `args`: a correction that is added to the scores for the selection only, or nothing.
 ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::RemainingArgs args,
                  ffi::ResultBuffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::F32> weights,
                  bool softmax, bool renormalize, float scale) {
@@ -71,15 +71,16 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
   return ffi::Error::Success();
 }
 
-// Pairs of row and expert, sorted by expert and then by row: of each its row and its expert; where each
-// expert's begin, and at last where all end; of each pair as it was given, its place.
+// Sorts pairs of row and expert by expert, then by row. Results: row and expert of each sorted
+// pair; each expert's begin, and the end; the sorted index of each original pair.
 ffi::Error sort_by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> row_of,
-                     ffi::ResultBuffer<ffi::S32> expert_of, ffi::ResultBuffer<ffi::S32> begins,
-                     ffi::ResultBuffer<ffi::S32> place_of) {
+                          ffi::ResultBuffer<ffi::S32> expert_of, ffi::ResultBuffer<ffi::S32> begins,
+                          ffi::ResultBuffer<ffi::S32> place_of) {
   const auto refuse = [](const char* what) {
     return ffi::Error::InvalidArgument(std::string("jinfer_sort_by_expert: ") + what);
   };
-  if (chosen.dimensions().size() != 2 || begins->dimensions().size() != 1) return refuse("no matrix");
+  if (chosen.dimensions().size() != 2 || begins->dimensions().size() != 1)
+    return refuse("no matrix");
   const int64_t rows = chosen.dimensions()[0], count = chosen.dimensions()[1], pairs = rows * count;
   const int64_t experts = begins->dimensions()[0] - 1;
   if (!has_shape(*row_of, {pairs}) || !has_shape(*expert_of, {pairs}) ||
@@ -104,10 +105,10 @@ ffi::Error sort_by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S
   return ffi::Error::Success();
 }
 
-// Of each row the sum of its pairs' results times their weights, one after the other.
+// Each row's sum of its pairs' results times their weights, in order.
 ffi::Error combine_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
-                      ffi::Buffer<ffi::S32> places, ffi::Buffer<ffi::F32> weights,
-                      ffi::ResultBuffer<ffi::F32> y) {
+                           ffi::Buffer<ffi::S32> places, ffi::Buffer<ffi::F32> weights,
+                           ffi::ResultBuffer<ffi::F32> y) {
   const auto refuse = [](const char* what) {
     return ffi::Error::InvalidArgument(std::string("jinfer_combine_experts: ") + what);
   };
@@ -118,11 +119,12 @@ ffi::Error combine_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
   if (rows * count != pairs || !has_shape(places, {pairs}) || !has_shape(*y, {rows, size}))
     return refuse("places, weights or the result do not fit");
   for (int64_t i = 0; i < pairs; ++i)
-    if (places.typed_data()[i] < 0 || places.typed_data()[i] >= pairs) return refuse("no such place");
+    if (places.typed_data()[i] < 0 || places.typed_data()[i] >= pairs)
+      return refuse("no such place");
   parallel_rows(pool, rows, size * count, [&](int64_t row) {
     rowwise_kernels().weighted_sum(results.typed_data(), places.typed_data() + row * count,
-                               weights.typed_data() + row * count, count, size,
-                               y->typed_data() + row * size);
+                                   weights.typed_data() + row * count, count, size,
+                                   y->typed_data() + row * size);
   });
   return ffi::Error::Success();
 }

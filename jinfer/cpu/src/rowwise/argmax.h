@@ -1,4 +1,4 @@
-// Where the greatest number of each row is.
+// Argmax of rows.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace jinfer {
 
-// The index of a row's greatest number, the last one where there is something that is not a number.
+// Index of a row's largest number; the last index if there is a NaN.
 inline int32_t index_of(const Argmax& found, int64_t size) {
   return static_cast<int32_t>(found.has_nan ? size - 1 : found.at);
 }
 
-// That of each row. A row may be cut: what is greatest does not depend on where.
+// Argmax of each row. Rows may be cut for threads, which does not change the result.
 inline void argmax_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
-                             int32_t* at) {
-  constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece, of another thread
+                        int32_t* at) {
+  constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece; numbers per thread
   const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
   std::vector<Argmax> found(rows * cuts);
   const RowwiseKernels& k = rowwise_kernels();

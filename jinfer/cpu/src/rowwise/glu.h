@@ -1,5 +1,4 @@
-// Activation functions, alone and of a feed-forward's gate, for the instructions that the including file is
-// compiled for.
+// Activation functions and GLU, compiled once per instruction set.
 #pragma once
 
 #include "common/activation.h"
@@ -8,13 +7,13 @@
 namespace jinfer {
 namespace {
 
-// 1 + e^-x, which a sigmoid is the inverse of; a NaN stays one.
+// 1 + e^-x, the inverse of a sigmoid; keeps NaN.
 inline Floats one_plus_exp_minus(Floats x) {
   return 1.0f + exponential(-x > 88.0f ? broadcast(88.0f) : -x);
 }
 
-// The complement of the error function of x >= 0, to 2 units of float32's last place where that is not
-// too small to matter: Chebyshev's approximation of "Numerical Recipes", section 6.2.
+// erfc(x) for x >= 0, to 2 units in the last place of float32 where it matters: Chebyshev's
+// approximation of "Numerical Recipes", section 6.2.
 inline Floats erfc_of_positive(Floats x) {
   const Floats t = 1.0f / (1.0f + 0.5f * x);
   Floats p = broadcast(0.17087277f);
@@ -37,7 +36,7 @@ inline Floats gelu_tanh(Floats x) {
   return x / one_plus_exp_minus(1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
-// x times the share of a normal distribution that is below x (arXiv 1606.08415).
+// x times the normal distribution's CDF (arXiv 1606.08415).
 inline Floats gelu(Floats x) {
   const Floats above = 0.5f * erfc_of_positive((x < 0.0f ? -x : x) * 0.70710678f);
   return x * (x < 0.0f ? above : 1.0f - above);
@@ -47,7 +46,7 @@ inline Floats quick_gelu(Floats x) { return x / one_plus_exp_minus(1.702f * x); 
 
 inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
 
-// f(function of a vector) for the one that is named.
+// Calls f with the vector form of an activation.
 template <class F>
 inline void dispatch_activation(Activation activation, F f) {
   switch (activation) {
@@ -61,8 +60,8 @@ inline void dispatch_activation(Activation activation, F f) {
   }
 }
 
-// y[n] = activation(y[n]) * up[n]. Every element goes through vectors, the last ones too: which of them a
-// number is among does not change its bits.
+// y[n] = activation(y[n]) * up[n]. The remainder goes through vectors too, so that bits do not
+// depend on an element's position.
 inline void glu(Activation activation, int64_t count, const float* up, float* y) {
   dispatch_activation(activation, [=](auto f) {
     int64_t n = 0;

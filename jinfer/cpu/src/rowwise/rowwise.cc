@@ -1,5 +1,5 @@
-// The handlers of `jinfer_norm`, `jinfer_rotate`, `jinfer_hadamard`, `jinfer_scores`, `jinfer_activate` and
-// `jinfer_argmax`: what is computed of each row by itself.
+// Handlers of row-wise operations: `jinfer_norm`, `jinfer_rotate`, `jinfer_hadamard`,
+// `jinfer_scores`, `jinfer_activate`, `jinfer_argmax`.
 #include "rowwise/rowwise.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-// Weights and biases are [groups, size]: those of row i are number i % groups.
+// Weights and biases are [groups, size]; row i uses group i % groups.
 ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                 ffi::ResultBuffer<ffi::F32> y, bool centered, bool weighted, bool biased, float eps,
                 float offset) {
@@ -58,15 +58,16 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   };
   if (x.dimensions().size() != 2 || cos.dimensions().size() != 2) return refuse("no matrices");
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], pairs = cos.dimensions()[1];
-  if (size < 1 || width % size || 2 * pairs > size) return refuse("heads of such a size do not fit");
+  if (size < 1 || width % size || 2 * pairs > size)
+    return refuse("heads of such a size do not fit");
   if (!has_shape(cos, {rows, pairs}) || !has_shape(sin, {rows, pairs}) ||
       !has_shape(*y, {rows, width}))
     return refuse("angles or the result do not fit x");
   const Rotation rotation{size, pairs, adjacent};
   parallel_rows(pool, rows, width, [&](int64_t row) {
     rowwise_kernels().rotate(x.typed_data() + row * width, cos.typed_data() + row * pairs,
-                         sin.typed_data() + row * pairs, width, rotation,
-                         y->typed_data() + row * width);
+                             sin.typed_data() + row * pairs, width, rotation,
+                             y->typed_data() + row * width);
   });
   return ffi::Error::Success();
 }
@@ -107,8 +108,8 @@ ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
     return ffi::Error::InvalidArgument("jinfer_activate: no such activation");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   parallel_rows(pool, rows, size, [&](int64_t row) {
-    rowwise_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation), size,
-                           y->typed_data() + row * size);
+    rowwise_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation),
+                               size, y->typed_data() + row * size);
   });
   return ffi::Error::Success();
 }

@@ -1,4 +1,4 @@
-// The kernels of rowwise.h, for the instructions that the including file is compiled for.
+// Row-wise kernels, compiled once per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 namespace jinfer {
 namespace {
 
-constexpr int ACCUMULATORS = 4;  // sums side by side, so that an addition does not wait for the one before
+constexpr int ACCUMULATORS = 4;  // independent sums, to hide the latency of additions
 
-// f(at, count) for the vectors of a row: `count` is LANES but for the last one, which is filled up.
+// Calls f(at, count) for the vectors of a row; `count` is LANES but for the remainder.
 template <class F>
 inline void for_vectors(int64_t size, F f) {
   int64_t at = 0;
@@ -26,7 +26,7 @@ inline Floats load_up_to(const float* from, int64_t count) {
 
 inline void store_up_to(float* to, Floats x, int64_t count) { memcpy(to, &x, 4 * count); }
 
-// The sum of f(x) over a row, where f(0) = 0 or the row fills its vectors.
+// The sum of f(x) over a row; f(0) need not be 0.
 template <class F>
 inline float sum_of(const float* x, int64_t size, F f) {
   Floats sum[ACCUMULATORS] = {};
@@ -56,7 +56,7 @@ void norm(const float* x, int64_t size, const Norm& norm, float* y) {
   });
 }
 
-// A product that no instruction rounds together with a sum.
+// Keeps the compiler from fusing a product with a sum.
 inline Floats rounded(Floats product) {
 #if defined(__x86_64__)
   asm("" : "+v"(product));
@@ -68,7 +68,7 @@ inline Floats rounded(Floats product) {
   return product;
 }
 
-// One head of which pairs are halves apart.
+// Rotates a head whose pairs are half a head apart.
 void rotate_halves(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
   for_vectors(pairs, [&](int64_t at, int64_t count) {
     const Floats a = load_up_to(x + at, count), b = load_up_to(x + pairs + at, count);
@@ -78,7 +78,7 @@ void rotate_halves(const float* x, const float* cos, const float* sin, int64_t p
   });
 }
 
-// One head of which pairs are neighbours.
+// Rotates a head whose pairs are neighbours.
 void rotate_adjacent(const float* x, const float* cos, const float* sin, int64_t pairs, float* y) {
   for_vectors(pairs, [&](int64_t at, int64_t count) {
     Floats a = {}, b = {};
@@ -98,9 +98,9 @@ void rotate(const float* x, const float* cos, const float* sin, int64_t size,
   }
 }
 
-constexpr int64_t MAX_HADAMARD = 512;  // of a head that is transformed together, at most
+constexpr int64_t MAX_HADAMARD = 512;  // largest transform
 
-// +1 and -1 as in the Rudin-Shapiro sequence, which no row of a Hadamard matrix is like.
+// Signs of the Rudin-Shapiro sequence, which resembles no row of a Hadamard matrix.
 struct Signs {
   float at[MAX_HADAMARD] = {};
   constexpr Signs() {
@@ -113,7 +113,7 @@ struct Signs {
 };
 constexpr Signs SIGNS;
 
-// Sums and differences of lanes 1, 2, 4, ... apart.
+// Butterflies of lanes 1, 2, 4, ... apart.
 template <int apart, int... lane>
 inline Floats butterfly(Floats x, std::integer_sequence<int, lane...> lanes) {
   const Floats signs = {((lane & apart) ? -1.0f : 1.0f)...};
@@ -125,12 +125,11 @@ inline Floats butterflies(Floats x) {
   if constexpr (apart == LANES) {
     return x;
   } else {
-    return butterflies<2 * apart>(
-        butterfly<apart>(x, std::make_integer_sequence<int, LANES>{}));
+    return butterflies<2 * apart>(butterfly<apart>(x, std::make_integer_sequence<int, LANES>{}));
   }
 }
 
-// A part of a head: `size` is a power of two.
+// Transforms a part of a head; `size` is a power of two.
 void hadamard_power_of_two(const float* x, int64_t size, float factor, float* y) {
   int64_t apart = 1;
   if (size < LANES) {
@@ -190,7 +189,9 @@ void sigmoid(const float* x, int64_t size, float* y) {
 
 void activate(const float* x, Activation activation, int64_t size, float* y) {
   dispatch_activation(activation, [=](auto f) {
-    for_vectors(size, [=](int64_t at, int64_t count) { store_up_to(y + at, f(load_up_to(x + at, count)), count); });
+    for_vectors(size, [=](int64_t at, int64_t count) {
+      store_up_to(y + at, f(load_up_to(x + at, count)), count);
+    });
   });
 }
 
@@ -207,8 +208,9 @@ void multiply(const float* a, const float* b, int64_t size, float* y) {
 }
 
 void scale(const float* x, float factor, int64_t size, float* y) {
-  for_vectors(size,
-              [&](int64_t at, int64_t count) { store_up_to(y + at, load_up_to(x + at, count) * factor, count); });
+  for_vectors(size, [&](int64_t at, int64_t count) {
+    store_up_to(y + at, load_up_to(x + at, count) * factor, count);
+  });
 }
 
 void weighted_sum(const float* x, const int32_t* places, const float* weights, int64_t count,
@@ -223,7 +225,7 @@ void weighted_sum(const float* x, const int32_t* places, const float* weights, i
   });
 }
 
-// Each lane keeps the argmax of its numbers and where it stands first.
+// Each lane keeps its maximum and the first index of it.
 Argmax argmax(const float* x, int64_t size) {
   Floats most[ACCUMULATORS], odd = {};
   Ints place[ACCUMULATORS], at[ACCUMULATORS];
@@ -257,7 +259,7 @@ Argmax argmax(const float* x, int64_t size) {
 }
 
 const RowwiseKernels kRowwise = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
-                          add,  multiply, weighted_sum, scale,   argmax};
+                                 add,  multiply, weighted_sum, scale,   argmax};
 
 }  // namespace
 }  // namespace jinfer

@@ -1,4 +1,4 @@
-// The tokens that the stages of a row have left so far, and how they are cut.
+// Sampling candidates: the tokens that remain after the stages so far, and how they are filtered.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 namespace jinfer {
 namespace {
 
-// Arrays of types of this file's own: a linker takes one of all functions of one name, and one of
-// std::vector<float> that was compiled for these instructions may not be taken for another file's. For
-// the same reason there are loops here in the place of std::fill and the like.
+// Arrays with an allocator of this file's own: a linker keeps one definition of each function, and
+// std::vector<float>'s, compiled for these instructions, may not serve other files. For the same
+// reason there are loops instead of std::fill and the like.
 template <class T>
 struct LocalAllocator {
   using value_type = T;
@@ -45,7 +45,7 @@ inline bool any(Ints which) {
 #endif
 }
 
-// f(i, vector of x at i) for all of them; what fills the last vector up is `rest`.
+// Calls f(i, vector of x at i) for all vectors; the last is padded with `rest`.
 template <class F>
 inline void for_vectors(const float* x, int64_t count, float rest, F f) {
   int64_t i = 0;
@@ -57,11 +57,11 @@ inline void for_vectors(const float* x, int64_t count, float rest, F f) {
   }
 }
 
-// A thread's own memory, of the greatest vocabulary that it has seen.
+// A thread's buffers, sized for the largest vocabulary so far.
 struct Scratch {
   Array<float> x, weights, keys, parts;
   Array<int32_t> ids;
-  Array<int32_t> marks;  // a number for each token; all are 0 between two uses
+  Array<int32_t> marks;  // per token; all 0 between uses
 
   void reserve(int64_t vocab) {
     if (static_cast<int64_t>(x.size()) >= vocab) return;
@@ -76,24 +76,24 @@ struct Scratch {
   }
 };
 
-// Numbers in order of their tokens, all of them finite: what is -inf is dropped, and nothing makes
-// another number infinite. Else sums and orders of them might not be.
+// Logits in order of tokens, all finite: -inf is dropped, and no stage makes other logits infinite,
+// which would break sums and order.
 struct Candidates {
   Scratch& scratch;
   const int64_t vocab;
   int64_t count;
-  bool whole = true;  // token i is number i, and `ids` is not written yet
+  bool whole = true;  // candidate i is token i, and `ids` is not written yet
 
   float* x() { return scratch.x.data(); }
   int32_t id(int64_t i) const { return whole ? static_cast<int32_t>(i) : scratch.ids[i]; }
 
-  // Keeps those whose key is at least this.
+  // Keeps candidates whose key is at least `least`.
   void keep(const float* keys, float least) {
     float* const x = scratch.x.data();
     int32_t* const ids = scratch.ids.data();
     const bool whole = this->whole;
     int64_t kept = 0;
-    // Without a branch, which nobody could foresee: what is not kept is written over.
+    // Branch-free, as the outcome is unpredictable: dropped entries are overwritten.
     const auto look = [&](int64_t i) {
       const bool keeps = keys[i] >= least;
       x[kept] = x[i];
@@ -126,7 +126,7 @@ inline float min_of(const float* x, int64_t count) {
   return -max_lane(-least)[0];
 }
 
-// What is -inf.
+// Drops -inf.
 inline void Candidates::drop_infinite() {
   if (min_of(x(), count) == -INFINITY) keep(-FLT_MAX);
 }
@@ -146,15 +146,16 @@ inline void map_vectors(const float* x, int64_t count, float* y, F f) {
   });
 }
 
-// A number that at least `wanted` keys reach, and often few more: each of `wanted` lanes of some
-// vectors has one. -inf where there are not as many lanes.
-inline float top_lower_bound(const float* keys, int64_t count, int64_t wanted, Array<float>& lanes) {
+// A lower bound of the `wanted` largest keys, often close: each of `wanted` lanes of some vectors
+// reaches it. -inf if there are too few lanes.
+inline float top_lower_bound(const float* keys, int64_t count, int64_t wanted,
+                             Array<float>& lanes) {
   constexpr int64_t RUN = 32;  // vectors
   lanes.clear();
   for (int64_t begin = 0; begin < count; begin += RUN * LANES) {
     Floats most = broadcast(-INFINITY);
     for_vectors(keys + begin, std::min(RUN * LANES, count - begin), -INFINITY,
-            [&](int64_t, Floats v) { most = larger(v, most); });
+                [&](int64_t, Floats v) { most = larger(v, most); });
     for (int i = 0; i < LANES; ++i) lanes.push_back(most[i]);
   }
   if (static_cast<int64_t>(lanes.size()) < wanted) return -INFINITY;
@@ -162,7 +163,7 @@ inline float top_lower_bound(const float* keys, int64_t count, int64_t wanted, A
   return lanes[wanted - 1];
 }
 
-// The keys that are at least this.
+// The keys >= least.
 inline void at_least(const float* keys, int64_t count, float least, Array<float>& found) {
   found.clear();
   for_vectors(keys, count, -INFINITY, [&](int64_t, Floats v) {
@@ -172,7 +173,7 @@ inline void at_least(const float* keys, int64_t count, float least, Array<float>
   });
 }
 
-// The key that is number `place` from the greatest, 1 to count.
+// The key at rank `place` in descending order, 1 to count.
 inline float kth_largest(const float* keys, int64_t count, int64_t place) {
   thread_local Array<float> found;
   at_least(keys, count, top_lower_bound(keys, count, place, found), found);
@@ -180,7 +181,8 @@ inline float kth_largest(const float* keys, int64_t count, int64_t place) {
   return found[place - 1];
 }
 
-// Where the greatest keys are, the greatest first, of equal ones the first; `wanted` is 1 to count.
+// Indices of the `wanted` largest keys in descending order, lower index first among equals;
+// `wanted` is 1 to count.
 inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t wanted) {
   const float least = kth_largest(keys, count, wanted);
   Array<int64_t> best;
@@ -196,15 +198,13 @@ inline Array<int64_t> top_indices(const float* keys, int64_t count, int64_t want
   return best;
 }
 
-// The greatest key such that those which reach it weigh this much together; the least key where all
-// of them do not. Both arrays are changed.
-//
-// Quickselect by weight (Hoare's FIND, with sums in the place of counts); it begins with a number
-// that some dozens reach, since these mostly are enough.
+// The largest key such that keys >= it weigh at least `mass` together; the smallest key if all
+// weigh less. Overwrites both arrays. Weighted quickselect (Hoare's FIND with sums instead of
+// counts); the first pivot is reached by a few dozen keys, which mostly suffice.
 inline float mass_threshold(float* keys, float* weights, int64_t count, float mass) {
   constexpr int64_t FEW = 64;
   thread_local Array<float> spare;
-  mass = std::max(mass, 1e-30f);  // without a bound a tiny mass would keep not even the first
+  mass = std::max(mass, 1e-30f);  // keeps at least one
   float pivot = top_lower_bound(keys, count, FEW, spare);
   while (count > FEW) {
     Floats reach[2] = {}, above[2] = {};
@@ -222,14 +222,14 @@ inline float mass_threshold(float* keys, float* weights, int64_t count, float ma
     for_vectors(keys, count, higher ? -INFINITY : INFINITY, [&](int64_t i, Floats v) {
       if (!any(higher ? v > p : v < p)) return;
       const int64_t lanes = std::min<int64_t>(LANES, count - i);
-      for (int lane = 0; lane < lanes; ++lane) {  // without a branch, as above
+      for (int lane = 0; lane < lanes; ++lane) {  // branch-free, as above
         const bool keeps = higher ? v[lane] > pivot : v[lane] < pivot;
         weights[kept] = weights[i + lane];
         keys[kept] = v[lane];
         kept += keeps;
       }
     });
-    if (!higher && !kept) return pivot;  // rounding: all of them weigh less than was said
+    if (!higher && !kept) return pivot;  // rounding: all weigh less than expected
     if (!higher) mass -= reached;
     count = kept;
     float some[9];
@@ -246,7 +246,7 @@ inline float mass_threshold(float* keys, float* weights, int64_t count, float ma
   return count ? keys[order[count - 1]] : -INFINITY;
 }
 
-// Numbers in falling order (by their bits, eleven at a time).
+// Radix sort in descending order, 11 bits at a time.
 inline void sort_descending(float* x, int64_t count, float* spare) {
   const auto key = [](float v) {
     uint32_t bits;
@@ -263,7 +263,7 @@ inline void sort_descending(float* x, int64_t count, float* spare) {
     spare = x;
     x = sorted;
   }
-  memcpy(spare, x, 4 * count);  // three times: what was the spare one is the caller's
+  memcpy(spare, x, 4 * count);  // after three passes the result is in the spare buffer
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The handlers of `jinfer_sample`, which chooses the next tokens of some sequences, and of
-// `jinfer_logprobs`.
+// Handlers of `jinfer_sample` (next tokens of sequences) and `jinfer_logprobs`.
 #include "sample/sample.h"
 
 #include <algorithm>
@@ -16,14 +15,14 @@ namespace ffi = xla::ffi;
 namespace jinfer {
 namespace {
 
-constexpr int64_t LOGITS_PER_THREAD = 1 << 14;  // logits that are worth another thread
+constexpr int64_t LOGITS_PER_THREAD = 1 << 14;  // that make another thread worthwhile
 
 using Floats2 = ffi::BufferR2<ffi::F32>;
 using Ints1 = ffi::BufferR1<ffi::S32>;
 using Ints2 = ffi::BufferR2<ffi::S32>;
 
-// Arrays with a row for each request; for each row of logits its request (`owners`), and the row of
-// `history` that has the request's sequence (`slots`).
+// Arrays with a row per request; for each row of logits its request (`owners`), and the row of
+// `history` with its sequence (`slots`).
 struct Batch {
   Floats2 logits, numbers;
   Ints2 counts;
@@ -70,7 +69,7 @@ struct Batch {
     return request;
   }
 
-  // What does not fit together; nothing of it may be read then.
+  // The first inconsistency found; nothing may be read then.
   const char* wrong() const {
     if (vocab() < 1 || vocab() > INT32_MAX) return "rows are empty or too long";
     const int64_t requests = numbers.dimensions()[0];
@@ -98,7 +97,7 @@ struct Batch {
   }
 };
 
-// `left` has a row for each of the logits', or none where nobody wants to know.
+// `filtered` has a row per row of logits, or none if not requested.
 ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 counts,
                   ffi::BufferR2<ffi::U32> key, Ints2 stages, Ints2 ends, Ints2 biased,
                   Floats2 biases, ffi::BufferR3<ffi::S32> bad_words, Ints2 breakers, Ints1 drawn,
@@ -109,8 +108,8 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
   const auto refuse = [](const char* what) {
     return ffi::Error::InvalidArgument(std::string("jinfer_sample: ") + what);
   };
-  Batch batch{logits,    numbers,  counts, key, stages,  ends,    biased,  biases, bad_words,
-              breakers,  drawn,    mu,     history,      lengths, prompts, owners, slots};
+  Batch batch{logits,   numbers, counts, key,     stages,  ends,    biased, biases, bad_words,
+              breakers, drawn,   mu,     history, lengths, prompts, owners, slots};
   if (const char* what = batch.wrong()) return refuse(what);
   const int64_t rows = batch.rows(), vocab = batch.vocab(), requests = numbers.dimensions()[0];
   if (!has_shape(*tokens, {rows}) || !has_shape(*after, {rows}) ||
@@ -129,7 +128,7 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
   float* const whole = filtered->dimensions()[0] > 0 ? filtered->typed_data() : nullptr;
   std::vector<Request> each;
   for (int64_t row = 0; row < rows; ++row) each.push_back(batch.request(row));
-  // A single row's greatest logit may be looked for by several threads.
+  // Several threads may share a single row's argmax.
   if (!whole && std::all_of(each.begin(), each.end(), is_greedy)) {
     argmax_rows(pool, x, rows, vocab, tokens->typed_data());
     for (int64_t row = 0; row < rows; ++row) after->typed_data()[row] = each[row].mu;
@@ -141,14 +140,15 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
     if (!whole && is_greedy(each[row]))
       sampled.token = index_of(rowwise_kernels().argmax(row_logits, vocab), vocab);
     else
-      sampled = sample_kernels().sample(row_logits, vocab, each[row], whole ? whole + row * vocab : nullptr);
+      sampled = sample_kernels().sample(row_logits, vocab, each[row],
+                                        whole ? whole + row * vocab : nullptr);
     tokens->typed_data()[row] = sampled.token;
     after->typed_data()[row] = sampled.mu;
   });
   return ffi::Error::Success();
 }
 
-// Of rows for which they are wanted; zeros for the others.
+// Only for rows in `wanted`; zeros for others.
 ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
                     ffi::BufferR1<ffi::PRED> wanted, ffi::ResultBuffer<ffi::F32> logprob,
                     ffi::ResultBuffer<ffi::S32> ids, ffi::ResultBuffer<ffi::F32> top) {
@@ -156,8 +156,8 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
   const auto shape = top->dimensions();
   const int64_t count = shape.size() == 2 ? shape[1] : 0;
   if (vocab < 1 || vocab > INT32_MAX || count < 1 || count > vocab || !has_shape(tokens, {rows}) ||
-      !has_shape(wanted, {rows}) || !has_shape(*logprob, {rows}) || !has_shape(*ids, {rows, count}) ||
-      !has_shape(*top, {rows, count}))
+      !has_shape(wanted, {rows}) || !has_shape(*logprob, {rows}) ||
+      !has_shape(*ids, {rows, count}) || !has_shape(*top, {rows, count}))
     return ffi::Error::InvalidArgument("jinfer_logprobs: there is not one of each for each row");
   parallel_for(pool, rows, 1 + rows * vocab / LOGITS_PER_THREAD, [&](int64_t row) {
     int32_t* const to = ids->typed_data() + row * count;

@@ -1,8 +1,7 @@
-// How the next token of a sequence is chosen: the stages of jinfer/sampling on one row of logits.
+// Sampling: the stages of jinfer/sampling on one row of logits.
 //
-// XLA computes each stage over the whole vocabulary, for all rows, as often as a stage looks at it. Here
-// a row is by itself, and a stage sees only what the ones before it left: after the first that cuts
-// these are some dozens of tokens of tens of thousands.
+// XLA computes each stage over the whole vocabulary of all rows, as often as the stage reads it.
+// Here a stage sees only the candidates that earlier stages left, mostly some dozens.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,8 @@
 
 namespace jinfer {
 
-// The columns of NUMBERS and COUNTS in jinfer/sampling/sampling_metadata.py, and the STAGES of names.py.
+// Columns of NUMBERS and COUNTS in jinfer/sampling/sampling_metadata.py, and STAGES of
+// jinfer/sampling/param_names.py.
 enum Number : int {
   kScale,
   kDynatempRange,
@@ -70,27 +70,27 @@ enum Stage : int {
   STAGES
 };
 
-// Token ids; a negative one stands for none.
+// Token ids; negative: none.
 struct Ids {
   const int32_t* ids;
   int64_t count;
 };
 
-// What is known of a row, as `Sampler`, `Progress` and `History` of jinfer/sampling have it.
+// State of a row, as `Sampler`, `Progress` and `History` of jinfer/sampling.
 struct Request {
   const float* numbers;
   const int32_t* counts;
   const uint32_t* key;    // two words
-  const int32_t* stages;  // STAGES numbers: in the row's order, up to one that is none
+  const int32_t* stages;  // up to STAGES numbers in the row's order, then an invalid one
   Ids ends, biased, breakers;
   const float* biases;  // of `biased`
   Ids bad_words;        // one after the other
-  int64_t word;         // the length of each
+  int64_t word;         // length of each
   Ids history;          // the sequence so far
-  int64_t prompt;       // how many of these were given
+  int64_t prompt;       // length of the prompt
   int32_t drawn;
   float mu;
-  const uint32_t* mask;  // a bit for each token that is allowed, the lowest of a word first; or null
+  const uint32_t* mask;  // bitmask of allowed tokens, lowest bit first; or null
 };
 
 struct Sampled {
@@ -99,10 +99,10 @@ struct Sampled {
 };
 
 struct SampleKernels {
-  // The token of a row of logits, the last one where there is something that is not a number. Where
-  // `left` is not null, it becomes what the stages left of them, -inf for the rest.
+  // The next token; the last one if a logit is NaN. `filtered`, if not null, receives the logits
+  // that the stages leave, -inf for others.
   Sampled (*sample)(const float* logits, int64_t vocab, const Request& request, float* filtered);
-  // The log-probability of a token, and those of the `count` likeliest ones, likeliest first.
+  // Log-probability of a token, and of the `count` most likely ones, in descending order.
   float (*log_probabilities)(const float* logits, int64_t vocab, int32_t token, int64_t count,
                              int32_t* ids, float* top);
 };
@@ -114,7 +114,7 @@ inline const SampleKernels& sample_kernels() { return JINFER_DISPATCH(sample); }
 
 inline bool is_stage(int32_t number) { return 0 <= number && number < STAGES; }
 
-// Whether a row wants its greatest logit as it is.
+// Whether a row's token is the argmax of its logits.
 inline bool is_greedy(const Request& request) {
   return !is_stage(request.stages[0]) && !request.counts[kDraws] && !request.counts[kMirostat] &&
          !request.mask;

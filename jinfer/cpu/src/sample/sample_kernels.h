@@ -1,4 +1,4 @@
-// The kernel of sample.h, for the instructions that the including file is compiled for.
+// Sampling of one row, compiled once per instruction set.
 #pragma once
 
 #include "sample/candidates.h"
@@ -14,7 +14,7 @@ void fill(float* to, int64_t count, float with) {
   for (int64_t i = 0; i < count; ++i) to[i] = with;
 }
 
-// Numbers that are allowed and not -inf.
+// Keeps candidates that are allowed and not -inf.
 void apply_mask(Candidates& candidates, const uint32_t* mask) {
   if (mask) {
     int64_t kept = 0;
@@ -55,16 +55,17 @@ void run_stage(Stage stage, Candidates& candidates, const Request& request) {
   }
 }
 
-// The first of the greatest, with noise where the request draws.
+// First index of the maximum, with Gumbel noise if the request samples.
 int64_t argmax_with_noise(Candidates& candidates, const Request& request) {
-  constexpr float MOST_NOISE = 16;  // -log(-log(1 - 2^-23)) is 15.9,
-  constexpr float LEAST_NOISE = 5;  // and with the least number 2^-126 -4.5
+  constexpr float MOST_NOISE = 16;  // -log(-log(1 - 2^-23)) = 15.9
+  constexpr float LEAST_NOISE = 5;  // -log(-log(2^-126)) = -4.5
   const float* x = candidates.x();
   if (request.counts[kDraws]) {
-    uint32_t key[2] = {static_cast<uint32_t>(RandomStream::token), static_cast<uint32_t>(request.drawn)};
+    uint32_t key[2] = {static_cast<uint32_t>(RandomStream::token),
+                       static_cast<uint32_t>(request.drawn)};
     threefry(request.key, key);
     float* const scores = candidates.scratch.keys.data();
-    // A lower bound of what wins spares most tokens their noise.
+    // A lower bound of the winner spares most tokens their noise.
     float most = max_of(x, candidates.count) - LEAST_NOISE;
     Words place;
     for (int lane = 0; lane < LANES; ++lane) place[lane] = lane;
@@ -91,7 +92,7 @@ int64_t argmax_with_noise(Candidates& candidates, const Request& request) {
   return at;
 }
 
-// Whether there is something that is not a number, or the infinite one.
+// Whether there is a NaN or +inf.
 bool has_nan_or_inf(const float* logits, int64_t vocab) {
   Ints odd = {};
   for_vectors(logits, vocab, 0, [&](int64_t, Floats v) { odd |= ~(v <= broadcast(FLT_MAX)); });
@@ -102,7 +103,7 @@ Sampled sample(const float* logits, int64_t vocab, const Request& request, float
   Scratch& scratch = Scratch::local();
   scratch.reserve(vocab);
   Candidates candidates{scratch, vocab, vocab};
-  if (has_nan_or_inf(logits, vocab)) {  // nothing can be said of the rest
+  if (has_nan_or_inf(logits, vocab)) {  // the rest is meaningless
     if (result) fill(result, vocab, NAN);
     return {static_cast<int32_t>(vocab - 1), request.mu};
   }

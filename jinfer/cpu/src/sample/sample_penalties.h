@@ -1,4 +1,4 @@
-// The stages that look at the sequence so far: jinfer/sampling/{penalties,dry,fsd}.py.
+// Penalties, DRY and FSD: stages that read the sequence (jinfer/sampling/{penalties,dry,fsd}.py).
 #pragma once
 
 #include "sample/candidates.h"
@@ -9,10 +9,10 @@
 namespace jinfer {
 namespace {
 
-constexpr int64_t MAX_MATCH = 128;                     // of dry.py
-constexpr int64_t MAX_CANDIDATES = 64, MAX_NGRAM = 8;  // of ranges.py
+constexpr int64_t MAX_MATCH = 128;                     // as in dry.py
+constexpr int64_t MAX_CANDIDATES = 64, MAX_NGRAM = 8;  // as in param_ranges.py
 
-// Numbers of tokens, for as long as one stage needs them.
+// Per-token marks, cleared at the end of a stage.
 class TokenMarks {
  public:
   TokenMarks(Candidates& candidates) : marks_(candidates.scratch.marks), vocab_(candidates.vocab) {}
@@ -37,7 +37,7 @@ class TokenMarks {
   Array<int32_t> used_;
 };
 
-// The token so many places before the end, 1 for the last; -1: there is none.
+// The token `places` before the end, 1 for the last; -1: none.
 inline int32_t back(const Ids& history, int64_t places) {
   return places <= history.count ? history.ids[history.count - places] : -1;
 }
@@ -46,7 +46,7 @@ inline int64_t window_start(const Ids& history, int32_t window) {
   return window < 0 ? 0 : std::max<int64_t>(0, history.count - window);
 }
 
-// Of all logits of a row: rules come before all else.
+// Applied to all logits, before any other stage.
 void rules(float* x, int64_t vocab, const Request& request) {
   const auto add = [&](int32_t id, float bias) {
     if (0 <= id && id < vocab) x[id] += bias;
@@ -67,7 +67,7 @@ void rules(float* x, int64_t vocab, const Request& request) {
 void penalties(Candidates& candidates, const Request& request) {
   const Ids& history = request.history;
   const int64_t start = window_start(history, request.counts[kPenaltyLastN]);
-  TokenMarks marks(candidates);  // 1 for a token that is there, 2 for each time that it was written
+  TokenMarks marks(candidates);  // bit 0: the token occurs; plus 2 for each time it was generated
   for (int64_t i = start; i < history.count; ++i) {
     const int32_t id = history.ids[i];
     if (marks.known(id)) marks.put(id, (marks[id] | 1) + (i >= request.prompt ? 2 : 0));
@@ -93,7 +93,7 @@ void dry(Candidates& candidates, const Request& request) {
     for (int64_t i = 0; i < breakers.count; ++i) found |= breakers.ids[i] == id;
     return found;
   };
-  int64_t most = 0;  // tokens at the end that a match can go through
+  int64_t most = 0;  // tokens at the end that a match may span
   while (most < MAX_MATCH && most < history.count - start) {
     const int32_t id = back(history, most + 1);
     if (id < 0 || breaks(id)) break;
@@ -111,16 +111,17 @@ void dry(Candidates& candidates, const Request& request) {
   const float base = request.numbers[kDryBase], multiplier = request.numbers[kDryMultiplier];
   float* const x = candidates.x();
   for (int64_t i = 0; i < candidates.count; ++i) {
-    const int32_t match = matches[candidates.id(i)], excess = match - request.counts[kDryAllowedLength];
+    const int32_t match = matches[candidates.id(i)],
+                  excess = match - request.counts[kDryAllowedLength];
     if (!match || excess < 0 || breaks(candidates.id(i))) continue;
-    // Finite, so that a punished token is still likelier than a forbidden one.
+    // Finite, so that a penalized token stays likelier than a forbidden one.
     const float taken = std::min(multiplier * std::pow(base, static_cast<float>(excess)), 1e30f);
     x[i] = std::max(x[i] - taken, -FLT_MAX);
   }
 }
 
-// How an n-gram model of the sequence would predict candidates, smoothed: from the longest context to
-// none, each takes a share of the rest.
+// Smoothed n-gram model of the sequence, for some tokens: from the longest context down, each takes
+// a share of the remaining mass.
 void predict(Candidates& candidates, const Request& request, const Array<int32_t>& tokens,
              float* predicted) {
   const Ids& history = request.history;
@@ -155,7 +156,7 @@ void predict(Candidates& candidates, const Request& request, const Array<int32_t
 
 void fsd(Candidates& candidates, const Request& request) {
   const int32_t* const counts = request.counts;
-  // Only random FSD draws at all, and leaves the choice to others by chance, for its first tokens.
+  // Only random FSD samples; it leaves its first tokens to other stages at random.
   const float u = uniform(request.key, RandomStream::random_fsd, request.drawn);
   const bool now = request.drawn >= counts[kRandomFsdTokens] || !counts[kDraws] ||
                    u < request.numbers[kRandomFsdProbability];

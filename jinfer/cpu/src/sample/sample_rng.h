@@ -1,5 +1,5 @@
-// What a request's seed gives, as jinfer/sampling/rng.py has it: Threefry-2x32 (Salmon et al., 2011,
-// "Parallel random numbers: as easy as 1, 2, 3"), for words or vectors of them.
+// Random numbers of a request's seed, as in jinfer/sampling/rng.py: Threefry-2x32 (Salmon et al.,
+// 2011, "Parallel random numbers: as easy as 1, 2, 3") on words or vectors of words.
 #pragma once
 
 #include "simd/simd.h"
@@ -12,7 +12,7 @@ inline W rotated(W x, int by) {
   return (x << by) | (x >> (32 - by));
 }
 
-// Four rounds and what is added after them.
+// Four rounds and the key injection after them.
 template <class W>
 inline void rounds(W* x, const int* by, W k0, W k1, uint32_t number) {
   for (int i = 0; i < 4; ++i) {
@@ -23,7 +23,7 @@ inline void rounds(W* x, const int* by, W k0, W k1, uint32_t number) {
   x[1] += k1 + number;
 }
 
-// Both words of x become random ones.
+// Encrypts both words of x.
 template <class W>
 inline void threefry(const uint32_t* key, W* x) {
   constexpr int even[4] = {13, 15, 26, 6}, odd[4] = {17, 29, 16, 24};
@@ -37,17 +37,17 @@ inline void threefry(const uint32_t* key, W* x) {
   rounds(x, even, k2, k0, 5);
 }
 
-// The stages that have chance of their own; the numbers are those of chance.py.
+// Stages with random decisions, numbered as in rng.py.
 enum class RandomStream : uint32_t { token = 0, xtc = 1, random_fsd = 2 };
 
-// A number from 0 to below 1 for a stage's own decision, after `drawn` tokens.
+// Uniform in [0, 1) for a stage's decision, after `drawn` tokens.
 inline float uniform(const uint32_t* key, RandomStream stream, int32_t drawn) {
   uint32_t x[2] = {static_cast<uint32_t>(stream), static_cast<uint32_t>(drawn)};
   threefry(key, x);
   return static_cast<float>(x[0] >> 8) * 0x1p-24f;
 }
 
-// Gumbel noise of some tokens; `key` is that of a request, folded with the number of its token.
+// Gumbel noise of tokens; `key` is the request's, folded with the position of the next token.
 inline Floats noise(const uint32_t* key, Words tokens) {
   Words x[2] = {Words{}, tokens};
   threefry(key, x);

@@ -1,4 +1,5 @@
-// The stages that look at nothing but numbers: jinfer/sampling/{temperature,truncation,mirostat}.py.
+// Temperature and truncation stages: top-k, top-p, min-p and others
+// (jinfer/sampling/{temperature,truncation,mirostat}.py).
 #pragma once
 
 #include "sample/candidates.h"
@@ -13,28 +14,31 @@ constexpr float LN2 = 0.6931471805599453f;
 void divide(Candidates& candidates, float scale) {
   const Floats most = broadcast(max_of(candidates.x(), candidates.count));
   const Floats by = broadcast(std::max(scale, 1e-37f));
-  map_vectors(candidates.x(), candidates.count, candidates.x(), [&](Floats v) { return (v - most) / by; });
-  candidates.drop_infinite();  // quotients beyond what there is
+  map_vectors(candidates.x(), candidates.count, candidates.x(),
+              [&](Floats v) { return (v - most) / by; });
+  candidates.drop_infinite();  // overflowed quotients
 }
 
-// `scratch.weights` become probabilities in units of the greatest, of which this is the sum.
+// Sets `scratch.weights` to exp(x - maximum) and returns their sum.
 float softmax_weights(Candidates& candidates) {
   const Floats most = broadcast(max_of(candidates.x(), candidates.count));
   float* const weights = candidates.scratch.weights.data();
-  map_vectors(candidates.x(), candidates.count, weights, [&](Floats v) { return exponential(v - most); });
+  map_vectors(candidates.x(), candidates.count, weights,
+              [&](Floats v) { return exponential(v - most); });
   return sum_of(weights, candidates.count);
 }
 
-// `to` becomes logarithms of probabilities, which may be the numbers themselves.
+// Writes log-probabilities to `to`, which may be x itself.
 void log_softmax(Candidates& candidates, float* to) {
   const Floats most = broadcast(max_of(candidates.x(), candidates.count));
   const Floats total = broadcast(std::log(softmax_weights(candidates)));
   map_vectors(candidates.x(), candidates.count, to, [&](Floats v) { return v - most - total; });
 }
 
-// In nats; `scratch.keys` become logarithms of probabilities.
+// Entropy in nats; sets `scratch.keys` to log-probabilities.
 float entropy(Candidates& candidates) {
-  float *const keys = candidates.scratch.keys.data(), *const parts = candidates.scratch.parts.data();
+  float *const keys = candidates.scratch.keys.data(), *const parts =
+                                                          candidates.scratch.parts.data();
   log_softmax(candidates, keys);
   map_vectors(keys, candidates.count, parts, [](Floats v) {
     const Floats p = exponential(v);
@@ -48,7 +52,7 @@ void dynatemp(Candidates& candidates, float scale, float spread, float exponent)
   const float coldest = std::max(scale - spread, 0.0f);
   const float power = std::pow(std::min(std::max(share, 0.0f), 1.0f), exponent);
   const float dynamic = coldest + (scale + spread - coldest) * power;
-  // Of a single token the entropy's share is 0 / 0, and its temperature makes no difference.
+  // For a single candidate the normalized entropy is 0 / 0, and the temperature does not matter.
   divide(candidates, candidates.count > 1 && std::isfinite(dynamic) ? dynamic : scale);
 }
 
@@ -56,13 +60,15 @@ void top_n_sigma(Candidates& candidates, float n) {
   const float mean = sum_of(candidates.x(), candidates.count) / candidates.count;
   float* const squares = candidates.scratch.parts.data();
   const Floats m = broadcast(mean);
-  map_vectors(candidates.x(), candidates.count, squares, [&](Floats v) { return (v - m) * (v - m); });
+  map_vectors(candidates.x(), candidates.count, squares,
+              [&](Floats v) { return (v - m) * (v - m); });
   const float deviation = std::sqrt(sum_of(squares, candidates.count) / candidates.count);
   candidates.keep(max_of(candidates.x(), candidates.count) - n * deviation);
 }
 
 void top_k(Candidates& candidates, int32_t k) {
-  if (k < candidates.count) candidates.keep(kth_largest(candidates.x(), candidates.count, std::max(k, 1)));
+  if (k < candidates.count)
+    candidates.keep(kth_largest(candidates.x(), candidates.count, std::max(k, 1)));
 }
 
 void tfs_z(Candidates& candidates, float share) {
@@ -73,7 +79,7 @@ void tfs_z(Candidates& candidates, float share) {
   const float total = softmax_weights(candidates), most = sorted[0];
   float* const p = candidates.scratch.weights.data();
   map_vectors(sorted, count, p, [&](Floats v) { return exponential(v - most) / total; });
-  // What was dropped has no probability, and ends the curve as what there is would.
+  // Dropped tokens have probability 0 and end the curve.
   const auto at = [&](int64_t i) { return i < count ? p[i] : 0.0f; };
   const int64_t places = std::min(count, candidates.vocab - 2);
   const auto curve = [&](int64_t i) {
@@ -87,7 +93,8 @@ void tfs_z(Candidates& candidates, float share) {
 
 void typical_p(Candidates& candidates, float share) {
   const float expected = entropy(candidates);
-  float *const keys = candidates.scratch.keys.data(), *const weights = candidates.scratch.weights.data();
+  float *const keys = candidates.scratch.keys.data(), *const weights =
+                                                          candidates.scratch.weights.data();
   float* const again = candidates.scratch.parts.data();
   map_vectors(keys, candidates.count, weights, exponential);
   map_vectors(keys, candidates.count, keys, [&](Floats v) {
@@ -117,7 +124,8 @@ void top_a(Candidates& candidates, float share) {
 }
 
 void xtc(Candidates& candidates, const Request& request) {
-  if (uniform(request.key, RandomStream::xtc, request.drawn) >= request.numbers[kXtcProbability]) return;
+  if (uniform(request.key, RandomStream::xtc, request.drawn) >= request.numbers[kXtcProbability])
+    return;
   const float total = softmax_weights(candidates), threshold = request.numbers[kXtcThreshold];
   float* const p = candidates.scratch.weights.data();
   float least = INFINITY;
@@ -130,12 +138,13 @@ void xtc(Candidates& candidates, const Request& request) {
   candidates.keep(p, -least);
 }
 
-// How many of the likeliest would surprise by mu bits on average if they followed Zipf's law.
+// Number of tokens whose mean surprise is mu bits under Zipf's law.
 int32_t zipf_k(Candidates& candidates, float mu) {
   constexpr int64_t FITTED = 100;
   thread_local Array<float> best;
   const int64_t some = std::min(FITTED, candidates.count);
-  at_least(candidates.x(), candidates.count, kth_largest(candidates.x(), candidates.count, some), best);
+  at_least(candidates.x(), candidates.count, kth_largest(candidates.x(), candidates.count, some),
+           best);
   std::sort(best.begin(), best.end(), Descending());
   float falls = 0, squares = 0;
   for (int64_t i = 1; i < some; ++i) {

@@ -1,7 +1,7 @@
-// AMX's tiles: registers of up to 16 rows of up to 64 bytes, which are multiplied with one another.
-// "Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2, TDPBSSD and TDPBF16PS.
+// AMX tiles: registers of up to 16 rows of up to 64 bytes, and their products ("Intel 64 and IA-32
+// Architectures Software Developer's Manual", volume 2, TDPBSSD and TDPBF16PS).
 //
-// With JINFER_TILES_EMULATED, which tests define, plain code does the same on any processor.
+// With JINFER_TILES_EMULATED, for tests, plain code does the same on any processor.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace jinfer {
 namespace {
 
-// Rows of each tile and their bytes, as LDTILECFG reads them.
+// Rows and row bytes of each tile, as LDTILECFG reads them.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -58,7 +58,7 @@ inline void tile_store(void* to, int64_t stride) {
                 shapes.bytes[tile]);
 }
 
-// f(sums of a row of `sum`, four bytes of `a`, those of each column of the same row of `b`).
+// Calls f(a row of `sum`, columns, depth, the row of `a`, `b`).
 template <int sum, int a, int b, class F>
 inline void emulate_dot(F f) {
   EmulatedTiles& tiles = emulated();
@@ -89,7 +89,7 @@ inline void tile_dot_unsigned() {
   emulate_bytes<sum, a, b, uint8_t>();
 }
 
-// Numbers too small to be normal count as 0.
+// Denormals count as 0.
 inline float flushed(float x) { return __builtin_fabsf(x) < 1.17549435e-38f ? x * 0.0f : x; }
 inline float widened(const uint8_t* from) {
   uint16_t half;
@@ -107,8 +107,8 @@ inline void tile_dot_bfloat() {
       std::memcpy(&total, sums + 4 * n, 4);
       for (int k = 0; k < depth; ++k)
         for (int i = 0; i < 2; ++i)
-          of[i] = flushed(__builtin_fmaf(widened(x + 4 * k + 2 * i), widened(w[k] + 4 * n + 2 * i),
-                                         of[i]));
+          of[i] = flushed(
+              __builtin_fmaf(widened(x + 4 * k + 2 * i), widened(w[k] + 4 * n + 2 * i), of[i]));
       total = flushed(flushed(total) + flushed(of[0] + of[1]));
       std::memcpy(sums + 4 * n, &total, 4);
     }
@@ -117,7 +117,7 @@ inline void tile_dot_bfloat() {
 
 #else
 
-// Not the compiler's functions, which do not tell it that a load reads memory.
+// Not the compiler's intrinsics, which do not tell it that a load reads memory.
 inline void configure_tiles(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
 }
@@ -145,7 +145,7 @@ template <int sum, int a, int b>
 inline void tile_dot_unsigned() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b));
 }
-// The same of bfloat16, two of each row, added up in float32: first those of even and of odd inputs.
+// The same for bfloat16, two per row: even and odd inputs are added up separately in float32.
 template <int sum, int a, int b>
 inline void tile_dot_bfloat() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sum), "i"(a), "i"(b));
@@ -153,7 +153,7 @@ inline void tile_dot_bfloat() {
 
 #endif
 
-// Tiles of these shapes, as long as it lives.
+// Configures the tiles for its lifetime.
 class Tiles {
  public:
   explicit Tiles(const TileShapes& shapes) { configure_tiles(shapes); }

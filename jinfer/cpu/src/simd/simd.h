@@ -1,6 +1,5 @@
-// Vectors of floats as wide as the instructions that a file is compiled for, through the compiler's
-// vector extensions. All names are the including file's own, for the same name may not stand for
-// different instructions in one library.
+// SIMD vectors of floats, as wide as the target's, through the compiler's vector extensions. All
+// names have internal linkage: one name must not stand for different instructions in one library.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,8 @@
 namespace jinfer {
 namespace {
 
-// LANES floats of a vector; NR vectors and MR rows are the tile of a matrix product whose sums
-// stay in registers, of which there are REGISTERS.
+// LANES: floats of a vector. MR rows by NR vectors: tile of a matmul micro-kernel whose sums stay
+// in REGISTERS registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, NR = 4, REGISTERS = 32;
 #elif defined(__AVX2__)
@@ -40,7 +39,7 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 
-// A vector that is loaded here: compilers read memory once more for each use of it.
+// Forces x into a register: compilers would load it again for each use.
 inline Floats in_register(Floats x) {
 #if defined(__AVX2__)
   asm("" : "+v"(x));
@@ -50,8 +49,8 @@ inline Floats in_register(Floats x) {
 
 inline Floats broadcast(float x) { return x - Floats{}; }
 
-// A number that is loaded here, in all lanes: on ARM compilers load those of all rows before they use
-// one, and have no registers left for the sums of a tile.
+// Broadcasts a number loaded at this point: on ARM, compilers load those of all rows first and run
+// out of registers for the tile's sums.
 inline Floats broadcast_in_order(float x) {
 #if defined(__aarch64__)
   asm volatile("" : "+w"(x));
@@ -61,7 +60,7 @@ inline Floats broadcast_in_order(float x) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// a * b + c: rounded once where there is an instruction for it, whatever stands around it.
+// a * b + c, with a fused instruction wherever there is one.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -74,7 +73,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// a[lane] or b[lane - LANES] for each of the given lanes of a and b together.
+// Lanes of the concatenation of a and b.
 template <int... lane>
 inline Floats shuffled(Floats a, Floats b) {
 #if defined(__clang__)
@@ -129,7 +128,7 @@ inline Floats swapped(Floats x, std::integer_sequence<int, lane...>) {
   return shuffled<(lane ^ apart)...>(x, x);
 }
 
-// The largest of the lanes, in every lane.
+// The maximum over lanes, in every lane.
 template <int apart = LANES / 2>
 inline Floats max_lane(Floats x) {
   if constexpr (apart == 0) {
@@ -246,7 +245,7 @@ inline uint16_t to_f16(float x) {
 #endif
 }
 
-// Numbers of 16 bits, as a file has them.
+// 16-bit numbers as stored.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -254,7 +253,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Numbers of 16 bits as they stand, in lanes of 32.
+// 16-bit patterns, zero-extended into 32-bit lanes.
 inline Ints load_bits(const void* from) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
@@ -288,7 +287,7 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
-// The first `count` numbers, fewer than LANES, and zeros.
+// Loads `count` < LANES numbers, zero-padded.
 template <class T>
 inline Floats load_partial(const T* from, int64_t count) {
   T some[LANES] = {};
@@ -315,23 +314,24 @@ inline void load_halves(const float* a, const float* b, Floats* lower, Floats* u
 }
 #endif
 
-// Places 0 .. LANES of as many vectors, turned: x[i] has place i of each.
+// Transposes LANES numbers at `at` of LANES vectors: x[i] has number i of each.
 template <class T>
 inline void load_transposed(const T* const* from, int64_t at, Floats* x) {
   constexpr int half = LANES / 2;
 #pragma GCC unroll 8
-  for (int i = 0; i < half; ++i) load_halves(from[i] + at, from[i + half] + at, x + i, x + i + half);
+  for (int i = 0; i < half; ++i)
+    load_halves(from[i] + at, from[i + half] + at, x + i, x + i + half);
   transpose<half / 2>(x);
 }
 
 // Words of 32 bits in lanes.
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
-// The first `count` words of each of LANES vectors, up to 8, turned: to[i] has word i of each.
+// Transposes the first `count` <= 8 words of LANES vectors: to[i] has word i of each.
 inline void transpose_words(const uint32_t* const* from, int count, Words* to) {
 #if defined(__AVX2__)
-  const __m256i first = _mm256_cmpgt_epi32(_mm256_set1_epi32(count),
-                                           _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i first =
+      _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   auto load = [&](const uint32_t* x) {
     const float* words = reinterpret_cast<const float*>(x);
     return count == 8 ? _mm256_loadu_ps(words) : _mm256_maskload_ps(words, first);

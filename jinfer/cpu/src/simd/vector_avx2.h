@@ -1,4 +1,4 @@
-// Vectors of 8 lanes of 4 bytes: AVX2. The same functions as in vector_avx512.h.
+// AVX2 vectors of 8 lanes of 4 bytes, with the interface of vector_avx512.h.
 #pragma once
 
 #include <immintrin.h>
@@ -9,15 +9,16 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kMaxRows = 4;             // of activations at a time
-  static constexpr int kGroups = 2;           // row groups of a panel at a time
+  static constexpr int kMaxRows = 4;  // of activations at a time
+  static constexpr int kGroups = 2;   // row groups of a panel at a time
 #if defined(JINFER_AVXVNNI)
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
 #else
-  static constexpr bool kNarrowCodes = true;  // dot() is told of codes over 127
+  static constexpr bool kNarrowCodes = true;  // dot() needs to know codes over 127
 #endif
   static constexpr bool kByteShifts = false;
-  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kSplitsSevenBits =
+      false;  // split_pairs() takes no notice of the eighth bit
   using I = __m256i;
   using F = __m256;
 
@@ -57,7 +58,7 @@ struct Vector {
     sum = _mm256_dpbusd_avx_epi32(sum, codes, x);
   }
 #else
-  // Sums of two products have 16 bits: as many steps' as fit are added there before they get 32.
+  // Sums of two products have 16 bits; as many steps as fit are added before widening to 32.
   static constexpr int dot_class(int most) {
     return most <= 16 ? 16 : most <= 64 ? 64 : most <= 127 ? 127 : 255;
   }
@@ -74,7 +75,7 @@ struct Vector {
     if constexpr (minus) {
       codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
       x = _mm256_sign_epi8(x, codes);
-      codes = _mm256_abs_epi8(codes);  // 2 * 128 * 127 fits into 16 bits
+      codes = _mm256_abs_epi8(codes);   // 2 * 128 * 127 fits into 16 bits
     } else if constexpr (most > 127) {  // 2 * 255 * 127 would not: the highest bit apart
       I top = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
       top = _mm256_maddubs_epi16(top, x);
@@ -86,7 +87,7 @@ struct Vector {
   static I widen(I sum, I pairs) {
     return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
   }
-  // Compilers would add up in a tree, whose leaves have no room in 16 registers.
+  // Keeps the order: compilers would add up in a tree, which needs more than 16 registers.
   static I in_order(I v) {
     asm("" : "+x"(v));
     return v;
@@ -98,7 +99,7 @@ struct Vector {
     sum = _mm256_dpwssd_avx_epi32(sum, codes, x);
 #else
     const I both = _mm256_madd_epi16(codes, x);
-    // Compilers would add to another register, and move it back.
+    // Compilers would add into another register and move it back.
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(both));
 #endif
   }
@@ -114,7 +115,7 @@ struct Vector {
     const I odd = _mm256_mulhi_epu16(v, factor);  // an even byte < 121 does not reach its quotient
     x = _mm256_blendv_epi8(even, odd, odd_bytes);
     I eleven = _mm256_set1_epi16(11);
-    asm("" : "+x"(eleven));  // which compilers would multiply by in four instructions
+    asm("" : "+x"(eleven));  // hides the constant: compilers would expand the multiplication
     y = _mm256_sub_epi8(v, _mm256_mullo_epi16(x, eleven));
   }
   static I lookup(const uint8_t* table, I v) {
@@ -176,7 +177,7 @@ struct Vector {
     }
   }
 
-  // Those of four rows, each for two lanes: of a block that is both columns of a row, or more.
+  // Numbers of four rows, each for two lanes: of blocks that span both columns of a row, or more.
   static constexpr bool kRepeated = true;
   template <bool affine>
   static void load_repeated(const uint16_t* p, F& scale, F& base) {
@@ -190,9 +191,9 @@ struct Vector {
     }
   }
 
-  // The same of one half of codes that are two weights: 2 columns of 4 rows, where each row has first
-  // those of one half and then of the other. For up to kMaxPairRows rows of activations: more leave
-  // too few registers, and take numbers as panels do.
+  // The same for 3.5 bits, one number of each pair: 2 columns of 4 rows, each row first with the
+  // numbers of x, then of y. For up to kMaxPairRows rows of activations; more would run out of
+  // registers, and read numbers from a panel.
   static constexpr int kMaxPairRows = 2;
   template <bool affine>
   static void load_pair_numbers(const uint16_t* p, int half, F& scale, F& base) {
@@ -213,7 +214,7 @@ struct Vector {
     }
   }
 
-  // Of 8 columns of one row.
+  // Two-level numbers of 8 columns of one row.
   static constexpr bool kTwoLevel = true;
   template <int count>
   static F load_int8(const int8_t* p, int which) {

@@ -1,4 +1,4 @@
-// Vectors of 16 lanes of 4 bytes: AVX-512 with VNNI, and with VBMI if the including file has it.
+// AVX-512 vectors of 16 lanes of 4 bytes, with VNNI, and VBMI where the target has it.
 #pragma once
 
 #include <immintrin.h>
@@ -20,7 +20,7 @@ constexpr Elevenths kElevenths;
 
 struct Vector {
   static constexpr int L = 16;
-  static constexpr int kMaxRows = 8;              // of activations at a time
+  static constexpr int kMaxRows = 8;           // of activations at a time
   static constexpr int kGroups = 1;            // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
   static constexpr bool kByteShifts = false;   // shift_right() shifts words of 32 bits
@@ -35,7 +35,7 @@ struct Vector {
   static F zero_f() { return _mm512_setzero_ps(); }
   static F set_f(float v) { return _mm512_set1_ps(v); }
 
-  // g lanes, repeated.
+  // Repeats g lanes over the vector.
   template <int g>
   static I repeat(const void* p) {
     if constexpr (g == 2) return _mm512_set1_epi64(*static_cast<const long long*>(p));
@@ -57,11 +57,11 @@ struct Vector {
   static I bit_and(I v, uint32_t m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
   static I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 
-  // Codes up to `most` are multiplied in the same way as those up to dot_class(most).
+  // Codes up to `most` use the same kernel as those up to dot_class(most).
   static constexpr int dot_class(int) { return 255; }
-  // sum += the 4 products of unsigned and signed bytes in each lane: step s < steps of such. `pairs`:
-  // room that belongs to the sum, which is complete after the last step. Where kNarrowCodes: `minus`
-  // takes 128 off the codes.
+  // sum += the 4 products of unsigned and signed bytes in each lane, step s < steps. `pairs`:
+  // scratch of the sum, which is complete after the last step. With kNarrowCodes, `minus` subtracts
+  // 128 from codes.
   template <int most, bool minus, int steps>
   static void dot(I& sum, I&, I codes, I x, int) {
     sum = _mm512_dpbusd_epi32(sum, codes, x);
@@ -73,7 +73,7 @@ struct Vector {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 
-  // Bytes of v < 121 as 11 x + y.
+  // Splits bytes 11 x + y < 121.
 #if defined(__AVX512VBMI__)
   static constexpr bool kSplitsSevenBits = true;  // whatever the eighth one is
   static void split_pairs(I v, I& x, I& y) {
@@ -124,8 +124,8 @@ struct Vector {
     return _mm512_castsi128_si512(_mm_cvtsi64_si128(few));
   }
 
-  // Values of 2 bytes, or of 1, of `count` at p: those at[0..L) -> first, at[16..16 + L) -> second.
-  // False: too many. `count` is a power of 2.
+  // Gathers 2-byte, or 1-byte, values of `count` at p: at[0..L) into first, at[16..16 + L) into
+  // second. `count` is a power of 2; false if it is too large.
   static bool gather(const void* p, bool bytes, int count, const uint16_t* at, bool both, F& first,
                      F& second) {
     if (count > 64) return false;
@@ -149,7 +149,7 @@ struct Vector {
       }
       return true;
     }
-    if (count == 16 && !both && at[0] == 0 && at[15] == 15) {  // as they stand
+    if (count == 16 && !both && at[0] == 0 && at[15] == 15) {  // in lane order
       first = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
       return true;
     }
@@ -165,7 +165,7 @@ struct Vector {
     return true;
   }
 
-  // The scales, and bases, of L columns: float16, in pairs where there are both.
+  // Scales, and bases, of L columns: float16, in pairs if both.
   template <bool affine>
   static void load_numbers(const uint16_t* p, F& scale, F& base) {
     if constexpr (affine) {
@@ -179,8 +179,8 @@ struct Vector {
     base = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
   }
 
-  // The same of one half of codes that are two weights: 2 columns of 8 rows, where each row has first
-  // those of one half and then of the other. For up to kMaxPairRows rows of activations.
+  // The same for 3.5 bits, one number of each pair: 2 columns of 8 rows, each row first with the
+  // numbers of x, then of y. For up to kMaxPairRows rows of activations.
   static constexpr int kMaxPairRows = kMaxRows;
   template <bool affine>
   static void load_pair_numbers(const uint16_t* p, int half, F& scale, F& base) {
@@ -197,8 +197,8 @@ struct Vector {
 
   static constexpr bool kRepeated = false;  // gather() takes them by one permutation
 
-  // Numbers in two levels, of 8 columns of 2 rows: of `count` int8 of each column one, as float, and of
-  // `count` float16 of each row one, for all of its columns.
+  // Two-level numbers of 8 columns of 2 rows: one of a column's `count` int8 as float, and one of a
+  // row's `count` float16, for all of its columns.
   static constexpr bool kTwoLevel = true;
   template <int count>
   static F load_int8(const int8_t* p, int which) {
@@ -220,7 +220,7 @@ struct Vector {
     return _mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_cvtph_ps(halves)));
   }
 
-  // Of 32 values: their largest magnitude's bits.
+  // Bits of the largest magnitude of 32 values.
   static uint32_t magnitude(const float* x) {
     const I sign = _mm512_set1_epi32(0x7fffffff);
     I a = _mm512_and_si512(_mm512_loadu_si512(x), sign);
@@ -228,12 +228,12 @@ struct Vector {
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
   }
   static I rounded(F v) { return _mm512_cvtps_epi32(v); }
-  // 32 whole numbers of 16 bits each.
+  // 32 integers to int16.
   static void to_int16(const I* v, int16_t* codes) {
     for (int i = 0; i < 2; ++i)
       _mm256_storeu_si256((__m256i*)(codes + 16 * i), _mm512_cvtepi32_epi16(v[i]));
   }
-  // 32 whole numbers of a byte each; the sums of each 16.
+  // 32 integers to int8, and the sums of each 16.
   static void to_int8(const I* v, int8_t* codes, int32_t* sums) {
     for (int part = 0; part < 2; ++part) {
       _mm_storeu_si128((__m128i*)(codes + 16 * part), _mm512_cvtepi32_epi8(v[part]));

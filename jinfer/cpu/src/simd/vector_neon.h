@@ -1,5 +1,5 @@
-// Vectors of 8 lanes of 4 bytes, two registers each: NEON with dot products of bytes (FEAT_DotProd).
-// The same functions as in vector_avx512.h.
+// NEON vectors of 8 lanes of 4 bytes in two registers, with dot products of bytes (FEAT_DotProd)
+// and the interface of vector_avx512.h.
 #pragma once
 
 #include <arm_neon.h>
@@ -10,13 +10,14 @@ namespace {
 
 struct Vector {
   static constexpr int L = 8;
-  static constexpr int kMaxRows = 4;             // of activations at a time
+  static constexpr int kMaxRows = 4;          // of activations at a time
   static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
   static constexpr bool kByteShifts = true;   // shift_right() brings no bit of another byte
-  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kSplitsSevenBits =
+      false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
-  static constexpr bool kRepeated = false;   // there is no load_repeated()
+  static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   struct I {
     uint32x4_t low, high;
@@ -42,7 +43,7 @@ struct Vector {
   static F zero_f() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
   static F set_f(float v) { return {vdupq_n_f32(v), vdupq_n_f32(v)}; }
 
-  // Compilers would load all steps of a unit first, for which there are not enough registers.
+  // Keeps the order: compilers would load all steps of a unit first and run out of registers.
   static uint32x4_t in_order(uint32x4_t v) {
     asm volatile("" : "+w"(v));
     return v;
@@ -70,9 +71,12 @@ struct Vector {
   }
   template <int n>
   static uint32x4_t shift_right(uint32x4_t v) {
-    if constexpr (n == 0) return v;
-    else if constexpr (n == 8) return vshrq_n_u32(v, 8);
-    else return vreinterpretq_u32_u8(vshrq_n_u8(vreinterpretq_u8_u32(v), n));
+    if constexpr (n == 0)
+      return v;
+    else if constexpr (n == 8)
+      return vshrq_n_u32(v, 8);
+    else
+      return vreinterpretq_u32_u8(vshrq_n_u8(vreinterpretq_u8_u32(v), n));
   }
   template <int n>
   static I shift_left(I v) {
@@ -99,8 +103,8 @@ struct Vector {
     }
   }
   static uint32x4_t signed_dot(uint32x4_t sum, uint32x4_t a, uint32x4_t b) {
-    return vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_s8_u32(a),
-                                           vreinterpretq_s8_u32(b)));
+    return vreinterpretq_u32_s32(
+        vdotq_s32(vreinterpretq_s32_u32(sum), vreinterpretq_s8_u32(a), vreinterpretq_s8_u32(b)));
   }
   static I signed_dot(I sum, I a, I b) {
     return {signed_dot(sum.low, a.low, b.low), signed_dot(sum.high, a.high, b.high)};

@@ -1,4 +1,4 @@
-// Vectors of 8 lanes of 4 bytes in plain C++. The same functions as in vector_avx512.h.
+// Portable vectors of 8 lanes of 4 bytes in plain C++, with the interface of vector_avx512.h.
 #pragma once
 
 #include <cmath>
@@ -10,12 +10,13 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;  // of activations at a time
-  static constexpr int kGroups = 1;  // row groups of a panel at a time
+  static constexpr int kGroups = 1;   // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
   static constexpr bool kByteShifts = false;
-  static constexpr bool kSplitsSevenBits = false;  // split_pairs() takes no notice of the eighth bit
+  static constexpr bool kSplitsSevenBits =
+      false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
-  static constexpr bool kRepeated = false;   // there is no load_repeated()
+  static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   typedef uint32_t I __attribute__((vector_size(4 * L)));
   typedef int32_t Signed __attribute__((vector_size(4 * L)));
