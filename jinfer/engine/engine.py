@@ -8,25 +8,23 @@ dropped. Where steps are short and nobody waits, a call takes several.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jax import Array
 
-from jinfer.engine.requests import Failed, Request, RequestError, Token
+from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.requests import Failed, Request, Token
 from jinfer.engine.runner.compiled_programs import Shape
 from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.runner.in_flight import Launched, any_for
-from jinfer.engine.runner.model_runner import Device, token_of
-from jinfer.engine.runner.sampler_output import CALL_SECONDS, Chosen, fitting
-from jinfer.engine.sampler_state import Samplers
-from jinfer.engine.scheduling.scheduler import Plan, Running, Scheduler
+from jinfer.engine.runner.model_runner import token_of
+from jinfer.engine.runner.sampler_output import Chosen, fitting
+from jinfer.engine.scheduling.scheduler import Plan, Running
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import Driver
-from jinfer.engine.speculator_protocol import Drafted, Speculator
+from jinfer.engine.speculator_protocol import Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
 
@@ -35,29 +33,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Engine(Device):
+class Engine(EngineCore):
     """Runs one model. Not to be used from several threads: see `jinfer.engine.engine_thread`.
 
     Attributes:
-        scheduler: who is computed next.
-        call_seconds, step_seconds: what the last call took, and a step of the last decoding one.
         speculator: drafts tokens, if there is one.
-        drafted: how many.
         interrupt: ends decoding calls, also those that have not begun; any thread may raise it.
-        samplers, guides: how requests' tokens are chosen, and the grammars of some.
+        guides: grammars of the requests that have one.
     """
 
-    scheduler: Scheduler
-    call_seconds: float = 0.0
-    step_seconds: float = CALL_SECONDS
     speculator: Speculator | None = None
-    drafted: Drafted = field(default_factory=Drafted)
     interrupt: Flag = field(default_factory=Flag)
-    samplers: Samplers = field(default_factory=Samplers)
     guides: Guides = field(default_factory=Guides)
-    _sequences: dict[int, Running] = field(default_factory=dict)
     _drivers: dict[int, Driver] = field(default_factory=dict)
-    _launched: deque[Launched] = field(default_factory=deque)
     _involved: list[int] = field(default_factory=list)
     _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
@@ -67,10 +55,6 @@ class Engine(Device):
     def __post_init__(self) -> None:
         self.scheduler.on_release = self._released
         self._flag = np.int32(self.interrupt.number)
-
-    def runs(self, sequence: Running) -> bool:
-        """Whether it was admitted, and its request goes on."""
-        return self._sequences.get(sequence.request.id) is sequence and sequence.held is not None
 
     def release(self) -> None:
         """As `Device.release`."""
@@ -136,10 +120,6 @@ class Engine(Device):
             driver.end(request)
         return sequence
 
-    def sequence(self, request: int) -> Running | None:
-        """A request on its way; None for one that is not."""
-        return self._sequences.get(request)
-
     def step(self) -> list[Token | Failed]:
         """Plans and launches one call, and returns the tokens of the call before.
 
@@ -178,55 +158,6 @@ class Engine(Device):
         """A driver's sequences that wait for it, those that came first first."""
         own = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
         return sorted((s for s in own if not s.in_prompt), key=lambda s: s.order)
-
-    def free_blocks(self, sequence: Running) -> list[Token | Failed]:
-        """Preempts somebody for a driven sequence, or the sequence itself if it came last.
-
-        Returns:
-            Tokens that had to be read before; that the sequence failed, if nobody else holds any.
-        """
-        events: list[Token | Failed] = list(self.read_all())
-        last = max(self.scheduler.running, key=lambda s: s.order)
-        if len(self.scheduler.running) == 1 and not self.scheduler.apart:
-            error = RequestError("the cache has too few blocks for this; set engine.kv_tokens")
-            events.append(Failed(sequence.request.id, error))
-        self.scheduler.preempt(last)
-        return events
-
-    def _compute(
-        self, places: Sequence[tuple[int, int]], last: Sequence[int]
-    ) -> tuple[Array, Array]:
-        """Logits after some tokens, and the rows of the state they are of: see `steps.logits`.
-
-        Args:
-            places: slot and position of each token; position -1: the last one known.
-            last: the tokens, by their place in the list, after which one is to be chosen.
-        """
-        size = self.size_of(len(places))
-        chosen = self.chosen_count(size, len(last))
-        at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
-        at[:, : len(places)] = np.array(places, np.int32).T
-        picked[: len(last)] = last
-        program = self.programs.get(Shape("logits", size, chosen))
-        given = (at[0], at[1], self.tables(), picked)
-        self._cache, out, rows = program(self.leaves, self.cache, self.state, *given)
-        return out, rows
-
-    def choose(
-        self,
-        logits: Array,
-        rows: Array | np.ndarray,
-        sequences: Sequence[Running],
-        mask: np.ndarray | None = None,
-    ) -> Chosen:
-        """The next tokens of some sequences: see `steps.choose`."""
-        count = logits.shape[0]
-        shape = Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
-        program = self.programs.get(shape)
-        guided = np.bool_(mask is not None)
-        mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
-        self._state, chosen = program(self.state, logits, rows, mask, guided)
-        return chosen
 
     def _plan(self) -> Plan:
         most = min(self.programs.most_steps, fitting(self.step_seconds))
@@ -269,12 +200,6 @@ class Engine(Device):
                 self.scheduler.blocks.describe_encoder(held, request.encoder)
             self.enter(sequence)
 
-    def enter(self, sequence: Running) -> None:
-        """Tells the device what is known of a sequence."""
-        row = self.samplers.row(sequence, self.programs.sizes.context)
-        program = self.programs.get(Shape("admit"))
-        self._state = program(self.state, row, np.int32(sequence.slot))
-
     def _launch(self, plan: Plan) -> bool:
         """Launches what is planned; whether its tokens will have to be read."""
         if plan.empty:
@@ -284,7 +209,7 @@ class Engine(Device):
             self.guides.drop(sequence)
             first = min(sequence.computed, len(sequence.tokens) - 1)
             self.scheduler.blocks.slide(sequence.held, first)
-        if self.speculator is not None and self.speculator.launch(self, plan):
+        if self.speculator is not None and self.speculator.launch(self, plan, self.guides):
             return True
         guided = any(sequence.guided for sequence in plan.decoding)
         return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
@@ -299,7 +224,7 @@ class Engine(Device):
                 chosen.append(chunk.sequence)
                 last.append(len(rows) - 1)
         begun = time.perf_counter()
-        logits, which = self._compute(rows, last)
+        logits, which = self.compute_logits(rows, last)
         for chunk in plan.chunks:
             chunk.sequence.computed += chunk.count
             self._describe(chunk.sequence)
@@ -328,21 +253,6 @@ class Engine(Device):
         chosen = tuple(enumerate(plan.decoding))
         self.note(Launched(result, chosen, plan.steps, begun, decodes=True))
         return True
-
-    def note(self, launched: Launched) -> None:
-        """Keeps in mind a call whose tokens are to be read."""
-        for _, sequence in launched.rows:
-            sequence.unread += launched.steps
-        self._launched.append(launched)
-
-    def tables(self) -> dict[str, np.ndarray]:
-        """Where the blocks of each slot's sequence are, by group."""
-        held = [(s.slot, s.held) for s in self.scheduler.running if s.held]
-        return self.tables_of(self.programs.sizes.slots, held)
-
-    def size_of(self, tokens: int) -> int:
-        """The tokens of the smallest program that takes so many."""
-        return next(size for size in self.scheduler.sizes if size >= tokens)
 
     def read_all(self, of: Sequence[Running] | None = None) -> Iterator[Token | Failed]:
         """Reads all that was launched, or all up to the last call for some sequences."""

@@ -31,3 +31,17 @@ class Stats:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+
+@dataclass
+class DraftCounts:
+    """Counts of an engine's drafts so far.
+
+    Attributes:
+        drafts: trees that were verified.
+        drafted, accepted: their tokens, and those that were accepted.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0

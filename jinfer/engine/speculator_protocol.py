@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.scheduler import Plan, Running
-
-if TYPE_CHECKING:
-    from jinfer.engine.engine import Engine
-
-
-@dataclass
-class Drafted:
-    """Counts of an engine's drafts so far.
-
-    Attributes:
-        drafts: trees that were verified.
-        drafted, accepted: their tokens, and those that were right.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
+from jinfer.engine.search.guided_decoding import Guides
 
 
 class Speculator(Protocol):
     """Drafts tokens, so that one call gives several."""
 
-    def announce(self, engine: Engine) -> list[Future[Program]]:
+    def announce(self, engine: EngineCore) -> list[Future[Program]]:
         """Starts to compile all programs that it may need."""
         ...
 
@@ -44,17 +28,17 @@ class Speculator(Protocol):
         """Tokens that a call without drafts may compute of each sequence."""
         ...
 
-    def launch(self, engine: Engine, plan: Plan) -> bool:
+    def launch(self, engine: EngineCore, plan: Plan, guides: Guides) -> bool:
         """Launches a call that verifies drafts for what is planned; False: there are none."""
         ...
 
     def read(
-        self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
+        self, engine: EngineCore, launched: Launched, sequence: Running, ids: list[int]
     ) -> list[str]:
         """Is told the new tokens of a sequence, before they become its; who drafted the first."""
         ...
 
-    def drop(self, engine: Engine, sequence: Running) -> None:
+    def drop(self, engine: EngineCore, sequence: Running) -> None:
         """A sequence is about to give its blocks back."""
         ...
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jinfer.engine.engine import Engine
+from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.requests import Failed, Request
 from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.engine.speculator_protocol import Drafted
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.speculate.draft_length import Control, Mean
 from jinfer.speculate.drafter import Drafter
@@ -53,7 +53,7 @@ def measure(engine: Engine, control: Control) -> None:
             if known is not None:
                 control.costs[size] = known
     finally:
-        engine.speculator, engine.drafted = speculator, Drafted()
+        engine.speculator, engine.drafted = speculator, DraftCounts()
 
 
 def _seconds(

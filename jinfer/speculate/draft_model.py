@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program, Programs, Shape, Sizes
 from jinfer.engine.runner.model_runner import FEW, SIZES, Device
 from jinfer.engine.runner.sampler_output import MAX_STEPS
@@ -55,7 +55,7 @@ class DraftModel(Device, Drafter):
             What follows another than the first is found one such token after the other.
     """
 
-    target: Engine
+    target: EngineCore
     name: str
     seconds: float = 1e-3
     siblings: int = 2

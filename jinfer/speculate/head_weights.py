@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.modelspec.draft_head import layers_of, tapped
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
@@ -58,7 +58,7 @@ class HeadWeights:
     own: Weights
     shared: Weights
 
-    def load(self, engine: Engine, programs: Any, progress: bool) -> tuple[Any, ...]:
+    def load(self, engine: EngineCore, programs: Any, progress: bool) -> tuple[Any, ...]:
         """All of them; those of a model that is whole on the same device are its arrays."""
         if isinstance(programs, PlacedPrograms):
             place, names = programs.place, dict.fromkeys(self.shared.model.names)
@@ -73,7 +73,7 @@ class HeadWeights:
         return tuple(named[name] for name in self.model.names)
 
 
-def head_weights(engine: Engine, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
+def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool) -> HeadWeights:
     """Finds the weights of a head.
 
     Args:

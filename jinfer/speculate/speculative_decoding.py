@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.in_flight import Launched
 from jinfer.engine.scheduling.block_manager import Copy, Held
 from jinfer.engine.scheduling.scheduler import Plan, Running
+from jinfer.engine.search.guided_decoding import Guides
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.backoff import Pace
 from jinfer.speculate.draft_length import Control, Mean
@@ -74,7 +75,7 @@ class Speculation:
         """As `Speculator.steps`."""
         return self._pace.steps(most)
 
-    def launch(self, engine: Engine, plan: Plan) -> bool:
+    def launch(self, engine: EngineCore, plan: Plan, guides: Guides) -> bool:
         """As `Speculator.launch`."""
         decoding = plan.decoding
         if plan.chunks or not decoding or self._pace.rest():
@@ -101,7 +102,7 @@ class Speculation:
         planted = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
         masks = None
         if any(s.guided for s in decoding):
-            masks = self._masks(engine, decoding, planted, sizes)
+            masks = self._masks(engine, guides, decoding, planted, sizes)
             if masks is None:
                 self._pace.missed(rests=self.control.nodes is None)
                 return False
@@ -121,7 +122,8 @@ class Speculation:
 
     def _masks(
         self,
-        engine: Engine,
+        engine: EngineCore,
+        guides: Guides,
         decoding: Sequence[Running],
         trees: dict[int, Tree],
         sizes: Sequence[int],
@@ -135,12 +137,10 @@ class Speculation:
             tree = first_path(trees.get(sequence.slot, Tree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
-                guide = engine.guides.of[sequence.request.id]
+                guide = guides.of[sequence.request.id]
                 assert guide.mask is not None, "its turn is done, and tokens may follow"
                 forcing, state = sequence.request.sampling.logprobs is None, guide.matcher.fork()
-                found = engine.guides.promptly(
-                    sequence, allowed, state, guide.mask, tree, forcing=forcing
-                )
+                found = guides.promptly(sequence, allowed, state, guide.mask, tree, forcing=forcing)
                 if found is None:
                     return None
                 tree, masks[sequence.slot] = found
@@ -173,7 +173,7 @@ class Speculation:
         trees = [merged(proposed) for proposed in zip(*each, strict=True)]
         return trees if self.branched else [first_path(tree) for tree in trees]
 
-    def _sizes(self, engine: Engine, decoding: Sequence[Running]) -> list[int]:
+    def _sizes(self, engine: EngineCore, decoding: Sequence[Running]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
         if self.control.nodes is not None:
             return [*SIZES]
@@ -185,7 +185,7 @@ class Speculation:
 
     def _shape(
         self,
-        engine: Engine,
+        engine: EngineCore,
         size: int,
         decoding: Sequence[Running],
         places: int,
@@ -197,7 +197,7 @@ class Speculation:
 
     def _verify(
         self,
-        engine: Engine,
+        engine: EngineCore,
         decoding: Sequence[Running],
         trees: dict[int, Tree],
         masks: dict[int, list[np.ndarray]] | None,
@@ -233,7 +233,7 @@ class Speculation:
         self._calls[decoding[0].slot % engine.scheduler.lanes] = (launched, size)
 
     def _branches(
-        self, engine: Engine, decoding: Sequence[Running], trees: dict[int, Tree], size: int
+        self, engine: EngineCore, decoding: Sequence[Running], trees: dict[int, Tree], size: int
     ) -> bool:
         """Whether there is a program for trees with branches, or none of these has one."""
         if self.control.nodes is not None or all(len(tree.paths()) < 2 for tree in trees.values()):
@@ -241,7 +241,7 @@ class Speculation:
         return engine.programs.ready(self._shape(engine, size, decoding, PLACES * size))
 
     def _fitting(
-        self, engine: Engine, sequence: Running, tree: Tree, size: int, layout: Layout
+        self, engine: EngineCore, sequence: Running, tree: Tree, size: int, layout: Layout
     ) -> Tree:
         """What of a tree there is room for."""
         assert sequence.held is not None, "it is planned"
@@ -253,7 +253,7 @@ class Speculation:
         return tree
 
     def read(
-        self, engine: Engine, launched: Launched, sequence: Running, ids: list[int]
+        self, engine: EngineCore, launched: Launched, sequence: Running, ids: list[int]
     ) -> list[str]:
         """As `Speculator.read`."""
         lane = sequence.slot % engine.scheduler.lanes
@@ -311,7 +311,7 @@ class Speculation:
         """Whether nothing that drafts takes time."""
         return not any(drafter.seconds for drafter in self.drafters)
 
-    def drop(self, engine: Engine, sequence: Running) -> None:
+    def drop(self, engine: EngineCore, sequence: Running) -> None:
         """As `Speculator.drop`."""
         verified = self._pending.pop(sequence.request.id, None)
         for _, held in verified.branches if verified else ():
@@ -333,12 +333,12 @@ class Speculation:
         for drafter in self.drafters:
             drafter.release()
 
-    def announce(self, engine: Engine) -> list[Future[Program]]:
+    def announce(self, engine: EngineCore) -> list[Future[Program]]:
         """As `Speculator.announce`."""
         futures = engine.programs.announce(self._shapes(engine))
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
-    def _shapes(self, engine: Engine) -> Iterator[Shape]:
+    def _shapes(self, engine: EngineCore) -> Iterator[Shape]:
         for stages in stage_sets():
             for size in sizes_of(engine):
                 for chosen in sorted({1, engine.chosen_count(size, 2)}):
@@ -347,7 +347,7 @@ class Speculation:
                     yield Shape("verify", size, chosen, stages=stages, masked=True)
 
 
-def sizes_of(engine: Engine) -> list[int]:
+def sizes_of(engine: EngineCore) -> list[int]:
     """Sizes that may pay: up to four tokens of each sequence, or 32 of a few."""
     return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
 

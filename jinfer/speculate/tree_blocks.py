@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.scheduling.block_manager import Copy, Held
 from jinfer.engine.scheduling.scheduler import Running
 from jinfer.speculate.token_tree import Tree
@@ -34,7 +34,7 @@ def laid_out(
 
 
 def grown(
-    engine: Engine, sequence: Running, tree: Tree, copies: list[Copy]
+    engine: EngineCore, sequence: Running, tree: Tree, copies: list[Copy]
 ) -> tuple[Tree, list[tuple[list[int], Held]]]:
     """A tree with blocks for each of its branches; without those that there are no blocks for."""
     assert sequence.held is not None, "it is planned"

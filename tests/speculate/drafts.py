@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jinfer import LLM, Completion, SamplingParams
+from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.scheduling.scheduler import Running
-from jinfer.engine.speculator_protocol import Drafted
 from jinfer.speculate.draft_length import Control
 from jinfer.speculate.drafter import Drafter
 from jinfer.speculate.speculative_decoding import Speculation
@@ -57,10 +57,10 @@ class RandomTrees(Drafter):
 
 
 @contextmanager
-def speculating(llm: LLM, *drafters: Drafter, nodes: int | None = 8) -> Iterator[Drafted]:
+def speculating(llm: LLM, *drafters: Drafter, nodes: int | None = 8) -> Iterator[DraftCounts]:
     """The model with drafts; gives the counts of these alone."""
     engine = llm.frontend.engine
-    engine.speculator, engine.drafted = Speculation(drafters, Control(nodes)), Drafted()
+    engine.speculator, engine.drafted = Speculation(drafters, Control(nodes)), DraftCounts()
     try:
         yield engine.drafted
     finally:

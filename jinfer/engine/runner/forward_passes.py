@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.compiled_programs import Program, Shape
 from jinfer.engine.runner.model_runner import SIZES, padded_length
@@ -33,7 +33,7 @@ class NoRoomError(Exception):
     """The cache has too few free blocks for the moment."""
 
 
-def at_once[T](engine: Engine, passes: Passes[T]) -> T:
+def at_once[T](engine: EngineCore, passes: Passes[T]) -> T:
     """The result, without a step between. Raises `NoRoomError`."""
     while True:
         try:
@@ -48,7 +48,7 @@ def at_once[T](engine: Engine, passes: Passes[T]) -> T:
 
 
 def forward(
-    engine: Engine,
+    engine: EngineCore,
     prompt: Sequence[int],
     want: Literal["logits", "hidden", "score", "ranked"],
     encoder: Sequence[int] = (),
@@ -106,14 +106,14 @@ def forward(
     return parts[0] if last else trees.map(lambda *each: np.concatenate(each), *parts)
 
 
-def _program(engine: Engine, shape: Shape) -> Passes[Program]:
+def _program(engine: EngineCore, shape: Shape) -> Passes[Program]:
     while not engine.programs.ready(shape):
         yield shape
     return engine.programs.get(shape)
 
 
 @contextmanager
-def _own(engine: Engine, prompt: Sequence[int]) -> Iterator[Held]:
+def _own(engine: EngineCore, prompt: Sequence[int]) -> Iterator[Held]:
     """A sequence that has no slot, and no blocks yet."""
     blocks, scheduler = engine.scheduler.blocks, engine.scheduler
     held, _, _ = blocks.start(prompt, reuse=False)
@@ -126,7 +126,7 @@ def _own(engine: Engine, prompt: Sequence[int]) -> Iterator[Held]:
 
 
 def _room(
-    engine: Engine, held: Held, prompt: Sequence[int], encoder: Sequence[int]
+    engine: EngineCore, held: Held, prompt: Sequence[int], encoder: Sequence[int]
 ) -> Passes[None]:
     """Takes the blocks of a sequence, all at once: halves of several would wait for each other."""
     blocks = engine.scheduler.blocks
@@ -140,7 +140,7 @@ def _room(
             blocks.describe_encoder(held, encoder)
 
 
-def _pieces(engine: Engine, tokens: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(engine: EngineCore, tokens: int) -> Iterator[tuple[int, int, int]]:
     """(first token, tokens, padded size) of each piece of a prompt: small while somebody runs."""
     scheduler, start = engine.scheduler, 0
     while start < tokens:
@@ -158,7 +158,7 @@ def _padded(ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def encode(
-    engine: Engine,
+    engine: EngineCore,
     texts: Sequence[Sequence[int]],
     types: Sequence[Sequence[int]],
     want: Want,
@@ -196,7 +196,7 @@ def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.nda
     return padded, np.array([len(row) for row in rows], np.int32)
 
 
-def check_room(engine: Engine, tokens: int, sequences: int = 1) -> None:
+def check_room(engine: EngineCore, tokens: int, sequences: int = 1) -> None:
     """Raises `RequestError` where the cache could never hold some sequences of so many tokens."""
     for name, pool in engine.scheduler.blocks.pools.items():
         needed = sequences * -(-tokens // BLOCK)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.compiled_programs import Shape
 from jinfer.engine.scheduling.block_manager import Copy, Held
@@ -30,11 +30,11 @@ class BeamSearch:
     _held: list[Held] = field(default_factory=list)
     _parents: list[int] = field(default_factory=list)
 
-    def settle(self, engine: Engine) -> list[Token | Failed]:
+    def settle(self, engine: EngineCore) -> list[Token | Failed]:
         """There is nothing to read: each step waits for its result."""
         return []
 
-    def drop(self, engine: Engine, request: int) -> None:
+    def drop(self, engine: EngineCore, request: int) -> None:
         """Gives its blocks back; after a preemption the search begins again, and ends the same."""
         for held in self._held:
             engine.scheduler.blocks.free(held)
@@ -43,7 +43,7 @@ class BeamSearch:
     def end(self, request: int) -> None:
         """There is nothing else to forget."""
 
-    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
+    def advance(self, engine: EngineCore, sequences: Sequence[Running]) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
         for sequence in sequences:  # one at most
@@ -59,7 +59,7 @@ class BeamSearch:
             events += self._step(engine, sequence, self._beams, length)
         return events
 
-    def _fork(self, engine: Engine, parents: Sequence[Held], length: int) -> bool:
+    def _fork(self, engine: EngineCore, parents: Sequence[Held], length: int) -> bool:
         """Gives each running sequence blocks of its own, with room for one more token."""
         blocks = engine.scheduler.blocks
         held: list[Held] = []
@@ -81,7 +81,7 @@ class BeamSearch:
         return True
 
     def _step(
-        self, engine: Engine, sequence: Running, beams: Beams, length: int
+        self, engine: EngineCore, sequence: Running, beams: Beams, length: int
     ) -> list[Token | Failed]:
         request, count = sequence.request, beams.count
         last = [(*request.prompt, *tokens)[-1] for tokens in beams.sequences]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.engine import Engine
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.compiled_programs import Shape
 from jinfer.engine.runner.forward_passes import NoRoomError, at_once, forward
@@ -35,18 +35,18 @@ class Contrastive:
     _candidates: list[int] = field(default_factory=list)
     _probabilities: np.ndarray | None = None
 
-    def settle(self, engine: Engine) -> list[Token | Failed]:
+    def settle(self, engine: EngineCore) -> list[Token | Failed]:
         """There is nothing to read: each step waits for its result."""
         return []
 
-    def drop(self, engine: Engine, request: int) -> None:
+    def drop(self, engine: EngineCore, request: int) -> None:
         """Forgets where it was: its hidden states are computed again."""
         self._past = None
 
     def end(self, request: int) -> None:
         """There is nothing else to forget."""
 
-    def advance(self, engine: Engine, sequences: Sequence[Running]) -> list[Token | Failed]:
+    def advance(self, engine: EngineCore, sequences: Sequence[Running]) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
         for sequence in sequences:  # one at most
@@ -66,7 +66,7 @@ class Contrastive:
             events += self._step(engine, sequence, rows)
         return events
 
-    def _begin(self, engine: Engine, sequence: Running) -> None:
+    def _begin(self, engine: EngineCore, sequence: Running) -> None:
         """The last token that is known is the only candidate of the first step."""
         *before, last = sequence.tokens
         width = engine.programs.sizes.context
@@ -78,7 +78,7 @@ class Contrastive:
         self._candidates = [last]
         self._probabilities = np.eye(1, self.count, dtype=np.float32)[0]
 
-    def _rows(self, engine: Engine, sequence: Running) -> list[Held] | None:
+    def _rows(self, engine: EngineCore, sequence: Running) -> list[Held] | None:
         """Blocks for each candidate; None where there are too few."""
         blocks, length, parent = engine.scheduler.blocks, self._length, sequence.held
         assert parent is not None, "it is admitted"
@@ -97,7 +97,9 @@ class Contrastive:
         engine.copy(copies)
         return rows
 
-    def _step(self, engine: Engine, sequence: Running, rows: list[Held]) -> list[Token | Failed]:
+    def _step(
+        self, engine: EngineCore, sequence: Running, rows: list[Held]
+    ) -> list[Token | Failed]:
         count, length, request = self.count, self._length, sequence.request
         tokens, at = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         tokens[: len(rows)] = self._candidates

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jax import Array
 
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import EngineError, Failed, Token
 from jinfer.engine.runner.device_state import Choice
 from jinfer.engine.runner.in_flight import Launched
@@ -32,7 +33,6 @@ from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
 if TYPE_CHECKING:
     from jaxtyping import UInt
 
-    from jinfer.engine.engine import Engine
     from jinfer.sampling.structured import Matcher
 
 _ALONE = 0.01  # seconds between two looks for what came, where there is nothing else to do
@@ -127,7 +127,7 @@ class Guides:
             guide.slow, take_turn, guide.matcher, guide.rules, at, tokens, words
         )
 
-    def settle(self, engine: Engine) -> list[Token | Failed]:
+    def settle(self, engine: EngineCore) -> list[Token | Failed]:
         """The tokens of grammars whose turns are done, also those that must follow.
 
         The latter become tokens of the sequence, whose row the device has to be told anew.
@@ -138,7 +138,9 @@ class Guides:
             ready(waiting[0][1], time.monotonic() + _ALONE)
         return [event for guide, turn in settled for event in self._settled(engine, guide, turn)]
 
-    def _settled(self, engine: Engine, guide: Guide, done: Future[Turn]) -> list[Token | Failed]:
+    def _settled(
+        self, engine: EngineCore, guide: Guide, done: Future[Turn]
+    ) -> list[Token | Failed]:
         sequence = guide.sequence
         try:
             turn = done.result()
@@ -152,7 +154,7 @@ class Guides:
             engine.enter(sequence)
         return turn.events
 
-    def choose(self, engine: Engine) -> list[Token | Failed]:
+    def choose(self, engine: EngineCore) -> list[Token | Failed]:
         """Chooses from what was computed while the tokens before came to be known."""
         if self.computed is None:
             return []
