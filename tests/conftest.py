@@ -42,7 +42,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     from jinfer.engine.runner import model_runner
 
-    model_runner.FEW, model_runner.SIZES = (1, 8), (32, 96)
+    model_runner.SMALL_SIZES, model_runner.SIZES = (1, 8), (32, 96)
 
 # Traces leave much behind that is no garbage: looking through it took 3% of the time.
 gc.set_threshold(50_000, 20, 100)

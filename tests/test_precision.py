@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 from jinfer import LLM
-from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.matmul_precision import precision_of, product
 from jinfer.ops.backend import target
 
@@ -41,9 +42,9 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", "all")
     with LLM(GOLDENS / name, dtype="float32") as llm:
         made = llm.frontend.engine.programs
-        programs = Programs(made.model, made.sizes)
+        programs = CompiledPrograms(made.model, made.sizes)
         with target("gpu"):
-            function, _, arguments = programs._function(Shape("logits", 8, 1))
+            function, _, arguments = programs.step_function(StepKey("logits", 8, 1))
             found = list(products(jax.make_jaxpr(function)(*arguments).jaxpr))
     assert len(found) > 8
     assert [one for one in found if one.params["precision"] != HIGHEST] == []

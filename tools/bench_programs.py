@@ -28,9 +28,10 @@ from jax import Array
 
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.sampler_output import MAX_STEPS
+from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.modelspec.resolve_spec import Facts, resolve
 from jinfer.modelspec.spec_files import families
 from jinfer.modelspec.spec_values import Missing
@@ -132,7 +133,7 @@ def _random(shape: tuple[int, ...], dtype: Any, key: Array) -> Array:
     return (jax.random.normal(key, shape, jnp.bfloat16) * 0.02).astype(dtype)
 
 
-def random_leaves(programs: Programs) -> tuple[Array, ...]:
+def random_leaves(programs: CompiledPrograms) -> tuple[Array, ...]:
     """Random weights as operands of the programs."""
     keys = jax.random.split(jax.random.key(0), len(programs.leaves))
     return tuple(
@@ -141,7 +142,7 @@ def random_leaves(programs: Programs) -> tuple[Array, ...]:
     )
 
 
-def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
+def state_at(programs: CompiledPrograms, length: int, *, sampled: bool) -> State:
     """Device state in which all slots decode, at so many tokens, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
@@ -161,7 +162,7 @@ def state_at(programs: Programs, length: int, *, sampled: bool) -> State:
     )
 
 
-def scattered(programs: Programs) -> dict[str, Array]:
+def scattered(programs: CompiledPrograms) -> dict[str, Array]:
     """Block tables of all slots, with blocks anywhere in the pool."""
     slots = programs.sizes.slots
     order = jax.random.permutation(jax.random.key(3), slots * SLOT_BLOCKS).astype(jnp.int32)
@@ -170,25 +171,30 @@ def scattered(programs: Programs) -> dict[str, Array]:
     return {group: jnp.array(table) for group in programs.sizes.blocks}
 
 
-def compile_task(programs: Programs, task: str) -> Any:
+def compile_task(programs: CompiledPrograms, task: str) -> Any:
     """The program of a task."""
     kind, count = task.split("-")
     if kind != "prompt":
-        shape = Shape("decode", int(count), stages=stage_sets()[0])
+        shape = StepKey("decode", int(count), stages=stage_sets()[0])
     else:
-        shape = Shape("logits", int(count), 1)
-    function, donated, arguments = programs._function(shape)
+        shape = StepKey("logits", int(count), 1)
+    function, donated, arguments = programs.step_function(shape)
     return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
 def time_task(
-    programs: Programs, compiled: Any, leaves: tuple[Array, ...], task: str, *, kernels: bool
+    programs: CompiledPrograms,
+    compiled: Any,
+    leaves: tuple[Array, ...],
+    task: str,
+    *,
+    kernels: bool,
 ) -> tuple[float, Kernels]:
     """Seconds of a step or a prompt, and its profile."""
     kind, number = task.split("-")
     count, steps = int(number), 1 if kind == "prompt" else MAX_STEPS
     state = state_at(programs, LENGTH, sampled=kind == "sampled")
-    cache = programs.empty_cache()
+    cache = programs.allocate_kv_cache()
     every, tables = jnp.arange(count, dtype=jnp.int32), scattered(programs)
     if kind == "prompt":
         last = jnp.full((1,), count - 1, jnp.int32)
@@ -257,7 +263,7 @@ def measure(
         model = abstract_model(*SHAPES[shape], format)
         blocks = {"all": slots * SLOT_BLOCKS}
         sizes = Sizes(slots, CONTEXT, model.vocab, blocks, jnp.bfloat16)
-        programs = Programs(model, sizes)
+        programs = CompiledPrograms(model, sizes)
         leaves = random_leaves(programs)
         with ThreadPoolExecutor() as pool:
             compiled_tasks = list(pool.map(functools.partial(compile_task, programs), tasks))

@@ -27,10 +27,10 @@ from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.speculate.draft_length import Control
-from jinfer.speculate.prompt_lookup import Lookup
-from jinfer.speculate.replay_drafter import Replay
-from jinfer.speculate.speculative_decoding import Speculation
+from jinfer.speculate.draft_length import DraftLength
+from jinfer.speculate.prompt_lookup import PromptLookup
+from jinfer.speculate.replay_drafter import ReplayDrafter
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
 from .bench_speculate_plot import Gain, drawing
 from .run_main import run
@@ -56,7 +56,7 @@ class Turns:
         self.params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         self.answers = self._answers(None)[1]
 
-    def _answers(self, speculation: Speculation | None) -> tuple[float, list[Completion]]:
+    def _answers(self, speculation: SpeculativeDecoder | None) -> tuple[float, list[Completion]]:
         """Seconds of decoding, and the answers."""
         self.llm.frontend.engine.speculator = speculation
         begun = time.perf_counter()
@@ -68,7 +68,7 @@ class Turns:
     def gain(
         self,
         name: str,
-        speculation: Speculation,
+        speculation: SpeculativeDecoder,
         accuracy: float | None = None,
         formula: float | None = None,
     ) -> Gain:
@@ -95,7 +95,7 @@ class Turns:
             accepted,
             sum(one.drafted_tokens for one in uses),
             accuracy,
-            speculation.control.nodes,
+            speculation.draft_length.nodes,
             formula,
         )
 
@@ -104,12 +104,12 @@ def replayed(turns: Turns, accuracy: float, nodes: int | None) -> Gain:
     """Drafts that are right with a given probability."""
     prompts = [tuple(prompt) for prompt in turns.prompts]
     answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
-    replay = Replay(answers, accuracy, turns.llm.spec.dims["vocab"])
+    replay = ReplayDrafter(answers, accuracy, turns.llm.spec.dims["vocab"])
     name = f"replay, {accuracy:.1f}, {nodes or 'auto'} nodes"
     formula = None
     if nodes is not None:
         formula = (1 - accuracy**nodes) / (1 - accuracy) if accuracy < 1 else float(nodes)
-    speculation = Speculation([replay], Control(nodes), branched=False)
+    speculation = SpeculativeDecoder([replay], DraftLength(nodes), branched=False)
     return turns.gain(name, speculation, accuracy, formula)
 
 
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> int:
         if llm.can_chat:
             for name, text in _PROMPTS.items():
                 turns = Turns(llm, [llm.encode_chat(text)], tokens, options.rounds)
-                speculation = Speculation([Lookup(branches=2)])
+                speculation = SpeculativeDecoder([PromptLookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
     if options.json:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.scheduling.cache_size import block_bytes
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.toml_tables import merge
@@ -142,7 +142,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         pools = jax.eval_shape(lambda: empty(shapes, 1, opened.kv_cache))
         tables = {shape.group: jax.ShapeDtypeStruct((1, 1), jnp.int32) for shape in shapes.values()}
         tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
-        places = Places(ints, ints, ints, ints, ints)
+        places = FlatBatch(ints, ints, ints, ints, ints)
         run = partial(stage_forward.flow, stage, ("logits",))
         given = (pools, None if stage.slice.first else x, places, tables, None)
         several = True

@@ -15,7 +15,7 @@ from jinfer.api.generation_requests import requested, streamed
 from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Prepared
-from jinfer.engine.output.collect import Completions, best
+from jinfer.engine.output.collect import Completions, best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
@@ -85,7 +85,7 @@ class AsyncLLM(Loaded):
         return Completions(
             answer
             for group, (_, resolved) in zip(answers, requests, strict=True)
-            for answer in best(list(group), resolved)
+            for answer in best_of(list(group), resolved)
         )
 
     @completing(Sampling)

@@ -9,9 +9,11 @@ import numpy as np
 
 from jinfer.distributed.process_group import current
 from jinfer.engine.engine import Engine
-from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.model_runner import flat_sizes
-from jinfer.engine.scheduling.block_manager import BlockManager, BlockPool
+from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.engine.scheduling.block_manager import BlockManager
+from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.guard.disk_cache import Shelf
@@ -69,7 +71,9 @@ def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
     engine.leaves = load_stages(weights, stages, progress=progress)
 
 
-def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tuple[Programs, int]:
+def _programs(
+    model: AbstractModel, opened: Opened, shelf: Shelf | None
+) -> tuple[CompiledPrograms, int]:
     """The programs, for a cache of the size there is room for, and how many lanes they have."""
     asked = opened.spec.engine.kv_tokens
     if asked is not None and asked < BLOCK:
@@ -97,7 +101,7 @@ def _programs(model: AbstractModel, opened: Opened, shelf: Shelf | None) -> tupl
         tokens=spec.kv_tokens,
         used=used,
     )
-    return Programs(model, _sizes(opened, blocks), shelf), 1
+    return CompiledPrograms(model, _sizes(opened, blocks), shelf), 1
 
 
 def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
@@ -130,34 +134,34 @@ def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
     return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
 
 
-def first_shapes(engine: Engine, prompt: int) -> list[Shape]:
+def first_shapes(engine: Engine, prompt: int) -> list[StepKey]:
     """The programs that a request needs if it comes alone, and asks for nothing unusual."""
     if not engine.model.modules.spec.generates:
         return []
-    scheduler, shapes = engine.scheduler, [Shape("admit")]
+    scheduler, shapes = engine.scheduler, [StepKey("set_slot")]
     while prompt > 1:
-        count = scheduler.filling(min(scheduler.chunk, prompt))
-        shapes.append(Shape("logits", engine.size_of(count), 1))
+        count = scheduler.fit_batch(min(scheduler.chunk, prompt))
+        shapes.append(StepKey("logits", engine.batch_size(count), 1))
         prompt -= count
     stages = stage_sets()[0]
-    chosen = Shape("choose", chosen=1, stages=stages)
-    return [*dict.fromkeys(shapes), chosen, Shape("decode", 1, stages=stages)]
+    chosen = StepKey("sample", chosen=1, stages=stages)
+    return [*dict.fromkeys(shapes), chosen, StepKey("decode", 1, stages=stages)]
 
 
-def all_shapes(engine: Engine) -> list[Shape]:
+def all_shapes(engine: Engine) -> list[StepKey]:
     """The programs that requests of every kind but beam and contrastive search may need."""
     if not engine.model.modules.spec.generates:
         return []
     slots = engine.programs.sizes.slots
-    counts = sorted({engine.row_count(n) for n in range(1, slots + 1)})
+    counts = sorted({engine.padded_rows(n) for n in range(1, slots + 1)})
     flat = [
-        Shape("logits", size, chosen)
+        StepKey("logits", size, chosen)
         for size in engine.scheduler.sizes
-        for chosen in sorted({1, engine.chosen_count(size, 2)})
+        for chosen in sorted({1, engine.sampled_rows(size, 2)})
     ]
-    shapes = [Shape("admit"), Shape("copy"), *flat]
+    shapes = [StepKey("set_slot"), StepKey("copy_blocks"), *flat]
     choices = sorted({shape.chosen for shape in flat})
     for stages in stage_sets():
-        shapes += [Shape("choose", chosen=count, stages=stages) for count in choices]
-        shapes += [Shape("decode", count, stages=stages) for count in counts]
+        shapes += [StepKey("sample", chosen=count, stages=stages) for count in choices]
+        shapes += [StepKey("decode", count, stages=stages) for count in counts]
     return shapes

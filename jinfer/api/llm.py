@@ -19,7 +19,7 @@ from jinfer.api.generation_requests import requested, streamed
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Frontend, Prepared
 from jinfer.api.text_embeddings import tokens_of, vectors
-from jinfer.engine.output.collect import Completions, best, taken, whole
+from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
@@ -155,7 +155,7 @@ class LLM(Loaded):
             return Completions(
                 answer
                 for group, (_, resolved) in zip(answers, requests, strict=True)
-                for answer in best(list(map(whole, group)), resolved)
+                for answer in best_of(list(map(collect, group)), resolved)
             )
 
     @completing(Sampling)
@@ -343,7 +343,7 @@ class LLM(Loaded):
     def _stream(self, prepared: Prepared) -> Generator[Chunk]:
         # Submitted at the first iteration: a generator that is never started must not hold a slot.
         with self._answer(prepared) as pieces:
-            while not isinstance(piece := taken(pieces), Usage):
+            while not isinstance(piece := next_piece(pieces), Usage):
                 yield piece
 
     def _forward(

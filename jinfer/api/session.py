@@ -29,11 +29,11 @@ from jinfer.distributed.process_group import lead
 from jinfer.engine import fork_guard
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import Request, RequestError
-from jinfer.engine.runner.device_state import Choice
+from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
-from jinfer.engine.search.search_driver import Driver
-from jinfer.engine.search.search_registry import driver_of
+from jinfer.engine.search.search_driver import SearchDriver
+from jinfer.engine.search.search_registry import make_driver
 from jinfer.modelspec.spec_errors import nearest, show
 from jinfer.nn.abstract_model import build
 from jinfer.opening.chat_prompt import CONTINUE, Message
@@ -58,7 +58,7 @@ NO_HEAD = "the checkpoint has no vocabulary head, so the model gives no logits"
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
-    from jinfer.speculate.build_drafters import OpenedDrafts
+    from jinfer.speculate.build_drafters import OpenedDrafters
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Prepared:
     """A request that fits the model, and what it runs with."""
 
     request: Request
-    choice: Choice
-    driver: Driver | None
+    choice: SamplingRow
+    driver: SearchDriver | None
     matcher: Matcher | None
 
 
@@ -97,7 +97,7 @@ class Frontend:
         cores = isinstance(threads, int) and not isinstance(threads, bool)
         if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
-        fork_guard.opens()
+        fork_guard.note_opened()
         # Words that switches do not know are said before anything is read.
         turned_off()
         asked_for()
@@ -330,10 +330,10 @@ class Frontend:
         tokenizer = self.opened.tokenizer
         encode = partial(tokenizer.encode, special=False) if tokenizer else None
         try:
-            choice = Choice.of(sampling, request.end_ids, spec.dims["vocab"], encode)
+            choice = SamplingRow.from_params(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return Prepared(request, choice, driver_of(request, rank), self._matcher(request))
+        return Prepared(request, choice, make_driver(request, rank), self._matcher(request))
 
     def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling
@@ -389,10 +389,10 @@ def _nothing() -> None:
 
 def _drafts(
     opened: Opened, source: str | Path, overrides: Mapping[str, Any]
-) -> OpenedDrafts | None:
+) -> OpenedDrafters | None:
     if not opened.spec.speculation.draft:
         return None
     # Here: who drafts nothing needs none of it, nor what it imports.
-    from jinfer.speculate.build_drafters import open_drafts
+    from jinfer.speculate.build_drafters import open_drafters
 
-    return open_drafts(opened, source, overrides)
+    return open_drafters(opened, source, overrides)

@@ -12,7 +12,7 @@ from jinfer.distributed.coordinator import LeadingPrograms
 from jinfer.distributed.distributed_programs import HostedPrograms
 from jinfer.distributed.process_group import Group
 from jinfer.distributed.unsupported import check_spec, check_stages
-from jinfer.engine.runner.compiled_programs import Sizes
+from jinfer.engine.runner.step_key import Sizes
 from jinfer.engine.scheduling.cache_size import cache_blocks, free_memory
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel

@@ -14,12 +14,15 @@ from jinfer.distributed.distributed_programs import LOGITS, PAST, ROWS, HostedPr
 from jinfer.distributed.futures import later
 from jinfer.distributed.wire_format import Ref
 from jinfer.distributed.worker_state import DONE, as_leaves
-from jinfer.engine.runner.compiled_programs import Program, Shape
-from jinfer.engine.runner.sampler_output import Chosen
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.sampler_output import SamplerOutput
+from jinfer.engine.runner.step_key import StepKey
 
 # How many of a program's first arguments are parameters, cache and state: each rank has its own.
-_OWN = {"logits": 3, "decode": 3, "choose": 1, "copy": 1, "admit": 1}
-_OWN |= dict.fromkeys(("forward", "score", "beam", "contrast", "fill", "encode"), 2)
+_OWN = {"logits": 3, "decode": 3, "sample": 1, "copy_blocks": 1, "set_slot": 1}
+_OWN |= dict.fromkeys(
+    ("forward", "score", "beam", "contrastive", "fill_cross_attention", "encode"), 2
+)
 _HERE = object()  # stands for a cache or a state, of which each rank has its own
 
 
@@ -37,11 +40,11 @@ class LeadingPrograms(HostedPrograms):
     _dropped: deque[int] = field(default_factory=deque)
 
     def release(self) -> None:
-        """As `Programs.release`, on all ranks."""
+        """As `CompiledPrograms.release`, on all ranks."""
         self.group.tell_all(release=True)
         super().release()
 
-    def empty_cache(self) -> Any:
+    def allocate_kv_cache(self) -> Any:
         """Has all ranks empty their caches."""
         return self._reset("cache")
 
@@ -54,7 +57,7 @@ class LeadingPrograms(HostedPrograms):
         self.worker.reset(what)
         return _HERE
 
-    def _compile(self, shape: Shape) -> Program:
+    def _compile(self, shape: StepKey) -> Program:
         # The workers compile theirs at the same time.
         self.group.tell_all(announce=asdict(shape))
         local = super()._compile(shape)
@@ -65,7 +68,7 @@ class LeadingPrograms(HostedPrograms):
 
         return program
 
-    def _called(self, shape: Shape, own: Program, given: tuple[Any, ...]) -> Any:
+    def _called(self, shape: StepKey, own: Program, given: tuple[Any, ...]) -> Any:
         """Has all ranks compute a call; returns what the engine expects of it.
 
         Args:
@@ -73,7 +76,7 @@ class LeadingPrograms(HostedPrograms):
             given: the call's arguments without parameters, cache and state.
         """
         call, kind = next(self.group.calls), shape.kind
-        if kind == "admit":
+        if kind == "set_slot":
             given = (as_leaves(given[0]), *given[1:])
         arguments = [_sent(argument) for argument in given]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
@@ -86,7 +89,7 @@ class LeadingPrograms(HostedPrograms):
                 lane, _ = self.lanes.of_slots(given[0])
                 logits = self._keeping(Kept(Ref(call, LOGITS), (shape.chosen, self.width)))
                 return _HERE, logits, Kept(Ref(call, ROWS), lane=lane)
-            case "fill" | "copy" | "admit":
+            case "fill_cross_attention" | "copy_blocks" | "set_slot":
                 return _HERE
         assert coming is not None, "other kinds have returned above"
 
@@ -94,13 +97,13 @@ class LeadingPrograms(HostedPrograms):
             return later(coming, like, self.group.fail)
 
         match kind:
-            case "choose":
+            case "sample":
                 return _HERE, result(self._chosen)
             case "decode":
                 return _HERE, _HERE, result(self._chosen)
             case "encode":
                 return result(0)
-            case "contrast":
+            case "contrastive":
                 past = self._keeping(Kept(Ref(call, PAST)))
                 return _HERE, past, *result((0,) * 3)
             case "beam":
@@ -113,7 +116,7 @@ class LeadingPrograms(HostedPrograms):
     def _chosen(self) -> Any:
         """A tree with the structure of the sampler's output."""
         progress = jax.tree.map(lambda _: 0, self.compiler.state.progress)
-        return Chosen(*(0,) * 4, progress)  # type: ignore[arg-type]
+        return SamplerOutput(*(0,) * 4, progress)  # type: ignore[arg-type]
 
     def _keeping(self, kept: Kept) -> Kept:
         """Has a call's results dropped on their rank once the reference is garbage-collected."""
@@ -121,7 +124,7 @@ class LeadingPrograms(HostedPrograms):
         return kept
 
 
-_GIVING = ("choose", "decode", "encode", "contrast", "beam", "score", "forward")
+_GIVING = ("sample", "decode", "encode", "contrastive", "beam", "score", "forward")
 
 
 def _sent(given: Any) -> Any:

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -21,15 +20,15 @@ from jinfer.distributed.futures import Values
 from jinfer.distributed.process_group import Group
 from jinfer.distributed.wire_format import Ref
 from jinfer.distributed.worker_state import DONE, OUT, PLACES, Part
-from jinfer.engine.runner import search_steps
-from jinfer.engine.runner.compiled_programs import Program, Shape
-from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
+from jinfer.parallel import finish_steps
 from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.pipeline_programs import StagedPrograms
 from jinfer.parallel.stage_programs import float32, int32
-from jinfer.sampling.logprobs import log_probabilities
 
 LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"  # names of calls' results
 
@@ -57,13 +56,13 @@ class HostedPrograms(StagedPrograms):
         return self.compiler.state
 
     def release(self) -> None:
-        """As `Programs.release`."""
+        """As `CompiledPrograms.release`."""
         super().release()
         self.worker.threads.close()
         self.worker.caches.clear()
         self.worker.states.clear()
 
-    def _logits(self, shape: Shape) -> Program:
+    def _logits(self, shape: StepKey) -> Program:
         worker, chosen = self.worker, shape.chosen
         begin = self.compiler.begin(shape.tokens, chosen).program
         rows_of = self.lanes.rows
@@ -100,7 +99,7 @@ class HostedPrograms(StagedPrograms):
         """Sends a call's result to rank 0."""
         self.worker.deliver(call, DONE, value, {0}, f"lane {lane}")
 
-    def _choose(self, shape: Shape) -> Program:
+    def _sample(self, shape: StepKey) -> Program:
         worker = self.worker
         program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
@@ -121,7 +120,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _decode(self, shape: Shape) -> Program:
+    def _decode(self, shape: StepKey) -> Program:
         worker, count = self.worker, shape.tokens
         begin = self.compiler.begin(count, count).program
         rows_of = self.lanes.rows
@@ -146,29 +145,20 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _forward(self, shape: Shape) -> Program:
-        def finish(out: Any) -> Any:
-            return out[shape.want].astype(jnp.float32)
-
+    def _forward(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_forward(shape.want)
         return self._passed(shape, (shape.want,), finish)
 
-    def _score(self, shape: Shape) -> Program:
-        def finish(out: Any, following: Array) -> Any:
-            return log_probabilities(out["logits"].astype(jnp.float32), following)
-
+    def _score(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_score
         return self._passed(shape, ("logits",), finish, int32(shape.tokens))
 
-    def _beam(self, shape: Shape) -> Program:
-        def finish(out: Any, scores: Array) -> Any:
-            return search_steps.best_beams(self.model, out["logits"].astype(jnp.float32), scores)
-
+    def _beam(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_beam(self.model)
         return self._passed(shape, ("logits",), finish, float32(shape.tokens))
 
-    def _contrast(self, shape: Shape) -> Program:
-        def finish(out: Any, length: Array, *rest: Array) -> Any:
-            past, probabilities, alpha = rest
-            return search_steps.best_candidate(self.model, out, length, past, probabilities, alpha)
-
+    def _contrastive(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_contrastive(self.model)
         more = (float32(self.sizes.context, self.hidden), float32(shape.tokens), float32())
         passed = self._passed(shape, ("logits", "hidden"), finish, int32(), *more)
 
@@ -178,7 +168,7 @@ class HostedPrograms(StagedPrograms):
         return run
 
     def _passed(
-        self, shape: Shape, wants: tuple[Want, ...], finish: Callable[..., Any], *more: Any
+        self, shape: StepKey, wants: tuple[Want, ...], finish: Callable[..., Any], *more: Any
     ) -> Program:
         """A forward pass over sequences without a state, and a function of its results at home.
 
@@ -189,14 +179,14 @@ class HostedPrograms(StagedPrograms):
         worker = self.worker
         flow = self.compiler.decoder(shape.tokens, (shape.rows, shape.rows), None, wants)
         end = self.compiler.finish(shape, finish, flow[-1].out[1], *more).program
-        stays = shape.kind == "contrast"
+        stays = shape.kind == "contrastive"
 
         def run(
             call: int, tokens: Any, rows: Any, positions: Any, prompts: Any, tables: Any,
             encoded: Any, *rest: Any,
         ) -> None:  # fmt: skip
             worker.run_decoder(
-                call, flow, Places(tokens, rows, positions, prompts, encoded), tables, None
+                call, flow, FlatBatch(tokens, rows, positions, prompts, encoded), tables, None
             )
             arguments = [worker.resolve(argument) for argument in rest]
             # The hidden states so far are large, and only the next call needs them: they stay.
@@ -213,7 +203,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _fill(self, shape: Shape) -> Program:
+    def _fill_cross_attention(self, shape: StepKey) -> Program:
         worker = self.worker
         made = self.compiler.encoder(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
@@ -247,7 +237,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _encode(self, shape: Shape) -> Program:
+    def _encode(self, shape: StepKey) -> Program:
         worker = self.worker
         made = self.compiler.encoder(shape.rows, shape.tokens, (shape.want,))
 
@@ -257,7 +247,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _copy(self, shape: Shape) -> Program:
+    def _copy_blocks(self, shape: StepKey) -> Program:
         worker = self.worker
         copies = {number: self.compiler.copy(number).program for number in worker.local_stages}
 
@@ -270,7 +260,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _admit(self, shape: Shape) -> Program:
+    def _set_slot(self, shape: StepKey) -> Program:
         worker, program = self.worker, self.compiler.admit().program
         tree = jax.tree.structure(self.compiler.state)
 

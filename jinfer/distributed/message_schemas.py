@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jinfer.distributed.wire_format import FrameError
-from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.step_key import StepKey
 
 _ANYTHING = object
 _FIELDS: Mapping[str, Mapping[str, type]] = {
@@ -19,12 +19,12 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "end": {"end": int, "reason": str},
     "beat": {"beat": int},
     "value": {"value": _ANYTHING},
-    "announce": {"announce": Shape},
+    "announce": {"announce": StepKey},
     "reset": {"reset": str},
-    "call": {"call": int, "shape": Shape, "given": list, "drop": list},
+    "call": {"call": int, "shape": StepKey, "given": list, "drop": list},
     "release": {"release": bool},
 }
-_SHAPE = frozenset(one.name for one in fields(Shape))
+_SHAPE = frozenset(one.name for one in fields(StepKey))
 _LONGEST = 80  # characters of a received text that errors show
 
 
@@ -119,7 +119,7 @@ def _check(message: Any, types: Mapping[str, type], more: Mapping[str, type] | N
         raise FrameError(f"no message has {_shown(message)}")
     for name, value in message.items():
         wanted = known[name]
-        if wanted is Shape:
+        if wanted is StepKey:
             if not isinstance(value, dict) or value.keys() != _SHAPE:
                 raise FrameError(f"{name} is no shape of a program")
         elif wanted is not _ANYTHING and type(value) is not wanted:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinfer.distributed.distributed_programs import HostedPrograms
 from jinfer.distributed.process_group import Group
-from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.step_key import StepKey
 
 
 def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) -> None:
@@ -32,5 +32,5 @@ def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) 
                 return
 
 
-def _shape(told: dict[str, Any]) -> Shape:
-    return Shape(**{**told, "stages": tuple(told["stages"])})
+def _shape(told: dict[str, Any]) -> StepKey:
+    return StepKey(**{**told, "stages": tuple(told["stages"])})

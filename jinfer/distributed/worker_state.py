@@ -25,7 +25,7 @@ from jinfer.distributed.futures import Results, Values
 from jinfer.distributed.named_threads import Threads
 from jinfer.distributed.process_group import Group
 from jinfer.distributed.wire_format import Ref
-from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.microbatches import Lanes
 from jinfer.parallel.pipeline_stage import Stage
@@ -166,7 +166,7 @@ class Part:
         self,
         call: int,
         made: tuple[Made, ...],
-        places: Places | None,
+        places: FlatBatch | None,
         tables: Mapping[str, Any],
         last: Any,
     ) -> None:
@@ -179,7 +179,7 @@ class Part:
 
         def run(number: int, x: Any) -> Any:
             stage = self.local_stages[number]
-            batch = places if coming is None else Places(*coming.result())
+            batch = places if coming is None else FlatBatch(*coming.result())
             hidden, local = jax.tree.map(stage.device_group.replicate, (x, batch))
             wanted = last if stage.last else None
             weights, cache = self.leaves[stage.leaves], self.caches[number]

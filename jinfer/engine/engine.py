@@ -1,8 +1,9 @@
-"""The step loop: requests are admitted, computed in flat batches, and their tokens come out.
+"""Engine: the step loop of continuous batching. Each step plans, launches and reads a call.
 
-All that a step needs of the step before stays on the device, so call n + 1 is launched before the
-host has seen the tokens of call n; a token computed for a request that has meanwhile ended is
-dropped. Where steps are short and nobody waits, a call takes several.
+Asynchronous: all that a step needs from the step before stays on the device, so call n + 1 is
+launched before the host has seen the tokens of call n. A token of a request that has meanwhile
+ended is dropped. Multi-step: a call computes several steps when they are short and no request
+waits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Request, Token
-from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.engine.runner.device_state import Choice
-from jinfer.engine.runner.in_flight import Launched, any_for
-from jinfer.engine.runner.model_runner import token_of
-from jinfer.engine.runner.sampler_output import Chosen, fitting
-from jinfer.engine.scheduling.scheduler import Plan, Running
+from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.runner.in_flight import CallInFlight, any_involves
+from jinfer.engine.runner.model_runner import make_token
+from jinfer.engine.runner.sampler_output import SamplerOutput, steps_that_fit
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.scheduler import StepPlan
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search.guided_decoding import Guides
-from jinfer.engine.search.search_driver import Driver
+from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
@@ -37,62 +39,62 @@ class Engine(EngineCore):
     """Runs one model. Not to be used from several threads: see `jinfer.engine.engine_thread`.
 
     Attributes:
-        speculator: drafts tokens, if there is one.
-        interrupt: ends decoding calls, also those that have not begun; any thread may raise it.
-        guides: grammars of the requests that have one.
+        speculator: speculative decoding, if it is on.
+        interrupt: ends decoding calls early, also those that have not begun; any thread may set it.
+        guides: guided decoding: the requests' grammars.
     """
 
     speculator: Speculator | None = None
     interrupt: Flag = field(default_factory=Flag)
     guides: Guides = field(default_factory=Guides)
-    _drivers: dict[int, Driver] = field(default_factory=dict)
-    _involved: list[int] = field(default_factory=list)
+    _drivers: dict[int, SearchDriver] = field(default_factory=dict)
+    _in_step: list[int] = field(default_factory=list)
     _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
     _flag: np.int32 = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scheduler.on_release = self._released
+        self.scheduler.on_release = self._on_release
         self._flag = np.int32(self.interrupt.number)
 
     def release(self) -> None:
-        """As `Device.release`."""
+        """As `ModelRunner.release`."""
         super().release()
-        self._launched.clear()
+        self._in_flight.clear()
         self.samplers.clear()
         if self.speculator is not None:
             self.speculator.release()
             self.speculator = None
         self.guides.close()
-        # Else the two keep each other.
+        # Breaks a reference cycle.
         self.scheduler.on_release = lambda _: None
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether there are requests, waiting or running."""
         return bool(self._sequences)
 
     def submit(
         self,
         request: Request,
-        choice: Choice,
-        driver: Driver | None = None,
+        choice: SamplingRow,
+        driver: SearchDriver | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         """Queues a request; it runs until `finish`. Raises `QueueFullError`.
 
         Args:
-            choice: how its tokens are chosen.
-            driver: of a request whose tokens the host chooses.
-            matcher: of one whose tokens have to match a grammar.
+            choice: sampling parameters and the sampler's initial state.
+            driver: of a request whose search the host drives.
+            matcher: the grammar of a guided request.
         """
-        sequence = Running(
+        sequence = RunningSequence(
             request,
             self._arrivals,
             list(request.prompt),
             seed=request.seed(self.model.steady),
-            driven=driver is not None,
+            host_driven=driver is not None,
             guided=matcher is not None,
         )
         self.scheduler.submit(sequence)
@@ -103,208 +105,215 @@ class Engine(EngineCore):
             self._drivers[request.id] = driver
         if matcher is not None:
             never = self.model.never
-            self.guides.begin(sequence, matcher, choice, never, self.programs.words)
+            self.guides.add(sequence, matcher, choice, never, self.programs.words)
 
-    def finish(self, request: int) -> Running | None:
-        """Ends a request, wherever it is; what it held is free at once."""
+    def finish(self, request: int) -> RunningSequence | None:
+        """Ends a request, waiting or running; its blocks and its slot are free at once."""
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return None
-        self._describe(sequence)
-        self.scheduler.drop(sequence)
+        self._register_blocks(sequence)
+        self.scheduler.remove(sequence)
         self.samplers.forget(request)
-        self.guides.end(request)
+        self.guides.remove(request)
         if self.speculator is not None:
-            self.speculator.end(sequence)
+            self.speculator.forget(sequence)
         if (driver := self._drivers.pop(request, None)) is not None:
-            driver.end(request)
+            driver.forget(request)
         return sequence
 
     def step(self) -> list[Token | Failed]:
         """Plans and launches one call, and returns the tokens of the call before.
 
-        What interrupts it may leave a cache that was donated and not given back: whoever holds
-        blocks has then to be computed again, see `recover`.
+        After an exception the KV cache may have been donated and lost: see `recover`.
         """
-        self._involved = [sequence.request.id for sequence in self.scheduler.running]
+        self._in_step = [sequence.request.id for sequence in self.scheduler.running]
         drivers = dict.fromkeys(self._drivers.values())
-        tokens = [*self._flushed(), *(token for driver in drivers for token in driver.settle(self))]
-        tokens += [*self.guides.settle(self), *self.guides.choose(self)]
-        drafts, calls = self.speculator, self._launched
-        while drafts and any_for(calls, own := self.scheduler.upcoming()) and drafts.waits(own):
-            tokens += [*self.read_all(own), *self.guides.settle(self)]
+        tokens = [
+            *self._take_events(),
+            *(token for driver in drivers for token in driver.read_results(self)),
+        ]
+        tokens += [*self.guides.collect_turns(self), *self.guides.sample_pending(self)]
+        speculator, calls = self.speculator, self._in_flight
+        while (
+            speculator
+            and any_involves(calls, upcoming := self.scheduler.upcoming())
+            and speculator.needs_tokens(upcoming)
+        ):
+            tokens += [*self.read_all(upcoming), *self.guides.collect_turns(self)]
         plan = self._plan()
-        while plan.wait:
-            # Read before anything is preempted; what was admitted is on its way already.
+        while plan.must_read:
+            # Admitted sequences are uploaded now; calls are read before any preemption.
             self._admit(plan)
             tokens += self.read_all()
             plan = self._plan()
         self._admit(plan)
-        self._involved += [sequence.request.id for sequence in plan.admitted]
+        self._in_step += [sequence.request.id for sequence in plan.admitted]
         launched = self._launch(plan)
         for driver in drivers:
-            tokens += driver.advance(self, self._ready(driver))
-        # Masks need the tokens before; the device computes the logits that they are for.
-        most = self.scheduler.calls_ahead(launched, len(self._launched))
-        while len(self._launched) > (0 if self.guides.due else most):
-            tokens += self._read(self._launched.popleft())
-        return [*tokens, *self.guides.settle(self), *self._flushed()]
+            tokens += driver.advance(self, self._waiting_for(driver))
+        # Grammar masks need the tokens of the calls in flight.
+        most = self.scheduler.calls_ahead(launched, len(self._in_flight))
+        while len(self._in_flight) > (0 if self.guides.must_read else most):
+            tokens += self._read_call(self._in_flight.popleft())
+        return [*tokens, *self.guides.collect_turns(self), *self._take_events()]
 
-    def _flushed(self) -> list[Token | Failed]:
+    def _take_events(self) -> list[Token | Failed]:
         events, self._events = self._events, []
         return events
 
-    def _ready(self, driver: Driver) -> list[Running]:
-        """A driver's sequences that wait for it, those that came first first."""
-        own = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
-        return sorted((s for s in own if not s.in_prompt), key=lambda s: s.order)
+    def _waiting_for(self, driver: SearchDriver) -> list[RunningSequence]:
+        """A driver's sequences that wait for their next token, the earliest first."""
+        driven = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
+        return sorted((s for s in driven if not s.prefilling), key=lambda s: s.priority_key)
 
-    def _plan(self) -> Plan:
-        most = min(self.programs.most_steps, fitting(self.step_seconds))
-        return self.scheduler.plan(self.speculator.steps(most) if self.speculator else most)
+    def _plan(self) -> StepPlan:
+        most = min(self.programs.most_steps, steps_that_fit(self.step_seconds))
+        return self.scheduler.plan(self.speculator.max_steps(most) if self.speculator else most)
 
     def recover(self) -> list[int]:
-        """After a failed step: forgets what the device had.
+        """After a failed step: discards calls in flight, KV cache and device state.
 
         Returns:
-            The requests that took part. Those of them that are not ended with `finish` are computed
-            again from the tokens that are known.
+            The requests in the step. Those that are not ended with `finish` are recomputed from
+            their known tokens.
         """
-        self._launched.clear()
-        self.guides.computed = None
+        self._in_flight.clear()
+        self.guides.pending = None
         self._cache = self._state = None
         if self.speculator is not None:
             self.speculator.reset()
         for sequence in list(self.scheduler.running):
-            sequence.unread = 0
+            sequence.in_flight = 0
             self.scheduler.preempt(sequence)
-        self.scheduler.blocks.forget_all()
-        return self._involved
+        self.scheduler.blocks.clear()
+        return self._in_step
 
-    def _released(self, sequence: Running) -> None:
-        """A sequence is about to give its blocks back."""
-        self.guides.drop(sequence)
+    def _on_release(self, sequence: RunningSequence) -> None:
+        """Before a sequence's blocks are freed: its logits, search state and drafts go too."""
+        self.guides.discard_logits(sequence)
         if (driver := self._drivers.get(sequence.request.id)) is not None:
-            driver.drop(self, sequence.request.id)
+            driver.release_blocks(self, sequence.request.id)
         if self.speculator is not None:
-            self.speculator.drop(self, sequence)
+            self.speculator.release_blocks(self, sequence)
 
-    def _admit(self, plan: Plan) -> None:
-        self.copy(plan.copies)
+    def _admit(self, plan: StepPlan) -> None:
+        self.copy_blocks(plan.copies)
         for sequence in plan.admitted:
-            held, request = sequence.held, sequence.request
+            tables, request = sequence.block_tables, sequence.request
             sequence.admitted = sequence.admitted or time.perf_counter()
-            assert held is not None, "it was admitted"
-            if request.encoder and not held.filled:
-                self.fill(held, request.encoder)
-                self.scheduler.blocks.describe_encoder(held, request.encoder)
-            self.enter(sequence)
+            assert tables is not None, "it was admitted"
+            if request.encoder and not tables.encoder_filled:
+                self.fill_encoder_blocks(tables, request.encoder)
+                self.scheduler.blocks.register_encoder(tables, request.encoder)
+            self.set_slot(sequence)
 
-    def _launch(self, plan: Plan) -> bool:
-        """Launches what is planned; whether its tokens will have to be read."""
+    def _launch(self, plan: StepPlan) -> bool:
+        """Launches a planned call; False if it gives no tokens to read."""
         if plan.empty:
             return False
         for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
-            assert sequence.held is not None, "it is planned"
-            self.guides.drop(sequence)
+            assert sequence.block_tables is not None, "it is planned"
+            self.guides.discard_logits(sequence)
             first = min(sequence.computed, len(sequence.tokens) - 1)
-            self.scheduler.blocks.slide(sequence.held, first)
+            self.scheduler.blocks.slide_window(sequence.block_tables, first)
         if self.speculator is not None and self.speculator.launch(self, plan, self.guides):
             return True
         guided = any(sequence.guided for sequence in plan.decoding)
-        return self._mixed(plan) if plan.chunks or guided else self._decode(plan)
+        return self._launch_mixed(plan) if plan.chunks or guided else self._launch_decode(plan)
 
-    def _mixed(self, plan: Plan) -> bool:
-        rows = [(s.slot, -1) for s in plan.decoding]
-        chosen, last = [*plan.decoding], [*range(len(rows))]
+    def _launch_mixed(self, plan: StepPlan) -> bool:
+        """Launches chunks of prompts together with the next token of decoding sequences."""
+        batch = [(s.slot, -1) for s in plan.decoding]
+        sampled, last = [*plan.decoding], [*range(len(batch))]
         for chunk in plan.chunks:
-            places = range(chunk.start, chunk.start + chunk.count)
-            rows += [(chunk.sequence.slot, position) for position in places]
-            if chunk.chooses:
-                chosen.append(chunk.sequence)
-                last.append(len(rows) - 1)
+            positions = range(chunk.start, chunk.start + chunk.count)
+            batch += [(chunk.sequence.slot, position) for position in positions]
+            if chunk.samples:
+                sampled.append(chunk.sequence)
+                last.append(len(batch) - 1)
         begun = time.perf_counter()
-        logits, which = self.compute_logits(rows, last)
+        logits, rows = self.compute_logits(batch, last)
         for chunk in plan.chunks:
             chunk.sequence.computed += chunk.count
-            self._describe(chunk.sequence)
-        if any(sequence.guided for sequence in chosen):
-            self.guides.computed = logits, tuple(enumerate(chosen))
+            self._register_blocks(chunk.sequence)
+        if any(sequence.guided for sequence in sampled):
+            self.guides.pending = logits, tuple(enumerate(sampled))
             return False
-        if not chosen:
+        if not sampled:
             return False
-        result = self.choose(logits, which, chosen)
-        self.note(Launched(result, tuple(enumerate(chosen)), 1, begun))
+        output = self.sample(logits, rows, sampled)
+        self.record_in_flight(CallInFlight(output, tuple(enumerate(sampled)), 1, begun))
         return True
 
-    def _decode(self, plan: Plan) -> bool:
-        """Launches a call; not while its program is compiled and there are tokens to give out."""
-        count = self.row_count(len(plan.decoding))
-        shape = Shape("decode", count, stages=self.samplers.stages(plan.decoding))
-        if self._launched and not self.programs.ready(shape):
+    def _launch_decode(self, plan: StepPlan) -> bool:
+        """Launches a decoding call; not if its program still compiles and tokens can be read."""
+        count = self.padded_rows(len(plan.decoding))
+        key = StepKey("decode", count, stages=self.samplers.stages(plan.decoding))
+        if self._in_flight and not self.programs.ready(key):
             return False
         rows = np.full(count, -1, np.int32)
         rows[: len(plan.decoding)] = [s.slot for s in plan.decoding]
-        program, tables = self.programs.get(shape), self.tables()
+        program, tables = self.programs.get(key), self.slot_tables()
         begun = time.perf_counter()
-        self._cache, self._state, result = program(
+        self._cache, self._state, output = program(
             self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps), self._flag
         )
-        chosen = tuple(enumerate(plan.decoding))
-        self.note(Launched(result, chosen, plan.steps, begun, decodes=True))
+        sampled = tuple(enumerate(plan.decoding))
+        self.record_in_flight(CallInFlight(output, sampled, plan.steps, begun, decodes=True))
         return True
 
-    def read_all(self, of: Sequence[Running] | None = None) -> Iterator[Token | Failed]:
-        """Reads all that was launched, or all up to the last call for some sequences."""
-        while any_for(self._launched, of):
-            yield from self._read(self._launched.popleft())
+    def read_all(self, of: Sequence[RunningSequence] | None = None) -> Iterator[Token | Failed]:
+        """As `EngineCore.read_all`."""
+        while any_involves(self._in_flight, of):
+            yield from self._read_call(self._in_flight.popleft())
 
-    def _read(self, launched: Launched) -> Iterator[Token | Failed]:
-        tokens = np.asarray(launched.chosen.tokens)
-        self._time(launched, tokens)
-        for row, sequence in launched.rows:
-            sequence.unread -= launched.steps
-            if not self.runs(sequence):
-                continue  # it has ended meanwhile
+    def _read_call(self, call: CallInFlight) -> Iterator[Token | Failed]:
+        tokens = np.asarray(call.output.tokens)
+        self._record_duration(call, tokens)
+        for row, sequence in call.rows:
+            sequence.in_flight -= call.steps
+            if not self.is_running(sequence):
+                continue  # its request has ended meanwhile
             count = int(np.count_nonzero(tokens[:, row] >= 0))
             if count:
-                self.samplers.note(sequence.request.id, launched, count - 1, row)
+                self.samplers.note(sequence.request.id, call, count - 1, row)
             origins: list[str] = []
             if self.speculator is not None:
                 ids = tokens[:count, row].tolist()
-                origins = self.speculator.read(self, launched, sequence, ids)
+                origins = self.speculator.observe(self, call, sequence, ids)
             origins += [""] * (count - len(origins))
-            new = self._take(sequence, launched.chosen, row, origins)
+            new = self._append_tokens(sequence, call.output, row, origins)
             if not sequence.guided:
                 yield from new
                 continue
-            self.guides.take(sequence, list(new), self.programs.words)
+            self.guides.advance(sequence, list(new), self.programs.words)
 
-    def _take(
-        self, sequence: Running, chosen: Chosen, row: int, origins: Sequence[str]
+    def _append_tokens(
+        self, sequence: RunningSequence, output: SamplerOutput, row: int, origins: Sequence[str]
     ) -> Iterator[Token]:
-        """The first new tokens of a sequence, as many as have origins; it has them from now on."""
+        """Appends new tokens to a sequence, one for each origin, and yields them."""
         for step, origin in enumerate(origins):
-            token = token_of(chosen, step, row, sequence.request)
+            token = make_token(output, step, row, sequence.request)
             sequence.tokens.append(token.id)
             yield replace(token, origin=origin) if origin else token
-        if not sequence.unread:
+        if not sequence.in_flight:
             before = sequence.computed // BLOCK
             sequence.computed = len(sequence.tokens) - 1
             if sequence.computed // BLOCK > before:
-                self._describe(sequence)
+                self._register_blocks(sequence)
 
-    def _describe(self, sequence: Running) -> None:
-        """Notes what the blocks of a sequence hold, as far as its tokens are known."""
-        if sequence.held is not None and sequence.request.reuse:
-            # Of tokens that are not read yet nothing is known, though they are computed.
+    def _register_blocks(self, sequence: RunningSequence) -> None:
+        """Enters a sequence's blocks into the prefix cache, as far as its tokens are known."""
+        if sequence.block_tables is not None and sequence.request.reuse:
+            # Tokens in flight are computed, but not known.
             computed = min(sequence.computed, len(sequence.tokens))
-            self.scheduler.blocks.describe(sequence.held, sequence.tokens, computed)
+            self.scheduler.blocks.register(sequence.block_tables, sequence.tokens, computed)
 
-    def _time(self, launched: Launched, tokens: np.ndarray) -> None:
+    def _record_duration(self, call: CallInFlight, tokens: np.ndarray) -> None:
         now = time.perf_counter()
         steps = int(np.count_nonzero((tokens >= 0).any(axis=1)))
-        self.call_seconds = max(1e-6, now - max(launched.at, self._last_read))
-        if launched.decodes and steps:
+        self.call_seconds = max(1e-6, now - max(call.launched_at, self._last_read))
+        if call.decodes and steps:
             self.step_seconds = self.call_seconds / steps
         self._last_read = now

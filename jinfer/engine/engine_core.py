@@ -1,7 +1,7 @@
-"""What the step loop and all that takes part in it share: the device, the scheduler, samplers.
+"""Engine core: model runner, scheduler and samplers, which the step loop and its parts share.
 
-Search drivers, grammars, speculators and forward passes launch calls of their own between those of
-the step loop. They do it through `EngineCore`, so that they know nothing of the loop.
+Search drivers, guided decoding, speculative decoding and forward passes launch calls between those
+of the step loop. They depend on `EngineCore`, not on the loop, `jinfer.engine.engine`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from jax import Array
 
 from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.requests import Failed, RequestError, Token
-from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.engine.runner.in_flight import Launched
-from jinfer.engine.runner.model_runner import Device
-from jinfer.engine.runner.sampler_output import CALL_SECONDS, Chosen
+from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.runner.model_runner import ModelRunner
+from jinfer.engine.runner.sampler_output import CALL_SECONDS, SamplerOutput
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.sampler_state import Samplers
-from jinfer.engine.scheduling.scheduler import Running, Scheduler
+from jinfer.engine.scheduling.scheduler import Scheduler
+from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 @dataclass(kw_only=True)
-class EngineCore(Device, ABC):
-    """A model runner with a scheduler, and the calls whose tokens the host has not read yet.
+class EngineCore(ModelRunner, ABC):
+    """A model runner with a scheduler and the calls in flight.
 
     Attributes:
         scheduler: decides which sequences are computed next.
@@ -41,91 +42,95 @@ class EngineCore(Device, ABC):
     step_seconds: float = CALL_SECONDS
     drafted: DraftCounts = field(default_factory=DraftCounts)
     samplers: Samplers = field(default_factory=Samplers)
-    _sequences: dict[int, Running] = field(default_factory=dict)
-    _launched: deque[Launched] = field(default_factory=deque)
+    _sequences: dict[int, RunningSequence] = field(default_factory=dict)
+    _in_flight: deque[CallInFlight] = field(default_factory=deque)
 
     @abstractmethod
-    def read_all(self, of: Sequence[Running] | None = None) -> Iterator[Token | Failed]:
+    def read_all(self, of: Sequence[RunningSequence] | None = None) -> Iterator[Token | Failed]:
         """Reads the tokens of all calls in flight.
 
         Args:
             of: reads only up to the last call that gives tokens of these sequences.
         """
 
-    def runs(self, sequence: Running) -> bool:
-        """Whether it was admitted, and its request goes on."""
-        return self._sequences.get(sequence.request.id) is sequence and sequence.held is not None
+    def is_running(self, sequence: RunningSequence) -> bool:
+        """Whether a sequence has a slot and its request has not ended."""
+        return (
+            self._sequences.get(sequence.request.id) is sequence
+            and sequence.block_tables is not None
+        )
 
-    def sequence(self, request: int) -> Running | None:
-        """A request on its way; None for one that is not."""
+    def sequence(self, request: int) -> RunningSequence | None:
+        """The sequence of a request; None if it is not in the engine."""
         return self._sequences.get(request)
 
-    def enter(self, sequence: Running) -> None:
-        """Tells the device what is known of a sequence."""
+    def set_slot(self, sequence: RunningSequence) -> None:
+        """Uploads a sequence's tokens, limits and sampler state to its slot of the device state."""
         row = self.samplers.row(sequence, self.programs.sizes.context)
-        program = self.programs.get(Shape("admit"))
+        program = self.programs.get(StepKey("set_slot"))
         self._state = program(self.state, row, np.int32(sequence.slot))
 
     def compute_logits(
-        self, places: Sequence[tuple[int, int]], last: Sequence[int]
+        self, batch: Sequence[tuple[int, int]], last: Sequence[int]
     ) -> tuple[Array, Array]:
-        """Logits after some tokens, and the rows of the state they are of: see `steps.logits`.
+        """Logits after some tokens, and the state rows that they belong to: see `steps.logits`.
 
         Args:
-            places: slot and position of each token; position -1: the last one known.
-            last: the tokens, by their place in the list, after which one is to be chosen.
+            batch: slot and position of each token; position -1: the last token, which only the
+                device may know.
+            last: indices of the tokens after which one is sampled.
         """
-        size = self.size_of(len(places))
-        chosen = self.chosen_count(size, len(last))
+        size = self.batch_size(len(batch))
+        chosen = self.sampled_rows(size, len(last))
         at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
-        at[:, : len(places)] = np.array(places, np.int32).T
+        at[:, : len(batch)] = np.array(batch, np.int32).T
         picked[: len(last)] = last
-        program = self.programs.get(Shape("logits", size, chosen))
-        given = (at[0], at[1], self.tables(), picked)
-        self._cache, out, rows = program(self.leaves, self.cache, self.state, *given)
+        program = self.programs.get(StepKey("logits", size, chosen))
+        arguments = (at[0], at[1], self.slot_tables(), picked)
+        self._cache, out, rows = program(self.leaves, self.cache, self.state, *arguments)
         return out, rows
 
-    def choose(
+    def sample(
         self,
         logits: Array,
         rows: Array | np.ndarray,
-        sequences: Sequence[Running],
+        sequences: Sequence[RunningSequence],
         mask: np.ndarray | None = None,
-    ) -> Chosen:
-        """The next tokens of some sequences: see `steps.choose`."""
+    ) -> SamplerOutput:
+        """Samples the next tokens of some sequences: see `steps.sample_logits`."""
         count = logits.shape[0]
-        shape = Shape("choose", chosen=count, stages=self.samplers.stages(sequences))
-        program = self.programs.get(shape)
+        key = StepKey("sample", chosen=count, stages=self.samplers.stages(sequences))
+        program = self.programs.get(key)
         guided = np.bool_(mask is not None)
         mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask
-        self._state, chosen = program(self.state, logits, rows, mask, guided)
-        return chosen
+        self._state, output = program(self.state, logits, rows, mask, guided)
+        return output
 
-    def note(self, launched: Launched) -> None:
-        """Keeps in mind a call whose tokens are to be read."""
-        for _, sequence in launched.rows:
-            sequence.unread += launched.steps
-        self._launched.append(launched)
+    def record_in_flight(self, call: CallInFlight) -> None:
+        """Records a launched call, whose tokens `read_all` reads later."""
+        for _, sequence in call.rows:
+            sequence.in_flight += call.steps
+        self._in_flight.append(call)
 
-    def free_blocks(self, sequence: Running) -> list[Token | Failed]:
-        """Preempts somebody for a driven sequence, or the sequence itself if it came last.
+    def preempt_for(self, sequence: RunningSequence) -> list[Token | Failed]:
+        """Preempts the latest sequence, so that a host-driven one gets blocks; it may be itself.
 
         Returns:
-            Tokens that had to be read before; that the sequence failed, if nobody else holds any.
+            Tokens that had to be read before; a failure, if no other sequence has blocks.
         """
         events: list[Token | Failed] = list(self.read_all())
-        last = max(self.scheduler.running, key=lambda s: s.order)
-        if len(self.scheduler.running) == 1 and not self.scheduler.apart:
+        last = max(self.scheduler.running, key=lambda s: s.priority_key)
+        if len(self.scheduler.running) == 1 and not self.scheduler.slotless:
             error = RequestError("the cache has too few blocks for this; set engine.kv_tokens")
             events.append(Failed(sequence.request.id, error))
         self.scheduler.preempt(last)
         return events
 
-    def tables(self) -> dict[str, np.ndarray]:
-        """Where the blocks of each slot's sequence are, by group."""
-        held = [(s.slot, s.held) for s in self.scheduler.running if s.held]
-        return self.tables_of(self.programs.sizes.slots, held)
+    def slot_tables(self) -> dict[str, np.ndarray]:
+        """The block table of each slot's sequence, by group."""
+        tables = [(s.slot, s.block_tables) for s in self.scheduler.running if s.block_tables]
+        return self.block_tables(self.programs.sizes.slots, tables)
 
-    def size_of(self, tokens: int) -> int:
-        """The tokens of the smallest program that takes so many."""
+    def batch_size(self, tokens: int) -> int:
+        """Size of the smallest compiled batch that has room for so many tokens."""
         return next(size for size in self.scheduler.sizes if size >= tokens)

@@ -1,4 +1,4 @@
-"""What an engine does at a moment."""
+"""Engine statistics: requests, KV-cache blocks, token counts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine does at a moment.
+    """State and totals of an engine.
 
     Attributes:
-        running, waiting: requests.
-        blocks, blocks_held: of the cache, those of all groups together.
-        preemptions: so far.
-        prompt_tokens, cached_tokens, new_tokens: so far; cached ones were not computed again.
-        compilations: programs compiled, or taken from the persistent cache.
-        drafts, draft_tokens, accepted_tokens: trees that were verified so far, their tokens, and
-            those of them that were right.
+        running, waiting: number of requests.
+        blocks, blocks_held: KV-cache blocks of all groups, and those in use.
+        preemptions: number of preemptions so far.
+        prompt_tokens, cached_tokens, new_tokens: totals so far; cached prompt tokens were found in
+            the prefix cache.
+        compilations: programs compiled, or loaded from the persistent cache.
+        drafts, draft_tokens, accepted_tokens: draft trees verified so far, their tokens, and the
+            accepted ones.
     """
 
     running: int

@@ -1,6 +1,7 @@
-"""The thread that owns an engine and its device; everything else talks to it by queues.
+"""Engine thread: the one thread that uses an engine and its device.
 
-Requests go in through one queue, pieces of answers come out through a sink that each brought along.
+Other threads send it messages through a queue. Chunks of an answer go to the sink, a callback, that
+its request was submitted with.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinfer.engine import fork_guard
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_stats import Stats
+from jinfer.engine.jobs import EngineJob, QueuedJob
 from jinfer.engine.output.generation import Generation, Usage
 from jinfer.engine.requests import (
     ClosedError,
@@ -30,32 +31,31 @@ from jinfer.engine.requests import (
     RequestError,
     Token,
 )
-from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.engine.runner.device_state import Choice
-from jinfer.engine.runner.forward_passes import Passes, Pause
+from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.runner.forward_passes import Pause
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.engine.search.search_driver import Driver
+from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
 
-type Job = Callable[[Engine], Any]  # gives its result, or a generator whose value that is
 _CLOSED = "the model was closed; open it again"
-_LOOK = 0.01  # seconds between two looks for a program that a job waits for
-_LET_GO = 0.05  # seconds until XLA has let go of what a call was given, on a busy machine
+_POLL = 0.01  # polling interval in seconds while a job waits for a program
+_RELEASE_WAIT = 0.05  # seconds until XLA has released a call's arguments, on a busy machine
 
 
 class EngineThread:
-    """Runs an engine on a thread of its own, which ends with `close`.
+    """Runs an engine on its own thread, which ends with `close`.
 
     Attributes:
-        last_usage: tokens and seconds of the request that ended last.
+        last_usage: usage of the request that ended last.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.last_usage = Usage(0, 0, 0.0, 0.0)
-        self._loop = _Loop(engine, tokenizer, weakref.ref(self))
+        self._loop = _EngineLoop(engine, tokenizer, weakref.ref(self))
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stop = weakref.finalize(self, self._loop.stop)
@@ -63,58 +63,56 @@ class EngineThread:
     def submit(
         self,
         request: Request,
-        choice: Choice,
+        choice: SamplingRow,
         sink: Callable[[Any], None],
-        driver: Driver | None = None,
+        driver: SearchDriver | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         """Queues a request.
 
         Args:
-            sink: is called on the engine's thread with each `Chunk`, and last with the `Usage`, or
-                with an exception that ends the request.
+            choice: sampling parameters and the sampler's initial state.
+            sink: called on the engine's thread with each `Chunk`, and last with the `Usage` or
+                with the exception that ends the request.
             driver, matcher: as `Engine.submit`.
         """
         self._send(lambda loop: loop.submit(request, choice, sink, driver, matcher))
 
     def cancel(self, request: int) -> None:
-        """Ends a request within a step; its sink is not called again after that."""
+        """Ends a request within one step; its sink is not called afterwards."""
         self._send(lambda loop: loop.end(request))
 
-    def when_taken(self, told: Callable[[], None]) -> None:
-        """Calls back once the engine has taken in, or refused, all that was submitted before.
-
-        It is called on the engine's thread.
-        """
-        self._send(lambda loop: told())
+    def when_received(self, callback: Callable[[], None]) -> None:
+        """Calls back, on the engine's thread, once earlier submissions are queued or refused."""
+        self._send(lambda loop: callback())
 
     def progress(self, request: int) -> tuple[int, int] | None:
-        """Tokens of a running request's prompt that were cached, and that are computed by now."""
+        """(cached, computed) tokens of a running request's prompt; None before it has a slot."""
         sequence = self._loop.engine.sequence(request)
-        if sequence is None or sequence.cached is None:  # it waits for a slot
+        if sequence is None or sequence.cached is None:
             return None
         return sequence.cached, sequence.computed
 
-    def run(self, job: Job) -> Any:
-        """The result of a job that is done between two steps; its exceptions are raised here.
+    def run(self, job: EngineJob) -> Any:
+        """Runs a job between two steps and returns its result; its exceptions are raised here.
 
-        One that comes in pieces, `Passes`, lets a step run after each.
+        If the job returns a generator, `Passes`, a step runs after each of its parts.
         """
-        work = _Work(job)
+        work = QueuedJob(job)
         self._send(lambda loop: loop.jobs.append(work))
         return work.future.result()
 
     def stats(self) -> Stats:
-        """What the engine does at the moment."""
+        """Engine statistics."""
         return self._loop.stats()
 
     def close(self) -> None:
-        """Ends all requests, and the thread; the engine gives its memory back."""
+        """Ends all requests and the thread, and frees the engine's memory."""
         self._stop()
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _send(self, message: Callable[[_Loop], Any]) -> None:
+    def _send(self, message: Callable[[_EngineLoop], Any]) -> None:
         fork_guard.check()
         if not self._stop.alive:
             raise ClosedError(_CLOSED)
@@ -127,7 +125,7 @@ class EngineThread:
                     self._loop.started = True
                     try:
                         thread.start()
-                    except RuntimeError:  # it cannot be: nobody is to wait for it
+                    except RuntimeError:  # `stop` must not wait for a thread that cannot start
                         self._loop.started = False
                         raise
                     self._thread = thread
@@ -143,92 +141,56 @@ _exiting = threading.Event()
 
 @atexit.register
 def close_all() -> None:
-    """Ends all threads: one that still computes while the interpreter ends would crash it."""
+    """Closes all engines: a thread that computes while the interpreter exits would crash it."""
     _exiting.set()
     for owner in list(_running):
         owner.close()
-    for thread in list(_threads):  # also those whose owner was forgotten a moment ago
+    for thread in list(_threads):  # also those whose owner was just collected
         if thread is not threading.current_thread():
             thread.join()
 
 
 @dataclass
-class _Work:
-    """A job on its way; its passes, once it has begun, can be begun again."""
-
-    job: Job
-    future: Future[Any] = field(default_factory=Future)
-    passes: Passes[Any] | None = None
-
-    def advance(self, engine: Engine) -> Pause | None:
-        """One piece of it; None: it is done, one way or the other."""
-        try:
-            if self.passes is None:
-                result = self.job(engine)
-                if not isinstance(result, Generator):
-                    self.future.set_result(result)
-                    return None
-                self.passes = result
-            return next(self.passes)
-        except StopIteration as end:
-            self.future.set_result(end.value)
-        except BaseException as error:
-            self.future.set_exception(error)
-        return None
-
-    def forget(self) -> None:
-        """What it holds is free, and it has to begin again."""
-        if self.passes is not None:
-            self.passes.close()
-            self.passes = None
-
-    def fail(self, error: RequestError) -> None:
-        """Ends it."""
-        self.forget()
-        self.future.set_exception(error)
-
-
-@dataclass
-class _Loop:
-    """What runs on the thread; knows its owner weakly, so that it ends when nobody else does."""
+class _EngineLoop:
+    """The thread's loop; a weak reference to its owner, so that dropping the owner ends it."""
 
     engine: Engine
     tokenizer: Tokenizer | None
     owner: weakref.ref[EngineThread]
-    inbox: SimpleQueue[Callable[[_Loop], Any] | None] = field(default_factory=SimpleQueue)
+    inbox: SimpleQueue[Callable[[_EngineLoop], Any] | None] = field(default_factory=SimpleQueue)
     # A finalizer may cancel a request while its thread sends something else.
     sending: threading.RLock = field(default_factory=threading.RLock)
-    jobs: deque[_Work] = field(default_factory=deque)
+    jobs: deque[QueuedJob] = field(default_factory=deque)
     pause: Pause | None = None
     generations: dict[int, tuple[Generation, Callable[[Any], None]]] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
     started: bool = False
-    worked: float = 0.0  # when it last did something
+    worked: float = 0.0  # time of the last work, in seconds of `time.monotonic`
 
-    def send(self, message: Callable[[_Loop], Any]) -> None:
-        """Puts a message into the inbox, and ends the call that runs early for it."""
+    def send(self, message: Callable[[_EngineLoop], Any]) -> None:
+        """Puts a message into the inbox, and interrupts the running call."""
         with self.sending:
             self.inbox.put(message)
             self.engine.interrupt.set(True)
 
     def stop(self) -> None:
-        """Ends the thread, whether or not it was ever needed; also when the owner is forgotten."""
+        """Ends the thread, if it was started; also called when the owner is collected."""
         if self.started:
             self.inbox.put(None)
         else:
-            self._let_go()
+            self._release()
 
     def run(self) -> None:
-        """Until there is a None in the inbox."""
+        """Runs until there is a None in the inbox."""
         while self._receive():
             self._advance_jobs()
             if self.engine.busy:
                 self._expire()
                 self._step()
             self.worked = time.monotonic()
-        # What came at the same time as the end has an answer too.
+        # Messages that arrived together with the end are answered too.
         while not self.inbox.empty():
             if (message := self.inbox.get()) is not None:
                 message(self)
@@ -237,29 +199,29 @@ class _Loop:
         for work in self.jobs:
             work.fail(ClosedError(_CLOSED))
         self.jobs.clear()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        """Lets the model go, and its memory with it."""
+    def _release(self) -> None:
+        """Frees the model and its memory."""
         self.engine.release()
-        # XLA's threads hold what a call was given for a moment after its results are there.
-        _exiting.wait(self.worked + _LET_GO - time.monotonic())
-        # At any collection JAX lets go of what its threads have left, and of the host's arrays that
-        # its own were made of. Cycles of a model's own hold next to nothing, and a search of all
-        # objects would stop other models.
+        # XLA's threads hold a call's arguments for a moment after its results are ready.
+        _exiting.wait(self.worked + _RELEASE_WAIT - time.monotonic())
+        # In any collection JAX drops what its threads have left, and the NumPy arrays that its
+        # arrays were made from. Generation 0 is enough: a model's own cycles are small, and a full
+        # collection would stall other models.
         gc.collect(0)
         trim()
 
     def _receive(self) -> bool:
-        """Takes all messages; waits for one where there is nothing to do. False: the end."""
-        idle = not self.engine.busy and (not self.jobs or isinstance(self.pause, Shape))
+        """Handles all messages; waits for one if the engine is idle. False: the loop ends."""
+        idle = not self.engine.busy and (not self.jobs or isinstance(self.pause, StepKey))
         while True:
             try:
-                message = self.inbox.get(block=idle, timeout=_LOOK if self.jobs else None)
+                message = self.inbox.get(block=idle, timeout=_POLL if self.jobs else None)
             except Empty:
                 with self.sending:
                     if self.inbox.empty():
-                        # What was taken does not interrupt what is launched for it.
+                        # Handled messages must not interrupt the calls launched for them.
                         self.engine.interrupt.set(False)
                         return True
                 idle = False
@@ -272,12 +234,12 @@ class _Loop:
     def submit(
         self,
         request: Request,
-        choice: Choice,
+        choice: SamplingRow,
         sink: Callable[[Any], None],
-        driver: Driver | None,
+        driver: SearchDriver | None,
         matcher: Matcher | None,
     ) -> None:
-        """Queues a request, or tells its sink why not."""
+        """Queues a request, or gives its sink the error."""
         try:
             self.engine.submit(request, choice, driver, matcher)
         except RequestError as error:
@@ -286,7 +248,7 @@ class _Loop:
         self.generations[request.id] = Generation(request, self.tokenizer), sink
 
     def end(self, request: int) -> None:
-        """Ends a request, done or not."""
+        """Ends a request, finished or not."""
         known = self.generations.pop(request, None)
         sequence = self.engine.finish(request)
         if known is None:
@@ -316,12 +278,12 @@ class _Loop:
                     generation.waited += 0.0 if generation.count else waited
             for event in events:
                 self._deliver(event)
-        except Exception as error:  # whatever it is, the engine goes on with what waits
+        except Exception as error:  # the engine goes on with other requests
             self._recover(error)
 
     def _deliver(self, event: Token | Failed) -> None:
         if event.request not in self.generations:
-            return  # of a request that ended with an earlier token of the same call
+            return  # the request ended with an earlier token of the same call
         if isinstance(event, Failed):
             self._fail(event.request, event.error)
             return
@@ -336,10 +298,10 @@ class _Loop:
 
     def _recover(self, error: Exception) -> None:
         for work in self.jobs:
-            work.forget()
+            work.restart()
         failed = self.engine.recover() or list(self.generations)
         reason = error
-        if not isinstance(error, EngineError):  # those say what to do
+        if not isinstance(error, EngineError):  # its message says what to do
             reason = EngineError(f"a step failed: {type(error).__name__}: {error}")
             reason.__cause__ = error
         for request in failed:
@@ -353,13 +315,13 @@ class _Loop:
             self._fail(sequence.request.id, DeadlineError("the request's deadline has passed"))
 
     def _advance_jobs(self) -> None:
-        """A job, or a piece of one, goes before each step; where it finds no room, it waits."""
+        """Runs a job, or a part of one, before each step; it waits if it finds no free blocks."""
         scheduler = self.engine.scheduler
         if not self.jobs:
             return
         alone = not scheduler.running
         self.pause = self.jobs[0].advance(self.engine)
-        scheduler.hold = self.pause == "room" and not alone
+        scheduler.admission_paused = self.pause == "room" and not alone
         if self.pause == "room" and alone:
             self.jobs[0].fail(RequestError("the cache is too small for this; set engine.kv_tokens"))
             self.pause = None
@@ -367,7 +329,7 @@ class _Loop:
             self.jobs.popleft()
 
     def stats(self) -> Stats:
-        """What goes on; read from another thread, so that the figures may be a step apart."""
+        """Engine statistics; read from another thread, so that figures may be a step apart."""
         scheduler = self.engine.scheduler
         pools = [*scheduler.blocks.pools.values()]
         counts = self.engine.drafted
@@ -375,7 +337,7 @@ class _Loop:
             running=len(scheduler.running),
             waiting=scheduler.waiting,
             blocks=sum(pool.count for pool in pools),
-            blocks_held=scheduler.blocks.held,
+            blocks_held=scheduler.blocks.used,
             preemptions=scheduler.preemptions,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,

@@ -1,7 +1,6 @@
-"""Processes that were forked from one in which a model was opened.
+"""Fork guard: refuses to use an engine in a process forked after a model was opened.
 
-Neither XLA's threads nor an engine's are in such a process: whatever waits for them would wait for
-ever.
+Neither XLA's threads nor the engine's exist in such a process, so that it would wait for ever.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from jinfer.engine.requests import EngineError
 _opened_in: int | None = None  # the process that opened the first model
 
 
-def opens() -> None:
-    """Notes that this process opens a model. Raises as `check`."""
+def note_opened() -> None:
+    """Records that this process opens a model. Raises as `check`."""
     global _opened_in
     if _opened_in is None:
         _opened_in = os.getpid()

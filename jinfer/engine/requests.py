@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers."""
+"""Requests and their events: what the engine takes, and the tokens and failures it returns."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import numpy as np
 from jinfer.sampling.request_errors import RequestError as RequestError
 from jinfer.sampling.sampling_params import SamplingParams
 
-# "stop": an end of sequence, a stop text or id, or a complete grammar; "length": a limit.
+# "stop": end of sequence, stop string or id, or a complete grammar; "length": a limit.
 FinishReason = Literal["stop", "length"]
 
 
 class QueueFullError(RequestError):
-    """More requests wait than `engine.queue` allows: come again later."""
+    """More requests wait than `engine.queue` allows; try again later."""
 
 
 class DeadlineError(RequestError):
-    """A request that was not done in the time it had."""
+    """A request that missed its deadline."""
 
 
 class ClosedError(RequestError):
-    """A request of a model that was closed, or is closed before it is done."""
+    """A request of a model that is closed, perhaps while it runs."""
 
 
 class EngineError(RuntimeError):
-    """A step failed; the requests in it end with this, and the engine goes on."""
+    """A step failed: its requests end with this error, and the engine goes on."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to be continued.
+    """A prompt to continue.
 
     Attributes:
-        id: of the caller's choosing; its tokens carry it.
+        id: chosen by the caller; its tokens carry it.
         prompt: token ids, at least one.
-        sampling: how tokens are chosen.
-        encoder: token ids that an encoder reads; the prompt is then the decoder's.
-        limit: tokens it may have in the end, prompt included; at most the context.
-        end_ids: the model's own ends of sequence.
-        priority: lower ones go first; equal ones in the order they came.
-        deadline: when it is to be given up, in seconds of `time.monotonic`.
-        reuse: whether the beginning of the prompt may be taken from other requests' blocks.
-        shown: special tokens that the text has, though it leaves out others.
+        sampling: sampling parameters.
+        encoder: token ids for the encoder; the prompt is then the decoder's.
+        limit: maximum number of tokens, prompt included; at most the context.
+        end_ids: the model's end-of-sequence tokens.
+        priority: lower ones go first, equal ones in order of arrival.
+        deadline: when the request is given up, in seconds of `time.monotonic`.
+        reuse: whether the prefix cache may be used.
+        shown: special tokens that appear in the text, though others are left out.
     """
 
     id: int
@@ -59,10 +59,10 @@ class Request:
     shown: tuple[int, ...] = ()
 
     def seed(self, steady: int | None) -> bytes:
-        """What its blocks depend on beside its tokens.
+        """What the content of its blocks depends on besides the tokens.
 
         Args:
-            steady: tokens of a prompt up to which positions do not depend on its length.
+            steady: prompt length up to which positions do not depend on the length.
         """
         length = len(self.prompt)
         stretched = length if steady is not None and length > steady else 0
@@ -76,9 +76,9 @@ class Token:
     """A new token of a request.
 
     Attributes:
-        logprob, top: its log-probability and the likeliest (id, log-probability), if asked for.
-        last: why no other token will come, where that is known already.
-        origin: who drafted it; "": nobody.
+        logprob, top: its log-probability and the likeliest (id, log-probability), if requested.
+        last: finish reason, if it is known to be the last token.
+        origin: draft source that proposed it; "": not drafted.
     """
 
     request: int

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.engine.runner.device_state import Choice, State, state_row
-from jinfer.engine.runner.in_flight import Launched
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.device_state import SamplingRow, State, state_row
+from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import Progress
 from jinfer.xla import trees
@@ -24,12 +24,12 @@ class Samplers:
         choices: by request.
     """
 
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, SamplingRow] = field(default_factory=dict)
     _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
 
-    def note(self, request: int, launched: Launched, step: int, row: int) -> None:
+    def note(self, request: int, launched: CallInFlight, step: int, row: int) -> None:
         """Keeps in mind where a request's progress is, after a token that was read."""
-        self._progress[request] = (launched.chosen.progress, step, row)
+        self._progress[request] = (launched.output.progress, step, row)
 
     def forget(self, request: int) -> None:
         """A request has ended."""
@@ -40,13 +40,13 @@ class Samplers:
         """Lets arrays of the device go."""
         self._progress.clear()
 
-    def stages(self, sequences: Sequence[Running]) -> tuple[str, ...]:
+    def stages(self, sequences: Sequence[RunningSequence]) -> tuple[str, ...]:
         """The stages of sampling that a program for these sequences needs."""
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return stage_sets()[0 if plain else -1]
 
     def row(
-        self, sequence: Running, context: int, more: Sequence[int] = (), first: int = 0
+        self, sequence: RunningSequence, context: int, more: Sequence[int] = (), first: int = 0
     ) -> State:
         """What is known of a sequence, for the device; and `more` tokens that may follow it.
 
@@ -64,7 +64,7 @@ class Samplers:
             progress=self._progress_of(sequence, len(more)),
         )
 
-    def _progress_of(self, sequence: Running, more: int) -> Progress:
+    def _progress_of(self, sequence: RunningSequence, more: int) -> Progress:
         """What its sampler has come to, as far as its tokens were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:

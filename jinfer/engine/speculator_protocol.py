@@ -1,4 +1,4 @@
-"""What an engine asks of who drafts tokens for it; see `jinfer.speculate`."""
+"""Speculative decoding, protocol: how the engine calls it; implemented in `jinfer.speculate`."""
 
 from __future__ import annotations
 
@@ -8,48 +8,53 @@ from typing import Protocol
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
-from jinfer.engine.runner.in_flight import Launched
-from jinfer.engine.scheduling.scheduler import Plan, Running
+from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.scheduling.scheduler import StepPlan
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search.guided_decoding import Guides
 
 
 class Speculator(Protocol):
-    """Drafts tokens, so that one call gives several."""
+    """Drafts tokens, so that one call gives several tokens of a sequence."""
 
     def announce(self, engine: EngineCore) -> list[Future[Program]]:
-        """Starts to compile all programs that it may need."""
+        """Starts compiling all programs that it may need."""
         ...
 
-    def waits(self, sequences: Sequence[Running]) -> bool:
-        """Whether all tokens have to be known before the next call is planned."""
+    def needs_tokens(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether all tokens of the sequences have to be read before the next call is planned."""
         ...
 
-    def steps(self, most: int) -> int:
-        """Tokens that a call without drafts may compute of each sequence."""
+    def max_steps(self, most: int) -> int:
+        """Steps that a call without drafts may take."""
         ...
 
-    def launch(self, engine: EngineCore, plan: Plan, guides: Guides) -> bool:
-        """Launches a call that verifies drafts for what is planned; False: there are none."""
+    def launch(self, engine: EngineCore, plan: StepPlan, guides: Guides) -> bool:
+        """Launches a call that verifies drafts for the planned sequences; False: there are none."""
         ...
 
-    def read(
-        self, engine: EngineCore, launched: Launched, sequence: Running, ids: list[int]
+    def observe(
+        self, engine: EngineCore, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
     ) -> list[str]:
-        """Is told the new tokens of a sequence, before they become its; who drafted the first."""
+        """Observes the new tokens of a sequence before they are appended.
+
+        Returns:
+            The draft source of each accepted token, which are the first ones.
+        """
         ...
 
-    def drop(self, engine: EngineCore, sequence: Running) -> None:
-        """A sequence is about to give its blocks back."""
+    def release_blocks(self, engine: EngineCore, sequence: RunningSequence) -> None:
+        """Releases blocks of a sequence's drafts, before the sequence's own are freed."""
         ...
 
-    def end(self, sequence: Running) -> None:
-        """A request has ended."""
+    def forget(self, sequence: RunningSequence) -> None:
+        """Drops the state of a request that has ended."""
         ...
 
     def reset(self) -> None:
-        """A step failed: what the device had may be lost."""
+        """Discards device state after a failed step."""
         ...
 
     def release(self) -> None:
-        """Gives memory back; nothing is drafted afterwards."""
+        """Frees memory; nothing is drafted afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""Pools of threads."""
+"""Thread pools whose threads start at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
-    """Has a new pool start so many threads now, and waits until they run.
+    """Starts the threads of a new pool now, and waits until they run.
 
     Raises:
-        RuntimeError: the system has no room for one; the others do not wait for it.
+        RuntimeError: the system cannot start one; the others do not wait for it.
     """
     barrier = threading.Barrier(count + 1)
     try:

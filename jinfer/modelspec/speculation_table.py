@@ -1,4 +1,4 @@
-"""`[speculation]`: who drafts tokens, and how many."""
+"""Speculative decoding, specification: the table `[speculation]`, draft sources and tree sizes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.table_reader import read
 from jinfer.modelspec.toml_tables import as_table
 
-LOOKUPS = ("ngram", "suffix")  # drafts that need no model
-HEAD = "head"  # the model's own
-MOST_NODES = 64
-_DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens that follow one
+MOST_NODES = 64  # of a tree that is verified
+_DEEPEST, _WIDEST = 8, 4  # levels of a draft model's tree, and tokens after one token
 
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Who drafts: an entry of `draft`, where a text is its `source`.
+    """A draft source: an entry of `draft`; a string is its `source`.
+
+    What a named source allows beside it is in `jinfer.speculate.draft_sources`.
 
     Attributes:
         source: "ngram": what followed the same tokens in the prompt or the answer; "suffix": in
@@ -39,15 +39,9 @@ class DraftSpec:
 
     def check(self) -> tuple[str, str] | None:
         """The first value that is wrong: its key and the reason."""
-        plain = self.weights is None and not self.skip
-        if self.source is None and plain:
-            return (
-                "source",
-                "is missing; name a model, or give weights or skip of the own",
-            )
-        if self.source in LOOKUPS and not plain:
-            return "source", f"{show(self.source)} has no weights and no layers"
-        if self.device is not None and (self.source in LOOKUPS or self.skip):
+        if self.source is None and self.weights is None and not self.skip:
+            return "source", "is missing; name a model, or give weights or skip of the own"
+        if self.device is not None and self.skip:
             return "device", "is of a model with weights of its own; leave it out"
         if self.source is not None and self.skip:
             return "skip", "is of the model itself, so it stands without a source"
@@ -109,7 +103,7 @@ def read_speculation(written: Any, values: Values) -> SpeculationSpec:
 
 
 def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
-    """An entry. Its source is a name, and never looked up in the checkpoint."""
+    """Reads an entry. Its source is a name, and is not looked up in the checkpoint's config."""
     table = dict(given)
     source = table.pop("source", None)
     if source is not None and (not isinstance(source, str) or not source):
@@ -123,7 +117,7 @@ def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
 
 @dataclass(frozen=True)
 class _Own:
-    """What an entry has beside its source."""
+    """The keys of an entry besides `source`."""
 
     weights: str | None = None
     skip: tuple[Count, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from jinfer.engine.runner import steps
-from jinfer.engine.runner.flat_batch import Places, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch, Tables
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER, Cache
@@ -74,10 +74,10 @@ class _Layer:
         leaves: Any,
         cache: Pools,
         x: Array,
-        places: Places,
+        places: FlatBatch,
         tables: Tables,
         _: None,
-        there: tuple[Places, Tables],
+        there: tuple[FlatBatch, Tables],
     ) -> tuple[Pools, Array]:
         """The pools and the layer's output.
 

@@ -16,32 +16,30 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jinfer.engine.requests import EngineError
-from jinfer.engine.runner import search_steps
-from jinfer.engine.runner.compiled_programs import Program, Programs, Shape
-from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.mmap_limit import check_maps
+from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.runner.verify import Nodes
 from jinfer.modelspec.draft_head import taps
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
-from jinfer.parallel.device_groups import Site, first_copy
+from jinfer.parallel import finish_steps
+from jinfer.parallel.device_groups import first_copy
 from jinfer.parallel.host_kv_cache import HostedMaking
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import LaneRows, Lanes, LaneStates
+from jinfer.parallel.pipeline_forward import Caches, PipelineForward
 from jinfer.parallel.pipeline_stage import Stage
 from jinfer.parallel.stage_programs import Made, Making, float32, int32
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import Stream
-from jinfer.sampling.logprobs import log_probabilities
-
-type Caches = tuple[Any, ...]
 
 
 @dataclass(kw_only=True)
-class StagedPrograms(Programs):
+class StagedPrograms(CompiledPrograms):
     """The programs of a pipeline.
 
     Attributes:
@@ -67,6 +65,11 @@ class StagedPrograms(Programs):
             return Making(*arguments)
         return HostedMaking(*arguments, hosted=self.hosted, launch=self.launch)
 
+    @property
+    def home_device(self) -> jax.Device:
+        """As `CompiledPrograms.home_device`: the first one of the last stage."""
+        return self.compiler.home.devices[0]
+
     @cached_property
     def streams(self) -> dict[int, Stream]:
         """Weight offload: the prefetcher of each offloaded stage, by the stage's number."""
@@ -83,7 +86,7 @@ class StagedPrograms(Programs):
         return prefetchers
 
     @property
-    def told(self) -> Mapping[str, slice]:
+    def pointer_layers(self) -> Mapping[str, slice]:
         """No weight pointers: stages get their weights as arguments."""
         return {}
 
@@ -99,8 +102,8 @@ class StagedPrograms(Programs):
     @cached_property
     def width(self) -> int:
         """The number of logits of a token."""
-        shape = Shape("forward", 1, rows=1)
-        return int(jax.eval_shape(*self._eval(shape))[1].shape[-1])
+        shape = StepKey("forward", 1, rows=1)
+        return int(self.abstract_result(shape)[1].shape[-1])
 
     @cached_property
     def launch(self) -> Launcher:
@@ -109,14 +112,14 @@ class StagedPrograms(Programs):
         return Launcher(on_cpu and (len(self.stages) > 1 or bool(self.hosted)))
 
     def release(self) -> None:
-        """As `Programs.release`."""
+        """As `CompiledPrograms.release`."""
         super().release()
         self.compiler.forget()
         self.launch.close()
         for stream in self.streams.values():
             stream.forget()
 
-    def empty_cache(self) -> Any:
+    def allocate_kv_cache(self) -> Any:
         """The KV cache pools of each stage, filled with zeros."""
         return tuple(map(self.compiler.empty_cache, self.stages))
 
@@ -124,14 +127,33 @@ class StagedPrograms(Programs):
         """A state for each micro-batch, without running sequences."""
         return tuple(self.compiler.empty_state() for _ in range(self.lanes.count))
 
-    def _compile(self, shape: Shape) -> Program:
+    def _compile(self, shape: StepKey) -> Program:
         check_maps()
-        make: Callable[[Shape], Program] | None = getattr(self, f"_{shape.kind}", None)
+        make = self.step_makers.get(shape.kind)
         if make is None:
             raise EngineError(f"there is no {shape.kind} on several devices; leave out [partition]")
         return make(shape)
 
-    def _logits(self, shape: Shape) -> Program:
+    @property
+    def step_makers(self) -> Mapping[StepKind, Callable[[StepKey], Program]]:
+        """Table of the steps that several devices can run; those of one are in `step_table`."""
+        return {
+            "logits": self._logits,
+            "sample": self._sample,
+            "decode": self._decode,
+            "verify": self._verify,
+            "gather_taps": self._gather_taps,
+            "forward": self._forward,
+            "score": self._score,
+            "encode": self._encode,
+            "beam": self._beam,
+            "contrastive": self._contrastive,
+            "fill_cross_attention": self._fill_cross_attention,
+            "copy_blocks": self._copy_blocks,
+            "set_slot": self._set_slot,
+        }
+
+    def _logits(self, shape: StepKey) -> Program:
         begin, flow = self._of_state(shape.tokens, shape.chosen)
 
         def run(
@@ -148,7 +170,7 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _choose(self, shape: Shape) -> Program:
+    def _sample(self, shape: StepKey) -> Program:
         program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
         def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
@@ -160,7 +182,7 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _decode(self, shape: Shape) -> Program:
+    def _decode(self, shape: StepKey) -> Program:
         count = shape.tokens
         begin, flow = self._of_state(count, count)
         choose = self.compiler.choose(count, self.width, shape.stages).program
@@ -182,11 +204,11 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _verify(self, shape: Shape) -> Program:
+    def _verify(self, shape: StepKey) -> Program:
         count = shape.tokens
         begin = self.compiler.plant(shape).program
         made = self.compiler.decoder(count, (count, count), None, ("logits",), shape.rows)
-        flow, choose = _Flow(self, made), self.compiler.walk(shape, self.width).program
+        flow, choose = PipelineForward(self, made), self.compiler.walk(shape, self.width).program
 
         def run(
             leaves: Any, caches: Caches, states: LaneStates, nodes: Nodes, tables: Any,
@@ -202,13 +224,13 @@ class StagedPrograms(Programs):
 
         return run
 
-    def kept(self, cache: Any) -> Any:
-        """As `Programs.kept`, for each stage."""
+    def hidden_taps(self, cache: Any) -> Any:
+        """As `CompiledPrograms.hidden_taps`, for each stage."""
         of_stages = zip(self.stages, cache, strict=True)
         tapped = [(taps(stage.model.model.caches), pools) for stage, pools in of_stages]
         return tuple(tuple(pools[name] for name in names) for names, pools in tapped)
 
-    def _kept(self, shape: Shape) -> Program:
+    def _gather_taps(self, shape: StepKey) -> Program:
         made = [self.compiler.tapped(number, shape.tokens) for number in range(len(self.stages))]
         out = [program.out for program in made if program is not None]
         join = self.compiler.finish(shape, partial(jnp.concatenate, axis=-1), out).program
@@ -223,32 +245,26 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _of_state(self, tokens: int, chosen: int) -> tuple[Program, _Flow]:
+    def _of_state(self, tokens: int, chosen: int) -> tuple[Program, PipelineForward]:
         """Batch preparation, and the forward pass of all stages, for sequences in a state."""
         rows = self.lanes.rows
         made = self.compiler.decoder(tokens, (rows, rows + 1), chosen, ("logits",))
-        return self.compiler.begin(tokens, chosen).program, _Flow(self, made)
+        return self.compiler.begin(tokens, chosen).program, PipelineForward(self, made)
 
-    def _forward(self, shape: Shape) -> Program:
-        return self._whole(shape, (shape.want,), lambda out: out[shape.want].astype(jnp.float32))
+    def _forward(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_forward(shape.want)
+        return self._whole(shape, (shape.want,), finish)
 
-    def _score(self, shape: Shape) -> Program:
-        def finish(out: Any, following: Array) -> Any:
-            return log_probabilities(out["logits"].astype(jnp.float32), following)
-
+    def _score(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_score
         return self._whole(shape, ("logits",), finish, int32(shape.tokens))
 
-    def _beam(self, shape: Shape) -> Program:
-        def finish(out: Any, scores: Array) -> Any:
-            return search_steps.best_beams(self.model, out["logits"].astype(jnp.float32), scores)
-
+    def _beam(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_beam(self.model)
         return self._whole(shape, ("logits",), finish, float32(shape.tokens), several=True)
 
-    def _contrast(self, shape: Shape) -> Program:
-        def finish(out: Any, length: Array, *rest: Array) -> Any:
-            past, probabilities, alpha = rest
-            return search_steps.best_candidate(self.model, out, length, past, probabilities, alpha)
-
+    def _contrastive(self, shape: StepKey) -> Program:
+        finish = finish_steps.finish_contrastive(self.model)
         more = (float32(self.sizes.context, self.hidden), float32(shape.tokens), float32())
         whole = self._whole(shape, ("logits", "hidden"), finish, int32(), *more, several=True)
 
@@ -259,7 +275,7 @@ class StagedPrograms(Programs):
 
     def _whole(
         self,
-        shape: Shape,
+        shape: StepKey,
         wants: tuple[Want, ...],
         finish: Callable[..., Any],
         *more: Any,
@@ -273,21 +289,21 @@ class StagedPrograms(Programs):
             several: whether `finish` returns a tuple, whose members follow the cache one by one.
         """
         made = self.compiler.decoder(shape.tokens, (shape.rows, shape.rows), None, wants)
-        flow, (_, out) = _Flow(self, made), made[-1].out
+        flow, (_, out) = PipelineForward(self, made), made[-1].out
         end = self.compiler.finish(shape, finish, out, *more).program
 
         def run(
             leaves: Any, caches: Caches, tokens: Any, rows: Any, positions: Any, prompts: Any,
             tables: Any, encoded: Any, *rest: Any,
         ) -> Any:  # fmt: skip
-            places = Places(tokens, rows, positions, prompts, encoded)
+            places = FlatBatch(tokens, rows, positions, prompts, encoded)
             caches, out = flow(leaves, caches, places, tables, None, 0)
             finished = end(out, *rest)
             return (caches, *finished) if several else (caches, finished)
 
         return run
 
-    def _fill(self, shape: Shape) -> Program:
+    def _fill_cross_attention(self, shape: StepKey) -> Program:
         made = self.compiler.encoder(1, shape.tokens, ("hidden",))
         assert made[-1] is not None, "the last stage returns the encoder's output"
         abstract = made[-1].out["hidden"]
@@ -312,7 +328,7 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _encode(self, shape: Shape) -> Program:
+    def _encode(self, shape: StepKey) -> Program:
         made = self.compiler.encoder(shape.rows, shape.tokens, (shape.want,))
 
         def run(leaves: Any, caches: Any, tokens: Any, types: Any, lengths: Any) -> Any:
@@ -333,7 +349,7 @@ class StagedPrograms(Programs):
                 self.streams[number].computed(x)
         return x
 
-    def _copy(self, shape: Shape) -> Program:
+    def _copy_blocks(self, shape: StepKey) -> Program:
         copies = [self.compiler.copy(number).program for number in range(len(self.stages))]
 
         def run(caches: Caches, *ids: Any) -> Any:
@@ -344,7 +360,7 @@ class StagedPrograms(Programs):
 
         return run
 
-    def _admit(self, shape: Shape) -> Program:
+    def _set_slot(self, shape: StepKey) -> Program:
         program = self.compiler.admit().program
 
         def run(states: LaneStates, row: Any, slot: Any) -> LaneStates:
@@ -353,45 +369,3 @@ class StagedPrograms(Programs):
             return self.lanes.changed(states, lane, state)
 
         return run
-
-
-@dataclass(frozen=True)
-class _Flow:
-    """The forward pass of all stages over a flat batch."""
-
-    programs: StagedPrograms
-    made: tuple[Made, ...]
-
-    def __call__(
-        self,
-        leaves: Any,
-        caches: Caches,
-        places: Places,
-        tables: Mapping[str, Any],
-        last: Any,
-        lane: int,
-    ) -> tuple[Caches, Any]:
-        """The caches, and the results at home."""
-        new_caches, x = list[Any](), None
-        programs, timeline = self.programs, self.programs.timeline
-        batches: dict[Site, tuple[Places, Any]] = {}
-
-        def batch_on(device_group: Site) -> tuple[Places, Any]:
-            if device_group not in batches:
-                batches[device_group] = device_group.replicate_tree((places, tables))
-            return batches[device_group]
-
-        for number, (stage, made) in enumerate(zip(programs.stages, self.made, strict=True)):
-            hidden, batch = stage.device_group.replicate_tree(x), batch_on(stage.device_group)
-            weights = programs.leaves_of(number, leaves)
-            arguments = weights, caches[number], hidden, *batch, last if stage.last else None
-            on_host = () if stage.host is None else (batch_on(stage.host),)
-            cache, x = programs.launch(f"stage {number}", made.program, *arguments, *on_host)
-            # So that offloaded weights are freed as soon as the device has used them.
-            del weights, arguments
-            if stage.streamed:
-                programs.streams[number].computed(x)
-            new_caches.append(cache)
-            if timeline is not None:
-                timeline.note(number, lane, batch[0].tokens if hidden is None else hidden, x)
-        return tuple(new_caches), jax.tree.map(first_copy, x)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.engine.runner.flat_batch import Places, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch, Tables
 from jinfer.ops.attention.hadamard import turned
 from jinfer.ops.attention.kv_cache import Cache, LayerCache, Placement
 from jinfer.ops.attention.mask_rules import ScoreRules
@@ -90,7 +90,7 @@ def ask(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
-    places: Places,
+    places: FlatBatch,
     tables: Tables,
     told: Mapping[str, Sequence[Part]],
 ) -> Asked:
@@ -115,7 +115,7 @@ def tell(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
-    places: Places,
+    places: FlatBatch,
     tables: Tables,
     told: Mapping[str, Sequence[Part]],
 ) -> Float[Array, "1 tokens hidden"]:
@@ -129,7 +129,7 @@ def _run(
     leaves: Leaves,
     cache: Cache,
     x: Array,
-    places: Places,
+    places: FlatBatch,
     tables: Tables,
 ) -> Array:
     module, at = stage.model.module(leaves), places.step(tables)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.engine.runner.flat_batch import Places, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch, Tables
 from jinfer.nn.abstract_model import Want
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention.kv_cache import Cache, Placement
@@ -27,7 +27,7 @@ def flow(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"] | None,
-    places: Places,
+    places: FlatBatch,
     tables: Tables,
     last: Int[Array, " chosen"] | None,
 ) -> tuple[Cache, Array | Results]:

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner import head_steps, steps
-from jinfer.engine.runner.compiled_programs import Shape, Sizes
-from jinfer.engine.runner.flat_batch import Places, placed
+from jinfer.engine.runner.flat_batch import FlatBatch, make_flat_batch
 from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.sampler_output import MAX_COPIES
-from jinfer.engine.runner.verify import Nodes, planted, walk
+from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.engine.runner.verify import Nodes, sample_along_trees, tree_flat_batch
 from jinfer.modelspec.draft_head import taps
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.nn.forward_context import Copies
@@ -96,35 +96,37 @@ class Making:
         return zeros_like(self._cache(stage))
 
     def begin(self, tokens: int, chosen: int) -> Made:
-        """`flat_batch.placed` at home: the places of a flat batch's tokens."""
+        """`flat_batch.make_flat_batch` at home: the places of a flat batch's tokens."""
         arguments = self.state, int32(tokens), int32(tokens), int32(chosen)
-        return self.cached(("begin", tokens, chosen), lambda: self.compile(placed, (), arguments))
+        return self.cached(
+            ("begin", tokens, chosen), lambda: self.compile(make_flat_batch, (), arguments)
+        )
 
     def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
         """The sampler at home, for logits of a width."""
         rows = self.home.abstract_replicated((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        function = partial(steps.choose, self.model, stages)
+        function = partial(steps.sample_logits, self.model, stages)
         return self.cached(
             ("choose", count, stages),
             lambda: self.compile(function, 0, (self.state, *rows, masks, flag)),
         )
 
-    def plant(self, shape: Shape) -> Made:
-        """`verify.planted` at home: the places of a draft tree's tokens."""
+    def plant(self, shape: StepKey) -> Made:
+        """`verify.tree_flat_batch` at home: the places of a draft tree's tokens."""
         arguments = self.state, nodes_of(shape)
         return self.cached(
             ("plant", shape.tokens, shape.chosen, shape.rows),
-            lambda: self.compile(planted, (), arguments),
+            lambda: self.compile(tree_flat_batch, (), arguments),
         )
 
-    def walk(self, shape: Shape, width: int) -> Made:
-        """`verify.walk` at home: verifies draft trees, for logits of a width."""
+    def walk(self, shape: StepKey, width: int) -> Made:
+        """`verify.sample_along_trees` at home: verifies draft trees, for logits of a width."""
         logits = self.home.abstract_replicated(float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
         arguments = self.state, nodes_of(shape), logits, masks if shape.masked else None
-        function = partial(walk, self.model, shape.stages)
+        function = partial(sample_along_trees, self.model, shape.stages)
         return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
 
     def decoder(
@@ -179,7 +181,7 @@ class Making:
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
         last = None if chosen is None else int32(chosen)
         batch_copies = copies_of(copies, tokens)
-        places = Places(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
+        places = FlatBatch(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
         return places, tables, last
 
     def encoder(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
@@ -230,7 +232,9 @@ class Making:
             return None
 
         def make() -> Made:
-            sharded = stage.device_group.shard_map(head_steps.kept, (True, *(False,) * 3), False)
+            sharded = stage.device_group.shard_map(
+                head_steps.gather_taps, (True, *(False,) * 3), False
+            )
             cache, of_tokens = self._cache(stage), int32(tokens)
             tables = {
                 group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
@@ -255,12 +259,12 @@ class Making:
         return self.cached(("copy", stage.kind), make)
 
     def admit(self) -> Made:
-        """`device_state.admit` at home: sets a slot's state for a new sequence."""
+        """`device_state.set_slot` at home: sets a slot's state for a new sequence."""
         row = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
         )
         arguments = self.state, row, int32()
-        return self.cached("admit", lambda: self.compile(states.admit, 0, arguments))
+        return self.cached("admit", lambda: self.compile(states.set_slot, 0, arguments))
 
     def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> Made:
         """A function at home of the last stage's results `out` and further arguments."""
@@ -332,7 +336,7 @@ def _elsewhere(*_: Any) -> Any:
     raise AssertionError("another process has the devices of this program")
 
 
-def nodes_of(shape: Shape) -> Nodes:
+def nodes_of(shape: StepKey) -> Nodes:
     """Abstract draft trees of a shape."""
     each, copies = int32(shape.tokens), copies_of(shape.rows, shape.tokens)
     return Nodes(each, each, each, each, each, int32(shape.chosen), copies)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from jinfer.api.session import Frontend, Prepared
-from jinfer.engine.output.collect import best
+from jinfer.engine.output.collect import best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
@@ -149,7 +149,7 @@ class Run:
 
         try:
             start()
-            self.frontend.thread.when_taken(partial(sink(-1), None))
+            self.frontend.thread.when_received(partial(sink(-1), None))
             while running:
                 batch: list[tuple[int, Chunk]] = []
                 failure: BaseException | None = None
@@ -255,7 +255,7 @@ class Run:
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
         whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
-        return [best([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
+        return [best_of([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
 
 
 def _without_token(usage: Usage) -> Usage:

@@ -1,1 +1,1 @@
-"""Speculation: drafted tokens are verified together, and never change what comes out."""
+"""Speculative decoding: drafted tokens are verified in one call and never change the answer."""

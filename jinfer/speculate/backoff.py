@@ -1,21 +1,21 @@
-"""When an engine looks for drafts: often while they are found, seldom while they do not pay."""
+"""Back-off of speculative decoding: when to draft; seldom while drafts do not pay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST_REST, _LONGER, _LONGEST_REST = 1, 4, 256  # calls; each rest is so many times the one before
-_MISSES, _AFTER_MISSES = 3, 8  # so often without a draft, and so many calls without a look
-_RAREST = 8  # calls from one look at what would have been right to the next
+_FIRST_REST, _LONGER, _LONGEST_REST = 1, 4, 256  # calls; each rest is `_LONGER` times the last
+_MISSES, _AFTER_MISSES = 3, 8  # calls without a proposal, and the rest in calls after them
+_RAREST = 8  # calls between two observations during a rest, at most
 
 
 @dataclass
-class Pace:
-    """Whether to look for drafts now.
+class Backoff:
+    """Decides whether the next call drafts.
 
     Attributes:
-        probing: the next draft is tried whatever it seems to be worth: nothing is known of it
-            since drafts did not pay.
+        probing: the next draft is verified whatever its estimated value: drafts have rested, and
+            the estimate is old.
     """
 
     probing: bool = False
@@ -27,11 +27,11 @@ class Pace:
 
     @property
     def resting(self) -> bool:
-        """Whether calls are made without a look at drafts; they need not wait for each other."""
+        """Whether calls do not draft, and so need not wait for each other's tokens."""
         return self._rest > 0
 
     def rest(self) -> bool:
-        """Whether the call that is about to be made is one of those."""
+        """Whether the next call rests; counts it."""
         if not self._rest:
             return False
         self._rest -= 1
@@ -39,24 +39,24 @@ class Pace:
         return True
 
     def steps(self, most: int) -> int:
-        """Steps of a call without drafts: few where one was found a moment ago."""
+        """Steps of a call without drafts: few if the last calls had drafts."""
         return most if self._rest else min(most, 1 << self._missed)
 
     def watches(self, *, new: bool) -> bool:
-        """During a rest: whether to see now what a draft would have been worth.
+        """During a rest: whether to observe now which drafts would have been accepted.
 
         Args:
-            new: the rest is for what others were: of this sequence little is known.
+            new: the sequence is new; the rest is due to others.
         """
         self._unwatched += 1
         return new or self._unwatched >= self._gap
 
     def watched(self, *, right: bool) -> None:
-        """It was seen: the next time is soon while drafts would be right, and rare while not."""
+        """Records an observation; the next is soon if a draft was right, else later."""
         self._unwatched, self._gap = 0, 1 if right else min(2 * self._gap, _RAREST)
 
     def missed(self, *, rests: bool) -> None:
-        """Nobody knew a draft; after some such looks there may be a rest."""
+        """Records that no source had a proposal; after some misses there may be a rest."""
         self._missed += 1
         if self._missed > _MISSES:
             self._missed = _MISSES
@@ -65,12 +65,12 @@ class Pace:
         self.probing = False
 
     def useless(self) -> None:
-        """What there was did not pay."""
+        """Records proposals that did not pay; a rest begins."""
         self._begin(self._next)
         self.probing = False
 
     def drafted(self) -> None:
-        """Drafts were found, and are worth it unless they were only tried."""
+        """Records a draft that is verified; unless probing, it was worth it."""
         self._next = self._next if self.probing else _FIRST_REST
         self._rest = self._missed = 0
         self.probing = False

@@ -1,4 +1,4 @@
-"""What calls of each size take, measured at a start that makes all programs anyway."""
+"""Calibration of speculative decoding: times verifying calls of each size during warm-up."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import dataclass, replace
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.requests import Failed, Request
-from jinfer.engine.runner.device_state import Choice
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.speculate.draft_length import Control, Mean
+from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.speculative_decoding import Speculation, sizes_of
-from jinfer.speculate.token_tree import Tree
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
+from jinfer.speculate.token_tree import TokenTree
+from jinfer.speculate.tree_batch import batch_sizes
 
-_PROMPT, _FIRST = 8, -1  # tokens of a made-up request, and its number, which no other has
-_CALLS = 4  # that are measured, after one that is not
-_MOST = 4 * _CALLS  # of them, for no other end
+_PROMPT, _FIRST = 8, -1  # prompt length and id of a made-up request; no other has this id
+_CALLS = 4  # timed calls, after one that is not timed
+_MOST = 4 * _CALLS  # calls, at most
 
 
 @dataclass(eq=False)
 class _Any(Drafter):
-    """Drafts one and the same token."""
+    """Drafts the same token again and again."""
 
-    def draft(self, asked: Sequence[tuple[Running, int]]) -> list[Tree]:
-        return [Tree.chain([0] * levels, "any") for _, levels in asked]
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
+        return [TokenTree.chain([0] * levels, "any") for _, levels in asked]
 
 
-def measure(engine: Engine, control: Control) -> None:
-    """Fills the table of costs, before anybody asks for anything.
+def calibrate_costs(engine: Engine, control: DraftLength) -> None:
+    """Fills the cost tables of `draft_length`, before the first request.
 
-    Nothing is done where it would say nothing: of a model whose decoder needs a text beside it, or
-    of a context too short for drafts.
+    Does nothing for models with an encoder, and for contexts too short for drafts.
     """
-    sizes, slots = sizes_of(engine), engine.programs.sizes.slots
+    sizes, slots = batch_sizes(engine), engine.programs.sizes.slots
     most = engine.programs.sizes.context - _PROMPT - 1
     if engine.model.has_cross_attention or most < 2 * sizes[-1]:
         return
     speculator = engine.speculator
     try:
-        for streams in sorted({engine.row_count(count) for count in range(1, slots + 1)}):
-            plain = Speculation([_Any()])
+        for streams in sorted({engine.padded_rows(count) for count in range(1, slots + 1)}):
+            plain = SpeculativeDecoder([_Any()])
             if (
-                known := _seconds(engine, plain, streams, plain.control.plain, streams)
+                known := _seconds(engine, plain, streams, plain.draft_length.plain, streams)
             ) is not None:
                 control.plain[streams] = known
         for size in sizes:
-            drafts = Speculation([_Any()], Control(size), branched=False)
-            known = _seconds(engine, drafts, 1, drafts.control.costs, size)
+            drafts = SpeculativeDecoder([_Any()], DraftLength(size), branched=False)
+            known = _seconds(engine, drafts, 1, drafts.draft_length.costs, size)
             if known is not None:
                 control.costs[size] = known
     finally:
@@ -57,21 +57,27 @@ def measure(engine: Engine, control: Control) -> None:
 
 
 def _seconds(
-    engine: Engine, speculator: Speculation, streams: int, table: dict[int, Mean], entry: int
-) -> Mean | None:
-    """An entry of a table, after made-up requests that fill it; None: they did not.
+    engine: Engine,
+    speculator: SpeculativeDecoder,
+    streams: int,
+    table: dict[int, RunningMean],
+    entry: int,
+) -> RunningMean | None:
+    """Runs made-up requests that fill an entry of a table; None if they did not.
 
     Args:
-        streams: requests at a time.
+        streams: number of concurrent requests.
+        table: `costs` or `plain` of the speculator's draft length.
+        entry: key of the entry.
     """
     engine.speculator = speculator
     vocab, context = engine.programs.sizes.vocab, engine.programs.sizes.context
-    drafts = table is speculator.control.costs
+    drafts = table is speculator.draft_length.costs
     sampling = SamplingParams(temperature=0, ignore_eos=True, speculation=drafts)
     numbers = [_FIRST - stream for stream in range(streams)]
     for number in numbers:
         request = Request(number, (number % 2,) * _PROMPT, sampling, context, reuse=False)
-        engine.submit(request, Choice.of(sampling, (), vocab, None))
+        engine.submit(request, SamplingRow.from_params(sampling, (), vocab, None))
     first = True
     for _ in range(_MOST + streams):
         failed = any(isinstance(event, Failed) for event in engine.step())
@@ -85,5 +91,5 @@ def _seconds(
         engine.finish(number)
     list(engine.read_all())
     known = table.get(entry)
-    # What comes later soon outweighs it.
+    # A low count, so that later measurements soon outweigh it.
     return None if known is None else replace(known, count=min(known.count, 2.0))

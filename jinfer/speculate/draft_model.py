@@ -1,4 +1,4 @@
-"""A draft model: a smaller one, or the model itself with less of it."""
+"""Draft model: a smaller model, or the target at fewer bits or layers, proposes tokens."""
 
 from __future__ import annotations
 
@@ -11,104 +11,106 @@ import jax
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.runner.compiled_programs import Program, Programs, Shape, Sizes
-from jinfer.engine.runner.model_runner import FEW, SIZES, Device
+from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
+from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner
 from jinfer.engine.runner.sampler_output import MAX_STEPS
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.speculate.draft_length import Mean
+from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.other_device import PlacedPrograms
-from jinfer.speculate.token_tree import ROOT, Tree
+from jinfer.speculate.other_device import OtherDevicePrograms
+from jinfer.speculate.token_tree import ROOT, TokenTree
 
-_CHUNK = 256  # tokens of prompts that a draft computes before others wait too long
+_CHUNK = 256  # tokens of a prompt that are prefilled before a draft
 
 
 def draft_programs(
     model: AbstractModel, target: Sizes, kv_cache: Kind, device: jax.Device | None = None
-) -> Programs:
-    """A draft model's programs: a cache with room for the whole context of each slot.
+) -> CompiledPrograms:
+    """A draft model's programs: its KV cache has room for the whole context of each slot.
 
     Args:
-        device: where it is to run; None: where JAX runs what nobody has placed.
+        target: sizes of the target's engine.
+        device: where it runs; None: JAX's default device.
     """
     blocks = target.slots * target.table
     groups = {shape.group: blocks for shape in model.caches.values()}
     sizes = Sizes(target.slots, target.context, target.vocab, groups, kv_cache)
     if device is None:
-        return Programs(model, sizes)
-    return PlacedPrograms(model=model, sizes=sizes, device=device)
+        return CompiledPrograms(model, sizes)
+    return OtherDevicePrograms(model=model, sizes=sizes, device=device)
 
 
 @dataclass(eq=False, kw_only=True)
-class DraftModel(Device, Drafter):
-    """Drafts what a model finds likeliest, under the noise that the target draws with.
+class DraftModel(ModelRunner, Drafter):
+    """Drafts the model's likeliest tokens, under the noise that the target samples with.
 
     Attributes:
         target: the engine that it drafts for.
-        name: what its tokens are said to be from.
-        seconds: of a level of a draft.
-        siblings: tokens of each level, of which the first goes on.
-        expansion: how many tokens follow each one, level by level; none: as `siblings` says.
-            What follows another than the first is found one such token after the other.
+        name: draft source of its nodes.
+        seconds_per_level: time of a level of a draft.
+        siblings: tokens of each level, the first of which is continued.
+        expansion: number of children of each node, by level; empty: see `siblings`. Nodes other
+            than the first of a level are continued one by one.
     """
 
     target: EngineCore
     name: str
-    seconds: float = 1e-3
+    seconds_per_level: float = 1e-3
     siblings: int = 2
     expansion: tuple[int, ...] = ()
-    _took: Mean = field(default_factory=lambda: Mean(0.0))
+    _took: RunningMean = field(default_factory=lambda: RunningMean(0.0))
     _computed: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     _blocks: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def draft(self, asked: Sequence[tuple[Running, int]]) -> list[Tree]:
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """As `Drafter.draft`."""
         most = len(self.expansion) or MAX_STEPS
         wanted = {s.slot: (s, min(most, levels)) for s, levels in asked if levels > 0}
         ready = [(s, levels) for s, levels in wanted.values() if self._catch_up(s)]
         if not ready:
-            return [Tree() for _ in asked]
+            return [TokenTree() for _ in asked]
         begun, deepest = time.perf_counter(), max(levels for _, levels in ready)
         tokens = self._run([s for s, _ in ready], deepest)
         trees = {}
         for row, (sequence, levels) in enumerate(ready):
             chain = tokens[: levels - 1, row, 0].tolist()
             self._computed[sequence.slot] = (sequence.request.id, self._after(sequence, chain))
-            grown = _Growing(self.name)
+            grown = _TreeBuilder(self.name)
             self._grow(sequence, tokens[:levels, row], [], grown)
             trees[sequence.slot] = grown.tree()
         self._took.add((time.perf_counter() - begun) / deepest)
-        self.seconds = self._took.value
-        return [trees.get(sequence.slot, Tree()) for sequence, _ in asked]
+        self.seconds_per_level = self._took.value
+        return [trees.get(sequence.slot, TokenTree()) for sequence, _ in asked]
 
-    def _after(self, sequence: Running, chain: list[int]) -> list[int]:
-        """The tokens that the cache has after a chain was drafted."""
+    def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
+        """The tokens in the KV cache after a chain was drafted."""
         return [*sequence.tokens, *chain]
 
-    def _known(self, sequence: Running) -> list[int]:
-        """The tokens of a sequence, as this model is given them."""
+    def _known(self, sequence: RunningSequence) -> list[int]:
+        """A sequence's tokens as this model reads them."""
         return sequence.tokens
 
-    def _run(self, sequences: Sequence[Running], levels: int) -> np.ndarray:
-        """The likeliest tokens of so many levels, [levels, sequences, width]."""
-        count = self.row_count(len(sequences))
+    def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
+        """The likeliest tokens of each level, [levels, sequences, width]."""
+        count = self.padded_rows(len(sequences))
         rows = np.full(count, -1, np.int32)
         rows[: len(sequences)] = [s.slot for s in sequences]
         program = self.programs.get(
-            Shape("propose", count, stages=self.target.samplers.stages(sequences))
+            StepKey("propose", count, stages=self.target.samplers.stages(sequences))
         )
-        given = (rows, self.tables(), np.int32(levels))
-        cache, state, found = program(self.leaves, self.cache, self.state, *given)
-        self.keep_cache(cache, state)
-        return np.asarray(found)
+        arguments = (rows, self.slot_tables(), np.int32(levels))
+        cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
+        self.set_cache(cache, state)
+        return np.asarray(proposed)
 
     def _grow(
-        self, sequence: Running, levels: np.ndarray, above: list[int], grown: _Growing
+        self, sequence: RunningSequence, levels: np.ndarray, above: list[int], grown: _TreeBuilder
     ) -> None:
-        """Takes in what follows a node: a chain with others beside each, and below those."""
+        """Adds the tokens after a node: a chain, siblings beside it, and what follows those."""
         path = list(above)
         for level, row in enumerate(levels.tolist()):
             depth = len(above) + level
@@ -123,51 +125,55 @@ class DraftModel(Device, Drafter):
                     self._grow_below(sequence, [*path, id], len(levels) - level - 1, grown)
             path.append(listed[0])
 
-    def _grow_below(self, sequence: Running, path: list[int], levels: int, grown: _Growing) -> None:
-        """What follows a node beside the chain, which takes the chain's place for the moment."""
+    def _grow_below(
+        self, sequence: RunningSequence, path: list[int], levels: int, grown: _TreeBuilder
+    ) -> None:
+        """Adds the tokens after a node beside the chain, which is computed in the chain's place."""
         if levels < 1:
             return
-        self._enter(sequence, path)
-        place = len(sequence.tokens)
+        self._set_slot(sequence, path)
+        known = len(sequence.tokens)
         request, computed = self._computed[sequence.slot]
-        self._computed[sequence.slot] = (request, computed[:place])
-        self._compute(sequence, place - 1, place - 1 + len(path))
-        found = self._run([sequence], levels)
-        self._grow(sequence, found[:levels, 0], path, grown)
+        self._computed[sequence.slot] = (request, computed[:known])
+        self._compute(sequence, known - 1, known - 1 + len(path))
+        proposed = self._run([sequence], levels)
+        self._grow(sequence, proposed[:levels, 0], path, grown)
 
-    def _catch_up(self, sequence: Running) -> bool:
-        """Computes what is known before a sequence's last token; False where there is more."""
+    def _catch_up(self, sequence: RunningSequence) -> bool:
+        """Prefills the tokens before a sequence's last; False if some are left."""
         known = self._known(sequence)
         last = len(known) - 1
         before = self._computed.get(sequence.slot)
         begin = 0
         if before is not None and before[0] == sequence.request.id:
             begin = _common(before[1], known, last)
-        self._enter(sequence, [])
+        self._set_slot(sequence, [])
         end = min(last, begin + _CHUNK)
         self._compute(sequence, begin, end)
         self._computed[sequence.slot] = (sequence.request.id, known[:end])
         return end == last
 
-    def _compute(self, sequence: Running, begin: int, end: int) -> None:
-        """Computes tokens that the device knows."""
+    def _compute(self, sequence: RunningSequence, begin: int, end: int) -> None:
+        """Prefills tokens that the device state has."""
         while begin < end:
             count = min(end - begin, SIZES[-1])
-            size = next(size for size in (*FEW, *SIZES) if size >= count)
+            size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
             rows, positions = (np.full(size, -1, np.int32) for _ in range(2))
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            given = (rows, positions, self.tables(), np.full(1, -1, np.int32))
-            program = self.programs.get(Shape("logits", size, 1))
-            self.keep_cache(program(self.leaves, self.cache, self.state, *given)[0])
+            arguments = (rows, positions, self.slot_tables(), np.full(1, -1, np.int32))
+            program = self.programs.get(StepKey("logits", size, 1))
+            self.set_cache(program(self.leaves, self.cache, self.state, *arguments)[0])
             begin += count
 
-    def _enter(self, sequence: Running, more: list[int]) -> None:
-        """Tells the device what is known of a sequence, and what may follow."""
+    def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
+        """Sets a sequence's slot of the device state, with `more` tokens that may follow."""
         row = self.target.samplers.row(sequence, self.programs.sizes.context, more)
-        self._state = self.programs.get(Shape("admit"))(self.state, row, np.int32(sequence.slot))
+        self._state = self.programs.get(StepKey("set_slot"))(
+            self.state, row, np.int32(sequence.slot)
+        )
 
-    def tables(self) -> dict[str, np.ndarray]:
-        """Each slot has the same blocks for ever."""
+    def slot_tables(self) -> dict[str, np.ndarray]:
+        """Block tables: each slot has fixed blocks."""
         sizes = self.programs.sizes
         if not self._blocks:
             every = np.arange(sizes.slots * sizes.table, dtype=np.int32)
@@ -181,43 +187,43 @@ class DraftModel(Device, Drafter):
 
     def announce(self) -> list[Future[Program]]:
         """As `Drafter.announce`."""
-        return self.programs.announce(self._shapes())
+        return self.programs.announce(self._step_keys())
 
-    def _shapes(self) -> Iterator[Shape]:
+    def _step_keys(self) -> Iterator[StepKey]:
         slots = self.programs.sizes.slots
-        yield Shape("admit")
-        for size in (*FEW, *SIZES):
-            yield Shape("logits", size, 1)
+        yield StepKey("set_slot")
+        for size in (*SMALL_SIZES, *SIZES):
+            yield StepKey("logits", size, 1)
         for stages in stage_sets():
-            for rows in sorted({self.row_count(n) for n in range(1, slots + 1)}):
-                yield Shape("propose", rows, stages=stages)
+            for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
+                yield StepKey("propose", rows, stages=stages)
 
 
 @dataclass
-class _Growing:
-    """A tree while its paths come in.
+class _TreeBuilder:
+    """Builds a tree from paths.
 
     Attributes:
-        source: of its nodes.
-        paths: to each node -> its place.
+        source: draft source of all nodes.
+        paths: path to each node -> its index.
     """
 
     source: str
     paths: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def add(self, path: list[int]) -> None:
-        """Takes a node in, whose parent is there."""
+        """Adds a node, whose parent has been added."""
         self.paths.setdefault(tuple(path), len(self.paths))
 
-    def tree(self) -> Tree:
-        """The whole."""
+    def tree(self) -> TokenTree:
+        """The tree."""
         parents = (self.paths[path[:-1]] if len(path) > 1 else ROOT for path in self.paths)
         tokens = tuple(path[-1] for path in self.paths)
-        return Tree(tokens, tuple(parents), (self.source,) * len(tokens))
+        return TokenTree(tokens, tuple(parents), (self.source,) * len(tokens))
 
 
 def _common(before: Sequence[int], known: Sequence[int], most: int) -> int:
-    """Tokens that were computed and still hold, at most so many."""
+    """Number of computed tokens that are still valid, at most `most`."""
     least = min(len(before), most)
     if list(before[:least]) == list(known[:least]):
         return least

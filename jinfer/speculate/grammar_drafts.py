@@ -1,4 +1,4 @@
-"""Drafts of answers that have to match a grammar: what it allows, and the masks after tokens."""
+"""Speculative decoding with grammars: which drafted tokens are allowed, and masks after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.speculate.token_tree import ROOT, Tree
+from jinfer.speculate.token_tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
     from jaxtyping import UInt
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 EVERYTHING = np.uint32(0xFFFFFFFF)
 
 
-def allowed(
-    state: Matcher, mask: UInt[np.ndarray, " words"], tree: Tree, *, forcing: bool
-) -> tuple[Tree, list[UInt[np.ndarray, " words"]]]:
-    """The nodes of a chain after which the grammar leaves a choice; masks of the root and of these.
+def allowed_chain(
+    state: Matcher, mask: UInt[np.ndarray, " words"], tree: TokenTree, *, forcing: bool
+) -> tuple[TokenTree, list[UInt[np.ndarray, " words"]]]:
+    """The allowed nodes of a chain, and the masks of the root and of these nodes.
 
-    A token that the grammar ends with, or after which it forces others, is not drafted: whoever
-    reads it has something to do before the next one.
+    The chain is cut before a token that completes the grammar, or after which others are forced:
+    the host has to act between that token and the next.
 
     Args:
-        state: a fork of the answer's own, which goes along the chain.
-        mask: of the root.
-        forcing: whether forced tokens are not chosen.
+        state: a fork of the answer's matcher, which is advanced along the chain.
+        mask: mask of the root.
+        forcing: whether forced tokens are appended without sampling.
     """
-    masks, kept = [mask], list[int]()
+    masks, nodes = [mask], list[int]()
     last = ROOT
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if parent != last or not masks[-1][token // 32] >> np.uint32(token % 32) & 1:
@@ -46,11 +46,11 @@ def allowed(
         if _ended(state):
             break
         masks.append(after)
-        kept.append(node)
+        nodes.append(node)
         last = node
-    return tree.only(kept), masks
+    return tree.subtree(nodes), masks
 
 
 def _ended(state: Matcher) -> bool:
-    """Whether only an end may come, as far as is known: a mask may show it."""
+    """Whether only the end may follow; a mask may tell later."""
     return state.finished

@@ -1,4 +1,4 @@
-"""A head: a few layers that draft from what the target's own layers have given."""
+"""EAGLE/MTP heads: a few layers that draft from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,82 +10,85 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.engine.runner.compiled_programs import Program, Shape
-from jinfer.engine.runner.model_runner import FEW, SIZES
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.other_device import PlacedPrograms
+from jinfer.speculate.other_device import OtherDevicePrograms
 
 
 @dataclass(eq=False, kw_only=True)
-class HeadModel(DraftModel):
-    """Drafts with a head that follows the target.
+class HeadDrafter(DraftModel):
+    """Drafts with a head that reads the target's hidden states.
 
-    It is given the tokens from the second one on, each beside what the target's layers have given
-    of the token before. That stands in the target's cache, so it is there whoever computed it.
+    It reads the tokens from the second one on, each with the target's hidden states of the token
+    before. Those are in the target's KV cache, so that prefix-cached tokens have them too.
     """
 
-    def _known(self, sequence: Running) -> list[int]:
+    def _known(self, sequence: RunningSequence) -> list[int]:
         return sequence.tokens[1:]
 
-    def _after(self, sequence: Running, chain: list[int]) -> list[int]:
-        # What stands after it was computed beside the head's own vectors.
+    def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
+        # Drafted tokens were computed from the head's own hidden states, so they do not count.
         return sequence.tokens[1:]
 
-    def _catch_up(self, sequence: Running) -> bool:
+    def _catch_up(self, sequence: RunningSequence) -> bool:
         return len(sequence.tokens) > 1 and super()._catch_up(sequence)
 
-    def _enter(self, sequence: Running, more: list[int]) -> None:
+    def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
         row = self.target.samplers.row(sequence, self.programs.sizes.context, more, first=1)
-        self._state = self.programs.get(Shape("admit"))(self.state, row, np.int32(sequence.slot))
+        self._state = self.programs.get(StepKey("set_slot"))(
+            self.state, row, np.int32(sequence.slot)
+        )
 
-    def _compute(self, sequence: Running, begin: int, end: int) -> None:
+    def _compute(self, sequence: RunningSequence, begin: int, end: int) -> None:
         while begin < end:
             count = min(end - begin, SIZES[-1])
-            size = next(size for size in (*FEW, *SIZES) if size >= count)
+            size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
             rows, positions = (np.full(size, -1, np.int32) for _ in range(2))
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            given = (rows, positions, self.tables(), self._vectors(rows, positions))
-            program = self.programs.get(Shape("absorb", size))
-            self.keep_cache(program(self.leaves, self.cache, self.state, *given))
+            arguments = (rows, positions, self.slot_tables(), self._vectors(rows, positions))
+            program = self.programs.get(StepKey("prefill_head", size))
+            self.set_cache(program(self.leaves, self.cache, self.state, *arguments))
             begin += count
 
-    def _run(self, sequences: Sequence[Running], levels: int) -> np.ndarray:
-        count = self.row_count(len(sequences))
+    def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
+        count = self.padded_rows(len(sequences))
         rows, positions = (np.full(count, -1, np.int32) for _ in range(2))
         rows[: len(sequences)] = [s.slot for s in sequences]
         positions[: len(sequences)] = [len(s.tokens) - 2 for s in sequences]
         program = self.programs.get(
-            Shape("lead", count, stages=self.target.samplers.stages(sequences))
+            StepKey("propose_with_head", count, stages=self.target.samplers.stages(sequences))
         )
-        given = (rows, self.tables(), np.int32(levels), self._vectors(rows, positions))
-        cache, state, found = program(self.leaves, self.cache, self.state, *given)
-        self.keep_cache(cache, state)
-        return np.asarray(found)
+        arguments = (rows, self.slot_tables(), np.int32(levels), self._vectors(rows, positions))
+        cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
+        self.set_cache(cache, state)
+        return np.asarray(proposed)
 
     def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Any:
-        """What the target's layers have given of some tokens."""
+        """The target's hidden states of some tokens."""
         target = self.target
-        program = target.programs.get(Shape("kept", len(rows)))
-        given = (rows, positions, target.tables())
-        vectors = program(target.programs.kept(target.cache), *given)
-        if isinstance(self.programs, PlacedPrograms):
+        program = target.programs.get(StepKey("gather_taps", len(rows)))
+        arguments = (rows, positions, target.slot_tables())
+        vectors = program(target.programs.hidden_taps(target.cache), *arguments)
+        if isinstance(self.programs, OtherDevicePrograms):
             return jax.device_put(vectors, self.programs.device)
         return vectors
 
     def announce(self) -> list[Future[Program]]:
         """As `Drafter.announce`."""
-        shapes = [*self._shapes()]
-        counts = sorted({shape.tokens for shape in shapes if shape.tokens})
-        kept = self.target.programs.announce(Shape("kept", count) for count in counts)
-        return [*self.programs.announce(shapes), *kept]
+        keys = [*self._step_keys()]
+        counts = sorted({key.tokens for key in keys if key.tokens})
+        taps = self.target.programs.announce(StepKey("gather_taps", count) for count in counts)
+        return [*self.programs.announce(keys), *taps]
 
-    def _shapes(self) -> Iterator[Shape]:
+    def _step_keys(self) -> Iterator[StepKey]:
         slots = self.programs.sizes.slots
-        yield Shape("admit")
-        for size in (*FEW, *SIZES):
-            yield Shape("absorb", size)
+        yield StepKey("set_slot")
+        for size in (*SMALL_SIZES, *SIZES):
+            yield StepKey("prefill_head", size)
         for stages in stage_sets():
-            for rows in sorted({self.row_count(n) for n in range(1, slots + 1)}):
-                yield Shape("lead", rows, stages=stages)
+            for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
+                yield StepKey("propose_with_head", rows, stages=stages)

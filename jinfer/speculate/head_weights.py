@@ -1,4 +1,4 @@
-"""Heads that draft for a model: what it has to keep for them, and what they have of it."""
+"""EAGLE/MTP heads, weights: hidden-state taps in the target, and weights shared with it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import Opened
-from jinfer.speculate.other_device import PlacedPrograms
+from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.weights.plan_weights import Weights, find_weights
 from jinfer.weights.qk_equalization import equalized
 from jinfer.weights.tensor_mapping import by_name
 
 
 def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
-    """The model, which keeps what a head takes of it. Raises `SpecError` where it cannot."""
+    """The target with taps on the layers that a head reads.
+
+    Args:
+        source: name of the head, for messages.
+
+    Raises:
+        SpecError: the head does not fit the target.
+    """
     follows, decoder = head.spec.follows, opened.spec.decoder
     assert follows is not None, "it is a head"
     assert decoder is not None, "it is a decoder"
@@ -47,11 +54,11 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of a head, some of which are the model's own.
+    """The weights of a head, some of which are the target's.
 
     Attributes:
-        model: the head, its parameters as they will be stored.
-        own, shared: the two parts, by what the files have.
+        model: the head, with its parameters as they are stored.
+        own, shared: weights from the head's files, and from the target's.
     """
 
     model: AbstractModel
@@ -59,8 +66,8 @@ class HeadWeights:
     shared: Weights
 
     def load(self, engine: EngineCore, programs: Any, progress: bool) -> tuple[Any, ...]:
-        """All of them; those of a model that is whole on the same device are its arrays."""
-        if isinstance(programs, PlacedPrograms):
+        """Loads all parameters; on the target's device the shared ones are the target's arrays."""
+        if isinstance(programs, OtherDevicePrograms):
             place, names = programs.place, dict.fromkeys(self.shared.model.names)
             loaded = self.own.place(place, progress, dict.fromkeys(self.own.model.names))
             known: tuple[Any, ...] = self.shared.place(place, progress, names)
@@ -77,10 +84,10 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
     """Finds the weights of a head.
 
     Args:
-        same: it is of the model's own checkpoint, so what both have is the model's.
+        same: the head is in the target's checkpoint, so that all common weights are shared.
 
     Raises:
-        LoadError, CheckpointError: what it lacks.
+        LoadError, CheckpointError: weights that are missing.
     """
     model = build(head.spec, jnp.dtype(head.dtype))
     shapes = {n: p.shape for n, p in zip(engine.model.names, engine.model.parameters, strict=True)}
@@ -100,7 +107,7 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
     own = equalized(own, head.kv_cache)
     whole = build(opened.spec, jnp.dtype(opened.dtype))
     part = _only(whole, of_model)
-    # What the rest of the checkpoint has is no concern of these.
+    # The rest of the checkpoint is not reported as unused.
     tensors = replace(opened.spec.tensors, ignore=("*",))
     spec = replace(_ruled(opened.spec, part), tensors=tensors)
     shared = find_weights(part, spec, opened.checkpoint, opened.activations)
@@ -114,7 +121,7 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
 
 
 def _ruled(spec: ModelSpec, part: AbstractModel) -> ModelSpec:
-    """The specification with those rules of quantization alone that are about a part's weights."""
+    """The specification with only those quantization rules that match a part's weights."""
 
     def is_about(rule: RuleSpec) -> bool:
         names = [*part.names, *(name.removesuffix(".weight") for name in part.names)]
@@ -125,7 +132,7 @@ def _ruled(spec: ModelSpec, part: AbstractModel) -> ModelSpec:
 
 
 def _only(model: AbstractModel, names: Iterable[str]) -> AbstractModel:
-    """The model with some of its parameters."""
+    """The model with only some of its parameters."""
     wanted = set(names)
     places = [place for place, name in enumerate(model.names) if name in wanted]
     parts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Programs of a model that is whole on a device of its own."""
+"""Draft model on another device: compiled programs for a given device."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jinfer.engine.runner.compiled_programs import Program, Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.mmap_limit import check_maps
 from jinfer.engine.runner.program_cache import compiled
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.backend import target
 from jinfer.parallel.shard_params import as_here
 
 
 @dataclass(kw_only=True)
-class PlacedPrograms(Programs):
-    """Programs for one device, whichever it is.
+class OtherDevicePrograms(CompiledPrograms):
+    """Programs for a given device.
 
     Attributes:
         device: where they run.
@@ -30,13 +31,13 @@ class PlacedPrograms(Programs):
     device: jax.Device
 
     @property
-    def told(self) -> Mapping[str, slice]:
-        """As `Programs.told`, for the device."""
+    def pointer_layers(self) -> Mapping[str, slice]:
+        """As `CompiledPrograms.pointer_layers`, for the device."""
         with target(self.device.platform):
-            return super().told
+            return super().pointer_layers
 
-    def empty_cache(self) -> Cache:
-        """As `Programs.empty_cache`, on the device."""
+    def allocate_kv_cache(self) -> Cache:
+        """As `CompiledPrograms.allocate_kv_cache`, on the device."""
         like, there = self.cache, SingleDeviceSharding(self.device)
 
         def made() -> Cache:
@@ -45,13 +46,13 @@ class PlacedPrograms(Programs):
         return jax.jit(made, out_shardings=there)()
 
     def empty_state(self) -> State:
-        """As `Programs.empty_state`, on the device."""
+        """As `CompiledPrograms.empty_state`, on the device."""
         return jax.device_put(super().empty_state(), self.device)
 
-    def _compile(self, shape: Shape) -> Program:
+    def _compile(self, key: StepKey) -> Program:
         check_maps()
         with self._tracing, target(self.device.platform):
-            function, donated, arguments = self._function(shape)
+            function, donated, arguments = self.step_function(key)
             there = SingleDeviceSharding(self.device)
             placed = jax.tree.map(
                 lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=there), arguments
@@ -60,7 +61,7 @@ class PlacedPrograms(Programs):
         return compiled(lowered)
 
     def place(self, names: Sequence[str], values: Any) -> Any:
-        """A parameter, in NumPy's arrays, on the device."""
+        """Puts a parameter, of NumPy arrays, on the device."""
         with target(self.device.platform):
             values = as_here(values)
         return jax.block_until_ready(jax.device_put(values, self.device))

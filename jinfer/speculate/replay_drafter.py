@@ -1,4 +1,4 @@
-"""A drafter that knows the answers and errs as often as asked, to measure and to test by."""
+"""Replay drafter: drafts known answers with a given accuracy, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.token_tree import Tree
+from jinfer.speculate.token_tree import TokenTree
 
 
 @dataclass(eq=False)
-class Replay(Drafter):
-    """Drafts the tokens of answers that are known, each with a chance of being another one.
+class ReplayDrafter(Drafter):
+    """Drafts known answers; each token is replaced by a wrong one with some probability.
 
     Attributes:
         answers: prompt -> answer.
-        accuracy: the chance of each token to be right, whatever those before are.
-        vocab: tokens there are.
-        seed: of chance; a token's depends on its place and on this alone.
+        accuracy: probability that a token is right, independent of the others.
+        vocab: size of the vocabulary.
+        seed: random seed; the outcome for a token depends on its position and on this alone.
     """
 
     answers: Mapping[tuple[int, ...], Sequence[int]]
@@ -27,11 +27,11 @@ class Replay(Drafter):
     vocab: int
     seed: int = 0
 
-    def draft(self, asked: Sequence[tuple[Running, int]]) -> list[Tree]:
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """As `Drafter.draft`."""
-        return [Tree.chain(self._chain(sequence, most), "replay") for sequence, most in asked]
+        return [TokenTree.chain(self._chain(sequence, most), "replay") for sequence, most in asked]
 
-    def _chain(self, sequence: Running, most: int) -> list[int]:
+    def _chain(self, sequence: RunningSequence, most: int) -> list[int]:
         prompt = sequence.request.prompt
         begin = len(sequence.tokens) - len(prompt)
         known = self.answers.get(prompt, ())[begin : begin + most]
@@ -40,8 +40,8 @@ class Replay(Drafter):
             for i, token in enumerate(known)
         ]
 
-    def right(self, prompt: Sequence[int], place: int) -> bool:
-        """Whether a token of an answer is drafted as it is."""
-        words = f"{self.seed} {place} {len(prompt)} {sum(prompt)}".encode()
+    def right(self, prompt: Sequence[int], position: int) -> bool:
+        """Whether a token of an answer is drafted unchanged."""
+        words = f"{self.seed} {position} {len(prompt)} {sum(prompt)}".encode()
         hashed = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         return hashed < self.accuracy * 2**56

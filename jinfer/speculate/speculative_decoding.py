@@ -1,4 +1,4 @@
-"""Speculation on an engine: drafts are gathered, verified in one call, and learned from."""
+"""Speculative decoding: collects drafts, verifies them in one call, learns acceptance rates."""
 
 from __future__ import annotations
 
@@ -12,110 +12,118 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.engine.runner.compiled_programs import Program, Shape
-from jinfer.engine.runner.in_flight import Launched
-from jinfer.engine.scheduling.block_manager import Copy, Held
-from jinfer.engine.scheduling.scheduler import Plan, Running
+from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.scheduler import StepPlan
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.speculate.backoff import Pace
-from jinfer.speculate.draft_length import Control, Mean
+from jinfer.speculate.backoff import Backoff
+from jinfer.speculate.draft_length import DraftLength, RunningMean
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.grammar_drafts import EVERYTHING, allowed
-from jinfer.speculate.token_tree import Tree, merged
-from jinfer.speculate.tree_batch import PLACES, Layout, Planted
-from jinfer.speculate.tree_blocks import first_path, grown, laid_out
+from jinfer.speculate.grammar_drafts import EVERYTHING, allowed_chain
+from jinfer.speculate.token_tree import TokenTree, merge_trees
+from jinfer.speculate.tree_batch import (
+    PLACES_PER_TOKEN,
+    SIZES,
+    RootedTree,
+    TreeLayout,
+    batch_sizes,
+    fitting_size,
+)
+from jinfer.speculate.tree_blocks import allocate_branches, first_path, layout_masks
 
-SIZES = (4, 8, 16, 32, 64)  # of batches that verify
-_DEEPEST = 16  # tokens that a draft looks ahead
-_NEW = 16  # tokens of an answer, before which it counts as new
-_LOOKS = 128  # calls from one look at what a plain step takes to the next
+_DEEPEST = 16  # maximum depth of a draft
+_NEW = 16  # an answer of fewer tokens counts as new
+_LOOKS = 128  # calls between two timings of a plain step
 
 
 @dataclass
 class _Verified:
-    """A tree that was launched.
+    """A tree whose verification is in flight.
 
     Attributes:
         tree: its nodes.
-        branches: paths but the first, with the blocks that hold what is before and on them.
+        branches: (path, block tables) of each path but the first.
     """
 
-    tree: Tree
-    branches: list[tuple[list[int], Held]]
+    tree: TokenTree
+    branches: list[tuple[list[int], BlockTables]]
 
 
 @dataclass(eq=False)
-class Speculation:
-    """What an engine's drafters propose, as far as it pays.
+class SpeculativeDecoder:
+    """Verifies what an engine's drafters propose, as far as it pays.
 
     Attributes:
-        drafters: those whose nodes come first count as likelier among siblings.
-        control: how much is drafted.
-        branched: whether trees may have branches; else their first paths are taken.
+        drafters: draft sources; among siblings, nodes of earlier ones count as likelier.
+        draft_length: how much is drafted and verified.
+        branched: whether trees may have branches; else only their first paths are verified.
     """
 
     drafters: Sequence[Drafter]
-    control: Control = field(default_factory=Control)
+    draft_length: DraftLength = field(default_factory=DraftLength)
     branched: bool = True
     _pending: dict[int, _Verified] = field(default_factory=dict)
-    _pace: Pace = field(default_factory=Pace)
-    _calls: dict[int, tuple[Launched, int]] = field(default_factory=dict)
+    _backoff: Backoff = field(default_factory=Backoff)
+    _calls: dict[int, tuple[CallInFlight, int]] = field(default_factory=dict)
     _since: int = 0
     _run: set[int] = field(default_factory=set)
 
-    def waits(self, sequences: Sequence[Running]) -> bool:
-        """As `Speculator.waits`: not while drafts do not pay, nor beside prompts."""
-        if any(call.has(sequences) for call, _ in self._calls.values()):
+    def needs_tokens(self, sequences: Sequence[RunningSequence]) -> bool:
+        """As `Speculator.needs_tokens`: not during a rest, nor while prompts are prefilled."""
+        if any(call.involves(sequences) for call, _ in self._calls.values()):
             return True
-        looks = not self._pace.resting and any(map(_wants, sequences))
-        return looks and not any(s.in_prompt for s in sequences)
+        looks = not self._backoff.resting and any(map(_wants, sequences))
+        return looks and not any(s.prefilling for s in sequences)
 
-    def steps(self, most: int) -> int:
-        """As `Speculator.steps`."""
-        return self._pace.steps(most)
+    def max_steps(self, most: int) -> int:
+        """As `Speculator.max_steps`."""
+        return self._backoff.steps(most)
 
-    def launch(self, engine: EngineCore, plan: Plan, guides: Guides) -> bool:
+    def launch(self, engine: EngineCore, plan: StepPlan, guides: Guides) -> bool:
         """As `Speculator.launch`."""
         decoding = plan.decoding
-        if plan.chunks or not decoding or self._pace.rest():
+        if plan.chunks or not decoding or self._backoff.rest():
             return False
-        if any(s.unread for s in decoding):
+        if any(s.in_flight for s in decoding):
             return False
-        wanting = [s for s in decoding if _wants(s) and s.left > 1 and not _ended(s)]
+        wanting = [s for s in decoding if _wants(s) and s.remaining > 1 and not _ended(s)]
         if not wanting or self._unknown(decoding):
             return False
         sizes = self._sizes(engine, decoding)
         if not sizes or sizes[-1] <= len(decoding):
-            self._pace.missed(rests=self.control.nodes is None)
+            self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
         trees = self._drafts(wanting, len(decoding), sizes)
         if trees is not None and not any(map(len, trees)):
-            self._pace.missed(rests=self.control.nodes is None)
+            self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
-        # What costs nothing was watched during the rest, and need not be tried to be known.
-        tries = self._pace.probing and not self._free
-        chosen = trees and self.control.choose(trees, len(decoding), sizes, tries)
+        # Sources that cost nothing were observed during the rest, so they need no probe.
+        tries = self._backoff.probing and not self._free
+        chosen = trees and self.draft_length.select(trees, len(decoding), sizes, tries)
         if not chosen or not any(map(len, chosen)):
-            self._pace.useless()
+            self._backoff.useless()
             return False
-        planted = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
+        by_slot = {s.slot: tree for s, tree in zip(wanting, chosen, strict=True)}
         masks = None
         if any(s.guided for s in decoding):
-            masks = self._masks(engine, guides, decoding, planted, sizes)
+            masks = self._masks(engine, guides, decoding, by_slot, sizes)
             if masks is None:
-                self._pace.missed(rests=self.control.nodes is None)
+                self._backoff.missed(rests=self.draft_length.nodes is None)
                 return False
-        self._pace.drafted()
-        self._verify(engine, decoding, planted, masks, sizes)
+        self._backoff.drafted()
+        self._verify(engine, decoding, by_slot, masks, sizes)
         return True
 
-    def _unknown(self, decoding: Sequence[Running]) -> bool:
-        """Whether a plain step is to be made, to know what it takes; once in a while again."""
-        if self.control.nodes is not None or any(s.guided for s in decoding):
+    def _unknown(self, decoding: Sequence[RunningSequence]) -> bool:
+        """Whether to make a plain step in order to time it; repeated once in a while."""
+        if self.draft_length.nodes is not None or any(s.guided for s in decoding):
             return False
         self._since += 1
-        if self._since % _LOOKS and self.control.knows(len(decoding)):
+        if self._since % _LOOKS and self.draft_length.knows(len(decoding)):
             return False
         self._since = 0
         return True
@@ -124,153 +132,172 @@ class Speculation:
         self,
         engine: EngineCore,
         guides: Guides,
-        decoding: Sequence[Running],
-        trees: dict[int, Tree],
+        decoding: Sequence[RunningSequence],
+        trees: dict[int, TokenTree],
         sizes: Sequence[int],
     ) -> dict[int, list[np.ndarray]] | None:
-        """Masks after the nodes of each sequence; trees become chains that the grammars allow.
+        """Grammar masks of each sequence's nodes; cuts trees to chains that the grammars allow.
 
-        None: there is nothing left of them, or no program for them yet.
+        Returns:
+            None if nothing is left of the trees, or their program is not compiled yet.
         """
         words, masks = engine.programs.words, dict[int, list[np.ndarray]]()
         for sequence in decoding:
-            tree = first_path(trees.get(sequence.slot, Tree()))
+            tree = first_path(trees.get(sequence.slot, TokenTree()))
             masks[sequence.slot] = [np.full(words, EVERYTHING)] * (1 + len(tree))
             if sequence.guided:
-                guide = guides.of[sequence.request.id]
+                guide = guides.by_request[sequence.request.id]
                 assert guide.mask is not None, "its turn is done, and tokens may follow"
                 forcing, state = sequence.request.sampling.logprobs is None, guide.matcher.fork()
-                found = guides.promptly(sequence, allowed, state, guide.mask, tree, forcing=forcing)
-                if found is None:
+                allowed = guides.run_briefly(
+                    sequence, allowed_chain, state, guide.mask, tree, forcing=forcing
+                )
+                if allowed is None:
                     return None
-                tree, masks[sequence.slot] = found
+                tree, masks[sequence.slot] = allowed
             trees[sequence.slot] = tree
-        size = _size_of(decoding, trees, sizes)
-        shape = self._shape(engine, size, decoding, 0, masked=True)
-        ready = self.control.nodes is not None or engine.programs.ready(shape)
+        size = fitting_size(decoding, trees, sizes)
+        key = self._step_key(engine, size, decoding, 0, masked=True)
+        ready = self.draft_length.nodes is not None or engine.programs.ready(key)
         return masks if ready and any(map(len, trees.values())) else None
 
     def _drafts(
-        self, wanting: Sequence[Running], sequences: int, sizes: Sequence[int]
-    ) -> list[Tree] | None:
-        """All that drafters propose; None where none of them is worth its time."""
+        self, wanting: Sequence[RunningSequence], sequences: int, sizes: Sequence[int]
+    ) -> list[TokenTree] | None:
+        """The union of all drafters' trees; None if no drafter is worth its time."""
         each = []
         for drafter in self.drafters:
             levels = _DEEPEST
-            if drafter.seconds:
-                levels = self.control.levels(
+            if drafter.seconds_per_level:
+                levels = self.draft_length.draft_depth(
                     drafter.name,
-                    drafter.seconds,
+                    drafter.seconds_per_level,
                     len(wanting),
                     sequences,
                     sizes,
-                    self._pace.probing,
+                    self._backoff.probing,
                 )
             if levels:
-                each.append(drafter.draft([(s, min(levels, s.left - 1)) for s in wanting]))
+                each.append(drafter.draft([(s, min(levels, s.remaining - 1)) for s in wanting]))
         if not each:
             return None
-        trees = [merged(proposed) for proposed in zip(*each, strict=True)]
+        trees = [merge_trees(proposed) for proposed in zip(*each, strict=True)]
         return trees if self.branched else [first_path(tree) for tree in trees]
 
-    def _sizes(self, engine: EngineCore, decoding: Sequence[Running]) -> list[int]:
+    def _sizes(self, engine: EngineCore, decoding: Sequence[RunningSequence]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
-        if self.control.nodes is not None:
+        if self.draft_length.nodes is not None:
             return [*SIZES]
         return [
             n
-            for n in sizes_of(engine)
-            if engine.programs.ready(self._shape(engine, n, decoding, 0))
+            for n in batch_sizes(engine)
+            if engine.programs.ready(self._step_key(engine, n, decoding, 0))
         ]
 
-    def _shape(
+    def _step_key(
         self,
         engine: EngineCore,
         size: int,
-        decoding: Sequence[Running],
+        decoding: Sequence[RunningSequence],
         places: int,
         *,
         masked: bool = False,
-    ) -> Shape:
-        chosen, stages = engine.chosen_count(size, len(decoding)), engine.samplers.stages(decoding)
-        return Shape("verify", size, chosen, places, stages=stages, masked=masked)
+    ) -> StepKey:
+        chosen, stages = engine.sampled_rows(size, len(decoding)), engine.samplers.stages(decoding)
+        return StepKey("verify", size, chosen, places, stages=stages, masked=masked)
 
     def _verify(
         self,
         engine: EngineCore,
-        decoding: Sequence[Running],
-        trees: dict[int, Tree],
+        decoding: Sequence[RunningSequence],
+        trees: dict[int, TokenTree],
         masks: dict[int, list[np.ndarray]] | None,
         sizes: Sequence[int],
     ) -> None:
-        """Launches a call."""
-        layout, held, copies = Layout(), list[tuple[int, Held]](), list[Copy]()
-        size = _size_of(decoding, trees, sizes)
+        """Launches a verifying call."""
+        layout, of_rows, copies = TreeLayout(), list[tuple[int, BlockTables]](), list[BlockCopy]()
+        size = fitting_size(decoding, trees, sizes)
         if not self._branches(engine, decoding, trees, size):
             trees = {slot: first_path(tree) for slot, tree in trees.items()}
         for sequence in decoding:
-            assert sequence.held is not None, "it is planned"
-            tree = self._fitting(engine, sequence, trees.get(sequence.slot, Tree()), size, layout)
-            tree, branches = grown(engine, sequence, tree, copies)
-            planted = _planted(sequence, tree)
-            rows = layout.add(planted)
-            held += zip(rows, [sequence.held, *(own for _, own in branches)], strict=True)
+            assert sequence.block_tables is not None, "it is planned"
+            tree = self._fitting(
+                engine, sequence, trees.get(sequence.slot, TokenTree()), size, layout
+            )
+            tree, branches = allocate_branches(engine, sequence, tree, copies)
+            rows = layout.add(_rooted(sequence, tree))
+            of_paths = [sequence.block_tables, *(branch for _, branch in branches)]
+            of_rows += zip(rows, of_paths, strict=True)
             self._pending[sequence.request.id] = _Verified(tree, branches)
-        engine.copy(copies)
-        places = PLACES * size if layout.branched else 0
-        shape = self._shape(engine, size, decoding, places, masked=masks is not None)
-        program = engine.programs.get(shape)
-        nodes = layout.nodes(size, engine.chosen_count(size, len(decoding)))
-        tables = engine.tables_of(size, held)
+        engine.copy_blocks(copies)
+        places = PLACES_PER_TOKEN * size if layout.branched else 0
+        key = self._step_key(engine, size, decoding, places, masked=masks is not None)
+        program = engine.programs.get(key)
+        nodes = layout.nodes(size, engine.sampled_rows(size, len(decoding)))
+        tables = engine.block_tables(size, of_rows)
         begun = time.perf_counter()
-        given: tuple[Any, ...] = (nodes, tables)
+        arguments: tuple[Any, ...] = (nodes, tables)
         if masks is not None:
-            given = (*given, laid_out(masks, decoding, layout, size, engine.programs.words))
-        cache, state, chosen = program(engine.leaves, engine.cache, engine.state, *given)
-        engine.keep_cache(cache, state)
-        launched = Launched(chosen, tuple(enumerate(decoding)), size, begun)
-        engine.note(launched)
-        self._calls[decoding[0].slot % engine.scheduler.lanes] = (launched, size)
+            mask = layout_masks(masks, decoding, layout, size, engine.programs.words)
+            arguments = (nodes, tables, mask)
+        cache, state, output = program(engine.leaves, engine.cache, engine.state, *arguments)
+        engine.set_cache(cache, state)
+        call = CallInFlight(output, tuple(enumerate(decoding)), size, begun)
+        engine.record_in_flight(call)
+        self._calls[decoding[0].slot % engine.scheduler.lanes] = (call, size)
 
     def _branches(
-        self, engine: EngineCore, decoding: Sequence[Running], trees: dict[int, Tree], size: int
+        self,
+        engine: EngineCore,
+        decoding: Sequence[RunningSequence],
+        trees: dict[int, TokenTree],
+        size: int,
     ) -> bool:
-        """Whether there is a program for trees with branches, or none of these has one."""
-        if self.control.nodes is not None or all(len(tree.paths()) < 2 for tree in trees.values()):
+        """Whether no tree has branches, or there is a compiled program for them."""
+        branched = any(len(tree.paths()) > 1 for tree in trees.values())
+        if self.draft_length.nodes is not None or not branched:
             return True
-        return engine.programs.ready(self._shape(engine, size, decoding, PLACES * size))
+        key = self._step_key(engine, size, decoding, PLACES_PER_TOKEN * size)
+        return engine.programs.ready(key)
 
     def _fitting(
-        self, engine: EngineCore, sequence: Running, tree: Tree, size: int, layout: Layout
-    ) -> Tree:
-        """What of a tree there is room for."""
-        assert sequence.held is not None, "it is planned"
-        if tree and len(layout.sources) + _planted(sequence, tree).places > (PLACES - 1) * size:
+        self,
+        engine: EngineCore,
+        sequence: RunningSequence,
+        tree: TokenTree,
+        size: int,
+        layout: TreeLayout,
+    ) -> TokenTree:
+        """The part of a tree that there are blocks and places for."""
+        assert sequence.block_tables is not None, "it is planned"
+        places = len(layout.sources) + _rooted(sequence, tree).places
+        if tree and places > (PLACES_PER_TOKEN - 1) * size:
             tree = first_path(tree)
         for path in tree.paths()[:1]:
-            if not engine.scheduler.blocks.reserve(sequence.held, len(sequence.tokens) + len(path)):
-                return Tree()
+            length = len(sequence.tokens) + len(path)
+            if not engine.scheduler.blocks.reserve(sequence.block_tables, length):
+                return TokenTree()
         return tree
 
-    def read(
-        self, engine: EngineCore, launched: Launched, sequence: Running, ids: list[int]
+    def observe(
+        self, engine: EngineCore, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
     ) -> list[str]:
-        """As `Speculator.read`."""
+        """As `Speculator.observe`."""
         lane = sequence.slot % engine.scheduler.lanes
         if lane in self._calls and self._calls[lane][0] is launched:
             size = self._calls.pop(lane)[1]
-            if size in self._run:  # the first call of a program takes longer than any other
-                self.control.costs.setdefault(size, Mean(0.0)).add(engine.call_seconds)
+            if size in self._run:  # a program's first call takes longer
+                self.draft_length.costs.setdefault(size, RunningMean(0.0)).add(engine.call_seconds)
             self._run.add(size)
         elif launched.decodes:
-            mean = self.control.plain.setdefault(len(launched.rows), Mean(0.0))
+            mean = self.draft_length.plain.setdefault(len(launched.rows), RunningMean(0.0))
             mean.add(engine.step_seconds)
         verified = self._pending.pop(sequence.request.id, None)
         if verified is None:
             self._watch(launched, sequence, ids)
             return []
-        accepted = verified.tree.walk(ids)
-        self.control.learn(verified.tree, accepted)
+        accepted = verified.tree.follow(ids)
+        self.draft_length.record(verified.tree, accepted)
         if len(verified.tree):
             for counts in (engine.drafted, sequence):
                 counts.drafted += len(verified.tree)
@@ -280,47 +307,47 @@ class Speculation:
             sequence.trees.append(
                 DraftedStep(tree.tokens, tree.parents, tree.sources, tuple(accepted), tuple(ids))
             )
-        # The last token's keys and values are yet to be computed, whether or not it was drafted.
+        # The last token's keys and values are not computed yet, even if it was drafted.
         needed = set(accepted[: max(0, len(ids) - 1)])
-        for path, held in verified.branches:
+        for path, branch in verified.branches:
             if needed - set(verified.tree.paths()[0]) and needed <= set(path):
-                assert sequence.held is not None, "it runs"
-                sequence.held, held = held, sequence.held
+                assert sequence.block_tables is not None, "it runs"
+                sequence.block_tables, branch = branch, sequence.block_tables
                 needed = set()
-            engine.scheduler.blocks.free(held)
+            engine.scheduler.blocks.free(branch)
         return [verified.tree.sources[node] for node in accepted]
 
-    def _watch(self, launched: Launched, sequence: Running, ids: list[int]) -> None:
-        """While drafts rest: what those would have been worth that cost nothing."""
-        if not self._pace.resting or not launched.decodes or not ids or not _wants(sequence):
+    def _watch(self, launched: CallInFlight, sequence: RunningSequence, ids: list[int]) -> None:
+        """During a rest: observes which drafts of sources that cost nothing would be accepted."""
+        if not self._backoff.resting or not launched.decodes or not ids or not _wants(sequence):
             return
         known = len(sequence.tokens) - len(sequence.request.prompt)
-        if not self._pace.watches(new=known < _NEW):
+        if not self._backoff.watches(new=known < _NEW):
             return
-        free = [drafter for drafter in self.drafters if not drafter.seconds]
-        tree = merged([drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free])
-        near = tree.only(_above(tree, len(ids)))
-        right = near.walk(ids)
-        self._pace.watched(right=bool(right))
-        self.control.learn(near, right)
-        if len(tree) and self.control.best_size([tree], 1, SIZES) is not None:
-            self._pace.drafted()
+        free = [drafter for drafter in self.drafters if not drafter.seconds_per_level]
+        tree = merge_trees([drafter.draft([(sequence, _DEEPEST)])[0] for drafter in free])
+        near = tree.subtree(_above(tree, len(ids)))
+        right = near.follow(ids)
+        self._backoff.watched(right=bool(right))
+        self.draft_length.record(near, right)
+        if len(tree) and self.draft_length.best_size([tree], 1, SIZES) is not None:
+            self._backoff.drafted()
 
     @property
     def _free(self) -> bool:
-        """Whether nothing that drafts takes time."""
-        return not any(drafter.seconds for drafter in self.drafters)
+        """Whether no drafter takes time."""
+        return not any(drafter.seconds_per_level for drafter in self.drafters)
 
-    def drop(self, engine: EngineCore, sequence: Running) -> None:
-        """As `Speculator.drop`."""
+    def release_blocks(self, engine: EngineCore, sequence: RunningSequence) -> None:
+        """As `Speculator.release_blocks`."""
         verified = self._pending.pop(sequence.request.id, None)
-        for _, held in verified.branches if verified else ():
-            engine.scheduler.blocks.free(held)
+        for _, branch in verified.branches if verified else ():
+            engine.scheduler.blocks.free(branch)
 
-    def end(self, sequence: Running) -> None:
-        """As `Speculator.end`."""
+    def forget(self, sequence: RunningSequence) -> None:
+        """As `Speculator.forget`."""
         for drafter in self.drafters:
-            drafter.end(sequence)
+            drafter.forget(sequence)
 
     def reset(self) -> None:
         """As `Speculator.reset`."""
@@ -335,45 +362,34 @@ class Speculation:
 
     def announce(self, engine: EngineCore) -> list[Future[Program]]:
         """As `Speculator.announce`."""
-        futures = engine.programs.announce(self._shapes(engine))
+        futures = engine.programs.announce(self._step_keys(engine))
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 
-    def _shapes(self, engine: EngineCore) -> Iterator[Shape]:
+    def _step_keys(self, engine: EngineCore) -> Iterator[StepKey]:
         for stages in stage_sets():
-            for size in sizes_of(engine):
-                for chosen in sorted({1, engine.chosen_count(size, 2)}):
-                    for places in (0, PLACES * size) if self.branched else (0,):
-                        yield Shape("verify", size, chosen, places, stages=stages)
-                    yield Shape("verify", size, chosen, stages=stages, masked=True)
+            for size in batch_sizes(engine):
+                for chosen in sorted({1, engine.sampled_rows(size, 2)}):
+                    for places in (0, PLACES_PER_TOKEN * size) if self.branched else (0,):
+                        yield StepKey("verify", size, chosen, places, stages=stages)
+                    yield StepKey("verify", size, chosen, stages=stages, masked=True)
 
 
-def sizes_of(engine: EngineCore) -> list[int]:
-    """Sizes that may pay: up to four tokens of each sequence, or 32 of a few."""
-    return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
+def _wants(sequence: RunningSequence) -> bool:
+    return sequence.request.sampling.speculation and not sequence.host_driven
 
 
-def _size_of(decoding: Sequence[Running], trees: dict[int, Tree], sizes: Sequence[int]) -> int:
-    """The size of the batch that some trees fit into."""
-    count = len(decoding) + sum(map(len, trees.values()))
-    return next(size for size in sizes if size >= count)
-
-
-def _wants(sequence: Running) -> bool:
-    return sequence.request.sampling.speculation and not sequence.driven
-
-
-def _ended(sequence: Running) -> bool:
-    """Whether its last token is one that ends it, so that the device gives it no other."""
+def _ended(sequence: RunningSequence) -> bool:
+    """Whether its last token ends it, so that the device samples no other."""
     request = sequence.request
-    own = request.sampling.stop_token_ids
-    return sequence.tokens[-1] in (*request.end_ids, *own) and not request.sampling.ignore_eos
+    stops = request.sampling.stop_token_ids
+    return sequence.tokens[-1] in (*request.end_ids, *stops) and not request.sampling.ignore_eos
 
 
-def _planted(sequence: Running, tree: Tree) -> Planted:
+def _rooted(sequence: RunningSequence, tree: TokenTree) -> RootedTree:
     last = len(sequence.tokens) - 1
-    return Planted(tree, sequence.tokens[last], last, sequence.slot)
+    return RootedTree(tree, sequence.tokens[last], last, sequence.slot)
 
 
-def _above(tree: Tree, levels: int) -> list[int]:
-    """The nodes of the first levels."""
+def _above(tree: TokenTree, levels: int) -> list[int]:
+    """The nodes of the first levels of a tree."""
     return [node for node, depth in enumerate(tree.depths()) if depth <= levels]

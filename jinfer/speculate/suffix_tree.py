@@ -1,4 +1,4 @@
-"""A tree of what answers had so far, this one and past ones: likely continuations by count."""
+"""Suffix tree drafts: continuations by frequency in this answer and in earlier ones."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.token_tree import ROOT, Tree
+from jinfer.speculate.token_tree import ROOT, TokenTree
 
-_LONGEST, _SHORTEST = 8, 2  # tokens that have to be the same
-_DEPTH = 16  # tokens of the longest run that is kept
-_MOST_NODES = 100_000  # some 30 MB; with more of them it begins anew
-_DRAFTED = 32  # nodes of a draft
-_LIKELY = 0.05  # what is drafted at least
+_LONGEST, _SHORTEST = 8, 2  # lengths of matched suffixes
+_DEPTH = 16  # depth of the tree, in tokens
+_MOST_NODES = 100_000  # some 30 MB; a fuller tree is emptied
+_DRAFTED = 32  # nodes of a draft, at most
+_LIKELY = 0.05  # minimum probability of a drafted node
 
 
 class _Node:
-    """How often a run of tokens came, and what came after it."""
+    """Count of a run of tokens, and the nodes of its continuations."""
 
     __slots__ = ("after", "count")
 
@@ -29,34 +29,34 @@ class _Node:
 
 @dataclass
 class _Reading:
-    """A sequence while it is taken in: the runs that its end is in, longest first."""
+    """How much of a sequence is in the tree, and the nodes of its suffixes, longest first."""
 
     read: int
     open: list[_Node] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Suffix(Drafter):
-    """Drafts what followed the last tokens before, in any answer of this model."""
+class SuffixDrafter(Drafter):
+    """Drafts what followed the last tokens in any answer of this model so far."""
 
     _root: _Node = field(default_factory=_Node)
     _nodes: int = 0
     _readings: dict[int, _Reading] = field(default_factory=dict)
 
-    def draft(self, asked: Sequence[tuple[Running, int]]) -> list[Tree]:
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """As `Drafter.draft`."""
         for sequence, _ in asked:
-            self._take(sequence)
+            self._add(sequence)
         return [self._tree(sequence.tokens, most) for sequence, most in asked]
 
-    def end(self, sequence: Running) -> None:
-        """As `Drafter.end`: what its answer had stays."""
+    def forget(self, sequence: RunningSequence) -> None:
+        """As `Drafter.forget`; the answer's tokens stay in the tree."""
         if sequence.request.id in self._readings:
-            self._take(sequence)
+            self._add(sequence)
             del self._readings[sequence.request.id]
 
-    def _take(self, sequence: Running) -> None:
-        """Takes the tokens in that are new; of a prompt the last ones, which an answer follows."""
+    def _add(self, sequence: RunningSequence) -> None:
+        """Adds new tokens of an answer, and the last tokens of its prompt."""
         tokens = sequence.tokens
         begin = max(0, len(sequence.request.prompt) - _LONGEST)
         reading = self._readings.setdefault(sequence.request.id, _Reading(begin))
@@ -70,20 +70,20 @@ class Suffix(Drafter):
         reading.read = len(tokens)
 
     def _after(self, node: _Node, token: int) -> _Node:
-        found = node.after.get(token)
-        if found is None:
-            found = node.after[token] = _Node()
+        child = node.after.get(token)
+        if child is None:
+            child = node.after[token] = _Node()
             self._nodes += 1
-        found.count += 1
-        return found
+        child.count += 1
+        return child
 
-    def _tree(self, tokens: Sequence[int], most: int) -> Tree:
-        """The likeliest nodes below the longest run that is known."""
+    def _tree(self, tokens: Sequence[int], most: int) -> TokenTree:
+        """The likeliest continuations of the longest known suffix."""
         for length in range(min(_LONGEST, len(tokens)), _SHORTEST - 1, -1):
             node = self._find(tokens[len(tokens) - length :])
             if node is not None and node.after:
                 return _likeliest(node, most)
-        return Tree()
+        return TokenTree()
 
     def _find(self, tokens: Iterable[int]) -> _Node | None:
         node: _Node | None = self._root
@@ -94,14 +94,14 @@ class Suffix(Drafter):
         return node
 
 
-def _likeliest(top: _Node, most: int) -> Tree:
-    """Best first, where a child is as likely as it was frequent after its parent."""
+def _likeliest(top: _Node, most: int) -> TokenTree:
+    """The likeliest nodes below one, best first; probabilities are relative frequencies."""
     tokens: list[int] = []
     parents: list[int] = []
     heap: list[tuple[float, int, int, int, _Node]] = []
     order = 0
 
-    def offer(node: _Node, place: int, value: float, depth: int) -> None:
+    def offer(node: _Node, parent: int, value: float, depth: int) -> None:
         nonlocal order
         total = sum(child.count for child in node.after.values())
         for token, child in node.after.items():
@@ -110,7 +110,7 @@ def _likeliest(top: _Node, most: int) -> Tree:
             if likely >= _LIKELY and depth < most:
                 entry = (-likely, depth + 1, order, token, child)
                 heapq.heappush(heap, entry)
-                above[order] = place
+                above[order] = parent
 
     above: dict[int, int] = {}
     offer(top, ROOT, 1.0, 0)
@@ -119,4 +119,4 @@ def _likeliest(top: _Node, most: int) -> Tree:
         tokens.append(token)
         parents.append(above[which])
         offer(node, len(tokens) - 1, -value, depth)
-    return Tree(tuple(tokens), tuple(parents), ("suffix",) * len(tokens))
+    return TokenTree(tuple(tokens), tuple(parents), ("suffix",) * len(tokens))

@@ -1,35 +1,35 @@
-"""Trees of tokens that may follow a sequence."""
+"""Token trees: drafted tokens that may follow a sequence, with branches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ROOT = -1  # the parent of what follows the sequence's last token
+ROOT = -1  # parent of the first level: the sequence's last token
 
 
 @dataclass(frozen=True)
-class Tree:
+class TokenTree:
     """Tokens that may follow a sequence, parents before their children.
 
-    Among children of one parent the first is thought the likeliest.
+    The first child of a parent is considered the likeliest.
 
     Attributes:
-        tokens: of each node.
-        parents: by their place; `ROOT`: the sequence's last token.
-        sources: who drafted each node.
-        drafted: the place among its parent's children that each node was drafted at, where some of
-            them were left out since; none: as they stand.
+        tokens: token of each node.
+        parents: index of each node's parent; `ROOT`: the sequence's last token.
+        sources: draft source of each node.
+        drafted_ranks: rank of each node among the drafted children of its parent, of which some
+            may have been removed; empty: none was removed.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
-    drafted: tuple[int, ...] = ()
+    drafted_ranks: tuple[int, ...] = ()
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], source: str) -> Tree:
-        """One token after the other."""
+    def chain(cls, tokens: Sequence[int], source: str) -> TokenTree:
+        """A tree without branches."""
         count = len(tokens)
         return cls(tuple(tokens), tuple(range(-1, count - 1)), (source,) * count)
 
@@ -37,16 +37,16 @@ class Tree:
         return len(self.tokens)
 
     def depths(self) -> list[int]:
-        """How many tokens after the sequence's last one each node stands, from 1 on."""
+        """Depth of each node; 1: a child of the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def ranks(self) -> list[int]:
-        """How many children of the same parent were drafted before each node."""
-        if self.drafted:
-            return [*self.drafted]
+        """Rank of each node among the drafted children of its parent, from 0 on."""
+        if self.drafted_ranks:
+            return [*self.drafted_ranks]
         seen: dict[int, int] = {}
         ranks = []
         for parent in self.parents:
@@ -55,24 +55,24 @@ class Tree:
         return ranks
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of a node that holds a token."""
-        for node, (above, own) in enumerate(zip(self.parents, self.tokens, strict=True)):
-            if above == parent and own == token:
+        """The child of a node with a given token."""
+        for node, (above, child_token) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if above == parent and child_token == token:
                 return node
         return None
 
-    def walk(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes that a text goes through, as far as it stays in the tree."""
+    def follow(self, tokens: Iterable[int]) -> list[int]:
+        """The path of some tokens from the root, as far as the tree has it."""
         nodes: list[int] = []
         for token in tokens:
-            found = self.child(nodes[-1] if nodes else ROOT, token)
-            if found is None:
+            child = self.child(nodes[-1] if nodes else ROOT, token)
+            if child is None:
                 break
-            nodes.append(found)
+            nodes.append(child)
         return nodes
 
-    def only(self, nodes: Iterable[int]) -> Tree:
-        """Some nodes, whose parents have to be among them; depth first, children as given."""
+    def subtree(self, nodes: Iterable[int]) -> TokenTree:
+        """The tree of some nodes, whose parents must be among them; depth first."""
         children: dict[int, list[int]] = {}
         for node in nodes:
             children.setdefault(self.parents[node], []).append(node)
@@ -81,16 +81,16 @@ class Tree:
         while stack:
             order.append(node := stack.pop())
             stack += children.get(node, [])[::-1]
-        place, ranks = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}, self.ranks()
-        return Tree(
+        index, ranks = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}, self.ranks()
+        return TokenTree(
             tuple(self.tokens[node] for node in order),
-            tuple(place[self.parents[node]] for node in order),
+            tuple(index[self.parents[node]] for node in order),
             tuple(self.sources[node] for node in order),
             tuple(ranks[node] for node in order),
         )
 
     def paths(self) -> list[list[int]]:
-        """From a child of the root to each leaf, the first leaf first."""
+        """The path from a child of the root to each leaf, the first leaf first."""
         inner = set(self.parents)
         paths = []
         for leaf in range(len(self)):
@@ -102,19 +102,19 @@ class Tree:
         return paths
 
 
-def merged(trees: Sequence[Tree]) -> Tree:
-    """All nodes of some trees; what several have stands once, where the first has it.
+def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
+    """The union of some trees; common nodes are where the first tree has them.
 
-    Its source names all of them: what several propose is right more often.
+    The source of a common node names all its sources: such nodes are accepted more often.
     """
     tokens: list[int] = []
     parents: list[int] = []
     sources: list[str] = []
     known: dict[tuple[int, int], int] = {}
     for tree in trees:
-        place = {ROOT: ROOT}
+        index = {ROOT: ROOT}
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            key = (place[parent], token)
+            key = (index[parent], token)
             if key not in known:
                 known[key] = len(tokens)
                 tokens.append(token)
@@ -122,5 +122,5 @@ def merged(trees: Sequence[Tree]) -> Tree:
                 sources.append(tree.sources[node])
             elif tree.sources[node] not in sources[known[key]].split("+"):
                 sources[known[key]] += f"+{tree.sources[node]}"
-            place[node] = known[key]
-    return Tree(tuple(tokens), tuple(parents), tuple(sources))
+            index[node] = known[key]
+    return TokenTree(tuple(tokens), tuple(parents), tuple(sources))

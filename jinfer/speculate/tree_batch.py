@@ -1,4 +1,4 @@
-"""Trees of some sequences laid out as one flat batch."""
+"""Tree attention, batch: token trees of several sequences as one flat batch."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from typing import Any
 
 import numpy as np
 
+from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.verify import Nodes
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.nn.forward_context import Copies
-from jinfer.speculate.token_tree import ROOT, Tree
+from jinfer.speculate.token_tree import ROOT, TokenTree
 
-PLACES = 4  # for each token of a batch: the branches that it may stand in, on the average
+SIZES = (4, 8, 16, 32, 64)  # of verifying batches, in tokens
+PLACES_PER_TOKEN = 4  # average number of branches that a token of a batch may be in
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A tree after a sequence's last token.
+class RootedTree:
+    """A token tree with its root, the sequence's last token.
 
     Attributes:
-        tree: its nodes, depth first.
-        token, position: the last token, and where it stands.
-        slot: of the sequence.
+        tree: the nodes, depth first.
+        token, position: the last token and its position.
+        slot: the sequence's slot.
     """
 
-    tree: Tree
+    tree: TokenTree
     token: int
     position: int
     slot: int
 
     @property
     def places(self) -> int:
-        """Places of its nodes in attention's batch, the root's included."""
+        """Number of places in the attention's batch: each path's nodes and its root."""
         return sum(1 + len(path) for path in self.tree.paths() or [[]])
 
 
 @dataclass
-class Layout:
-    """A flat batch while it is filled.
+class TreeLayout:
+    """A flat batch under construction; see `Nodes` and `Copies`.
 
     Attributes:
         tokens, parents, rows, positions: of each node.
-        owners: the slot of each row of the tables.
-        roots: of each sequence.
-        sources, place_rows, place_positions: of each place in attention's batch.
+        owners: the slot of each row of the block tables.
+        roots: index of each sequence's root.
+        sources, place_rows, place_positions: node, row and position of each place in the
+            attention's batch.
         places: one place of each node.
     """
 
@@ -59,43 +63,43 @@ class Layout:
     place_positions: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
 
-    def add(self, planted: Planted) -> list[int]:
-        """Takes a sequence in; the row of the tables of each of its tree's paths."""
-        tree, root = planted.tree, len(self.tokens)
+    def add(self, rooted: RootedTree) -> list[int]:
+        """Adds a sequence's tree; returns the row of the block tables of each of its paths."""
+        tree, root = rooted.tree, len(self.tokens)
         paths = tree.paths() or [[]]
         rows = [len(self.owners) + i for i in range(len(paths))]
         self.roots.append(root)
-        self.owners += [planted.slot] * len(paths)
+        self.owners += [rooted.slot] * len(paths)
         first = {
             node: row for row, path in reversed([*zip(rows, paths, strict=True)]) for node in path
         }
-        self.tokens += [planted.token, *tree.tokens]
+        self.tokens += [rooted.token, *tree.tokens]
         self.parents += [-1, *(root if p == ROOT else root + 1 + p for p in tree.parents)]
         self.rows += [rows[0], *(first[node] for node in range(len(tree)))]
-        self.positions += [planted.position, *(planted.position + d for d in tree.depths())]
+        self.positions += [rooted.position, *(rooted.position + d for d in tree.depths())]
         for row, path in zip(rows, paths, strict=True):
             for depth, node in enumerate([root, *(root + 1 + node for node in path)]):
                 self.places.setdefault(node, len(self.sources))
                 self.sources.append(node)
                 self.place_rows.append(row)
-                self.place_positions.append(planted.position + depth)
+                self.place_positions.append(rooted.position + depth)
         return rows
 
     @property
     def branched(self) -> bool:
-        """Whether there is a node in more than one place."""
+        """Whether a node is in several branches."""
         return len(self.sources) > len(self.tokens)
 
     def nodes(self, size: int, roots: int) -> Nodes:
-        """The batch, padded.
+        """The padded batch.
 
         Args:
-            size: its tokens; `PLACES` times as many are its places, where it is branched.
-            roots: how many sequences there are room for.
+            size: number of tokens; with branches, it has `PLACES_PER_TOKEN` times as many places.
+            roots: number of sequences.
         """
         copies = None
         if self.branched:
-            most = PLACES * size
+            most = PLACES_PER_TOKEN * size
             copies = Copies(
                 _padded(self.sources, most, 0),
                 _padded(self.place_rows, most, -1),
@@ -111,6 +115,19 @@ class Layout:
             _padded(self.roots, roots, -1),
             copies,
         )
+
+
+def batch_sizes(engine: EngineCore) -> list[int]:
+    """Sizes of verifying batches: up to four tokens for each slot, or 32 in all."""
+    return [n for n in SIZES if n <= max(32, 4 * engine.programs.sizes.slots)]
+
+
+def fitting_size(
+    decoding: Sequence[RunningSequence], trees: dict[int, TokenTree], sizes: Sequence[int]
+) -> int:
+    """The smallest batch size that some trees fit into."""
+    count = len(decoding) + sum(map(len, trees.values()))
+    return next(size for size in sizes if size >= count)
 
 
 def _padded(values: Sequence[int], size: int, filling: int) -> Any:

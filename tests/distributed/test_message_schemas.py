@@ -15,7 +15,7 @@ from jinfer.distributed.connection import Link
 from jinfer.distributed.message_schemas import Hello, kind, read_hello, read_welcome
 from jinfer.distributed.process_group import Group
 from jinfer.distributed.wire_format import FrameError
-from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.step_key import StepKey
 
 HELLO = {"process": 1, "processes": 2, "jinfer": "1.0", "jax": "0.12", "at": "10.0.0.2:99"}
 
@@ -66,7 +66,7 @@ def test_a_welcome_that_is_none(told: Any) -> None:
 
 
 def test_messages() -> None:
-    shape = asdict(Shape("decode", tokens=2))
+    shape = asdict(StepKey("decode", tokens=2))
     for message, name in (
         ({"result": "out", "call": 1, "value": None}, "result"),
         ({"end": 0, "reason": ""}, "end"),

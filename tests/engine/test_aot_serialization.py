@@ -15,13 +15,14 @@ from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
 from jinfer.engine.runner import compiled_programs, program_cache
 from jinfer.engine.runner.aot_serialization import dumped, loaded
-from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.guard.disk_cache import Shelf
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]
 TEXTS = [PROMPT, [8, 3]]
-WIDTH = Shape("forward", 1, rows=1, want="hidden")  # asked for its result's shape, not compiled
+WIDTH = StepKey("forward", 1, rows=1, want="hidden")  # asked for its result's shape, not compiled
 FEW = {"engine.slots": 1, "engine.prefill_chunk": 8}  # programs, where it matters not which
 EVERY: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=6, ignore_eos=True),
@@ -44,9 +45,9 @@ def results(
 ) -> tuple[list[Any], set[str]]:
     """What a model gives, and the kinds of programs that were traced for it."""
     traced: set[str] = set()
-    function = Programs._function
+    function = CompiledPrograms.step_function
 
-    def note(self: Programs, shape: Shape) -> Any:
+    def note(self: CompiledPrograms, shape: StepKey) -> Any:
         if shape != WIDTH:
             traced.add(shape.kind)
         return function(self, shape)
@@ -56,7 +57,7 @@ def results(
         LLM(GOLDENS / golden, **{"engine.slots": 4, **overrides}) as llm,
     ):
         llm.frontend.engine.programs.shelf = shelf
-        patch.setattr(Programs, "_function", note)
+        patch.setattr(CompiledPrograms, "step_function", note)
         found: list[Any] = []
         if llm.spec.decoder is not None:
             for name in strategies:
@@ -146,11 +147,11 @@ def test_what_programs_depend_on(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) 
     with LLM(GOLDENS / "llama2") as llm, LLM(GOLDENS / "llama31") as other:
         own = llm.frontend.engine.programs
 
-        def key(of: Programs = own, kind: Any = "copy") -> str:
+        def key(of: CompiledPrograms = own, kind: Any = "copy_blocks") -> str:
             vars(of).pop("_described", None)
-            return of._key(Shape(kind))
+            return of._shelf_entry(StepKey(kind))
 
-        keys = [key(), key(kind="admit"), key(other.frontend.engine.programs)]
+        keys = [key(), key(kind="set_slot"), key(other.frontend.engine.programs)]
         for overrides in (
             {"engine.slots": 2},
             {"engine.context": 64},
@@ -181,7 +182,9 @@ def test_what_cannot_be_written_is_not_kept() -> None:
 
 def test_without_what_it_calls_a_program_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(GOLDENS / "llama2") as llm:
-        function, donated, arguments = llm.frontend.engine.programs._function(Shape("copy"))
+        function, donated, arguments = llm.frontend.engine.programs.step_function(
+            StepKey("copy_blocks")
+        )
         with program_cache.aside():
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
             content = dumped(lowered.compile())

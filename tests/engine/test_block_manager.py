@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.engine.scheduling.block_manager import GIVEN_BACK, BlockManager, BlockPool, Held
+from jinfer.engine.scheduling.block_manager import RELEASED, BlockManager, BlockTables
+from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.ops.attention.kv_cache import BLOCK
 
 RNG = np.random.default_rng(1)
@@ -20,11 +21,13 @@ def manager(blocks: int = 40, **windows: int) -> BlockManager:
     return BlockManager(pools)
 
 
-def computed(blocks: BlockManager, tokens: list[int], reuse: bool = True) -> tuple[Held, int, list]:
+def computed(
+    blocks: BlockManager, tokens: list[int], reuse: bool = True
+) -> tuple[BlockTables, int, list]:
     """A sequence all of whose tokens are in the cache."""
-    held, cached, copies = blocks.start(tokens, reuse=reuse)
+    held, cached, copies = blocks.share_prefix(tokens, reuse=reuse)
     assert blocks.reserve(held, len(tokens))
-    blocks.describe(held, tokens, len(tokens))
+    blocks.register(held, tokens, len(tokens))
     return held, cached, copies
 
 
@@ -32,10 +35,10 @@ def test_nothing_is_cached_at_first() -> None:
     blocks = manager()
     held, cached, copies = computed(blocks, TEXT[:200])
     assert (cached, copies) == (0, [])
-    assert [len(table) for table in held.tables.values()] == [4]
-    assert blocks.held == 4
+    assert [len(table) for table in held.by_group.values()] == [4]
+    assert blocks.used == 4
     blocks.free(held)
-    assert blocks.held == 0
+    assert blocks.used == 0
 
 
 @pytest.mark.parametrize(
@@ -61,74 +64,74 @@ def test_a_common_beginning_is_found(length: int, same: int, expected: int, ende
     if ended:
         blocks.free(first)
     other = TEXT[:same] + [-1 - t for t in TEXT[same:length]]
-    held, cached, copies = blocks.start(other[:length])
+    held, cached, copies = blocks.share_prefix(other[:length])
     assert cached == expected
     assert len(copies) == (expected % BLOCK > 0)
     full = expected // BLOCK
     if not ended:
-        assert held.tables["all"][:full] == first.tables["all"][:full]
-        assert not set(held.tables["all"][full:]) & set(first.tables["all"])
+        assert held.by_group["all"][:full] == first.by_group["all"][:full]
+        assert not set(held.by_group["all"][full:]) & set(first.by_group["all"])
     for copy in copies:
-        assert copy.target == held.tables["all"][full]
+        assert copy.target == held.by_group["all"][full]
 
 
 def test_what_depends_on_something_else_is_not_shared() -> None:
     blocks = manager()
     computed(blocks, TEXT[:200])
-    assert blocks.start(TEXT[:200], b"another encoder's text")[1] == 0
-    assert blocks.start(TEXT[:200], reuse=False)[1] == 0
+    assert blocks.share_prefix(TEXT[:200], b"another encoder's text")[1] == 0
+    assert blocks.share_prefix(TEXT[:200], reuse=False)[1] == 0
 
 
 def test_the_least_recently_used_goes_first() -> None:
     blocks = manager(8)
     for begin in (0, 200):
         blocks.free(computed(blocks, TEXT[begin : begin + 200])[0])  # 4 blocks each
-    again, cached, _ = blocks.start(TEXT[:200])
+    again, cached, _ = blocks.share_prefix(TEXT[:200])
     assert cached == 192
     blocks.free(again)
     # Takes what the last one did not need, and three of the second's, its end first.
     blocks.free(computed(blocks, TEXT[500:700])[0])
-    assert blocks.start(TEXT[:200])[1] == 192
-    assert blocks.start(TEXT[200:400])[1] == 64
+    assert blocks.share_prefix(TEXT[:200])[1] == 192
+    assert blocks.share_prefix(TEXT[200:400])[1] == 64
 
 
 def test_a_held_block_is_never_given_away() -> None:
     blocks = manager(4)
     held, _, _ = computed(blocks, TEXT[:200])
-    other = blocks.start(TEXT[300:400])[0]
+    other = blocks.share_prefix(TEXT[300:400])[0]
     assert not blocks.reserve(other, 1)
     blocks.free(other)
     blocks.free(held)
-    assert blocks.reserve(blocks.start(TEXT[300:400])[0], 100)
+    assert blocks.reserve(blocks.share_prefix(TEXT[300:400])[0], 100)
 
 
 def test_a_window_gives_back_what_it_has_left() -> None:
     blocks = manager(window=100)
     held, _, _ = computed(blocks, TEXT[:400])
-    blocks.slide(held, 300)  # sees from 201 on
-    assert held.tables["window 100"][:4] == [GIVEN_BACK] * 3 + held.tables["window 100"][3:4]
-    assert blocks.pools["window 100"].held == 4
-    assert blocks.pools["all"].held == 7
-    blocks.slide(held, 300)
-    assert blocks.pools["window 100"].held == 4
+    blocks.slide_window(held, 300)  # sees from 201 on
+    assert held.by_group["window 100"][:4] == [RELEASED] * 3 + held.by_group["window 100"][3:4]
+    assert blocks.pools["window 100"].used == 4
+    assert blocks.pools["all"].used == 7
+    blocks.slide_window(held, 300)
+    assert blocks.pools["window 100"].used == 4
     # What was given back is found while nobody needs its place.
-    other, cached, _ = blocks.start(TEXT[:400])
+    other, cached, _ = blocks.share_prefix(TEXT[:400])
     assert cached == 399
-    assert other.tables["window 100"][:4] == [GIVEN_BACK] * 4
+    assert other.by_group["window 100"][:4] == [RELEASED] * 4
     blocks.free(other)
     blocks.free(held)
-    assert blocks.held == 0
+    assert blocks.used == 0
 
 
 def test_a_beginning_without_its_window_is_not_used() -> None:
     blocks = BlockManager({"all": BlockPool(40), "window": BlockPool(8, 100)})
     held, _, _ = computed(blocks, TEXT[:200])
-    blocks.slide(held, 400)
+    blocks.slide_window(held, 400)
     blocks.free(held)
-    busy = blocks.start(TEXT[500:900])[0]
+    busy = blocks.share_prefix(TEXT[500:900])[0]
     assert blocks.pools["window"].available == 8
     assert blocks.reserve(busy, 8 * BLOCK)  # takes all of the window's blocks
-    held, cached, copies = blocks.start(TEXT[:200])
+    held, cached, copies = blocks.share_prefix(TEXT[:200])
     assert (cached, copies) == (0, [])
 
 
@@ -139,32 +142,32 @@ def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
     assert made is not None
     other, copies = made
     for name in blocks.pools:
-        assert other.tables[name][:2] == held.tables[name][:2]
-        assert other.tables[name][2] != held.tables[name][2]
-    assert sorted(copy.source for copy in copies) == sorted(t[2] for t in held.tables.values())
+        assert other.by_group[name][:2] == held.by_group[name][:2]
+        assert other.by_group[name][2] != held.by_group[name][2]
+    assert sorted(copy.source for copy in copies) == sorted(t[2] for t in held.by_group.values())
     blocks.free(held)
     blocks.free(other)
-    assert blocks.held == 0
+    assert blocks.used == 0
     small = manager(4)
     assert small.fork(computed(small, TEXT[:200])[0], 150) is None
-    assert small.held == 4
+    assert small.used == 4
 
 
 def test_an_encoders_output_is_shared_whole() -> None:
     blocks = BlockManager({"all": BlockPool(8)}, BlockPool(6))
-    first, second, other = (blocks.start([1], reuse=False)[0] for _ in range(3))
-    assert blocks.take_encoder(first, TEXT[:100])
-    assert not first.filled
-    blocks.describe_encoder(first, TEXT[:100])
-    assert blocks.take_encoder(second, TEXT[:100])
-    assert second.filled
+    first, second, other = (blocks.share_prefix([1], reuse=False)[0] for _ in range(3))
+    assert blocks.reserve_encoder(first, TEXT[:100])
+    assert not first.encoder_filled
+    blocks.register_encoder(first, TEXT[:100])
+    assert blocks.reserve_encoder(second, TEXT[:100])
+    assert second.encoder_filled
     assert second.encoder == first.encoder
-    assert blocks.take_encoder(other, TEXT[:99])
+    assert blocks.reserve_encoder(other, TEXT[:99])
     assert not set(other.encoder) & set(first.encoder)
-    assert not blocks.take_encoder(blocks.start([1], reuse=False)[0], TEXT[:500])
+    assert not blocks.reserve_encoder(blocks.share_prefix([1], reuse=False)[0], TEXT[:500])
     for held in (first, second, other):
         blocks.free(held)
-    assert blocks.held == 0
+    assert blocks.used == 0
 
 
 @settings(max_examples=60)
@@ -172,15 +175,15 @@ def test_an_encoders_output_is_shared_whole() -> None:
 def test_against_counting(data: st.DataObject) -> None:
     """Whatever happens, every block is held as often as tables name it, and the rest is free."""
     blocks = BlockManager({"all": BlockPool(12), "window 80": BlockPool(12, 80)})
-    live: list[tuple[Held, list[int]]] = []
+    live: list[tuple[BlockTables, list[int]]] = []
     for _ in range(data.draw(st.integers(1, 25), "steps")):
         what = data.draw(st.sampled_from(["start", "end", "fork", "grow", "slide"]), "what")
         if what == "start":
             begin = data.draw(st.sampled_from([0, 0, 300]), "begin")
             tokens = TEXT[begin : begin + data.draw(st.integers(1, 300), "length")]
-            held = blocks.start(tokens)[0]
+            held = blocks.share_prefix(tokens)[0]
             if blocks.reserve(held, len(tokens)):
-                blocks.describe(held, tokens, len(tokens))
+                blocks.register(held, tokens, len(tokens))
                 live.append((held, tokens))
             else:
                 blocks.free(held)
@@ -191,21 +194,21 @@ def test_against_counting(data: st.DataObject) -> None:
                 blocks.free(live.pop(index)[0])
             elif what == "fork":
                 length = data.draw(st.integers(0, len(tokens)), "at")
-                if GIVEN_BACK not in held.tables["window 80"][: -(-length // BLOCK)] and (
+                if RELEASED not in held.by_group["window 80"][: -(-length // BLOCK)] and (
                     made := blocks.fork(held, length)
                 ):
                     live.append((made[0], tokens[:length]))
             elif what == "grow":
                 tokens = tokens + TEXT[600 : 600 + data.draw(st.integers(1, 100), "more")]
                 if blocks.reserve(held, len(tokens)):
-                    blocks.describe(held, tokens, len(tokens))
+                    blocks.register(held, tokens, len(tokens))
                     live[index] = (held, tokens)
             else:
-                blocks.slide(held, len(tokens))
+                blocks.slide_window(held, len(tokens))
         for name, pool in blocks.pools.items():
-            named = Counter(b for held, _ in live for b in held.tables[name] if b != GIVEN_BACK)
-            assert pool.held == len(named)
-            assert all(pool._held[block] == count for block, count in named.items())
+            named = Counter(b for held, _ in live for b in held.by_group[name] if b != RELEASED)
+            assert pool.used == len(named)
+            assert all(pool._references[block] == count for block, count in named.items())
     for held, _ in live:
         blocks.free(held)
-    assert blocks.held == 0
+    assert blocks.used == 0

@@ -11,7 +11,7 @@ from jinfer import LLM, EngineError, RequestError, SamplingParams
 from jinfer.cpu import interrupt_call as cpu
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import sampler_output
-from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.step_key import StepKey
 from tests.engine.tiny import GREEDY, PROMPTS, held, ids, open_model
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -51,7 +51,7 @@ def test_interrupted_calls(
     """A raised flag ends a call before its first step; the next one makes up for it."""
     monkeypatch.setattr(sampler_output, "CALL_SECONDS", 1000.0)
     taken: list[int] = []
-    decode, read = Engine._decode, Engine._read
+    decode, read = Engine._launch_decode, Engine._read_call
 
     def decoded(self: Engine, plan: Any) -> bool:
         self.interrupt.set(len(taken) % 2 == 0)
@@ -59,11 +59,11 @@ def test_interrupted_calls(
 
     def watched(self: Engine, launched: Any) -> Any:
         if launched.decodes:
-            taken.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
+            taken.append(int((np.asarray(launched.output.tokens) >= 0).any(axis=1).sum()))
         return read(self, launched)
 
-    monkeypatch.setattr(Engine, "_decode", decoded)
-    monkeypatch.setattr(Engine, "_read", watched)
+    monkeypatch.setattr(Engine, "_launch_decode", decoded)
+    monkeypatch.setattr(Engine, "_read_call", watched)
     assert ids(llm.generate(PROMPTS, GREEDY)) == alone
     assert 0 in taken
     assert max(taken) > 1
@@ -76,7 +76,7 @@ def test_a_request_does_not_interrupt_itself(
     """However late the flag is raised for what an idle engine has taken already."""
     steps: list[int] = []
     was_raised = threading.Event()
-    raise_flag, decode, read = cpu.Flag.set, Engine._decode, Engine._read
+    raise_flag, decode, read = cpu.Flag.set, Engine._launch_decode, Engine._read_call
 
     def late(self: cpu.Flag, raised: bool) -> None:
         time.sleep(0.05 if raised else 0.0)
@@ -89,12 +89,12 @@ def test_a_request_does_not_interrupt_itself(
         return decode(self, plan)
 
     def watched(self: Engine, launched: Any) -> Any:
-        steps.append(int((np.asarray(launched.chosen.tokens) >= 0).any(axis=1).sum()))
+        steps.append(int((np.asarray(launched.output.tokens) >= 0).any(axis=1).sum()))
         return read(self, launched)
 
     monkeypatch.setattr(cpu.Flag, "set", late)
-    monkeypatch.setattr(Engine, "_decode", decoded)
-    monkeypatch.setattr(Engine, "_read", watched)
+    monkeypatch.setattr(Engine, "_launch_decode", decoded)
+    monkeypatch.setattr(Engine, "_read_call", watched)
     for _ in range(2):  # computed, and cached
         was_raised.clear()
         assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
@@ -107,14 +107,14 @@ def test_failed_steps_leave_nothing_behind(llm: LLM, alone: list[list[int]]) -> 
     assert ids(llm.generate(PROMPTS[:1], GREEDY)) == alone[:1]
 
 
-@pytest.mark.parametrize("kind", ["logits", "decode", "choose"])
+@pytest.mark.parametrize("kind", ["logits", "decode", "sample"])
 def test_an_error_costs_the_requests_of_its_step_only(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The cache was given away to the step that failed; what waits is computed all the same."""
     get, failures = llm._engine.programs.get, []
 
-    def failing(shape: Shape) -> Any:
+    def failing(shape: StepKey) -> Any:
         compiled = get(shape)
 
         def run(*arguments: Any) -> Any:

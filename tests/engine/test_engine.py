@@ -11,8 +11,9 @@ import pytest
 from jinfer import LLM, RequestError, SamplingParams
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import sampler_output
-from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.sampler_output import MAX_STEPS
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.sampling.sampler_chain import stage_sets
@@ -143,13 +144,13 @@ def test_end_of_sequence_and_stop_ids(llm: LLM, alone: list[list[int]]) -> None:
 def test_the_first_token_does_not_wait_for_the_second_s_program(
     alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came, compile_now = threading.Event(), Programs._compile
+    came, compile_now = threading.Event(), CompiledPrograms._compile
 
-    def late(self: Programs, shape: Shape) -> Any:
+    def late(self: CompiledPrograms, shape: StepKey) -> Any:
         assert shape.kind != "decode" or came.wait(120)
         return compile_now(self, shape)
 
-    monkeypatch.setattr(Programs, "_compile", late)
+    monkeypatch.setattr(CompiledPrograms, "_compile", late)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     with contextlib.closing(open_model().stream(PROMPTS[0], params)) as stream:
         tokens = list(next(stream).token_ids)
@@ -165,15 +166,15 @@ def test_several_steps_a_call(
     """The tokens are the same; a call ends with the last of its sequences."""
     monkeypatch.setattr(sampler_output, "CALL_SECONDS", seconds)
     launched = []
-    decode = Engine._decode
+    decode = Engine._launch_decode
 
     def watched(self: Engine, plan: Any) -> bool:
         begun = decode(self, plan)
         if begun:
-            launched.append(self._launched[-1])
+            launched.append(self._in_flight[-1])
         return begun
 
-    monkeypatch.setattr(Engine, "_decode", watched)
+    monkeypatch.setattr(Engine, "_launch_decode", watched)
     limits = [9, 3, 10, 7, 1, 10, 2, 8, 4]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in limits]
     expected = [tokens[:n] for tokens, n in zip(alone, limits, strict=True)]
@@ -185,7 +186,7 @@ def test_several_steps_a_call(
     answer = llm.generate([prompt], SamplingParams(max_tokens=30, stop_token_ids=[stop]))[0]
     count = alone[3].index(stop) + 1
     assert answer.token_ids == alone[3][:count]
-    computed = sum(int((np.asarray(call.chosen.tokens) >= 0).sum()) for call in launched)
+    computed = sum(int((np.asarray(call.output.tokens) >= 0).sum()) for call in launched)
     assert count - 1 <= computed <= count  # the first may have come with the prompt
     drawn = [SamplingParams(temperature=1.5, seed=7, max_tokens=10, logprobs=2)] * 9
     answers = llm.generate(PROMPTS, drawn)
@@ -232,14 +233,14 @@ def test_nothing_is_compiled_after_warm_up(llm: LLM) -> None:
     assert compiled == []
 
 
-@pytest.mark.parametrize("kind", ["logits", "decode", "copy", "forward"])
+@pytest.mark.parametrize("kind", ["logits", "decode", "copy_blocks", "forward"])
 def test_the_cache_is_updated_in_place(llm: LLM, kind: Any) -> None:
     """Donation holds: the cache goes out in the memory it came in with, and is not copied."""
     programs = llm._engine.programs
     size = 16 if kind in ("logits", "forward") else 4
-    shape = Shape(kind, size, 1, rows=1, stages=stage_sets()[0])
+    shape = StepKey(kind, size, 1, rows=1, stages=stage_sets()[0])
     program = programs.get(shape)
-    assert program.memory_analysis().alias_size_in_bytes >= nbytes(programs.empty_cache())
+    assert program.memory_analysis().alias_size_in_bytes >= nbytes(programs.allocate_kv_cache())
     pools = {f"f32[{','.join(map(str, c.keys.shape))}]" for c in programs.cache.values()}
     copies = [line for line in program.as_text().splitlines() if " copy(" in line]
     assert not [line for line in copies if any(pool in line for pool in pools)]

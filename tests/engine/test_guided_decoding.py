@@ -14,8 +14,8 @@ import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
 from jinfer.engine.requests import EngineError, Failed, Request, Token
-from jinfer.engine.runner.device_state import Choice
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search import guided_decoding
 from jinfer.engine.search.grammar_turns import Position, Turn, take_turn
 from jinfer.engine.search.guided_decoding import Guide, Guides
@@ -122,8 +122,10 @@ class Whole:
 def test_only_min_tokens_give_way_to_a_whole_answer() -> None:
     for banned, ends in ((), True), ((2,), False):
         params = SamplingParams(choice=("a",), min_tokens=9, banned_token_ids=banned)
-        sequence = Running(Request(1, (5, 6), params, 99, (2,)), 0, [5, 6, 7], guided=True)
-        rules = Forbidden.of(params, Choice.of(params, (2,), 64, lambda text: [7]).sampler, None)
+        sequence = RunningSequence(Request(1, (5, 6), params, 99, (2,)), 0, [5, 6, 7], guided=True)
+        rules = Forbidden.of(
+            params, SamplingRow.from_params(params, (2,), 64, lambda text: [7]).sampler, None
+        )
         mask = np.array([1 << 2, 0], np.uint32)
         guides = Guides({1: Guide(sequence, cast("Any", Whole()), rules, mask)})
         (event,) = guides._mask(sequence, np.zeros(2, np.uint32))

@@ -12,7 +12,7 @@ import pytest
 
 from jinfer import LLM, RequestError, SamplingParams
 from jinfer.engine.output.generation import Usage
-from jinfer.engine.runner.compiled_programs import Shape
+from jinfer.engine.runner.step_key import StepKey
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
 PIECE = 16
@@ -39,7 +39,7 @@ class Streams:
         programs = llm.frontend.engine.programs
         get = programs.get
 
-        def noted(shape: Shape) -> Any:
+        def noted(shape: StepKey) -> Any:
             self.ran.append((shape.kind, len(llm.frontend.engine.scheduler.running)))
             return get(shape)
 
@@ -107,9 +107,9 @@ def test_a_failed_step_begins_a_pass_again(llm: LLM, monkeypatch: pytest.MonkeyP
     failed: list[bool] = []
 
     def broken() -> Any:
-        if engine.scheduler.apart and not failed:
+        if engine.scheduler.slotless and not failed:
             failed.append(True)
-            engine.keep_cache(engine.programs.empty_cache())
+            engine.set_cache(engine.programs.allocate_kv_cache())
             raise FloatingPointError("a step that fails")
         return step()
 

@@ -7,8 +7,10 @@ import pytest
 
 from jinfer.engine.requests import QueueFullError, Request
 from jinfer.engine.runner.model_runner import flat_sizes
-from jinfer.engine.scheduling.block_manager import BlockManager, BlockPool
-from jinfer.engine.scheduling.scheduler import Plan, Running, Scheduler, shares
+from jinfer.engine.scheduling.block_manager import BlockManager
+from jinfer.engine.scheduling.block_pool import BlockPool
+from jinfer.engine.scheduling.scheduler import Scheduler, StepPlan, split_budget
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -28,32 +30,32 @@ def scheduler(
 
 def sequence(
     id: int, length: int, new: int = 10, *, begin: int | None = None, **more: int
-) -> Running:
+) -> RunningSequence:
     first = id * 10_000 if begin is None else begin
     prompt = tuple(range(first, first + length))
     request = Request(id, prompt, SamplingParams(), length + new, **more)  # type: ignore[arg-type]
-    return Running(request, id, list(prompt))
+    return RunningSequence(request, id, list(prompt))
 
 
-def launch(plan: Plan, blocks: BlockManager) -> None:
+def launch(plan: StepPlan, blocks: BlockManager) -> None:
     """What the engine notes when it launches a plan."""
     for chunk in plan.chunks:
         chunk.sequence.computed += chunk.count
-        held = chunk.sequence.held
+        held = chunk.sequence.block_tables
         assert held is not None
-        blocks.describe(held, chunk.sequence.tokens, chunk.sequence.computed)
-        chunk.sequence.unread += chunk.chooses
+        blocks.register(held, chunk.sequence.tokens, chunk.sequence.computed)
+        chunk.sequence.in_flight += chunk.samples
     for one in plan.decoding:
-        one.unread += plan.steps
+        one.in_flight += plan.steps
 
 
-def read(sequences: list[Running]) -> None:
+def read(sequences: list[RunningSequence]) -> None:
     """What it does when it has read the results."""
     for one in sequences:
-        if one.unread:
-            count = min(one.unread, one.request.limit - len(one.tokens))
+        if one.in_flight:
+            count = min(one.in_flight, one.request.limit - len(one.tokens))
             one.tokens += [7_000_000 + len(one.tokens) + i for i in range(count)]
-            one.unread = 0
+            one.in_flight = 0
             one.computed = len(one.tokens) - 1
 
 
@@ -112,20 +114,20 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_shares() -> None:
-    assert shares([("a", 100), ("b", 5), ("c", 100)], 60) == [("a", 55), ("b", 5)]
-    assert shares([("a", 100), ("b", 50), ("c", 90)], 60) == [("a", 30), ("b", 30)]
-    assert shares([("a", 20), ("b", 50), ("c", 20)], 60) == [("a", 20), ("b", 20), ("c", 20)]
-    assert shares([("a", 1), ("b", 1)], 60) == [("a", 1), ("b", 1)]
-    assert shares([("a", 9), ("b", 9), ("c", 9)], 2) == [("a", 2)]
-    assert shares([("a", 9), ("b", 1)], 1) == [("a", 1)]
-    assert shares([], 60) == []
+    assert split_budget([("a", 100), ("b", 5), ("c", 100)], 60) == [("a", 55), ("b", 5)]
+    assert split_budget([("a", 100), ("b", 50), ("c", 90)], 60) == [("a", 30), ("b", 30)]
+    assert split_budget([("a", 20), ("b", 50), ("c", 20)], 60) == [("a", 20), ("b", 20), ("c", 20)]
+    assert split_budget([("a", 1), ("b", 1)], 60) == [("a", 1), ("b", 1)]
+    assert split_budget([("a", 9), ("b", 9), ("c", 9)], 2) == [("a", 2)]
+    assert split_budget([("a", 9), ("b", 1)], 1) == [("a", 1)]
+    assert split_budget([], 60) == []
 
 
 def test_prompts_that_come_together_are_done_one_after_the_other() -> None:
     wanted = dict.fromkeys("abcd", 94)
     done = []
     for step in range(7):
-        for name, count in shares(list(wanted.items()), 64):
+        for name, count in split_budget(list(wanted.items()), 64):
             wanted[name] -= count
             if not wanted[name]:
                 done.append((name, step))
@@ -138,7 +140,7 @@ def test_priorities_then_arrival() -> None:
     for id, priority in ((1, 0), (2, 5), (3, -1), (4, 0)):
         s.submit(sequence(id, 10, priority=priority))
     assert [one.request.id for one in s.plan(8).admitted] == [3, 1]
-    s.drop(s.running[0])
+    s.remove(s.running[0])
     assert [one.request.id for one in s.plan(8).admitted] == [4]
 
 
@@ -166,17 +168,17 @@ def test_the_last_to_come_is_preempted_and_computed_again() -> None:
         s.submit(one)
     for _ in range(200):
         plan = s.plan(1)
-        if plan.wait:
+        if plan.must_read:
             read([first, second])
             continue
         launch(plan, s.blocks)
         if second.preempted:
             break
     read([first])
-    assert second.held is None
+    assert second.block_tables is None
     assert second.tokens[:190] == list(second.request.prompt)
-    assert first.held is not None
-    s.drop(first)
+    assert first.block_tables is not None
+    s.remove(first)
     plan = s.plan(1)
     assert plan.admitted == (second,)
     assert second.computed > 0, "some of its blocks have not been needed by others"
@@ -190,9 +192,9 @@ def test_tokens_are_read_before_anybody_is_preempted() -> None:
         s.submit(one)
     waited = 0
     for _ in range(20):
-        if (plan := s.plan(1)).wait:
+        if (plan := s.plan(1)).must_read:
             waited += 1
-            assert any(one.unread for one in pair)
+            assert any(one.in_flight for one in pair)
             assert not s.preemptions
             break
         launch(plan, s.blocks)
@@ -233,7 +235,7 @@ def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
         )
         for i in range(12)
     ]
-    alive: list[Running] = []
+    alive: list[RunningSequence] = []
     steps = 0
     while left or alive:
         steps += 1
@@ -242,19 +244,19 @@ def test_everybody_ends_and_nothing_leaks(seed: int) -> None:
             s.submit(one := left.pop())
             alive.append(one)
         if alive and rng.random() < 0.02:
-            s.drop(alive.pop(rng.randrange(len(alive))))
+            s.remove(alive.pop(rng.randrange(len(alive))))
         plan = s.plan(rng.choice([1, 8]))
-        if not plan.wait:
+        if not plan.must_read:
             launch(plan, s.blocks)
             slots = [one.slot for one in s.running]
             assert len(set(slots)) == len(slots)
-        if plan.wait or plan.empty or rng.random() < 0.7:
+        if plan.must_read or plan.empty or rng.random() < 0.7:
             read(s.running)
         for one in [one for one in alive if len(one.tokens) >= one.request.limit]:
             assert len(one.tokens) == one.request.limit
-            s.drop(one)
+            s.remove(one)
             alive.remove(one)
-    assert s.blocks.held == 0
+    assert s.blocks.used == 0
     assert not s.running
     assert not s.waiting
 
@@ -272,7 +274,7 @@ def test_lanes_take_turns() -> None:
     launch(plan := s.plan(1), s.blocks)
     assert [chunk.sequence for chunk in plan.chunks] == [both[1]]
     read(both)
-    turns: list[Running] = []
+    turns: list[RunningSequence] = []
     for _ in range(4):
         launch(plan := s.plan(1), s.blocks)
         turns += plan.decoding
@@ -299,11 +301,11 @@ def test_a_prompt_is_not_dripped_in_beside_streams() -> None:
 
 def test_steps_are_not_mostly_padding() -> None:
     s = replace(scheduler(), sizes=(1, 4, 8, 16, 32, 64, 256, 512))
-    assert s.filling(96) == 64, "64 and 32 instead of 256"
-    assert s.filling(200) == 64
-    assert s.filling(250) == 250
-    assert s.filling(5) == 5, "two steps cost more than three rows"
-    assert s.filling(40, decoding=30) == 40, "of 32 rows two would be left"
+    assert s.fit_batch(96) == 64, "64 and 32 instead of 256"
+    assert s.fit_batch(200) == 64
+    assert s.fit_batch(250) == 250
+    assert s.fit_batch(5) == 5, "two steps cost more than three rows"
+    assert s.fit_batch(40, decoding=30) == 40, "of 32 rows two would be left"
 
 
 def test_sizes_of_batches_are_doubled_up_to_a_chunk() -> None:

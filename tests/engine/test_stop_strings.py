@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jinfer.engine.output.stop_strings import StopTexts
+from jinfer.engine.output.stop_strings import StopStrings
 
 LETTERS = st.text("ab€", max_size=12)  # few letters, so that stops occur, overlap and nest
 STOPS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4).map(tuple)
@@ -33,7 +33,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 @example("abab€", ("abab€", "ba"), [])
 def test_pieces_do_not_matter(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
     expected, ends = answer(text, stops)
-    stopping = StopTexts(stops)
+    stopping = StopStrings(stops)
     shown = ""
     for piece in pieces(text, cuts):
         shown += stopping.push(piece)
@@ -47,7 +47,7 @@ def test_pieces_do_not_matter(text: str, stops: tuple[str, ...], cuts: list[int]
 @given(LETTERS, STOPS)
 def test_no_more_is_held_back_than_needed(text: str, stops: tuple[str, ...]) -> None:
     """What is held back is the beginning of some stop text, and what is shown ends in none."""
-    stopping = StopTexts(stops)
+    stopping = StopStrings(stops)
     shown = "".join(map(stopping.push, text))
     if not stopping.found:
         held = text[len(shown) :]
@@ -61,7 +61,7 @@ def test_what_is_complete_early_does_not_stop(
     early: str, later: str, stops: tuple[str, ...], cuts: list[int]
 ) -> None:
     """A stop text counts that a later letter completes, though it may have begun before."""
-    stopping = StopTexts(stops)
+    stopping = StopStrings(stops)
     shown = "".join(stopping.push(piece, True) for piece in pieces(early, cuts))
     assert not stopping.found
     shown += "".join(map(stopping.push, later)) + stopping.flush()
@@ -75,7 +75,7 @@ def test_what_is_complete_early_does_not_stop(
 
 
 def test_nothing_comes_after_a_stop() -> None:
-    stopping = StopTexts(("END",))
+    stopping = StopStrings(("END",))
     assert stopping.push("one E") == "one "
     assert stopping.push("ND two") == ""
     assert stopping.found
@@ -83,7 +83,7 @@ def test_nothing_comes_after_a_stop() -> None:
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    stopping = StopTexts(("END",))
+    stopping = StopStrings(("END",))
     assert stopping.push("the EN") == "the "
     assert (stopping.flush(), stopping.flush()) == ("EN", "")
 
@@ -93,5 +93,5 @@ def test_what_was_held_back_comes_at_the_end() -> None:
 )
 def test_the_stop_that_is_complete_first_counts(text: str, shown: str) -> None:
     """ "bc" is complete before "abcd", though that begins earlier."""
-    stopping = StopTexts(("abcd", "bc"))
+    stopping = StopStrings(("abcd", "bc"))
     assert stopping.push(text) + stopping.flush() == shown

@@ -113,7 +113,8 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+    from jinfer.engine.runner.compiled_programs import CompiledPrograms
+    from jinfer.engine.runner.step_key import Sizes, StepKey
     from jinfer.ops.backend import target
     from tests.kernels_pallas.helpers import H200
     from tools.bench_programs import LLAMA_3_8B, llama
@@ -126,13 +127,13 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
     )
     sharding = SingleDeviceSharding(described.devices[0])
     if kind == "decode":
-        shape = Shape("decode", int(tokens), stages=("temperature",))
+        shape = StepKey("decode", int(tokens), stages=("temperature",))
     else:
-        shape = Shape("logits", int(tokens), 1)
+        shape = StepKey("logits", int(tokens), 1)
     with target("gpu"), jax.sharding.use_abstract_mesh(H200):
         model = llama(format, {**LLAMA_3_8B, "num_hidden_layers": layers})
         sizes = Sizes(SLOTS, CONTEXT, model.vocab, {"all": BLOCKS}, jnp.bfloat16)
-        function, donated, args = Programs(model, sizes)._function(shape)
+        function, donated, args = CompiledPrograms(model, sizes).step_function(shape)
         args = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
         )

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.engine.runner.compiled_programs import Programs, Shape, Sizes
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import open_model
 from jinfer.ops.attention import paged_attention
@@ -75,7 +76,9 @@ def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> 
         model = quantized(build(spec, jnp.float32))
         blocks = {shape.group: 4 for shape in model.caches.values()}
         sizes = Sizes(2, CONTEXT, model.vocab, blocks, jnp.float32)
-        function, _, args = Programs(model, sizes)._function(Shape("forward", TOKENS, rows=2))
+        function, _, args = CompiledPrograms(model, sizes).step_function(
+            StepKey("forward", TOKENS, rows=2)
+        )
         leaves = tuple(filled(list(args[0])))
         rows, positions = on_device([0, 0, 1]), on_device([0, 1, 0])
         tables = {group: on_device([[1, 0], [2, 3]]) for group in blocks}

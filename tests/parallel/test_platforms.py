@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jinfer.engine.runner.flat_batch import Places
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import open_model
@@ -29,7 +29,7 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     """What a stage with the whole model computes."""
     stage = stage_model(spec, model, whole_of(spec), 1, jnp.float32)
     ints: Any = jax.ShapeDtypeStruct((4,), jnp.int32)
-    places = Places(ints, ints, ints, ints, ints)
+    places = FlatBatch(ints, ints, ints, ints, ints)
     cache = jax.eval_shape(lambda: empty(stage.model.caches, 2, jnp.float32))
     tables = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
     leaves = tuple(stage.model.parameters)

@@ -11,11 +11,11 @@ import numpy as np
 
 from jinfer import LLM, Completion, SamplingParams
 from jinfer.engine.engine_stats import DraftCounts
-from jinfer.engine.scheduling.scheduler import Running
-from jinfer.speculate.draft_length import Control
+from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.speculate.draft_length import DraftLength
 from jinfer.speculate.drafter import Drafter
-from jinfer.speculate.speculative_decoding import Speculation
-from jinfer.speculate.token_tree import ROOT, Tree
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
+from jinfer.speculate.token_tree import ROOT, TokenTree
 
 
 @dataclass(eq=False)
@@ -33,10 +33,10 @@ class RandomTrees(Drafter):
     least: int = 1
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def draft(self, asked: Sequence[tuple[Running, int]]) -> list[Tree]:
+    def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         return [self.tree(sequence, levels) for sequence, levels in asked]
 
-    def tree(self, sequence: Running, levels: int) -> Tree:
+    def tree(self, sequence: RunningSequence, levels: int) -> TokenTree:
         prompt = sequence.request.prompt
         answer = self.answers[prompt][len(sequence.tokens) - len(prompt) :]
         tokens, parents, depths = list[int](), list[int](), list[int]()
@@ -53,14 +53,17 @@ class RandomTrees(Drafter):
                 tokens.append(token)
                 parents.append(parent)
                 depths.append(depth)
-        return Tree(tuple(tokens), tuple(parents), ("random",) * len(tokens))
+        return TokenTree(tuple(tokens), tuple(parents), ("random",) * len(tokens))
 
 
 @contextmanager
 def speculating(llm: LLM, *drafters: Drafter, nodes: int | None = 8) -> Iterator[DraftCounts]:
     """The model with drafts; gives the counts of these alone."""
     engine = llm.frontend.engine
-    engine.speculator, engine.drafted = Speculation(drafters, Control(nodes)), DraftCounts()
+    engine.speculator, engine.drafted = (
+        SpeculativeDecoder(drafters, DraftLength(nodes)),
+        DraftCounts(),
+    )
     try:
         yield engine.drafted
     finally:

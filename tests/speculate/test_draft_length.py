@@ -9,22 +9,24 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.speculate.backoff import Pace
-from jinfer.speculate.draft_length import Control, Mean
-from jinfer.speculate.replay_drafter import Replay
-from jinfer.speculate.token_tree import Tree, merged
+from jinfer.speculate.backoff import Backoff
+from jinfer.speculate.draft_length import DraftLength, RunningMean
+from jinfer.speculate.replay_drafter import ReplayDrafter
+from jinfer.speculate.token_tree import TokenTree, merge_trees
 from tests.engine.test_schedules import STORIES
 from tests.speculate.drafts import alone, ids, known, same, speculating
 
 SIZES = (4, 8, 16)
 
 
-def control(rates: dict[int, float], **chances: float) -> Control:
+def control(rates: dict[int, float], **chances: float) -> DraftLength:
     """With calls that take so many times a plain step, and sources that are right so often."""
-    made = Control(costs={n: Mean(c, 9) for n, c in rates.items()}, plain={1: Mean(1.0, 9)})
+    made = DraftLength(
+        costs={n: RunningMean(c, 9) for n, c in rates.items()}, plain={1: RunningMean(1.0, 9)}
+    )
     for source, chance in chances.items():
         for depth in range(1, 9):
-            made.chances[source, depth, 0] = Mean(chance, 1e6)
+            made.acceptance[source, depth, 0] = RunningMean(chance, 1e6)
     return made
 
 
@@ -39,48 +41,51 @@ def control(rates: dict[int, float], **chances: float) -> Control:
     ],
 )
 def test_as_many_nodes_as_pay(rates: dict[int, float], chance: float, nodes: int) -> None:
-    tree = Tree.chain(list(range(15)), "a")
-    (chosen,) = control(rates, a=chance).choose([tree], 1, SIZES)
+    tree = TokenTree.chain(list(range(15)), "a")
+    (chosen,) = control(rates, a=chance).select([tree], 1, SIZES)
     assert len(chosen) == nodes
 
 
 def test_the_worthiest_nodes_of_all_sequences() -> None:
     made = control({4: 1.0, 8: 1.0, 16: 9.0}, good=0.9, bad=0.3)
-    made.plain[2] = Mean(1.0, 9)
-    trees = [Tree.chain([1] * 8, "bad"), Tree.chain([1] * 8, "good")]
-    first, second = made.choose(trees, 2, SIZES)
+    made.plain[2] = RunningMean(1.0, 9)
+    trees = [TokenTree.chain([1] * 8, "bad"), TokenTree.chain([1] * 8, "good")]
+    first, second = made.select(trees, 2, SIZES)
     assert (len(first), len(second)) == (0, 6)
 
 
 def test_a_branch_goes_before_what_is_deep_and_unlikely() -> None:
     made = control({4: 1.0}, a=0.3)
-    made.chances["b", 1, 1] = Mean(0.25, 1e6)
-    tree = merged([Tree.chain([1, 2, 3, 4], "a"), Tree.chain([9], "b")])
-    (chosen,) = made.choose([tree], 1, (4,))
+    made.acceptance["b", 1, 1] = RunningMean(0.25, 1e6)
+    tree = merge_trees([TokenTree.chain([1, 2, 3, 4], "a"), TokenTree.chain([9], "b")])
+    (chosen,) = made.select([tree], 1, (4,))
     assert chosen.tokens == (1, 2, 9)
     assert chosen.parents == (-1, 0, -1)
 
 
 def test_what_is_learned() -> None:
-    made, tree = Control(), merged([Tree.chain([1, 2, 3], "a"), Tree.chain([1, 5], "b")])
+    made, tree = (
+        DraftLength(),
+        merge_trees([TokenTree.chain([1, 2, 3], "a"), TokenTree.chain([1, 5], "b")]),
+    )
     for _ in range(30):
-        made.learn(tree, tree.walk([1, 5, 7]))
-    assert made.chance("a+b", 1, 0) > 0.9
-    assert made.chance("a", 2, 0) < 0.1
-    assert made.chance("b", 2, 1) > 0.9
+        made.record(tree, tree.follow([1, 5, 7]))
+    assert made.acceptance_rate("a+b", 1, 0) > 0.9
+    assert made.acceptance_rate("a", 2, 0) < 0.1
+    assert made.acceptance_rate("b", 2, 1) > 0.9
     assert made.tried()["a", 2, 0] == (0, 30)
     assert ("a", 3, 0) not in made.tried()  # nobody came there
 
 
 def test_a_draft_model_looks_ahead_as_far_as_pays() -> None:
     cheap = control({4: 1.1, 8: 1.2, 16: 1.4}, m=0.9)
-    assert cheap.levels("m", 0.05, 1, 1, SIZES, probing=False) >= 5
-    assert cheap.levels("m", 0.9, 1, 1, SIZES, probing=False) == 0
-    assert cheap.levels("m", 0.9, 1, 1, SIZES, probing=True) == 3
+    assert cheap.draft_depth("m", 0.05, 1, 1, SIZES, probing=False) >= 5
+    assert cheap.draft_depth("m", 0.9, 1, 1, SIZES, probing=False) == 0
+    assert cheap.draft_depth("m", 0.9, 1, 1, SIZES, probing=True) == 3
 
 
 def test_drafts_rest_longer_and_longer_where_they_do_not_pay() -> None:
-    pace, looks = Pace(), 0
+    pace, looks = Backoff(), 0
     for _ in range(400):
         if not pace.rest():
             looks += 1
@@ -91,7 +96,7 @@ def test_drafts_rest_longer_and_longer_where_they_do_not_pay() -> None:
 
 
 def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> None:
-    pace = Pace()
+    pace = Backoff()
     pace.useless()
     assert pace.rest()
     assert pace.probing
@@ -100,7 +105,7 @@ def test_a_look_after_a_rest_tries_a_draft_whatever_it_seems_to_be_worth() -> No
 
 
 def test_steps_grow_while_nobody_knows_a_draft() -> None:
-    pace, steps = Pace(), []
+    pace, steps = Backoff(), []
     for _ in range(5):
         steps.append(pace.steps(8))
         pace.missed(rests=True)
@@ -120,13 +125,13 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
     prompts, engine = ids(512, 9, 40), stories.frontend.engine
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=1)
     plain = alone(stories, prompts, params)
-    replay = Replay(known(prompts, plain), accuracy, 512)
+    replay = ReplayDrafter(known(prompts, plain), accuracy, 512)
     with speculating(stories, replay, nodes=None) as drafted:
         speculation: Any = engine.speculator
         # Calls that cost as much as a plain step, whatever this machine does meanwhile.
         for size in (4, 8, 16, 32):
-            speculation.control.costs[size] = _Fixed(1.0 + size / 8)
-        speculation.control.plain = {1: _Fixed(1.0, 9, 9)}
+            speculation.draft_length.costs[size] = _Fixed(1.0 + size / 8)
+        speculation.draft_length.plain = {1: _Fixed(1.0, 9, 9)}
         speculation.branched = False
         # Those for answers under a grammar, or with rare stages, are for nobody here.
         shapes = [
@@ -141,7 +146,7 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
     assert drafted.drafts < 12 if accuracy == 0 else drafted.accepted > 300
 
 
-class _Fixed(Mean):
+class _Fixed(RunningMean):
     """What takes the same time for ever."""
 
     def add(self, new: float) -> None:
@@ -150,7 +155,7 @@ class _Fixed(Mean):
 
 def test_rests_grow_while_drafts_are_useless() -> None:
     """So that looking costs little; and are short again once drafts are right."""
-    pace, looks, calls = Pace(), 0, 0
+    pace, looks, calls = Backoff(), 0, 0
     while calls < 1000:
         calls += 1
         if not pace.rest():
@@ -169,7 +174,7 @@ def test_rests_grow_while_drafts_are_useless() -> None:
 
 
 def test_what_would_be_right_is_watched_rarely_while_nothing_is() -> None:
-    pace, seen = Pace(), 0
+    pace, seen = Backoff(), 0
     for _ in range(100):
         if pace.watches(new=False):
             seen += 1
@@ -180,12 +185,12 @@ def test_what_would_be_right_is_watched_rarely_while_nothing_is() -> None:
 
 
 def test_what_was_useless_is_tried_again_after_some_tokens_that_were_right() -> None:
-    made, tree = control({4: 1.3, 8: 1.6}), Tree.chain(list(range(8)), "a")
+    made, tree = control({4: 1.3, 8: 1.6}), TokenTree.chain(list(range(8)), "a")
     for _ in range(100):
-        made.learn(tree, [])
+        made.record(tree, [])
     assert made.best_size([tree], 1, SIZES) is None
     count = 0
     while made.best_size([tree], 1, SIZES) is None:
-        made.learn(tree.only([0]), [0])
+        made.record(tree.subtree([0]), [0])
         count += 1
     assert count <= 16

@@ -9,9 +9,9 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.speculate.prompt_lookup import Lookup
-from jinfer.speculate.suffix_tree import Suffix
-from jinfer.speculate.token_tree import Tree, merged
+from jinfer.speculate.prompt_lookup import PromptLookup
+from jinfer.speculate.suffix_tree import SuffixDrafter
+from jinfer.speculate.token_tree import TokenTree, merge_trees
 from tests.engine.test_schedules import GOLDENS, SMOLLM2, STORIES
 from tests.speculate.drafts import alone, ids, same
 
@@ -38,63 +38,63 @@ def sequence(tokens: list[int], prompt: int = 0, id: int = 0) -> Any:
     return _Sequence(tokens, _Request(tuple(tokens[:prompt]), id))
 
 
-def drafted(drafter: Any, one: Any, most: int = 4) -> Tree:
+def drafted(drafter: Any, one: Any, most: int = 4) -> TokenTree:
     return drafter.draft([(one, most)])[0]
 
 
 def test_a_lookup_goes_on_as_the_text_did() -> None:
     one = sequence([1, 2, 3, 4, 5, 6, 7, 2, 3])
-    assert drafted(Lookup(), one).tokens == (4, 5, 6, 7)
+    assert drafted(PromptLookup(), one).tokens == (4, 5, 6, 7)
 
 
 def test_a_lookup_prefers_the_longest_and_then_the_newest() -> None:
-    assert drafted(Lookup(), sequence([9, 1, 2, 7, 5, 1, 2, 8, 5, 1, 2])).tokens[:1] == (8,)
-    assert drafted(Lookup(), sequence([3, 1, 2, 7, 5, 1, 2, 8, 3, 1, 2])).tokens[:1] == (7,)
+    assert drafted(PromptLookup(), sequence([9, 1, 2, 7, 5, 1, 2, 8, 5, 1, 2])).tokens[:1] == (8,)
+    assert drafted(PromptLookup(), sequence([3, 1, 2, 7, 5, 1, 2, 8, 3, 1, 2])).tokens[:1] == (7,)
 
 
 def test_a_lookup_branches_where_the_text_went_on_differently() -> None:
-    tree = drafted(Lookup(branches=2), sequence([0, 1, 2, 7, 5, 1, 2, 8, 6, 1, 2]), 2)
+    tree = drafted(PromptLookup(branches=2), sequence([0, 1, 2, 7, 5, 1, 2, 8, 6, 1, 2]), 2)
     assert [tree.tokens[node] for node in range(len(tree)) if tree.parents[node] == -1] == [8, 7]
 
 
 def test_a_lookup_repeats_what_repeats() -> None:
-    assert drafted(Lookup(), sequence([4, 5, 6, 5, 6]), 5).tokens == (5, 6, 5, 6, 5)
+    assert drafted(PromptLookup(), sequence([4, 5, 6, 5, 6]), 5).tokens == (5, 6, 5, 6, 5)
 
 
 def test_a_lookup_knows_nothing_new() -> None:
-    assert not len(drafted(Lookup(), sequence([1, 2, 3, 4])))
+    assert not len(drafted(PromptLookup(), sequence([1, 2, 3, 4])))
 
 
 def test_a_suffix_is_known_from_other_answers() -> None:
-    drafter = Suffix()
+    drafter = SuffixDrafter()
     first = sequence([1, 2, 3, 4, 5, 6])
     drafted(drafter, first)
-    drafter.end(first)
+    drafter.forget(first)
     tree = drafted(drafter, sequence([9, 9, 3, 4], id=1))
     assert tree.tokens == (5, 6)
 
 
 def test_a_suffix_tree_has_the_more_frequent_first() -> None:
-    drafter = Suffix()
+    drafter = SuffixDrafter()
     for id, answer in enumerate(([1, 2, 3], [1, 2, 4], [1, 2, 4], [7, 1, 2, 3, 9], [1, 2, 4])):
         drafted(drafter, one := sequence(answer, id=id))
-        drafter.end(one)
+        drafter.forget(one)
     tree = drafted(drafter, sequence([1, 2], id=9))
     assert tree.tokens[:2] == (4, 3)
     assert tree.parents == (-1, -1, 1)
 
 
 def test_merged_trees_have_each_path_once() -> None:
-    first, second = Tree.chain([1, 2, 3], "a"), Tree.chain([1, 2, 4], "b")
-    tree = merged([first, second, first])
+    first, second = TokenTree.chain([1, 2, 3], "a"), TokenTree.chain([1, 2, 4], "b")
+    tree = merge_trees([first, second, first])
     assert tree.tokens == (1, 2, 3, 4)
     assert tree.parents == (-1, 0, 1, 1)
     assert tree.sources == ("a+b", "a+b", "a", "b")
     assert tree.paths() == [[0, 1, 2], [0, 1, 3]]
-    assert tree.walk([1, 2, 4, 5]) == [0, 1, 3]
-    assert tree.only([0, 1, 3]).tokens == (1, 2, 4)
+    assert tree.follow([1, 2, 4, 5]) == [0, 1, 3]
+    assert tree.subtree([0, 1, 3]).tokens == (1, 2, 4)
     assert tree.ranks() == [0, 0, 0, 1]
-    assert tree.only([0, 1, 3]).ranks() == [0, 0, 1]
+    assert tree.subtree([0, 1, 3]).ranks() == [0, 0, 1]
 
 
 def check(source: Any, plain: Any, prompts: list[list[int]], **settings: Any) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.speculate.prompt_lookup import Lookup
-from jinfer.speculate.replay_drafter import Replay
+from jinfer.speculate.prompt_lookup import PromptLookup
+from jinfer.speculate.replay_drafter import ReplayDrafter
 from tests.engine.test_schedules import GOLDENS, STORIES, STRATEGIES
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 from tests.test_goldens import CAUSAL
@@ -116,7 +116,11 @@ def test_strategies(stories: LLM, strategy: dict[str, Any], streams: int) -> Non
     params = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, "seed": streams} | strategy)
     plain = alone(stories, prompts, params)
     answers = known(prompts, plain)
-    for drafter in (Replay(answers, 0.8, vocab), RandomTrees(answers, vocab, 5), Lookup()):
+    for drafter in (
+        ReplayDrafter(answers, 0.8, vocab),
+        RandomTrees(answers, vocab, 5),
+        PromptLookup(),
+    ):
         with speculating(stories, drafter, nodes=6):
             same(stories.generate(prompts, params), plain)
 
@@ -144,7 +148,7 @@ def test_stop_texts_and_ends() -> None:
         texts = ("Once upon a time", "Lily and Tom", "The cat")
         prompts = [llm.encode(text) for text in texts]
         long = SamplingParams(max_tokens=200, ignore_eos=True)
-        replay = Replay(known(prompts, alone(llm, prompts, long)), 1.0, 512)
+        replay = ReplayDrafter(known(prompts, alone(llm, prompts, long)), 1.0, 512)
         ends = tuple(sorted(set(alone(llm, prompts, long)[0].token_ids[20:23])))
         for params in (
             SamplingParams(max_tokens=60, stop=["the", "day"], include_stop=True),
@@ -164,7 +168,7 @@ def test_the_context_ends_within_a_tree(stories: LLM) -> None:
     plain = alone(stories, prompts, params)
     assert [len(one.token_ids) for one in plain] == [26, 6, 1]
     for drafter in (
-        Replay(known(prompts, plain), 1.0, 512),
+        ReplayDrafter(known(prompts, plain), 1.0, 512),
         RandomTrees(known(prompts, plain), 512, 15),
     ):
         with speculating(stories, drafter, nodes=16):
@@ -199,7 +203,7 @@ def test_prefixes_are_reused_after_rejections(stories: LLM) -> None:
     same([again], [other])
 
 
-def steps_of(replay: Replay, prompt: tuple[int, ...], answer: int, nodes: int) -> int:
+def steps_of(replay: ReplayDrafter, prompt: tuple[int, ...], answer: int, nodes: int) -> int:
     """Calls after the first token, if each verifies so many drafted tokens."""
     steps, place = 0, 1
     while place < answer - 1:  # the last token alone needs no draft
@@ -222,7 +226,7 @@ def test_tokens_a_step_are_what_the_formula_says(
     prompts = ids(512, *range(2, 2 + count))
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=2)
     answers = known(prompts, alone(stories, prompts, params))
-    replay = Replay(answers, accuracy, 512)
+    replay = ReplayDrafter(answers, accuracy, 512)
     with speculating(stories, replay, nodes=nodes + 1) as drafted:
         for prompt in prompts:
             stories.generate([prompt], params)

@@ -14,8 +14,8 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.forward_context import Step
 from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import BLOCK, empty
-from jinfer.speculate.head_drafter import HeadModel
-from jinfer.speculate.speculative_decoding import Speculation
+from jinfer.speculate.head_drafter import HeadDrafter
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.arrays import on_device
 from tests.families.llama_line import (
     TOKENS,
@@ -31,15 +31,15 @@ GREEDY = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=
 DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=0.8, seed=3)
 
 
-def head_of(llm: LLM) -> HeadModel:
+def head_of(llm: LLM) -> HeadDrafter:
     speculation = llm.frontend.engine.speculator
-    assert isinstance(speculation, Speculation)
+    assert isinstance(speculation, SpeculativeDecoder)
     (head,) = speculation.drafters
-    assert isinstance(head, HeadModel)
+    assert isinstance(head, HeadDrafter)
     return head
 
 
-def given_by(head: HeadModel, vectors: Floats) -> Floats:
+def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     """A head's logits in places 0, 1, ... of TOKENS from the second one on."""
     count = len(vectors)
     every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
@@ -55,7 +55,7 @@ def given_by(head: HeadModel, vectors: Floats) -> Floats:
     return np.asarray(out["logits"], np.float64)
 
 
-def kept_by(llm: LLM, head: HeadModel) -> Floats:
+def kept_by(llm: LLM, head: HeadDrafter) -> Floats:
     """What the target's layers gave of TOKENS, as the head is given it while it drafts."""
     seen: list[Floats] = []
     plain = head._vectors
@@ -131,8 +131,8 @@ def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
         same(alone(llm, prompts, GREEDY), plain)
         same(alone(llm, prompts, DRAWN), drawn)
         speculation = llm.frontend.engine.speculator
-        assert isinstance(speculation, Speculation)
-        tried = speculation.control.tried()
+        assert isinstance(speculation, SpeculativeDecoder)
+        tried = speculation.draft_length.tried()
     for depth in (1, 2):
         right, of = tried["head", depth, 0]
         assert of > 10

@@ -11,8 +11,8 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.generate import main
 from jinfer.server.metrics import Metrics
-from jinfer.speculate.draft_length import Control
-from jinfer.speculate.replay_drafter import Replay
+from jinfer.speculate.draft_length import DraftLength
+from jinfer.speculate.replay_drafter import ReplayDrafter
 from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 
@@ -81,13 +81,13 @@ def test_grammars(logprobs: int | None) -> None:
             ]
             plain = llm.generate(prompts, params)
             for accuracy in (1.0, 0.7):
-                replay = Replay(known(prompts, plain), accuracy, 512)
+                replay = ReplayDrafter(known(prompts, plain), accuracy, 512)
                 with speculating(llm, replay, nodes=6) as drafted:
                     same(llm.generate(prompts, params), plain)
                     assert drafted.accepted
                     same(llm.generate(prompts[:1], params[:1]), plain[:1])
         (mixed,) = alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]}))
-        with speculating(llm, Replay(known(prompts[:1], [mixed]), 1.0, 512)) as drafted:
+        with speculating(llm, ReplayDrafter(known(prompts[:1], [mixed]), 1.0, 512)) as drafted:
             same(alone(llm, prompts[:1], SamplingParams(**{**base, **GRAMMARS[0]})), [mixed])
         assert drafted.accepted == drafted.drafted > 0
 
@@ -114,7 +114,7 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
     with LLM(STORIES, **keys) as llm:
         speculation: Any = llm.frontend.engine.speculator
         # What calls take is known before anybody asks for anything.
-        measured = speculation.control
+        measured = speculation.draft_length
         assert set(measured.costs) == {4, 8, 16, 32}
         assert set(measured.plain) == {1}
         assert all(0 < mean.value < 1 for mean in measured.costs.values())
@@ -124,7 +124,7 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
         programs = [llm.frontend.engine.programs, speculation.drafters[1].programs]
         made = [one.compilations for one in programs]
         for nodes in (2, 3, 5, 8, 13, 16, None):
-            speculation.control = Control(nodes)
+            speculation.draft_length = DraftLength(nodes)
             for temperature in (0.0, 1.0):
                 llm.generate([PROMPT], max_tokens=30, temperature=temperature)
         assert [one.compilations for one in programs] == made

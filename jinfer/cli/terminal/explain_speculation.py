@@ -11,7 +11,7 @@ from jinfer.api.llm import LLM
 from jinfer.cli.terminal import INTERRUPTED, show_answer
 from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.engine.output.generation import Chunk
-from jinfer.speculate.speculative_decoding import Speculation
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
 _COLOURS = ("32", "36", "35", "33", "34", "31")  # ANSI codes of text colours
 _PLAIN = "0"
@@ -21,7 +21,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
     """Generates an answer; returns the exit status. Raises `FlagError` without a draft source."""
     speculator = llm.frontend.engine.speculator
     params = llm.params()
-    if not isinstance(speculator, Speculation) or not params.speculation:
+    if not isinstance(speculator, SpeculativeDecoder) or not params.speculation:
         raise FlagError(
             "--explain-speculation: nobody drafts; say who, such as --set speculation.draft=ngram"
         )

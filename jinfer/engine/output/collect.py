@@ -1,4 +1,4 @@
-"""Answers put together from their pieces."""
+"""Completions collected from the chunks of an answer; best-of selection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 
 
 class Completions(list[Completion]):
-    """Answers, as a notebook shows them."""
+    """A list of completions, with an HTML view for notebooks."""
 
     def _repr_html_(self) -> str:
         from jinfer.engine.output.completions_html import completions_html
@@ -19,24 +19,24 @@ class Completions(list[Completion]):
         return completions_html(self)
 
 
-def taken(pieces: SimpleQueue[Any]) -> Chunk | Usage:
-    """The next piece of an answer. Raises what ended it."""
+def next_piece(pieces: SimpleQueue[Any]) -> Chunk | Usage:
+    """The next chunk of an answer, or its usage at the end. Raises the error that ended it."""
     piece = pieces.get()
     if isinstance(piece, BaseException):
         raise piece
     return piece
 
 
-def whole(pieces: SimpleQueue[Any]) -> Completion:
-    """All pieces of an answer in one."""
+def collect(pieces: SimpleQueue[Any]) -> Completion:
+    """Waits for all chunks of an answer."""
     chunks: list[Chunk] = []
-    while not isinstance(piece := taken(pieces), Usage):
+    while not isinstance(piece := next_piece(pieces), Usage):
         chunks.append(piece)
     return completion(chunks, piece)
 
 
-def best(answers: list[Completion], params: SamplingParams) -> list[Completion]:
-    """The `n` likeliest answers by log-probability per token, of more than that; else all."""
+def best_of(answers: list[Completion], params: SamplingParams) -> list[Completion]:
+    """The `n` answers of highest log-probability per token, if there are more; else all."""
     if len(answers) <= params.n:
         return answers
 

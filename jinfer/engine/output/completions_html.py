@@ -1,4 +1,4 @@
-"""Answers as HTML, for notebooks: the text, its tokens shaded by how unlikely each was."""
+"""Notebook view of completions: HTML text whose tokens are shaded by how unlikely they were."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BOX = (
     "font-size:13px;line-height:1.6;margin:4px 0 10px;padding:6px 10px;border-left:3px solid #8888"
 )
 _SMALL = "font-size:12px;opacity:.7"
-_MOST = 20_000  # characters, or tokens, of an answer
+_MOST = 20_000  # characters, or tokens, shown of an answer
 _SHADE = "217,95,2"  # legible on white and on black
 
 
 class Completion(Protocol):
-    """What is shown of a `generation.Completion`, whose notebook view imports this module."""
+    """What is shown of a `generation.Completion`, which imports this module."""
 
     @property
     def text(self) -> str: ...
@@ -32,7 +32,7 @@ class Completion(Protocol):
 
 
 def completions_html(answers: Sequence[Completion]) -> str:
-    """Each answer in a box, with how many tokens it has and why it ended."""
+    """Each answer in a box, with its number of tokens and its finish reason."""
     return f"<div>{''.join(map(_completion, answers))}</div>"
 
 
@@ -45,8 +45,8 @@ def _completion(answer: Completion) -> str:
     else:
         shown, hint = escape(str(answer.token_ids[:_MOST])[1:-1]), "token ids: no tokenizer"
     count = len(answer.token_ids)
-    told = f"{count} token{'s' * (count != 1)}, {answer.finish_reason}; {hint}"
-    return f'<div style="{_BOX}">{shown}<div style="{_SMALL}">{escape(told)}</div></div>'
+    caption = f"{count} token{'s' * (count != 1)}, {answer.finish_reason}; {hint}"
+    return f'<div style="{_BOX}">{shown}<div style="{_SMALL}">{escape(caption)}</div></div>'
 
 
 def _token(entry: TokenLogprob) -> str:

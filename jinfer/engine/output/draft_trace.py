@@ -1,4 +1,4 @@
-"""What was drafted for a request, call by call: for whoever wants to see why it was fast."""
+"""Speculative decoding, trace: the draft trees of an answer, call by call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.engine.output.drafted_step import ROOT, DraftedStep
 
 @dataclass(frozen=True)
 class Step:
-    """A tree, with the texts of its tokens: a notebook draws it."""
+    """A draft tree with the texts of its tokens; notebooks draw it."""
 
     drafted: DraftedStep
     text: Callable[[int], str]
@@ -21,7 +21,7 @@ class Step:
         return f"Step({len(self.drafted.tokens)} drafted, gave {accepted!r})"
 
     def _repr_svg_(self) -> str:
-        """The tree: a colour for each source, bold what was right."""
+        """The tree: a colour for each draft source, accepted tokens bold."""
         from jinfer.engine.output.draft_tree_svg import draw
 
         return draw([self])
@@ -29,11 +29,11 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Steps:
-    """What was drafted for an answer: a sequence of its calls; a notebook draws them.
+    """The draft trees of an answer, one for each call that verified any; notebooks draw them.
 
     Attributes:
-        drafted: the trees of the calls that verified any, in their order.
-        text: of a token.
+        drafted: the trees, in the order of the calls.
+        text: text of a token id.
     """
 
     drafted: tuple[DraftedStep, ...]
@@ -59,19 +59,19 @@ class Steps:
         return f"Steps({len(self)} calls, {right} drafted tokens right)"
 
     def tried(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
-        """By source and depth: how many nodes were right, of those whose parents were."""
-        found: dict[str, dict[int, tuple[int, int]]] = {}
+        """(accepted, total) nodes whose parents were accepted, by draft source and depth."""
+        tried: dict[str, dict[int, tuple[int, int]]] = {}
         for step in self.drafted:
             reached = {ROOT, *step.accepted}
             each = zip(step.parents, step.sources, step.depths(), strict=True)
             for node, (parent, source, depth) in enumerate(each):
                 if parent in reached:
-                    right, count = found.setdefault(source, {}).get(depth, (0, 0))
-                    found[source][depth] = (right + (node in reached), count + 1)
-        return found
+                    right, count = tried.setdefault(source, {}).get(depth, (0, 0))
+                    tried[source][depth] = (right + (node in reached), count + 1)
+        return tried
 
     def _repr_svg_(self) -> str:
-        """The trees of the first calls, one below the other."""
+        """The trees of the first `MOST_DRAWN` calls, one below the other."""
         from jinfer.engine.output.draft_tree_svg import draw
 
         return draw(list(self[:MOST_DRAWN]), left_out=len(self) - MOST_DRAWN)

@@ -1,4 +1,4 @@
-"""Drafted trees as a picture: who drafted what, and which way the answer went."""
+"""Draft trees as SVG: which source drafted each token, and which tokens were accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinfer.engine.output.drafted_step import DraftedStep
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16
 _CHARACTERS = 12  # of a token's text
 _COLOURS = ("#3d6ea5", "#4f8a4a", "#a0702a", "#8a4f8f", "#2f8f8f", "#a54a4a")
-_ROOT, _CHOSEN = -1, -2  # what stands left of the drafted nodes, and what was chosen behind them
+_ROOT, _CHOSEN = -1, -2  # nodes left of the drafted ones, and of the token sampled after them
 _STYLE = """
 .jt text{font:12px ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fill:#22262b}
 .jt .soft{fill:#5c636d}.jt .page{fill:#fcfcfb}.jt .box{fill:#fff;stroke-width:1}
@@ -25,7 +25,7 @@ _STYLE = """
 
 
 class Step(Protocol):
-    """What is drawn of a `draft_trace.Step`, whose notebook view imports this module."""
+    """What is drawn of a `draft_trace.Step`, which imports this module."""
 
     @property
     def drafted(self) -> DraftedStep: ...
@@ -33,10 +33,10 @@ class Step(Protocol):
 
 
 def draw(steps: Sequence[Step], left_out: int = 0) -> str:
-    """Some trees, one below the other.
+    """An SVG of trees, one below the other.
 
     Args:
-        left_out: how many more there are.
+        left_out: number of further trees that are not drawn.
     """
     sources = list(dict.fromkeys(name for step in steps for name in step.drafted.sources))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sources)}
@@ -62,21 +62,21 @@ def draw(steps: Sequence[Step], left_out: int = 0) -> str:
 
 
 def _tree(step: Step, colours: dict[str, str]) -> tuple[str, int, int]:
-    """A tree's elements, its width and its height."""
+    """The SVG elements of a tree, its width and its height."""
     drafted = step.drafted
-    places = _places(drafted)
+    cells = _places(drafted)
     way = {_ROOT, *drafted.accepted, _CHOSEN}
     last = drafted.accepted[-1] if drafted.accepted else _ROOT
-    above = dict(enumerate(drafted.parents)) | ({_CHOSEN: last} if _CHOSEN in places else {})
+    above = dict(enumerate(drafted.parents)) | ({_CHOSEN: last} if _CHOSEN in cells else {})
     wires, boxes = [], []
     for node, parent in sorted(above.items(), key=lambda one: one[0] in way):
-        (column, row), (before, level) = places[node], places[parent]
+        (column, row), (before, level) = cells[node], cells[parent]
         x, y = column * (_WIDTH + _ACROSS), row * (_HEIGHT + _DOWN) + _HEIGHT // 2
         from_x, from_y = before * (_WIDTH + _ACROSS) + _WIDTH, level * (_HEIGHT + _DOWN)
         middle = from_x + _ACROSS // 2
         path = f"M{from_x},{from_y + _HEIGHT // 2} H{middle} V{y} H{x}"
         wires.append(f'<path class="{"way" if node in way else "wire"}" d="{path}"/>')
-    for node, (column, row) in places.items():
+    for node, (column, row) in cells.items():
         x, y = column * (_WIDTH + _ACROSS), row * (_HEIGHT + _DOWN)
         if node == _ROOT:
             kind, stroke, text = "box own", "", "…"
@@ -92,31 +92,31 @@ def _tree(step: Step, colours: dict[str, str]) -> tuple[str, int, int]:
             f'height="{_HEIGHT}"/><text x="{x + _WIDTH // 2}" y="{y + 16}" '
             f'text-anchor="middle">{escape(text)}</text>'
         )
-    columns = 1 + max(column for column, _ in places.values())
-    rows = 1 + max(row for _, row in places.values())
+    columns = 1 + max(column for column, _ in cells.values())
+    rows = 1 + max(row for _, row in cells.values())
     width, height = columns * (_WIDTH + _ACROSS), rows * (_HEIGHT + _DOWN)
     return "".join([*wires, *boxes]), width, height
 
 
 def _places(drafted: DraftedStep) -> dict[int, tuple[int, int]]:
-    """Column and row of each node: a first child stands in its parent's row, others below."""
+    """Column and row of each node; a first child is in its parent's row, others are below."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(drafted.parents):
         children.setdefault(parent, []).append(node)
     if len(drafted.chosen) > len(drafted.accepted):
         children.setdefault(drafted.accepted[-1] if drafted.accepted else _ROOT, []).append(_CHOSEN)
-    places, rows = dict[int, tuple[int, int]](), 0
+    cells, rows = dict[int, tuple[int, int]](), 0
     stack = [(_ROOT, 0, True)]
     while stack:
         node, column, first = stack.pop()
         rows += not first
-        places[node] = (column, rows)
+        cells[node] = (column, rows)
         below = children.get(node, [])
         stack += [(child, column + 1, i == 0) for i, child in enumerate(below)][::-1]
-    return places
+    return cells
 
 
 def _shown(text: str) -> str:
-    """A token's text, its blanks visible."""
+    """A token's text with visible blanks."""
     text = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
     return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 1]}…"

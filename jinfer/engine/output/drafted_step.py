@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROOT = -1  # the parent of what follows the last token that was known
+ROOT = -1  # parent of the tokens after the last known one
 
 
 @dataclass(frozen=True)
 class DraftedStep:
-    """A tree that one call verified.
+    """A token tree that one call verified.
 
     Attributes:
-        tokens: of its nodes, parents before their children.
-        parents: by their place; `ROOT`: the last token that was known.
-        sources: who drafted each node.
-        accepted: the nodes that were right, from a child of the root on.
+        tokens: token of each node, parents before their children.
+        parents: index of each node's parent; `ROOT`: the last known token.
+        sources: draft source of each node.
+        accepted: the accepted nodes, from a child of the root on.
         chosen: all tokens that the call gave; the last may not have been drafted.
     """
 
@@ -26,7 +26,7 @@ class DraftedStep:
     chosen: tuple[int, ...]
 
     def depths(self) -> list[int]:
-        """How many tokens after the root each node stands, from 1 on."""
+        """Depth of each node; 1: a child of the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)

@@ -1,4 +1,4 @@
-"""A request while it runs, and its result: tokens in, text and the reason to stop out."""
+"""Detokenization and finish reasons: a request's tokens become chunks, then a completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from jinfer.engine.output.draft_trace import Steps
 from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.engine.output.stop_strings import StopTexts
+from jinfer.engine.output.stop_strings import StopStrings
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import FinishReason, Request, Token
 from jinfer.tokenizer import Tokenizer
@@ -22,13 +22,13 @@ class Usage:
     """Tokens and seconds of a request.
 
     Attributes:
-        prompt_tokens, completion_tokens: how many.
-        cached_tokens: of the prompt, those that were in the cache already.
-        prefill_seconds: from the request's start to its first token, compilation left out.
-        decode_seconds: from its first token to its last.
-        queue_seconds: from the request's start to its slot; a part of `prefill_seconds`.
-        drafted_tokens, accepted_tokens: that were drafted, and those of them that are its answer's.
-        speculation: the trees of drafted tokens, call by call; None where nothing was drafted.
+        prompt_tokens, completion_tokens: number of tokens.
+        cached_tokens: tokens of the prompt that were in the prefix cache.
+        prefill_seconds: from submission to the first token, without compilation.
+        decode_seconds: from the first token to the last.
+        queue_seconds: from submission to a slot; a part of `prefill_seconds`.
+        drafted_tokens, accepted_tokens: tokens drafted for it, and the accepted ones.
+        speculation: the draft trees, call by call; None if nothing was drafted.
     """
 
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Usage:
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of the prompt that were computed per second."""
+        """Computed tokens of the prompt per second."""
         return (
             (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds
             if self.prefill_seconds
@@ -65,9 +65,9 @@ class Chunk:
     Attributes:
         text: new text; may be empty.
         token_ids: new tokens.
-        logprobs: of the new tokens, where asked for.
-        finish_reason: on the last chunk: "stop" (end of sequence, stop text or id) or "length".
-        origin: who drafted its tokens; "": nobody.
+        logprobs: of the new tokens, if requested.
+        finish_reason: on the last chunk: "stop" (end of sequence, stop string or id) or "length".
+        origin: draft source of its tokens; "": not drafted.
     """
 
     text: str
@@ -82,9 +82,9 @@ class Completion:
     """A whole answer.
 
     Attributes:
-        text: without end of sequence, special tokens and stop text; "" without a tokenizer.
-        token_ids: all new tokens, an ending one included.
-        logprobs: one per token where asked for, else None.
+        text: without end of sequence, special tokens and stop string; "" without a tokenizer.
+        token_ids: all new tokens, the end of sequence included.
+        logprobs: one per token if requested, else None.
         finish_reason: "stop" or "length".
         usage: tokens and seconds.
     """
@@ -97,11 +97,11 @@ class Completion:
 
     @property
     def speculation(self) -> Steps | None:
-        """The trees of drafted tokens, call by call; None where nothing was drafted."""
+        """The draft trees, call by call; None if nothing was drafted."""
         return self.usage.speculation
 
     def _repr_html_(self) -> str:
-        """The text as a notebook shows it, its tokens shaded where log-probabilities are there."""
+        """HTML for notebooks; tokens are shaded if there are log-probabilities."""
         from jinfer.engine.output.completions_html import completions_html
 
         return completions_html([self])
@@ -117,16 +117,16 @@ class Generation:
     """A running request.
 
     Attributes:
-        request: what the engine runs.
-        chunks: pieces not yet taken by the caller.
+        request: the engine's request.
+        chunks: chunks that `take` has not returned yet.
         finish_reason: None while it runs.
-        begun, first, last: when it was submitted, and when its first and last tokens came.
-        waited: seconds of that, up to the first token, that compilation took.
-        count: new tokens.
-        cached: tokens of the prompt that were in the cache already.
-        admitted: when it was given a slot, if it was.
+        begun, first, last: times of submission, of the first and of the last token.
+        waited: seconds of compilation before the first token.
+        count: number of new tokens.
+        cached: tokens of the prompt that were in the prefix cache.
+        admitted: when it got a slot, if it did.
         drafted, accepted: as in `Usage`.
-        trees: of drafted tokens.
+        trees: the draft trees.
     """
 
     request: Request
@@ -146,7 +146,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self._stops = StopTexts(tuple(sampling.stop), sampling.include_stop)
+        self._stops = StopStrings(tuple(sampling.stop), sampling.include_stop)
         self._detokenizer = (
             self.tokenizer.detokenizer(
                 self.request.prompt, skip_special=sampling.skip_special, shown=self.request.shown
@@ -157,11 +157,11 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether its last token has come."""
+        """Whether it has its last token."""
         return self.finish_reason is not None
 
     def push(self, token: Token) -> bool:
-        """Takes a new token in; True if it is the last one."""
+        """Adds a new token; True if it is the last one."""
         self.last = time.perf_counter()
         self.first = self.first or self.last
         self.count += 1
@@ -204,7 +204,7 @@ class Generation:
         return self.tokenizer.decode([id], skip_special=False) if self.tokenizer else ""
 
     def take(self) -> list[Chunk]:
-        """The pieces that came since the last call."""
+        """The chunks since the last call."""
         chunks, self.chunks = self.chunks, []
         return chunks
 
@@ -224,7 +224,7 @@ class Generation:
 
 
 def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
-    """The whole answer of a request that has ended."""
+    """The completion of a request that has ended."""
     assert chunks[-1].finish_reason is not None, "the request has not ended"
     logprobs = [entry for chunk in chunks for entry in chunk.logprobs]
     return Completion(

@@ -1,4 +1,4 @@
-"""Stop texts: where an answer ends, found while it streams."""
+"""Stop strings: where an answer ends, found while it streams."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 
 @dataclass
-class StopTexts:
-    """Lets a text through up to the first of some stop texts.
+class StopStrings:
+    """Passes a text on up to the first stop string in it.
 
-    The first is the one that is complete first, and the longest of those that are complete at
-    once, so that the result does not depend on the pieces a text comes in. What could be the
-    beginning of a stop text is held back until it is known not to be one.
+    The first is the one that is complete first, and the longest of those that are complete at the
+    same character, so that the result does not depend on how the text is split into pieces. What
+    may be the beginning of a stop string is held back until it is known not to be one.
 
     Attributes:
-        stops: the texts.
-        included: whether the one that ends the answer belongs to it.
-        found: whether one has come.
+        stops: the stop strings.
+        included: whether the answer includes the stop string that ends it.
+        found: whether one was found.
     """
 
     stops: tuple[str, ...]
@@ -25,16 +25,17 @@ class StopTexts:
     _held: str = ""
 
     def push(self, text: str, early: bool = False) -> str:
-        """What of the text so far is now known to belong to the answer.
+        """New text of the answer, after another piece.
 
         Args:
-            early: a stop text that this completes does not end the answer.
+            text: the piece.
+            early: a stop string that this piece completes does not end the answer.
         """
         if self.found or not self.stops:
             return "" if self.found else text
         old, text = len(self._held), self._held + text
-        found = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self.stops)
-        ends = [(at + len(stop), at) for at, stop in found if at >= 0]
+        matches = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self.stops)
+        ends = [(at + len(stop), at) for at, stop in matches if at >= 0]
         if ends and not early:
             self.found, self._held = True, ""
             end, at = min(ends)
@@ -44,12 +45,12 @@ class StopTexts:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer."""
+        """The text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

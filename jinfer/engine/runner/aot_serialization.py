@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.sampler_output import Chosen
+from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.attention.kv_cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
@@ -29,7 +29,7 @@ from jinfer.xla.arrays import aval
 from jinfer.xla.device import device_list, first_device, platform
 from jinfer.xla.program import Program
 
-_RECORDS = {each.__name__: each for each in (Chosen, LayerCache, Progress, Sampler, State)}
+_RECORDS = {each.__name__: each for each in (SamplerOutput, LayerCache, Progress, Sampler, State)}
 _LENGTH = 8  # bytes that tell how long the JSON is
 _log = logging.getLogger("jinfer")
 

@@ -1,4 +1,4 @@
-"""What the device keeps of the sequences that run: their tokens, their limits, their samplers."""
+"""Device state: tokens, limits and sampler state of each slot, which stay on the device."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class State(NamedTuple):
-    """A row for each slot, and one more that padding uses.
+    """A row for each slot, and one more for padding.
 
     Attributes:
-        history: the tokens of each sequence, those included that are not in the cache yet.
-        lengths: how many of them there are.
-        prompts: how many of them were asked.
-        limits: how many there may be in the end.
-        encoded: tokens of the encoder's output that each sequence sees.
+        history: tokens of each sequence, including those that are not in the KV cache yet.
+        lengths: number of tokens.
+        prompts: number of tokens of the prompt.
+        limits: maximum number of tokens.
+        encoded: tokens of the encoder's output, for cross-attention.
         ended: whether the last token ended the sequence.
         logprobs: whether log-probabilities are wanted.
-        sampler, progress: how the next token is chosen.
-        mask, masked: a bit for each token that may be chosen, and whether it counts.
+        sampler, progress: sampling parameters, and the sampler's state.
+        mask, masked: bitmask of the allowed tokens, and whether it applies.
     """
 
     history: Int[Array, "rows context"]
@@ -58,11 +58,11 @@ class State(NamedTuple):
 
 
 def empty_state(slots: int, context: int, vocab: int) -> State:
-    """Nobody runs."""
+    """A device state with all slots free."""
     rows = slots + 1
 
-    # Each its own array: the state is given away to every step, and nothing can be given twice.
-    # From NumPy's, as for each that JAX makes a small program is traced.
+    # A separate array for each field: the state is donated to every step, and no buffer can be
+    # donated twice. Made from NumPy arrays, as `jnp.zeros` would trace a program for each.
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return put(np.zeros(shape, dtype), may_alias=False)
 
@@ -94,10 +94,18 @@ def state_row(
     prompt: int,
     limit: int,
     encoded: int,
-    choice: Choice,
+    choice: SamplingRow,
     progress: Progress,
 ) -> State:
-    """The row of one sequence, in NumPy."""
+    """The state row of one sequence, in NumPy.
+
+    Args:
+        tokens: of the prompt and the answer so far.
+        context: length of `State.history`.
+        prompt, limit, encoded: as `State.prompts`, `State.limits`, `State.encoded`.
+        choice: sampling parameters.
+        progress: the sampler's state after these tokens.
+    """
     history = np.zeros((1, context), np.int32)
     history[0, : len(tokens)] = tokens
     counts = (len(tokens), prompt, limit, encoded)
@@ -115,14 +123,14 @@ def state_row(
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a request's tokens are chosen, as the device needs it, in NumPy.
+class SamplingRow:
+    """Sampling parameters of a request as a row of the device state, in NumPy.
 
     Attributes:
-        sampler, progress: its rows, the progress at its beginning.
+        sampler, progress: rows of `State.sampler` and `State.progress`, the latter initial.
         logprobs: whether log-probabilities are wanted.
-        mask, masked: of the tokens that are allowed, if not all are.
-        plain: whether the common stages of sampling are enough.
+        mask, masked: bitmask of the allowed tokens, and whether it applies.
+        plain: whether the common sampling stages are enough.
     """
 
     sampler: Sampler
@@ -133,17 +141,19 @@ class Choice:
     plain: bool
 
     @classmethod
-    def of(
+    def from_params(
         cls,
         params: SamplingParams,
         end_ids: Iterable[int],
         vocab: int,
         encode: Callable[[str], Sequence[int]] | None,
-    ) -> Choice:
+    ) -> SamplingRow:
         """From a request's parameters.
 
         Args:
-            encode: a text's ids, without what the model wants around a text.
+            end_ids: the model's end-of-sequence tokens.
+            vocab: size of the vocabulary.
+            encode: token ids of a text, without special tokens; None without a tokenizer.
 
         Raises:
             ValueError: a parameter that does not fit the model.
@@ -159,8 +169,8 @@ class Choice:
         )
 
 
-def admit(state: State, row: State, slot: Int[Array, ""]) -> State:
-    """The state with a sequence in a slot."""
+def set_slot(state: State, row: State, slot: Int[Array, ""]) -> State:
+    """The device state with a sequence's row in a slot."""
     return jax.tree.map(
         lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, slot, 0), state, row
     )

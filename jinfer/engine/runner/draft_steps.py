@@ -1,8 +1,8 @@
-"""What a draft model proposes: the likeliest tokens under the noise that the target will draw with.
+"""Draft model, on the device: proposes the likeliest tokens under the target's Gumbel noise.
 
-Token i of a request is the greatest of its filtered log-probabilities and of noise that its seed
-and i give. A draft model that adds the same noise to its own finds the same token as often as the
-two distributions allow, and the second greatest is the next best guess.
+Token i of a request maximizes its filtered log-probability plus noise that depends on the request's
+seed and on i alone. A draft model that adds the same noise to its own log-probabilities finds the
+same token as often as the two distributions allow; its second best is the next best guess.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import Tables
-from jinfer.engine.runner.steps import Leaves, repeat
+from jinfer.engine.runner.steps import Leaves, decode_loop
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
@@ -27,7 +27,7 @@ from jinfer.sampling.token_history import History
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-WIDTH = 4  # tokens proposed for each place
+WIDTH = 4  # tokens proposed for each position
 
 
 def propose(
@@ -40,29 +40,30 @@ def propose(
     tables: Tables,
     steps: Int[Array, ""],
 ) -> tuple[Cache, State, Int[Array, "steps sequences width"]]:
-    """The likeliest next tokens of sequences, each place after the likeliest of the one before.
+    """Proposes the next tokens of sequences; each position follows the likeliest token before it.
 
     Args:
-        stages: of sampling, that these sequences may need.
-        rows: their slots; -1: none.
-        steps: places; not above `MAX_STEPS`.
+        stages: sampling stages that these sequences may need.
+        rows: slots of the sequences; -1: none.
+        tables: block tables by slot.
+        steps: number of positions, at most `MAX_STEPS`.
 
     Returns:
-        The likeliest tokens of each place first; -1 where there is none.
+        The cache, the state, and the proposed tokens of each position, likeliest first; -1: none.
     """
-    none, proposes = nobody(model, rows.shape[0]), partial(likeliest, stages)
-    return repeat(model, proposes, none, leaves, cache, state, rows, tables, steps)
+    none, proposes = no_proposals(model, rows.shape[0]), partial(propose_next, stages)
+    return decode_loop(model, proposes, none, leaves, cache, state, rows, tables, steps)
 
 
-def nobody(model: AbstractModel, count: int) -> Int[Array, "sequences width"]:
-    """What is proposed of nobody."""
+def no_proposals(model: AbstractModel, count: int) -> Int[Array, "sequences width"]:
+    """Proposals for empty rows."""
     return jnp.full((count, min(WIDTH, model.vocab)), -1, jnp.int32)
 
 
-def likeliest(
+def propose_next(
     stages: Sequence[str], state: State, logits: Array, rows: Array
 ) -> tuple[State, Int[Array, "sequences width"]]:
-    """The likeliest tokens of some rows of the state, which takes the first of them."""
+    """The likeliest tokens of some state rows; the first of them is appended to the state."""
     sampler, progress = (
         jax.tree.map(lambda p: p[rows], p) for p in (state.sampler, state.progress)
     )

@@ -1,4 +1,4 @@
-"""Where the tokens of a flat batch stand, as far as the device alone may know it."""
+"""Flat batch: tokens of several sequences in one row, with their slots and positions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 
 
-class Places(NamedTuple):
-    """A flat batch: its tokens, and where they stand.
+class FlatBatch(NamedTuple):
+    """A flat batch.
 
     Attributes:
-        tokens: their ids.
-        rows: of the tables, for each token; -1: padding.
-        positions: in its sequence.
-        prompts: tokens of each row's sequence as far as they are known.
-        encoded: tokens of the encoder's output that each row's sequence sees.
-        copies: where tokens are that stand in several rows.
+        tokens: token ids.
+        rows: row of the block tables for each token; -1: padding.
+        positions: position of each token in its sequence.
+        prompts: prompt tokens of each row's sequence.
+        encoded: tokens of the encoder's output that each row's sequence attends to.
+        copies: places of tokens that stand in several rows, as in draft trees.
     """
 
     tokens: Int[Array, " tokens"]
@@ -37,33 +37,43 @@ class Places(NamedTuple):
     copies: Copies | None = None
 
     def step(self, tables: Tables) -> Step:
-        """What the model's modules are told of it."""
+        """The forward context of the model's modules.
+
+        Args:
+            tables: the block tables.
+        """
         at = Step.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
         return at._replace(copies=self.copies)
 
 
-def placed(
+def make_flat_batch(
     state: State,
     rows: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
     last: Int[Array, " chosen"],
-) -> tuple[Places, Int[Array, " chosen"]]:
-    """The flat batch that `logits` computes, and the rows of the state that its results are of."""
-    some = or_spare(state, rows)
+) -> tuple[FlatBatch, Int[Array, " chosen"]]:
+    """The flat batch of `steps.logits`, and the state rows that its results belong to.
+
+    Args:
+        rows, positions, last: as of `steps.logits`.
+    """
+    known = or_padding_row(state, rows)
     newest = positions < 0
-    positions = jnp.where(newest, state.lengths[some] - 1, positions)
-    here = jnp.where(newest & ~going(state, rows), -1, rows)
-    positions = jnp.where(here >= 0, positions, 0)
-    places = Places(state.history[some, positions], here, positions, state.prompts, state.encoded)
-    return places, or_spare(state, jnp.where(last >= 0, here[jnp.maximum(last, 0)], -1))
+    positions = jnp.where(newest, state.lengths[known] - 1, positions)
+    used = jnp.where(newest & ~can_continue(state, rows), -1, rows)
+    positions = jnp.where(used >= 0, positions, 0)
+    batch = FlatBatch(
+        state.history[known, positions], used, positions, state.prompts, state.encoded
+    )
+    return batch, or_padding_row(state, jnp.where(last >= 0, used[jnp.maximum(last, 0)], -1))
 
 
-def or_spare(state: State, rows: Array) -> Array:
-    """Rows of the state; the one that nobody has where there is none."""
+def or_padding_row(state: State, rows: Array) -> Array:
+    """State rows; the padding row in place of -1."""
     return jnp.where(rows >= 0, rows, state.lengths.shape[0] - 1)
 
 
-def going(state: State, rows: Array) -> Bool[Array, " rows"]:
-    """Whether sequences may have one more token."""
-    some = or_spare(state, rows)
+def can_continue(state: State, rows: Array) -> Bool[Array, " rows"]:
+    """Whether sequences may have one more token: neither ended nor at their limit."""
+    some = or_padding_row(state, rows)
     return (rows >= 0) & ~state.ended[some] & (state.lengths[some] < state.limits[some])

@@ -1,6 +1,6 @@
-"""Passes that choose no tokens: logits, hidden states, scores, results of encoders.
+"""Forward passes without sampling: logits, hidden states, scores, encoders' results (embeddings).
 
-They come in pieces of about a step's size, between which whoever drives them lets steps run.
+A pass is a generator that yields after each chunk, so that steps of the engine run in between.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import RequestError
-from jinfer.engine.runner.compiled_programs import Program, Shape
+from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.model_runner import SIZES, padded_length
-from jinfer.engine.scheduling.block_manager import Held
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.xla import trees
@@ -23,18 +24,18 @@ from jinfer.xla import trees
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# Why it pauses: a piece is computed; other requests hold the blocks that it needs; or it has to
-# wait for a program.
-type Pause = Literal["computed", "room"] | Shape
+# Why a pass yields: a chunk is computed; other requests use the blocks that it needs; or it waits
+# for a program, which is named.
+type Pause = Literal["computed", "room"] | StepKey
 type Passes[T] = Generator[Pause, None, T]
 
 
 class NoRoomError(Exception):
-    """The cache has too few free blocks for the moment."""
+    """The KV cache has too few free blocks for the moment."""
 
 
-def at_once[T](engine: EngineCore, passes: Passes[T]) -> T:
-    """The result, without a step between. Raises `NoRoomError`."""
+def run_to_end[T](engine: EngineCore, passes: Passes[T]) -> T:
+    """Runs a pass to its end, without a step in between. Raises `NoRoomError`."""
     while True:
         try:
             pause = next(passes)
@@ -43,7 +44,7 @@ def at_once[T](engine: EngineCore, passes: Passes[T]) -> T:
         if pause == "room":
             passes.close()
             raise NoRoomError
-        if isinstance(pause, Shape):
+        if isinstance(pause, StepKey):
             engine.programs.get(pause)
 
 
@@ -57,97 +58,98 @@ def forward(
 ) -> Passes[Any]:
     """Logits or last hidden states of every token of a decoder's prompt, or its scores.
 
-    A score is the log-probability of a token given those before it; the first has none. "ranked"
-    are the scores, and the likeliest ids at each place and theirs.
+    A score is the log-probability of a token batch those before it; the first token has none.
+    "ranked" gives the scores, the likeliest ids at each position and their log-probabilities.
 
     Args:
-        last: only what the last token has, without an axis of tokens.
+        encoder: token ids that the encoder reads.
+        last: only the last token's result, without an axis of tokens.
     """
     scores = want in ("score", "ranked")
     computed = len(prompt) - scores
     tokens = np.array(prompt, np.int32)
     parts: list[Any] = []
-    with _own(engine, prompt) as held:
-        yield from _room(engine, held, prompt, encoder)
-        for start, count, size in _pieces(engine, computed):
+    with _temporary_tables(engine) as block_tables:
+        yield from _reserve(engine, block_tables, prompt, encoder)
+        for start, count, size in _chunks(engine, computed):
             if parts:
                 yield "computed"
-            while not engine.scheduler.blocks.reserve(held, start + count):
+            while not engine.scheduler.blocks.reserve(block_tables, start + count):
                 yield "room"
             rows = np.full(size, -1, np.int32)
             rows[:count] = 0
             positions = np.zeros(size, np.int32)
             positions[:count] = np.arange(start, start + count)
             total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
-            given = [_padded(tokens[start : start + count], size), rows, positions, total]
+            batch = [_padded(tokens[start : start + count], size), rows, positions, total]
             following = [_padded(tokens[start + 1 : start + 1 + count], size)]
-            shape = (
-                Shape("score", size, rows=1)
+            key = (
+                StepKey("score", size, rows=1)
                 if want == "score" or want == "ranked"
-                else Shape("forward", size, rows=1, want=want)
+                else StepKey("forward", size, rows=1, want=want)
             )
-            program = yield from _program(engine, shape)
-            tables = engine.tables_of(1, [(0, held)])
+            program = yield from _program(engine, key)
+            tables = engine.block_tables(1, [(0, block_tables)])
             cache, out = program(
                 engine.leaves,
                 engine.cache,
-                *given,
+                *batch,
                 tables,
                 encoded,
                 *(following if scores else []),
             )
-            engine.keep_cache(cache)
+            engine.set_cache(cache)
             out = out[0] if want == "score" else out
             if last:
                 parts = [trees.map(lambda part, at=count - 1: np.asarray(part)[at].copy(), out)]
             else:
                 parts.append(trees.map(lambda part, count=count: np.asarray(part)[:count], out))
-            engine.scheduler.blocks.slide(held, start + count)
+            engine.scheduler.blocks.slide_window(block_tables, start + count)
     return parts[0] if last else trees.map(lambda *each: np.concatenate(each), *parts)
 
 
-def _program(engine: EngineCore, shape: Shape) -> Passes[Program]:
-    while not engine.programs.ready(shape):
-        yield shape
-    return engine.programs.get(shape)
+def _program(engine: EngineCore, key: StepKey) -> Passes[Program]:
+    while not engine.programs.ready(key):
+        yield key
+    return engine.programs.get(key)
 
 
 @contextmanager
-def _own(engine: EngineCore, prompt: Sequence[int]) -> Iterator[Held]:
-    """A sequence that has no slot, and no blocks yet."""
+def _temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
+    """Block tables of a sequence without a slot, empty at first."""
     blocks, scheduler = engine.scheduler.blocks, engine.scheduler
-    held, _, _ = blocks.start(prompt, reuse=False)
-    scheduler.apart += 1
+    block_tables, _, _ = blocks.share_prefix((), reuse=False)
+    scheduler.slotless += 1
     try:
-        yield held
+        yield block_tables
     finally:
-        scheduler.apart -= 1
-        blocks.free(held)
+        scheduler.slotless -= 1
+        blocks.free(block_tables)
 
 
-def _room(
-    engine: EngineCore, held: Held, prompt: Sequence[int], encoder: Sequence[int]
+def _reserve(
+    engine: EngineCore, block_tables: BlockTables, prompt: Sequence[int], encoder: Sequence[int]
 ) -> Passes[None]:
-    """Takes the blocks of a sequence, all at once: halves of several would wait for each other."""
+    """Allocates the blocks of a whole sequence at once: partial ones could deadlock."""
     blocks = engine.scheduler.blocks
-    while not blocks.reserve_all(held, len(prompt), 0):
+    while not blocks.reserve_all(block_tables, len(prompt), 0):
         yield "room"
     if encoder:
-        while not blocks.take_encoder(held, encoder):
+        while not blocks.reserve_encoder(block_tables, encoder):
             yield "room"
-        if not held.filled:
-            engine.fill(held, tuple(encoder))
-            blocks.describe_encoder(held, encoder)
+        if not block_tables.encoder_filled:
+            engine.fill_encoder_blocks(block_tables, tuple(encoder))
+            blocks.register_encoder(block_tables, encoder)
 
 
-def _pieces(engine: EngineCore, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, tokens, padded size) of each piece of a prompt: small while somebody runs."""
+def _chunks(engine: EngineCore, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, tokens, padded size) of each chunk of a prompt: small while requests run."""
     scheduler, start = engine.scheduler, 0
     while start < tokens:
         most = scheduler.mixed if scheduler.running else scheduler.chunk
-        count = scheduler.filling(min(most, tokens - start))
-        # Programs of few tokens are made for decoding alone.
-        yield start, count, max(engine.size_of(count), min(SIZES[0], scheduler.sizes[-1]))
+        count = scheduler.fit_batch(min(most, tokens - start))
+        # Programs of few tokens are compiled for decoding only.
+        yield start, count, max(engine.batch_size(count), min(SIZES[0], scheduler.sizes[-1]))
         start += count
 
 
@@ -163,15 +165,16 @@ def encode(
     types: Sequence[Sequence[int]],
     want: Want,
 ) -> Passes[list[Float[np.ndarray, ...]]]:
-    """A result of the encoder for each text: [tokens, width], or [width] for "pooled".
+    """The encoder's result for each text: [tokens, width], or [width] for "pooled".
 
     Args:
         types: token types, one list per text.
+        want: which result.
     """
     longest = max(map(len, texts))
-    # Not beyond the context: a learned table of positions ends there.
+    # Not beyond the context, where a table of learned positions ends.
     size = max(longest, min(padded_length(longest), engine.programs.sizes.context))
-    rows = engine.row_count(len(texts))
+    rows = engine.padded_rows(len(texts))
     results: list[Any] = []
     for begin in range(0, len(texts), rows):
         if results:
@@ -180,7 +183,7 @@ def encode(
         empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
         tokens, lengths = padded([*batch, *empty], size)
         token_types, _ = padded([*types[begin : begin + rows], *empty], size)
-        program = yield from _program(engine, Shape("encode", size, rows=rows, want=want))
+        program = yield from _program(engine, StepKey("encode", size, rows=rows, want=want))
         out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
         results += [
             out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)
@@ -197,7 +200,7 @@ def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.nda
 
 
 def check_room(engine: EngineCore, tokens: int, sequences: int = 1) -> None:
-    """Raises `RequestError` where the cache could never hold some sequences of so many tokens."""
+    """Raises `RequestError` if the KV cache is too small for sequences of so many tokens."""
     for name, pool in engine.scheduler.blocks.pools.items():
         needed = sequences * -(-tokens // BLOCK)
         if pool.window is None and needed > pool.count:

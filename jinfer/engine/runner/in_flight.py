@@ -1,37 +1,39 @@
-"""A call of the device whose tokens the host has not read yet."""
+"""Calls in flight: launched on the device, their tokens not read by the host yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jinfer.engine.runner.sampler_output import Chosen
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.sampler_output import SamplerOutput
+from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A call whose tokens the host has not read yet.
+class CallInFlight:
+    """A launched call whose tokens the host has not read yet.
 
     Attributes:
-        chosen: with a leading axis of steps.
-        rows: (row of the result, sequence).
+        output: sampled tokens, with a leading axis of steps.
+        rows: (row of the output, sequence).
         steps: tokens of each sequence, at most.
-        at: when, in seconds.
-        decodes: whether it is of decoding alone, whose steps are timed.
+        launched_at: in seconds of `time.perf_counter`.
+        decodes: whether the call only decodes; its steps are timed.
     """
 
-    chosen: Chosen
-    rows: tuple[tuple[int, Running], ...]
+    output: SamplerOutput
+    rows: tuple[tuple[int, RunningSequence], ...]
     steps: int
-    at: float = 0.0
+    launched_at: float = 0.0
     decodes: bool = False
 
-    def has(self, sequences: Sequence[Running]) -> bool:
-        """Whether it gives tokens of any of these."""
-        return any(own is one for _, own in self.rows for one in sequences)
+    def involves(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether it gives tokens of any of these sequences."""
+        return any(one is other for _, one in self.rows for other in sequences)
 
 
-def any_for(calls: Iterable[Launched], sequences: Sequence[Running] | None) -> bool:
-    """Whether any of some calls gives tokens of any of these; None: of anybody."""
-    return any(sequences is None or call.has(sequences) for call in calls)
+def any_involves(
+    calls: Iterable[CallInFlight], sequences: Sequence[RunningSequence] | None
+) -> bool:
+    """Whether any of some calls gives tokens of any of these sequences; None: of any at all."""
+    return any(sequences is None or call.involves(sequences) for call in calls)

@@ -1,4 +1,4 @@
-"""What an engine does with its device: the cache and the state, and the programs that move them."""
+"""Model runner: weights, KV cache and device state of a model, and the programs that use them."""
 
 from __future__ import annotations
 
@@ -10,53 +10,54 @@ import numpy as np
 from jax import Array
 
 from jinfer.engine.requests import EngineError, Request, Token
-from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.sampler_output import MAX_COPIES, Chosen
-from jinfer.engine.scheduling.block_manager import GIVEN_BACK, Copy, Held
+from jinfer.engine.runner.sampler_output import MAX_COPIES, SamplerOutput
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.xla import trees
 
-# Tokens of flat batches; the largest is `prefill_chunk`.
+# Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
-_LARGE = 512  # from here on doubled
-# Those of steps that only continue sequences, and of the ends of prompts.
-FEW: tuple[int, ...] = (1, 4, 8)
+_LARGE = 512  # larger sizes are doubled
+# Sizes for steps that only decode, and for the ends of prompts.
+SMALL_SIZES: tuple[int, ...] = (1, 4, 8)
 
 
 @dataclass(kw_only=True)
-class Device:
-    """The arrays of a model that runs.
+class ModelRunner:
+    """Owns the device arrays of a model that runs.
 
     Attributes:
-        programs: its compiled programs.
-        leaves: what programs are given of it: parameters, quantized ones in their parts, and
-            tables of where they are.
+        programs: its compiled steps.
+        leaves: its weights as programs take them: the arrays of the parameters, then pointer
+            tables; see `CompiledPrograms.with_weight_pointers`.
     """
 
-    programs: Programs
+    programs: CompiledPrograms
     leaves: tuple[Array, ...] = ()
     _cache: Cache | None = field(default=None, init=False)
     _state: State | None = field(default=None, init=False)
 
     @property
     def model(self) -> AbstractModel:
-        """What it runs."""
+        """The model that it runs."""
         return self.programs.model
 
     @property
     def weights(self) -> tuple[Array, ...]:
-        """The arrays of its parameters."""
-        return self.leaves[: len(self.leaves) - bool(self.programs.told)]
+        """The arrays of its parameters, without pointer tables."""
+        return self.leaves[: len(self.leaves) - bool(self.programs.pointer_layers)]
 
     @property
     def parameters(self) -> tuple[Any, ...]:
         """The model's parameters, in the order of its names.
 
         Raises:
-            EngineError: several devices have parts of them.
+            EngineError: they are split over several devices.
         """
         like, tree = trees.flatten(self.model.parameters)
         if [one.shape for one in self.weights] != [one.shape for one in like]:
@@ -65,102 +66,108 @@ class Device:
 
     @parameters.setter
     def parameters(self, parameters: tuple[Any, ...]) -> None:
-        self.leaves = self.programs.with_tables(parameters)
+        self.leaves = self.programs.with_weight_pointers(parameters)
 
     @property
     def cache(self) -> Cache:
-        """The pools; what takes them gives new ones back to `keep_cache`."""
+        """The KV cache, allocated at first use. A call donates it; `set_cache` sets the new one."""
         if self._cache is None:
-            self._cache = self.programs.empty_cache()
+            self._cache = self.programs.allocate_kv_cache()
         return self._cache
 
     def release(self) -> None:
-        """Gives the memory of weights, cache, state and programs back; nothing runs afterwards."""
+        """Frees weights, KV cache, device state and programs; nothing runs afterwards."""
         self.leaves, self._cache, self._state = (), None, None
         self.programs.release()
         trim()
 
-    def keep_cache(self, cache: Cache, state: State | None = None) -> None:
-        """Takes the pools back, and the state where it was given away too."""
+    def set_cache(self, cache: Cache, state: State | None = None) -> None:
+        """Sets the KV cache after a call, and the device state if that was donated too."""
         self._cache, self._state = cache, self._state if state is None else state
 
     @property
     def state(self) -> State:
-        """What the device knows of the slots."""
+        """The device state of all slots."""
         if self._state is None:
             self._state = self.programs.empty_state()
         return self._state
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks."""
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks of the KV cache, `MAX_COPIES` of each group in a call."""
         groups = self.programs.sizes.blocks
         by_group = {name: [c for c in copies if c.group == name] for name in groups}
-        count = max((len(own) for own in by_group.values()), default=0)
+        count = max(map(len, by_group.values()), default=0)
         for begin in range(0, count, MAX_COPIES):
             sources, targets = (
                 {name: np.zeros(MAX_COPIES, np.int32) for name in groups} for _ in range(2)
             )
-            for name, own in by_group.items():
-                for i, copy in enumerate(own[begin : begin + MAX_COPIES]):
+            for name, listed in by_group.items():
+                for i, copy in enumerate(listed[begin : begin + MAX_COPIES]):
                     sources[name][i], targets[name][i] = copy.source, copy.target
-            most = np.int32(min(MAX_COPIES, count - begin))
-            program = self.programs.get(Shape("copy"))
-            self._cache = program(self.cache, sources, targets, most)
+            copied = np.int32(min(MAX_COPIES, count - begin))
+            program = self.programs.get(StepKey("copy_blocks"))
+            self._cache = program(self.cache, sources, targets, copied)
 
-    def fill(self, held: Held, text: tuple[int, ...]) -> None:
-        """Puts an encoder's output into the blocks for it, unless it is there already."""
-        if held.filled:
+    def fill_encoder_blocks(self, tables: BlockTables, text: tuple[int, ...]) -> None:
+        """Computes an encoder's output into its blocks, unless they have it already."""
+        if tables.encoder_filled:
             return
         size = padded_length(len(text))
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(text)] = text
         table = np.zeros((1, self.programs.sizes.table), np.int32)
-        table[0, : len(held.encoder)] = held.encoder
-        program = self.programs.get(Shape("fill", size))
+        table[0, : len(tables.encoder)] = tables.encoder
+        program = self.programs.get(StepKey("fill_cross_attention", size))
         lengths = np.array([len(text)], np.int32)
         self._cache = program(self.leaves, self.cache, tokens, lengths, table)
-        held.filled = True
+        tables.encoder_filled = True
 
-    def tables_of(self, rows: int, held: Sequence[tuple[int, Held]]) -> dict[str, np.ndarray]:
-        """Tables of some blocks, by (row, blocks)."""
+    def block_tables(
+        self, rows: int, sequences: Sequence[tuple[int, BlockTables]]
+    ) -> dict[str, np.ndarray]:
+        """Block tables as programs take them: an array [rows, blocks] of each group.
+
+        Args:
+            sequences: (row, block tables); the other rows are zero.
+        """
         sizes = self.programs.sizes
         tables = {group: np.zeros((rows, sizes.table), np.int32) for group in sizes.blocks}
-        for row, blocks in held:
-            for group, own in (*blocks.tables.items(), ("encoder", blocks.encoder)):
-                if own:
-                    tables[group][row, : len(own)] = own
+        for row, of_row in sequences:
+            for group, blocks in (*of_row.by_group.items(), ("encoder", of_row.encoder)):
+                if blocks:
+                    tables[group][row, : len(blocks)] = blocks
         for table in tables.values():
-            table[table == GIVEN_BACK] = 0
+            table[table == RELEASED] = 0
         return tables
 
-    def chosen_count(self, size: int, chosen: int) -> int:
-        """The number of choices that a program is made for which computes `size` tokens."""
+    def sampled_rows(self, size: int, chosen: int) -> int:
+        """Number of sampled tokens that a program over `size` tokens is compiled for."""
         return 1 if chosen <= 1 else min(size, self.programs.sizes.slots)
 
-    def row_count(self, sequences: int) -> int:
-        """A power of two, at most the number of slots."""
+    def padded_rows(self, sequences: int) -> int:
+        """Number of sequences padded to a power of two, at most the number of slots."""
         return min(1 << max(0, sequences - 1).bit_length(), self.programs.sizes.slots)
 
 
-def token_of(chosen: Chosen, step: int, row: int, request: Request) -> Token:
-    """A token of a sequence."""
-    id, wanted = int(np.asarray(chosen.tokens)[step, row]), request.sampling.logprobs
+def make_token(output: SamplerOutput, step: int, row: int, request: Request) -> Token:
+    """A sequence's token from the output of a call."""
+    id, wanted = int(np.asarray(output.tokens)[step, row]), request.sampling.logprobs
     if wanted is None:
         return Token(request.id, id)
     ids, logprobs = (
-        np.asarray(part)[step, row, :wanted] for part in (chosen.top_ids, chosen.top_logprobs)
+        np.asarray(part)[step, row, :wanted] for part in (output.top_ids, output.top_logprobs)
     )
     top = tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
-    return Token(request.id, id, float(np.asarray(chosen.logprob)[step, row]), top)
+    return Token(request.id, id, float(np.asarray(output.logprob)[step, row]), top)
 
 
 def padded_length(tokens: int) -> int:
-    """The size that a text is padded to: a power of two, and not a small one."""
+    """Padded length of a text: a power of two, at least the smallest of `SIZES`."""
     return max(SIZES[0], 1 << max(0, tokens - 1).bit_length())
 
 
 def flat_sizes(chunk: int, mixed: int, slots: int) -> tuple[int, ...]:
-    """Sizes of flat batches, rising; the largest has room for a chunk, a mixed step, all slots."""
+    """Sizes of flat batches, ascending; the largest has room for a chunk and for all slots."""
     most = max(chunk, mixed, slots + 1)
     doubled = (_LARGE << n for n in range(most.bit_length()))
-    return (*(size for size in (*FEW, *SIZES, *doubled) if size < most), most)
+    return (*(size for size in (*SMALL_SIZES, *SIZES, *doubled) if size < most), most)

@@ -1,4 +1,4 @@
-"""What steps give, and how many there are in a call."""
+"""Sampler output: the new tokens of a call, and how many steps a call takes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 MAX_STEPS = 8  # of a call of `decode`
-# A call takes as many steps as fit into this, in seconds, so that the host has little to do with a
-# small model's short steps. What is new, a request or a wish to stop, interrupts it on a CPU, and
-# waits no longer than two calls elsewhere.
+# Seconds: a call takes as many steps as fit, so that the host has little to do with a small model's
+# short steps. A new request or a cancellation interrupts the call on a CPU; elsewhere it waits for
+# two calls at most.
 CALL_SECONDS = 0.04
 MAX_COPIES = 8  # of a call of `copy_blocks`
 
 
-class Chosen(NamedTuple):
-    """New tokens, a row for each sequence that got one.
+class SamplerOutput(NamedTuple):
+    """Sampled tokens, a row for each sequence.
 
     Attributes:
-        tokens: -1 where there is none.
-        logprob, top_ids, top_logprobs: where they are wanted, else anything.
-        progress: of the samplers, after these tokens.
+        tokens: token ids; -1: none.
+        logprob, top_ids, top_logprobs: log-probability of each token, and the likeliest tokens with
+            theirs; undefined if not wanted.
+        progress: the samplers' state after these tokens.
     """
 
     tokens: Int[Array, " rows"]
@@ -35,6 +36,6 @@ class Chosen(NamedTuple):
     progress: Progress
 
 
-def fitting(step_seconds: float) -> int:
-    """The steps of a call, each of which takes so long."""
+def steps_that_fit(step_seconds: float) -> int:
+    """Number of steps that fit into a call, from the seconds of a step."""
     return max(1, int(CALL_SECONDS / max(step_seconds, 1e-6)))

@@ -1,4 +1,4 @@
-"""What beam and contrastive search make of logits and hidden states."""
+"""Search steps, on the device: next beams of beam search, candidates of contrastive search."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 def best_beams(
     model: AbstractModel, out: Float[Array, "beams vocab"], scores: Float[Array, " beams"]
 ) -> tuple[Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
-    """The continuations that `beam` finds, from the logits after each beam."""
-    each = allowed(jax.nn.log_softmax(out, axis=-1), model)
+    """Beam, token and score of the best continuations, from the logits after each beam.
+
+    Args:
+        scores: sum of the log-probabilities of each beam.
+    """
+    each = mask_never_sampled(jax.nn.log_softmax(out, axis=-1), model)
     sums = each + scores[:, None]
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, which = lax.optimization_barrier(lax.top_k(sums.reshape(-1), 2 * out.shape[0]))
@@ -35,18 +39,20 @@ def best_candidate(
     probabilities: Float[Array, " k"],
     alpha: Float[Array, ""],
 ) -> tuple[Array, Array, Array, Array]:
-    """What `contrast` gives, from the candidates' logits and hidden states."""
+    """Results of `steps.contrastive`, from the candidates' logits and hidden states."""
     hidden = results["hidden"].astype(jnp.float32)
     best = contrastive(probabilities, hidden, past, length, alpha)
     past = lax.dynamic_update_slice_in_dim(past, hidden[best][None], length, 0)
-    ids, likely = candidates(allowed(results["logits"][best][None], model), hidden.shape[0])
+    ids, likely = candidates(
+        mask_never_sampled(results["logits"][best][None], model), hidden.shape[0]
+    )
     return past, best, ids[0], likely[0]
 
 
-def allowed(
+def mask_never_sampled(
     logits: Float[Array, "batch vocab"], model: AbstractModel
 ) -> Float[Array, "batch vocab"]:
-    """The logits, -inf for tokens that are never chosen."""
+    """The logits, -inf for tokens that are never sampled."""
     if not model.never:
         return logits
     return logits.at[:, jnp.array(model.never, jnp.int32)].set(-jnp.inf)

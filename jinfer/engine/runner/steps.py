@@ -1,6 +1,7 @@
-"""What is compiled: steps over flat batches, the loop that decodes, and passes without choosing.
+"""Compiled steps: prefill, decoding loop, sampling, and forward passes without sampling.
 
-Pure functions of flat parameters, a cache and a state that are given away, and small arrays.
+Pure functions of flat weights, of a KV cache and a device state that are donated, and of small
+arrays. `jinfer.engine.runner.step_table` lists them all.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.flat_batch import Tables, going, placed
-from jinfer.engine.runner.sampler_output import MAX_STEPS, Chosen
-from jinfer.engine.runner.search_steps import allowed, best_beams, best_candidate
+from jinfer.engine.runner.flat_batch import Tables, can_continue, make_flat_batch
+from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
+from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention import block_copies
-from jinfer.ops.attention.kv_cache import Cache, Placement
+from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.fusion.weight_pointers import read_by
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
@@ -44,25 +45,26 @@ def logits(
     tables: Tables,
     last: Int[Array, " chosen"],
 ) -> tuple[Cache, Float[Array, "chosen vocab"], Int[Array, " chosen"]]:
-    """Computes tokens of any sequences, up to the logits after some of them.
+    """Computes a flat batch of prompt chunks and decoding tokens, and logits after some of them.
 
     Args:
         rows: the slot of each token; -1: padding.
-        positions: where it stands in its sequence; -1: it is the last one known, which only the
-            device may know.
-        last: the tokens after which one is to be chosen; -1: none.
+        positions: position of each token in its sequence; -1: the last token, which only the device
+            may know.
+        tables: block tables by slot.
+        last: indices of the tokens after which one is sampled; -1: none.
 
     Returns:
-        The cache, the logits, and the rows of the state they are of: the spare one where there is
-        nothing to choose.
+        The cache, the logits, and the state rows that these belong to: the padding row where
+        nothing is sampled.
     """
-    places, chooses = placed(state, rows, positions, last)
-    at, wanted = places.step(tables), jnp.maximum(last, 0)
-    out, cache = model.module(leaves).decode(places.tokens, at, cache, "logits", wanted)
-    return cache, out, chooses
+    batch, sampled = make_flat_batch(state, rows, positions, last)
+    at, wanted = batch.step(tables), jnp.maximum(last, 0)
+    out, cache = model.module(leaves).decode(batch.tokens, at, cache, "logits", wanted)
+    return cache, out, sampled
 
 
-def choose(
+def sample_logits(
     model: AbstractModel,
     stages: Sequence[str],
     state: State,
@@ -70,23 +72,23 @@ def choose(
     rows: Int[Array, " chosen"],
     mask: UInt[Array, "chosen words"],
     masked: Bool[Array, ""],
-) -> tuple[State, Chosen]:
-    """Chooses the next tokens of some sequences.
+) -> tuple[State, SamplerOutput]:
+    """Samples the next tokens of some sequences.
 
     Args:
-        stages: of sampling, that these sequences may need.
-        logits, rows: as `logits` gives them.
-        mask: bit i % 32 of word i // 32 allows token i...
-        masked: ...if this is so.
+        stages: sampling stages that these sequences may need.
+        logits, rows: as `logits` returns them.
+        mask: grammar bitmask: bit i % 32 of word i // 32 allows token i.
+        masked: whether `mask` applies.
 
     Returns:
-        What was chosen has a leading axis of one step.
+        The state, and the sampled tokens with a leading axis of one step.
     """
     every = jnp.arange(logits.shape[0], dtype=jnp.int32)
     guided = partial(penalties.masked, logits, mask, every, every >= 0)
-    left = lax.cond(masked, guided, lambda: logits)
-    state, chosen = choose_next(model, stages, state, left, rows)
-    return state, jax.tree.map(lambda one: one[None], chosen)
+    allowed = lax.cond(masked, guided, lambda: logits)
+    state, output = sample_next(model, stages, state, allowed, rows)
+    return state, jax.tree.map(lambda one: one[None], output)
 
 
 def decode(
@@ -99,26 +101,27 @@ def decode(
     tables: Tables,
     steps: Int[Array, ""],
     flag: Int[Array, ""],
-) -> tuple[Cache, State, Chosen]:
-    """The next tokens of sequences, until all of them have ended or the host interrupts.
+) -> tuple[Cache, State, SamplerOutput]:
+    """Decodes several steps, until all sequences have ended or the host interrupts.
 
     Args:
-        stages: of sampling, that these sequences may need.
-        rows: their slots; -1: none.
-        steps: tokens of each, at most; not above `MAX_STEPS`.
-        flag: with which the host says that it has something else to do.
+        stages: sampling stages that these sequences may need.
+        rows: slots of the sequences; -1: none.
+        tables: block tables by slot.
+        steps: tokens of each sequence, at most `MAX_STEPS`.
+        flag: number of the flag by which the host interrupts.
 
     Returns:
-        What was chosen has a leading axis of `MAX_STEPS`.
+        The cache, the state, and the sampled tokens with a leading axis of `MAX_STEPS`.
     """
-    chooses = partial(choose_next, model, stages)
-    none = nothing(state, rows.shape[0])
-    return repeat(model, chooses, none, leaves, cache, state, rows, tables, steps, flag)
+    choose = partial(sample_next, model, stages)
+    none = empty_output(state, rows.shape[0])
+    return decode_loop(model, choose, none, leaves, cache, state, rows, tables, steps, flag)
 
 
-def repeat[One](
+def decode_loop[One](
     model: AbstractModel,
-    chooses: Callable[[State, Array, Array], tuple[State, One]],
+    choose: Callable[[State, Array, Array], tuple[State, One]],
     none: One,
     leaves: Leaves,
     cache: Cache,
@@ -128,16 +131,15 @@ def repeat[One](
     steps: Int[Array, ""],
     flag: Int[Array, ""] | None = None,
 ) -> tuple[Cache, State, One]:
-    """Steps one after the other, each of which takes the token that the one before has chosen.
+    """Autoregressive loop: each step computes the token that the step before has chosen.
 
     Args:
-        chooses: from a state, logits, and the rows they are of, what is chosen, and the state after
-            it.
-        none: what a step gives that is not made has its shapes, and is -1.
-        rows, tables, steps, flag: see `decode`; nobody interrupts without a flag.
+        choose: from the state, logits and their state rows to the next state and the step's output.
+        none: shapes of a step's output; the output of steps that do not run is -1.
+        rows, tables, steps, flag: as of `decode`; without a flag the loop is not interrupted.
 
     Returns:
-        What was chosen has a leading axis of `MAX_STEPS`.
+        The cache, the state, and the steps' outputs with a leading axis of `MAX_STEPS`.
     """
     count = rows.shape[0]
     every = jnp.arange(count, dtype=jnp.int32)
@@ -146,61 +148,63 @@ def repeat[One](
     def compute(leaves: Leaves, cache: Cache, state: State) -> Any:
         return logits(model, leaves, cache, state, rows, newest, tables, every)
 
-    anew = read_each_time(partial(compute, cache=cache, state=state), leaves)
+    anew = reread_weights(partial(compute, cache=cache, state=state), leaves)
 
     def one_more(carry: tuple[Array, Cache, State, One]) -> tuple[Array, Cache, State, One]:
         i, cache, state, so_far = carry
         parts, lengths = anew(state.lengths)
         cache, out, which = compute(parts, cache, state._replace(lengths=lengths))
-        state, chosen = chooses(state, out, which)
+        state, output = choose(state, out, which)
         so_far = jax.tree.map(
-            lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
+            lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, output
         )
         return i + 1, cache, state, so_far
 
     def more(carry: tuple[Array, Cache, State, One]) -> Array:
         i, _, state, _ = carry
-        goes_on = (i < steps) & jnp.any(going(state, rows))
+        goes_on = (i < steps) & jnp.any(can_continue(state, rows))
         return goes_on if flag is None else goes_on & ~interrupted(flag, i)
 
     empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
-    _, cache, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
-    return cache, state, chosen
+    _, cache, state, output = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
+    return cache, state, output
 
 
-def read_each_time(
+def reread_weights(
     step: Callable[[Leaves], Any], leaves: Leaves
 ) -> Callable[[Array], tuple[Leaves, Array]]:
-    """For the body of a loop: parameters in a form that XLA does not look through.
+    """Weights behind an optimization barrier, for the body of a loop.
 
-    Else it takes what depends on them alone out of the loop, and with it memory for all of them,
-    unpacked.
+    Otherwise XLA hoists what depends on the weights alone out of the loop, and with it memory for
+    all of them, dequantized. Only arrays that the step reads go through the barrier.
 
     Args:
-        step: what the loop does with them.
+        step: the loop's use of the weights.
 
     Returns:
-        What gives them, and a number again that is another one each time.
+        A function from a value that changes in each iteration to the weights and that value.
     """
     flat, tree = jax.tree.flatten(leaves)
-    given = read_by(step, leaves)
+    is_read = read_by(step, leaves)
 
     def anew(number: Array) -> tuple[Leaves, Array]:
-        own = [leaf for leaf, is_given in zip(flat, given, strict=True) if is_given]
-        *own, number = lax.optimization_barrier((*own, number))
-        left = iter(own)
-        parts = [next(left) if given else leaf for leaf, given in zip(flat, given, strict=True)]
+        behind = [leaf for leaf, read in zip(flat, is_read, strict=True) if read]
+        *behind, number = lax.optimization_barrier((*behind, number))
+        next_read = iter(behind)
+        parts = [
+            next(next_read) if read else leaf for leaf, read in zip(flat, is_read, strict=True)
+        ]
         return jax.tree.unflatten(tree, parts), number
 
     return anew
 
 
-def choose_next(
+def sample_next(
     model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
-) -> tuple[State, Chosen]:
-    """A new token for each of these rows of the state, the spare one excepted."""
+) -> tuple[State, SamplerOutput]:
+    """Samples a token for each of these state rows except the padding row, and appends it."""
     tokens, progress = sample(
-        allowed(logits, model),
+        mask_never_sampled(logits, model),
         state.sampler,
         state.progress,
         state.history,
@@ -213,7 +217,7 @@ def choose_next(
     )
     logprob, ids, top = log_probabilities(logits, tokens, state.logprobs[rows])
     there = rows < state.lengths.shape[0] - 1
-    # None of these indices is negative, and finding that out would take a loop of its own.
+    # No index is negative; wrapping negative ones would take another loop.
     place = state.history.at[rows, state.lengths[rows]]
     put = partial(_put, rows)
     state = state._replace(
@@ -222,20 +226,20 @@ def choose_next(
         ended=put(state.ended, there & ends(tokens, state.sampler, rows)),
         progress=jax.tree.map(put, state.progress, progress),
     )
-    return state, Chosen(jnp.where(there, tokens, -1), logprob, ids, top, progress)
+    return state, SamplerOutput(jnp.where(there, tokens, -1), logprob, ids, top, progress)
 
 
 def _put(rows: Array, all: Array, new: Array) -> Array:
     return all.at[rows].set(new, wrap_negative_indices=False)
 
 
-def nothing(state: State, count: int) -> Chosen:
-    """Rows in which nothing was chosen."""
+def empty_output(state: State, count: int) -> SamplerOutput:
+    """An output in which nothing was sampled."""
     top = (count, MAX_LOGPROBS)
     none, zeros = jnp.full(count, -1, jnp.int32), jnp.zeros(count, jnp.float32)
     progress = jax.tree.map(lambda p: jnp.zeros((count, *p.shape[1:]), p.dtype), state.progress)
     ids, numbers = jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)
-    return Chosen(none, zeros, ids, numbers, progress)
+    return SamplerOutput(none, zeros, ids, numbers, progress)
 
 
 def forward(
@@ -253,8 +257,12 @@ def forward(
     """Logits or last hidden states after every token, float32.
 
     Args:
-        prompts: tokens of each sequence as far as they are known.
-        encoded: tokens of the encoder's output that each sequence sees.
+        tokens: token ids.
+        rows: row of the block tables for each token; -1: padding.
+        positions: position of each token in its sequence.
+        prompts: prompt tokens of each row's sequence.
+        tables: block tables.
+        encoded: tokens of the encoder's output that each row's sequence attends to.
     """
     at = Step.flat(rows, positions, prompts, tables, encoded)
     out, cache = model.module(leaves).decode(tokens, at, cache, want)
@@ -273,12 +281,13 @@ def score(
     encoded: Int[Array, " rows"],
     following: Int[Array, " tokens"],
 ) -> tuple[Cache, tuple[Array, Array, Array]]:
-    """The log-probability of the token that follows each one, and the likeliest ones there.
+    """Log-probability of the token after each one, and the likeliest tokens with theirs.
 
-    As `log_probabilities` has them.
+    Args:
+        following: the token after each one; the others as of `forward`.
     """
-    given = (tokens, rows, positions, prompts, tables, encoded)
-    cache, out = forward(model, "logits", leaves, cache, *given)
+    batch = (tokens, rows, positions, prompts, tables, encoded)
+    cache, out = forward(model, "logits", leaves, cache, *batch)
     return cache, log_probabilities(out, following)
 
 
@@ -294,21 +303,22 @@ def beam(
     encoded: Int[Array, " rows"],
     scores: Float[Array, " beams"],
 ) -> tuple[Cache, Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
-    """One step of a beam search: the likeliest continuations of all beams together.
+    """A step of beam search: the likeliest continuations over all beams.
 
     Args:
         tokens: the last token of each beam.
-        scores: sum of the log-probabilities of each beam; -inf for one that is not there.
+        scores: sum of the log-probabilities of each beam; -inf: no beam.
+        rows, positions, prompts, tables, encoded: as of `forward`.
 
     Returns:
         The cache; beam, token and score of twice as many candidates as beams, best first.
     """
-    given = (tokens, rows, positions, prompts, tables, encoded)
-    cache, out = forward(model, "logits", leaves, cache, *given)
+    batch = (tokens, rows, positions, prompts, tables, encoded)
+    cache, out = forward(model, "logits", leaves, cache, *batch)
     return cache, *best_beams(model, out, scores)
 
 
-def contrast(
+def contrastive(
     model: AbstractModel,
     leaves: Leaves,
     cache: Cache,
@@ -322,49 +332,22 @@ def contrast(
     probabilities: Float[Array, " k"],
     alpha: Float[Array, ""],
 ) -> tuple[Cache, Array, Array, Array, Array]:
-    """One step of contrastive search: computes candidates, chooses one, and finds the next ones.
+    """A step of contrastive search: computes candidates, chooses one, and finds the next ones.
 
     Args:
-        tokens: candidates for one place, of which the first is at `positions[0]` like all others.
+        tokens: candidates for one position, `positions[0]`.
+        rows, positions, prompts, tables, encoded: as of `forward`.
         past: last hidden states of the tokens before.
-        probabilities: of the candidates; 0 where there is none.
+        probabilities: of the candidates; 0: no candidate.
+        alpha: weight of the degeneration penalty.
 
     Returns:
-        The cache; `past` with the chosen one's; which was chosen; the candidates for the next
-        place and their probabilities.
+        The cache; `past` with the chosen candidate's hidden state; its index; the candidates for
+        the next position and their probabilities.
     """
     at = Step.flat(rows, positions, prompts, tables, encoded)
     both, cache = model.module(leaves).decode_all(tokens, at, cache)
     return cache, *best_candidate(model, both, positions[0], past, probabilities, alpha)
-
-
-def fill(
-    model: AbstractModel,
-    leaves: Leaves,
-    cache: Cache,
-    tokens: Int[Array, "1 tokens"],
-    lengths: Int[Array, " 1"],
-    table: Int[Array, "1 blocks"],
-) -> Cache:
-    """The cache with what cross-attention needs of a text in some blocks; once per request."""
-    module = model.module(leaves)
-    encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)["hidden"]
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    rows = jnp.where(positions < lengths[0], 0, -1)
-    return module.fill(encoded, cache, Placement(rows, positions, table))
-
-
-def encode(
-    model: AbstractModel,
-    want: Want,
-    leaves: Leaves,
-    cache: Cache,
-    tokens: Int[Array, "batch tokens"],
-    types: Int[Array, "batch tokens"],
-    lengths: Int[Array, " batch"],
-) -> Float[Array, "batch ..."]:
-    """A result of the encoder over whole texts; there is no cache, it is empty."""
-    return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)
 
 
 def copy_blocks(
@@ -374,11 +357,11 @@ def copy_blocks(
     targets: Mapping[str, Int[Array, " copies"]],
     count: Int[Array, ""],
 ) -> Cache:
-    """The cache with some blocks of each group copied."""
+    """The KV cache with the first `count` of some blocks of each group copied."""
     copied = dict(cache)
     for group in sources:
-        own = {name: cache[name] for name in cache if model.caches[name].group == group}
-        arrays, tree = jax.tree.flatten(own)
+        in_group = {name: cache[name] for name in cache if model.caches[name].group == group}
+        arrays, tree = jax.tree.flatten(in_group)
         changed = block_copies.copy_blocks(arrays, sources[group], targets[group], count)
         copied |= jax.tree.unflatten(tree, changed)
     return copied

@@ -1,14 +1,14 @@
-"""Verification: drafted tokens are computed at once, and then chosen as if there were no draft.
+"""Tree attention, verification: drafted tokens are computed in one call and sampled as without.
 
 A draft is a tree of tokens that may follow a sequence; its root is the sequence's last token. The
-ordinary sampler chooses after the root; where a child of the root is what it chose, it goes on from
-that child, whose logits are there already. So a draft decides how many tokens a call gives, and
-never which.
+ordinary sampler samples after the root. If a child of the root has the sampled token, sampling goes
+on from that child, whose logits are computed already. So a draft decides how many tokens a call
+gives, and never which.
 
-The keys and values of a node stand where plain decoding would put them: at its position in blocks
-of its sequence. Branches have blocks of their own and so rows of their own in the tables; what a
-branch shares with others is written into those of each. Nothing in attention knows of trees, so
-windows, biases by distance and quantized caches are right among nodes to the last bit.
+Keys and values of a node are written where plain decoding would write them: at its position in
+blocks of its sequence. Branches have separate blocks, and so separate rows of the block tables;
+nodes that branches share are written for each of them. The attention kernels do not know of trees,
+so that sliding windows, position biases and quantized caches are exact to the bit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.flat_batch import Places, Tables, going, or_spare
-from jinfer.engine.runner.sampler_output import Chosen
-from jinfer.engine.runner.steps import Leaves, choose_next, nothing
+from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, or_padding_row
+from jinfer.engine.runner.sampler_output import SamplerOutput
+from jinfer.engine.runner.steps import Leaves, empty_output, sample_next
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import Copies
 from jinfer.ops.attention.kv_cache import Cache
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class Nodes(NamedTuple):
-    """Trees in a flat batch, the root of each first and parents before their children.
+    """Token trees in a flat batch, each with its root first and parents before their children.
 
     Attributes:
-        tokens: of each node.
-        rows: of the tables, where each node sees what stands before it; -1: padding.
-        positions: of each node in its sequence.
-        parents: by their place in the batch; -1: none.
-        owners: the slot of each row of the tables; -1: of none.
-        roots: the root of each sequence that gets tokens; -1: none.
-        copies: where nodes are that stand in several branches; None: each stands in one.
+        tokens: token of each node.
+        rows: row of the block tables for each node; -1: padding.
+        positions: position of each node in its sequence.
+        parents: index of each node's parent in the batch; -1: none.
+        owners: the slot of each row of the tables; -1: none.
+        roots: index of each sequence's root; -1: none.
+        copies: places of nodes that are in several branches; None: each is in one.
     """
 
     tokens: Int[Array, " nodes"]
@@ -64,25 +64,27 @@ def verify(
     nodes: Nodes,
     tables: Tables,
     mask: UInt[Array, "nodes words"] | None = None,
-) -> tuple[Cache, State, Chosen]:
-    """Computes trees, and chooses tokens from their roots on as far as they go.
+) -> tuple[Cache, State, SamplerOutput]:
+    """Computes trees, and samples from their roots on as long as the sampled tokens are in them.
 
     Args:
-        stages: of sampling, that these sequences may need.
-        mask: bit i % 32 of word i // 32 allows token i after a node; None: all are allowed.
+        stages: sampling stages that these sequences may need.
+        nodes: the trees.
+        tables: block tables by row of the nodes.
+        mask: grammar bitmask after each node: bit i % 32 of word i // 32 allows token i; None: all.
 
     Returns:
-        What was chosen has a leading axis with room for as many tokens as there are nodes.
+        The cache, the state, and the sampled tokens, whose leading axis is as long as the nodes.
     """
-    places = planted(state, nodes)
-    logits, cache = model.module(leaves).decode(places.tokens, places.step(tables), cache, "logits")
-    return cache, *walk(model, stages, state, nodes, logits, mask)
+    batch = tree_flat_batch(state, nodes)
+    logits, cache = model.module(leaves).decode(batch.tokens, batch.step(tables), cache, "logits")
+    return cache, *sample_along_trees(model, stages, state, nodes, logits, mask)
 
 
-def planted(state: State, nodes: Nodes) -> Places:
-    """The flat batch of some trees."""
-    owners = or_spare(state, nodes.owners)
-    return Places(
+def tree_flat_batch(state: State, nodes: Nodes) -> FlatBatch:
+    """The flat batch of some token trees."""
+    owners = or_padding_row(state, nodes.owners)
+    return FlatBatch(
         nodes.tokens,
         nodes.rows,
         nodes.positions,
@@ -92,43 +94,49 @@ def planted(state: State, nodes: Nodes) -> Places:
     )
 
 
-def walk(
+def sample_along_trees(
     model: AbstractModel,
     stages: Sequence[str],
     state: State,
     nodes: Nodes,
     logits: Float[Array, "nodes vocab"],
     mask: UInt[Array, "nodes words"] | None = None,
-) -> tuple[State, Chosen]:
-    """Chooses tokens from the roots on as far as trees go; arguments as of `verify`."""
+) -> tuple[State, SamplerOutput]:
+    """Samples from the roots on, as long as the sampled tokens are in the trees.
+
+    Args:
+        logits: after each node; the other arguments as of `verify`.
+    """
     if mask is not None:
         every = jnp.arange(logits.shape[0], dtype=jnp.int32)
         logits = penalties.masked(logits, mask, every, every >= 0)
     root = jnp.maximum(nodes.roots, 0)
-    own = nodes.owners[jnp.maximum(nodes.rows[root], 0)]
-    slots = jnp.where(nodes.roots >= 0, own, -1)
+    owners = nodes.owners[jnp.maximum(nodes.rows[root], 0)]
+    slots = jnp.where(nodes.roots >= 0, owners, -1)
     count, most = slots.shape[0], nodes.tokens.shape[0]
 
-    def one_more(carry: tuple[Array, Array, State, Chosen]) -> tuple[Array, Array, State, Chosen]:
-        i, places, state, so_far = carry
-        there, place = places >= 0, jnp.maximum(places, 0)
-        rows = or_spare(state, jnp.where(there, slots, -1))
-        state, chosen = choose_next(model, stages, state, logits[place], rows)
+    def one_more(
+        carry: tuple[Array, Array, State, SamplerOutput],
+    ) -> tuple[Array, Array, State, SamplerOutput]:
+        i, current, state, so_far = carry
+        active, node = current >= 0, jnp.maximum(current, 0)
+        rows = or_padding_row(state, jnp.where(active, slots, -1))
+        state, chosen = sample_next(model, stages, state, logits[node], rows)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, chosen
         )
-        children = nodes.parents[None] == place[:, None]
+        children = nodes.parents[None] == node[:, None]
         meant = children & (nodes.tokens[None] == chosen.tokens[:, None])
-        on = there & jnp.any(meant, axis=1) & going(state, slots)
+        on = active & jnp.any(meant, axis=1) & can_continue(state, slots)
         return i + 1, jnp.where(on, jnp.argmax(meant, axis=1).astype(jnp.int32), -1), state, so_far
 
-    def more(carry: tuple[Array, Array, State, Chosen]) -> Array:
-        i, places, _, _ = carry
-        return (i < most) & jnp.any(places >= 0)
+    def more(carry: tuple[Array, Array, State, SamplerOutput]) -> Array:
+        i, current, _, _ = carry
+        return (i < most) & jnp.any(current >= 0)
 
     none = jax.tree.map(
-        lambda one: jnp.full((most, *one.shape), -1, one.dtype), nothing(state, count)
+        lambda one: jnp.full((most, *one.shape), -1, one.dtype), empty_output(state, count)
     )
-    begin = jnp.where(going(state, slots), nodes.roots, -1)
+    begin = jnp.where(can_continue(state, slots), nodes.roots, -1)
     _, _, state, chosen = lax.while_loop(more, one_more, (jnp.int32(0), begin, state, none))
     return state, chosen

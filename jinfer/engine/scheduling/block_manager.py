@@ -1,176 +1,58 @@
-"""Blocks of a paged cache: who holds which, and what each holds, so that it can be shared.
+"""Block manager: paged KV cache, prefix cache, block tables with reference counts.
 
-A block keeps `BLOCK` tokens of one sequence for all attentions of a group. Its content is known by
-the tokens in it and by a digest of all tokens before it; a sequence that begins with the same
-tokens holds the same block instead of computing it again. Nobody writes into a block that others
-hold: full blocks never change, and of a block that fits in part a copy is made. Blocks that nobody
-holds keep their content until they are needed, the least recently used first.
+A block has the keys and values of `BLOCK` tokens of one sequence, for all attentions of a group.
+Prefix cache: the content of a block is identified by its tokens and a hash of all tokens before
+them. A sequence with the same prefix shares the block instead of computing it again. Shared blocks
+are never written to: full blocks do not change, and a block that matches in part is copied. Unused
+blocks keep their content until they are needed, the least recently used is evicted first (LRU).
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
 from jinfer.ops.attention.kv_cache import BLOCK
 
-GIVEN_BACK = -1  # stands in a table for a block that a window has left behind
-WORTH_A_COPY = 8  # tokens; fewer are computed sooner than a block is copied
-_WHOLE = (0,) * BLOCK  # stands for the content of an encoder's block, which its key says whole
-
-
-def chain(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a beginning that ends with these tokens."""
-    return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
-
-
-@dataclass
-class _Content:
-    """What a block holds: `tokens` after the beginning with the digest `before`."""
-
-    before: bytes
-    tokens: tuple[int, ...]
-    digest: bytes | None = None  # once it is full
-
-
-class BlockPool:
-    """The blocks of one group of attentions.
-
-    Attributes:
-        count: of blocks.
-        window: tokens that the group's attentions look back, themselves included; None: all.
-    """
-
-    def __init__(self, count: int, window: int | None = None) -> None:
-        self.count, self.window = count, window
-        self._free = list(range(count - 1, -1, -1))
-        self._held = [0] * count
-        self._content: list[_Content | None] = [None] * count
-        self._idle: OrderedDict[int, None] = OrderedDict()  # not held, with content, oldest first
-        self._full: dict[bytes, int] = {}
-        self._after: dict[tuple[bytes, int], dict[int, None]] = {}
-
-    @property
-    def available(self) -> int:
-        """Blocks that can be had."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def held(self) -> int:
-        """Blocks that somebody holds."""
-        return self.count - self.available
-
-    def take(self) -> int | None:
-        """A block of one's own; None where all are held."""
-        if not self.available:
-            return None
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            self._forget(block)
-        self._held[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        """One more holder."""
-        self._idle.pop(block, None)
-        self._held[block] += 1
-
-    def give_back(self, block: int) -> None:
-        """One holder less."""
-        self._held[block] -= 1
-        if self._held[block]:
-            return
-        if self._content[block] is None:
-            self._free.append(block)
-        else:
-            self._idle[block] = None
-
-    def describe(self, block: int, before: bytes, tokens: tuple[int, ...]) -> None:
-        """Notes what a held block has, so that others can find it; called again as it fills."""
-        old = self._content[block]
-        if old is None:
-            self._after.setdefault((before, tokens[0]), {})[block] = None
-        digest = chain(before, tokens) if len(tokens) == BLOCK else None
-        self._content[block] = _Content(before, tokens, digest)
-        if digest is not None:
-            self._full.setdefault(digest, block)
-
-    def find(self, digest: bytes) -> int | None:
-        """The full block that ends the beginning with this digest."""
-        return self._full.get(digest)
-
-    def find_part(self, before: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """(tokens in common, block) of the block that holds most of what follows a beginning."""
-        best = (0, -1)
-        for block in self._after.get((before, tokens[0]), ()) if tokens else ():
-            content = self._content[block]
-            assert content is not None, "only described blocks are listed"
-            best = max(best, (common(content.tokens, tokens), block))
-        return best
-
-    def _forget(self, block: int) -> None:
-        content = self._content[block]
-        assert content is not None, "idle blocks have content"
-        self._content[block] = None
-        if content.digest is not None and self._full.get(content.digest) == block:
-            del self._full[content.digest]
-        listed = self._after[key := (content.before, content.tokens[0])]
-        del listed[block]
-        if not listed:
-            del self._after[key]
-
-    def forget_all(self) -> None:
-        """Drops the content of all blocks, as when the memory behind them is lost."""
-        while self._idle:
-            block, _ = self._idle.popitem()
-            self._forget(block)
-            self._free.append(block)
+MIN_COPY_TOKENS = 8  # computing fewer tokens is faster than copying a block
+RELEASED = -1  # in a block table: a block that the sliding window has left behind
+_WHOLE = (0,) * BLOCK  # content of an encoder's block, whose key identifies it alone
 
 
 def _keys(text: Sequence[int]) -> list[bytes]:
-    """What each block of an encoder's output depends on: the whole text, and its place."""
-    whole = chain(b"", text)
-    return [chain(whole, [index]) for index in range(-(-len(text) // BLOCK))]
-
-
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
-            return index
-    return min(len(a), len(b))
+    """Key of each block of an encoder's output: hash of the whole text and the block's index."""
+    whole = chain_hash(b"", text)
+    return [chain_hash(whole, [index]) for index in range(-(-len(text) // BLOCK))]
 
 
 @dataclass(eq=False)
-class Held:
-    """The blocks of one sequence.
+class BlockTables:
+    """The block tables of one sequence.
 
     Attributes:
-        seed: what else its blocks depend on, such as an encoder's text.
-        tables: of each group, the block of tokens 64 j .. 64 j + 63.
-        digests: of the beginnings that end with each full block described so far, from `seed` on.
-        encoder: blocks of the encoder's output that cross-attention reads.
-        filled: whether these have what they should.
+        seed: what the content of its blocks depends on besides the tokens, such as an encoder's
+            text.
+        by_group: the block table of each group: entry j is the block of tokens 64 j .. 64 j + 63.
+        digests: hashes of the prefixes that end with each full block registered so far, `seed`
+            first.
+        encoder: blocks of the encoder's output, for cross-attention.
+        encoder_filled: whether the encoder's output has been written to these.
     """
 
     seed: bytes
-    tables: dict[str, list[int]]
+    by_group: dict[str, list[int]]
     digests: list[bytes] = field(default_factory=list)
     encoder: list[int] = field(default_factory=list)
-    filled: bool = True
+    encoder_filled: bool = True
 
     def __post_init__(self) -> None:
         self.digests = self.digests or [self.seed]
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A block to be copied before anything else is computed."""
+class BlockCopy:
+    """A block to copy before anything else is computed."""
 
     group: str
     source: int
@@ -178,218 +60,236 @@ class Copy:
 
 
 class BlockManager:
-    """The pools of all groups, and the sequences that hold their blocks.
+    """Allocates the blocks of all groups to sequences.
 
     Attributes:
-        pools: by group of a decoder's own attentions.
-        encoder: of cross-attention, where there is one.
+        pools: by group of the decoder's self-attentions.
+        encoder: pool of cross-attention; None without one.
     """
 
     def __init__(self, pools: Mapping[str, BlockPool], encoder: BlockPool | None = None) -> None:
         self.pools, self.encoder = dict(pools), encoder
 
-    def start(
+    def share_prefix(
         self, tokens: Sequence[int], seed: bytes = b"", *, reuse: bool = True
-    ) -> tuple[Held, int, list[Copy]]:
-        """Blocks for a new sequence: those that hold its beginning already.
+    ) -> tuple[BlockTables, int, list[BlockCopy]]:
+        """Prefix cache: block tables of a new sequence with the cached blocks of its prefix.
+
+        Args:
+            seed: as `BlockTables.seed`.
+            reuse: whether cached blocks may be used.
 
         Returns:
-            The blocks; how many of the tokens they hold, at most all but the last, whose logits
-            have to be computed; copies to be made.
+            The tables; number of cached tokens, at most all but the last, whose logits have to be
+            computed; copies to make.
         """
-        held = Held(seed, {name: [] for name in self.pools})
+        tables = BlockTables(seed, {name: [] for name in self.pools})
         if not reuse:
-            return held, 0, []
+            return tables, 0, []
         most = len(tokens) - 1
-        found = self._full_blocks(held, tokens, most)
-        count = len(held.digests) - 1
-        for name, blocks in found.items():
+        cached = self._full_blocks(tables, tokens, most)
+        count = len(tables.digests) - 1
+        for name, blocks in cached.items():
             for block in blocks[:count]:
-                held.tables[name].append(GIVEN_BACK if block is None else block)
+                tables.by_group[name].append(RELEASED if block is None else block)
                 if block is not None:
-                    self.pools[name].share(block)
+                    self.pools[name].add_reference(block)
         begin = count * BLOCK
-        shared, copies = self._part(held, tokens[begin:most])
-        return held, begin + shared, copies
+        shared, copies = self._share_partial_block(tables, tokens[begin:most])
+        return tables, begin + shared, copies
 
     def _full_blocks(
-        self, held: Held, tokens: Sequence[int], most: int
+        self, tables: BlockTables, tokens: Sequence[int], most: int
     ) -> dict[str, list[int | None]]:
-        """The longest run of full blocks that every group can use; digests are left in `held`."""
-        found: dict[str, list[int | None]] = {name: [] for name in self.pools}
-        while (end := len(held.digests) * BLOCK) <= most:
-            digest = chain(held.digests[-1], tokens[end - BLOCK : end])
-            blocks = {name: pool.find(digest) for name, pool in self.pools.items()}
+        """The longest run of full blocks that every group can use; adds digests to `tables`."""
+        cached: dict[str, list[int | None]] = {name: [] for name in self.pools}
+        while (end := len(tables.digests) * BLOCK) <= most:
+            digest = chain_hash(tables.digests[-1], tokens[end - BLOCK : end])
+            blocks = {name: pool.lookup(digest) for name, pool in self.pools.items()}
             if any(block is None and not self.pools[n].window for n, block in blocks.items()):
                 break
-            held.digests.append(digest)
+            tables.digests.append(digest)
             for name, block in blocks.items():
-                found[name].append(block)
-        while len(held.digests) > 1 and not self._in_sight(found, len(held.digests) - 1):
-            held.digests.pop()
-        # What stands before a window is not needed.
-        for name, listed in found.items():
-            first = self._first_needed(name, (len(held.digests) - 1) * BLOCK)
-            found[name] = [*([None] * first), *listed[first:]]
-        return found
+                cached[name].append(block)
+        while len(tables.digests) > 1 and not self._windows_cached(cached, len(tables.digests) - 1):
+            tables.digests.pop()
+        # Blocks before the sliding window are not needed.
+        for name, listed in cached.items():
+            first = self._first_needed(name, (len(tables.digests) - 1) * BLOCK)
+            cached[name] = [*([None] * first), *listed[first:]]
+        return cached
 
     def _first_needed(self, group: str, position: int) -> int:
-        """The first block that a token at a position looks at."""
+        """The first block that a token at a position attends to."""
         window = self.pools[group].window
         return 0 if window is None else max(0, position - window + 1) // BLOCK
 
-    def _in_sight(self, found: Mapping[str, list[int | None]], count: int) -> bool:
-        """Whether the token after `count` blocks finds all that its windows show it."""
+    def _windows_cached(self, cached: Mapping[str, list[int | None]], count: int) -> bool:
+        """Whether the token after `count` blocks finds all blocks in its sliding windows."""
         return all(
             None not in blocks[self._first_needed(name, count * BLOCK) : count]
-            for name, blocks in found.items()
+            for name, blocks in cached.items()
         )
 
-    def _part(self, held: Held, tokens: Sequence[int]) -> tuple[int, list[Copy]]:
-        """Copies of blocks that hold some of the tokens that follow what is held."""
-        parts = {n: pool.find_part(held.digests[-1], tokens) for n, pool in self.pools.items()}
+    def _share_partial_block(
+        self, tables: BlockTables, tokens: Sequence[int]
+    ) -> tuple[int, list[BlockCopy]]:
+        """Copies of cached blocks that have some of the tokens after the full blocks."""
+        parts = {
+            n: pool.lookup_partial(tables.digests[-1], tokens) for n, pool in self.pools.items()
+        }
         shared = min((count for count, _ in parts.values()), default=0)
-        if shared < WORTH_A_COPY or any(not pool.available for pool in self.pools.values()):
+        if shared < MIN_COPY_TOKENS or any(not pool.available for pool in self.pools.values()):
             return 0, []
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         for name, (_, source) in parts.items():
-            # Held while the copy's target is taken, so that it is not this block.
-            self.pools[name].share(source)
-            target = self.pools[name].take()
-            self.pools[name].give_back(source)
+            # A reference while the target is allocated, so that it is not this block.
+            self.pools[name].add_reference(source)
+            target = self.pools[name].allocate()
+            self.pools[name].release(source)
             if target is None:
-                self._undo(copies, held)
+                self._undo(copies, tables)
                 return 0, []
-            copies.append(Copy(name, source, target))
-            held.tables[name].append(target)
+            copies.append(BlockCopy(name, source, target))
+            tables.by_group[name].append(target)
         return shared, copies
 
-    def _undo(self, copies: Iterable[Copy], held: Held) -> None:
+    def _undo(self, copies: Iterable[BlockCopy], tables: BlockTables) -> None:
         for copy in copies:
-            self.pools[copy.group].give_back(held.tables[copy.group].pop())
+            self.pools[copy.group].release(tables.by_group[copy.group].pop())
 
-    def reserve_all(self, held: Held, length: int, spare: int) -> bool:
-        """Makes room for `length` tokens in the groups without a window, if blocks are left over.
+    def reserve_all(self, tables: BlockTables, length: int, spare: int) -> bool:
+        """Allocates blocks for `length` tokens in the groups without a sliding window.
 
-        A windowed group has enough for every slot, and takes its blocks as the window moves on.
+        A windowed group has enough blocks for every slot, and allocates as the window moves on.
+
+        Args:
+            spare: blocks of each group that have to stay available.
+
+        Returns:
+            False, with nothing allocated, if there are too few blocks.
         """
-        for name, table in held.tables.items():
+        for name, table in tables.by_group.items():
             pool = self.pools[name]
             wanted = max(0, -(-length // BLOCK) - len(table))
             if pool.window is None and pool.available < wanted + spare:
                 return False
-        for name, table in held.tables.items():
+        for name, table in tables.by_group.items():
             pool = self.pools[name]
             while pool.window is None and len(table) * BLOCK < length:
-                block = pool.take()
+                block = pool.allocate()
                 assert block is not None, "they were counted"
                 table.append(block)
         return True
 
-    def reserve(self, held: Held, length: int) -> bool:
-        """Makes room for `length` tokens; whether there is enough. What was taken stays held."""
-        for name, table in held.tables.items():
+    def reserve(self, tables: BlockTables, length: int) -> bool:
+        """Allocates blocks for `length` tokens; False if there are too few, some then allocated."""
+        for name, table in tables.by_group.items():
             while len(table) * BLOCK < length:
-                block = self.pools[name].take()
+                block = self.pools[name].allocate()
                 if block is None:
                     return False
                 table.append(block)
         return True
 
-    def take_encoder(self, held: Held, text: Sequence[int]) -> bool:
-        """Blocks for an encoder's output, those of the same text if there are; False: no room."""
+    def reserve_encoder(self, tables: BlockTables, text: Sequence[int]) -> bool:
+        """Allocates blocks for an encoder's output, or shares those of the same text.
+
+        Returns:
+            False if there are too few blocks.
+        """
         assert self.encoder is not None, "only cross-attention has them"
         keys = _keys(text)
-        same = [self.encoder.find(chain(key, _WHOLE)) for key in keys]
+        same = [self.encoder.lookup(chain_hash(key, _WHOLE)) for key in keys]
         if None not in same:
-            held.encoder = [block for block in same if block is not None]
-            for block in held.encoder:
-                self.encoder.share(block)
+            tables.encoder = [block for block in same if block is not None]
+            for block in tables.encoder:
+                self.encoder.add_reference(block)
             return True
         if self.encoder.available < len(keys):
             return False
-        held.filled = False
+        tables.encoder_filled = False
         for _ in keys:
-            taken = self.encoder.take()
+            taken = self.encoder.allocate()
             assert taken is not None, "they were counted"
-            held.encoder.append(taken)
+            tables.encoder.append(taken)
         return True
 
-    def describe_encoder(self, held: Held, text: Sequence[int]) -> None:
-        """Notes that the encoder's output is in its blocks."""
+    def register_encoder(self, tables: BlockTables, text: Sequence[int]) -> None:
+        """Enters an encoder's output, which has been computed, into the prefix cache."""
         assert self.encoder is not None, "only cross-attention has them"
-        held.filled = True
-        for block, key in zip(held.encoder, _keys(text), strict=True):
-            self.encoder.describe(block, key, _WHOLE)
+        tables.encoder_filled = True
+        for block, key in zip(tables.encoder, _keys(text), strict=True):
+            self.encoder.register(block, key, _WHOLE)
 
-    def describe(self, held: Held, tokens: Sequence[int], computed: int) -> None:
-        """Notes the first `computed` tokens of a sequence, which its blocks hold by now."""
-        while (begin := (len(held.digests) - 1) * BLOCK) < computed:
+    def register(self, tables: BlockTables, tokens: Sequence[int], computed: int) -> None:
+        """Enters the first `computed` tokens of a sequence into the prefix cache."""
+        while (begin := (len(tables.digests) - 1) * BLOCK) < computed:
             end = min(begin + BLOCK, computed)
-            part, before = tuple(tokens[begin:end]), held.digests[-1]
-            for name, table in held.tables.items():
-                if table[begin // BLOCK] != GIVEN_BACK:
-                    self.pools[name].describe(table[begin // BLOCK], before, part)
-            if len(part) < BLOCK:
+            content, before = tuple(tokens[begin:end]), tables.digests[-1]
+            for name, table in tables.by_group.items():
+                if table[begin // BLOCK] != RELEASED:
+                    self.pools[name].register(table[begin // BLOCK], before, content)
+            if len(content) < BLOCK:
                 break
-            held.digests.append(chain(before, part))
+            tables.digests.append(chain_hash(before, content))
 
-    def slide(self, held: Held, position: int) -> None:
-        """Gives back what no token from `position` on looks at."""
-        for name, table in held.tables.items():
+    def slide_window(self, tables: BlockTables, position: int) -> None:
+        """Sliding window: releases blocks that no token from `position` on attends to."""
+        for name, table in tables.by_group.items():
             for index in range(min(self._first_needed(name, position), len(table)) - 1, -1, -1):
-                if table[index] == GIVEN_BACK:
+                if table[index] == RELEASED:
                     break
-                self.pools[name].give_back(table[index])
-                table[index] = GIVEN_BACK
+                self.pools[name].release(table[index])
+                table[index] = RELEASED
 
-    def fork(self, held: Held, length: int) -> tuple[Held, list[Copy]] | None:
-        """A second holder of the first `length` tokens, with a copy of a block that is not full.
+    def fork(self, tables: BlockTables, length: int) -> tuple[BlockTables, list[BlockCopy]] | None:
+        """Block tables that share the first `length` tokens; the last block, if partial, is copied.
 
         Returns:
-            None where there is no block for the copy.
+            None if there is no block for the copy.
         """
         full, rest = divmod(length, BLOCK)
-        other = Held(held.seed, {}, held.digests[: full + 1], list(held.encoder))
-        for block in held.encoder:
+        other = BlockTables(tables.seed, {}, tables.digests[: full + 1], list(tables.encoder))
+        for block in tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
-            self.encoder.share(block)
-        copies: list[Copy] = []
-        for name, table in held.tables.items():
-            other.tables[name] = table[:full]
+            self.encoder.add_reference(block)
+        copies: list[BlockCopy] = []
+        for name, table in tables.by_group.items():
+            other.by_group[name] = table[:full]
             for block in table[:full]:
-                if block != GIVEN_BACK:
-                    self.pools[name].share(block)
-        for name, table in held.tables.items():
+                if block != RELEASED:
+                    self.pools[name].add_reference(block)
+        for name, table in tables.by_group.items():
             if not rest:
                 break
-            target = self.pools[name].take()
+            target = self.pools[name].allocate()
             if target is None:
                 self.free(other)
                 return None
-            other.tables[name].append(target)
-            copies.append(Copy(name, table[full], target))
+            other.by_group[name].append(target)
+            copies.append(BlockCopy(name, table[full], target))
         return other, copies
 
-    def free(self, held: Held) -> None:
-        """Gives back all blocks, the last ones first: the beginning is kept longest."""
-        for name, table in held.tables.items():
+    def free(self, tables: BlockTables) -> None:
+        """Releases all blocks, the last ones first: the prefix stays cached longest."""
+        for name, table in tables.by_group.items():
             while table:
-                if (block := table.pop()) != GIVEN_BACK:
-                    self.pools[name].give_back(block)
-        while held.encoder:
+                if (block := table.pop()) != RELEASED:
+                    self.pools[name].release(block)
+        while tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
-            self.encoder.give_back(held.encoder.pop())
+            self.encoder.release(tables.encoder.pop())
 
     def _all(self) -> list[BlockPool]:
         return [*self.pools.values(), *([self.encoder] if self.encoder else [])]
 
     @property
-    def held(self) -> int:
-        """Blocks that somebody holds, of all groups."""
-        return sum(pool.held for pool in self._all())
+    def used(self) -> int:
+        """Number of blocks in use, of all groups."""
+        return sum(pool.used for pool in self._all())
 
-    def forget_all(self) -> None:
-        """Drops all content that nobody holds."""
+    def clear(self) -> None:
+        """Empties the prefix cache."""
         for pool in self._all():
-            pool.forget_all()
+            pool.clear()

@@ -1,4 +1,4 @@
-"""How large the cache is: from the memory there is, or as asked."""
+"""KV-cache size: blocks of each attention group, from free memory or from `engine.kv_tokens`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract, nbytes
 from jinfer.xla.device import first_device
 
-SHARE = 0.4  # of the memory that is free
-_SEQUENCES = 4  # of the whole context, that there is room for even with one slot: beams
+SHARE = 0.4  # of the free memory
+_SEQUENCES = 4  # whole contexts that fit even with one slot, for beams
 
 
 def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
-    """Bytes of a block of each group, all its attentions together."""
+    """Bytes of a block of each group, over all its attentions."""
     bytes_: dict[str, int] = {}
-    # A plan of memory asks hundreds of times, and most layers are alike.
+    # Called hundreds of times by the memory plan; most layers are alike.
     for shape, count in Counter(shapes.values()).items():
         size = nbytes(abstract({"": shape}, 1, kind))
         bytes_[shape.group] = bytes_.get(shape.group, 0) + count * size
@@ -39,17 +39,21 @@ def cache_blocks(
     used: int,
     free: int | None = None,
 ) -> dict[str, int]:
-    """Blocks of each group.
+    """Number of blocks of each group.
 
-    A windowed group gets what all slots can hold at a time: a window and a chunk each. The others
-    get room for `tokens`, or for the context of every slot as far as memory allows, and at least
-    for one whole context.
+    A sliding-window group gets as many as all slots can use at a time: a window and a chunk each.
+    The others get room for `tokens`, or for the context of every slot as far as memory allows, and
+    at least for one whole context.
 
     Args:
+        shapes: the attentions' parts of a block.
+        kind: number format of the cache.
+        slots: sequences that run at a time.
+        context: tokens of a sequence, at most.
         chunk: tokens of a sequence that a step may add.
-        tokens: that the cache is to have room for; None: as many as memory allows.
-        used: bytes of memory that are spoken for, such as the weights'.
-        free: bytes that there are; None: those of the first device.
+        tokens: tokens that the cache has room for; None: as many as memory allows.
+        used: bytes that are reserved otherwise, such as for weights.
+        free: free bytes; None: those of the first device.
     """
     windows = {shape.group: shape.window for shape in shapes.values()}
     whole = -(-context // BLOCK)
@@ -75,10 +79,10 @@ def cache_blocks(
 
 
 def free_memory(device: Any | None = None) -> int:
-    """Bytes that are free on a device; on a CPU the machine's, or what its container leaves.
+    """Free bytes of a device; on a CPU, of the machine or of its container.
 
     Args:
-        device: None: the first.
+        device: None: the first device.
     """
     device = device or first_device()
     if device.platform != "cpu":
@@ -89,7 +93,7 @@ def free_memory(device: Any | None = None) -> int:
 
 
 def host_memory() -> int:
-    """Bytes that are free of the machine's memory, or of what its container leaves."""
+    """Free bytes of the machine's memory, within its container's limit."""
     return min(_machine(), _container())
 
 
@@ -103,7 +107,7 @@ def _machine() -> int:
 
 
 def _container() -> int:
-    """What a control group leaves (v2, then v1); without a limit, more than there is."""
+    """Free bytes within the control group's limit (v2, then v1); without a limit, 2**62."""
     for limit, usage in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (
@@ -121,6 +125,6 @@ def _container() -> int:
 
 
 def trim() -> None:
-    """Gives the system back what was freed: glibc keeps it, for weights would be most of them."""
+    """Returns freed memory to the system; glibc would keep it, after weights most of them."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

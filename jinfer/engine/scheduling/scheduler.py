@@ -1,9 +1,9 @@
-"""Who is computed next: plain Python over counts, without arrays.
+"""Continuous batching: the scheduler admits, plans and preempts. Counts only, no arrays.
 
-Every step has a budget of tokens. A sequence that decodes needs one of them, prompts share the
-rest, so that no stream waits behind a long prompt and no short prompt behind a long one. When
-blocks run out the sequence that came last, of the lowest priority, gives its own back and is
-computed again later.
+Every step has a token budget. Each decoding sequence takes one token of it. Prompts share the rest
+(chunked prefill), so that no stream waits for a long prompt, and no short prompt for a long one.
+When the KV cache runs out of blocks, the latest sequence of the lowest priority is preempted: it
+frees its blocks and is recomputed later.
 """
 
 from __future__ import annotations
@@ -13,115 +13,50 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jinfer.engine.output.drafted_step import DraftedStep
-from jinfer.engine.requests import QueueFullError, Request
-from jinfer.engine.scheduling.block_manager import WORTH_A_COPY, BlockManager, Copy, Held, common
+from jinfer.engine.requests import QueueFullError
+from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, BlockManager
+from jinfer.engine.scheduling.block_pool import common_prefix_length
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import BLOCK
 
-STEP = 16  # tokens that cost as much as a step does beside its tokens
-
-
-@dataclass(eq=False)
-class Running:
-    """A request on its way through the engine.
-
-    Attributes:
-        request: what was asked.
-        arrival: how many came before it.
-        tokens: the prompt and what came after it, as far as the host knows.
-        seed: what its blocks depend on beside the tokens.
-        held: its blocks, while it is admitted.
-        slot: its row of the device's state, while it is admitted.
-        computed: tokens whose keys and values are in the cache, or will be by what was launched.
-        unread: new tokens, at most, of calls whose results the host has not read.
-        cached: tokens of the prompt that were found in the cache when it was first admitted.
-        driven: the host drives it token by token; only what comes before its last token is
-            computed in chunks.
-        guided: it has a grammar, so the host has to know each token before the next is chosen.
-        waits: for its grammar; until then nothing is computed of it.
-        ended: nothing more is computed of it.
-        preempted: how often it had to give its blocks back.
-        drafted, accepted: tokens that were drafted for it, and those of them that were right.
-        trees: of the calls that verified drafts for it.
-        admitted: when it was first given a slot, in seconds of `time.perf_counter`.
-    """
-
-    request: Request
-    arrival: int
-    tokens: list[int]
-    seed: bytes = b""
-    held: Held | None = None
-    slot: int = -1
-    computed: int = 0
-    unread: int = 0
-    cached: int | None = None
-    driven: bool = False
-    guided: bool = False
-    waits: bool = False
-    ended: bool = False
-    preempted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    trees: list[DraftedStep] = field(default_factory=list)
-    admitted: float | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Those with less of it go first."""
-        return (self.request.priority, self.arrival)
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether more than its last token has to be computed before a new one can come."""
-        known = self.unread == 0 and not self.ended
-        return known and len(self.tokens) - self.computed > 1
-
-    @property
-    def silent(self) -> bool:
-        """Whether somebody waits for its first token."""
-        return not self.unread and len(self.tokens) == len(self.request.prompt)
-
-    @property
-    def left(self) -> int:
-        """New tokens it may still have beyond those launched."""
-        return 0 if self.ended else self.request.limit - len(self.tokens) - self.unread
+STEP = 16  # a step's fixed cost, in tokens
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some known tokens of a sequence.
+    """Chunked prefill: a range of a sequence's known tokens that one step computes.
 
     Attributes:
-        start, count: which.
-        chooses: whether a new token is chosen after the last of them.
+        start, count: position of the first token, number of tokens.
+        samples: whether a new token is sampled after the last one.
     """
 
-    sequence: Running
+    sequence: RunningSequence
     start: int
     count: int
-    chooses: bool
+    samples: bool
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One call of the device.
+class StepPlan:
+    """What one call of the device computes.
 
     Attributes:
         admitted: sequences that get a slot first.
-        copies: blocks to be copied first.
-        chunks: of prompts.
-        decoding: sequences whose next token is computed.
-        steps: tokens of each of those, at most; 1 beside chunks, or where one has a grammar or
-            has not had a token yet.
-        wait: nothing can be planned before the results of earlier calls are read.
+        copies: blocks to copy first.
+        chunks: chunks of prompts.
+        decoding: sequences that get their next token.
+        steps: new tokens of each of those, at most; 1 beside chunks, or if one of them is guided
+            or has no new token yet.
+        must_read: nothing can be planned before the results of earlier calls are read.
     """
 
-    admitted: tuple[Running, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    admitted: tuple[RunningSequence, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    decoding: tuple[Running, ...] = ()
+    decoding: tuple[RunningSequence, ...] = ()
     steps: int = 1
-    wait: bool = False
+    must_read: bool = False
 
     @property
     def empty(self) -> bool:
@@ -131,21 +66,22 @@ class Plan:
 
 @dataclass
 class Scheduler:
-    """Admits, plans, preempts.
+    """Decides which sequences the next call computes.
 
     Attributes:
-        blocks: of the paged cache.
-        slots: sequences that may be admitted at a time.
-        chunk: tokens of a step while nobody decodes.
-        mixed: tokens of a step while somebody does.
-        sizes: of flat batches there are programs for, rising.
-        queue: requests that may wait; None: any number.
-        lanes: groups of slots that take turns, a call each; slot s is of group s % lanes.
-        preemptions: so far.
-        hold: whether nobody is admitted for the moment.
-        apart: sequences that hold blocks without a slot, for the time that a pass takes.
-        running: those that have slots.
-        on_release: is told of each sequence that is about to give its blocks back.
+        blocks: the paged KV cache's blocks.
+        slots: maximum number of admitted sequences.
+        chunk: token budget of a step in which no sequence decodes.
+        mixed: token budget of a step in which some sequence decodes.
+        sizes: sizes of the compiled flat batches, ascending.
+        queue: maximum number of waiting requests; None: unlimited.
+        lanes: micro-batches: groups of slots that take turns, one call each; slot s is in lane
+            s % lanes.
+        preemptions: number of preemptions so far.
+        admission_paused: whether no sequence is admitted for the moment.
+        slotless: sequences that have blocks but no slot, during a forward pass without sampling.
+        running: the sequences that have slots.
+        on_release: called before a sequence's blocks are freed.
     """
 
     blocks: BlockManager
@@ -156,11 +92,11 @@ class Scheduler:
     queue: int | None = None
     lanes: int = 1
     preemptions: int = 0
-    hold: bool = False
-    apart: int = 0
-    running: list[Running] = field(default_factory=list)
-    on_release: Callable[[Running], None] = lambda _: None
-    _waiting: list[tuple[tuple[int, int], Running]] = field(default_factory=list)
+    admission_paused: bool = False
+    slotless: int = 0
+    running: list[RunningSequence] = field(default_factory=list)
+    on_release: Callable[[RunningSequence], None] = lambda _: None
+    _waiting: list[tuple[tuple[int, int], RunningSequence]] = field(default_factory=list)
     _free: deque[int] = field(default_factory=deque)
     _turn: int = 0
 
@@ -169,116 +105,117 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be admitted."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
-    def submit(self, sequence: Running) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         """Queues a sequence. Raises `QueueFullError`."""
-        # Those that free slots are there for do not wait for anything.
+        # A request for which there is a free slot does not count as waiting.
         if self.queue is not None and len(self._waiting) >= self.queue + len(self._free):
             raise QueueFullError(
                 f"{self.queue} requests wait already, which is all that engine.queue allows; "
                 f"try again later"
             )
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        heapq.heappush(self._waiting, (sequence.priority_key, sequence))
 
-    def drop(self, sequence: Running) -> None:
-        """Ends a sequence, wherever it is; its blocks and its slot are free at once."""
-        if sequence.held is not None:
+    def remove(self, sequence: RunningSequence) -> None:
+        """Removes a sequence, waiting or running; its blocks and its slot are free at once."""
+        if sequence.block_tables is not None:
             self._release(sequence)
             self.running.remove(sequence)
         else:
             self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
             heapq.heapify(self._waiting)
 
-    def expired(self, now: float) -> list[Running]:
+    def expired(self, now: float) -> list[RunningSequence]:
         """Sequences whose deadline has passed."""
-        everyone = [*self.running, *(sequence for _, sequence in self._waiting)]
-        return [s for s in everyone if s.request.deadline is not None and s.request.deadline <= now]
+        known = [*self.running, *(sequence for _, sequence in self._waiting)]
+        return [s for s in known if s.request.deadline is not None and s.request.deadline <= now]
 
-    def plan(self, steps: int) -> Plan:
-        """What to compute next.
+    def plan(self, steps: int) -> StepPlan:
+        """Plans the next call.
 
         Args:
-            steps: tokens that a call may compute of each decoding sequence.
+            steps: new tokens that the call may compute for each decoding sequence.
         """
         admitted, copies = self._admit()
-        own = self._next_lane()
-        prompts = [s for s in own if s.in_prompt]
-        decoding = [s for s in own if not s.in_prompt]
-        one = prompts or any(s.guided or s.silent for s in decoding)
-        steps = 1 if one else min(steps, max((s.left for s in decoding), default=1))
-        for sequence in sorted(decoding, key=lambda s: s.order):
-            if sequence.held is not None and not self.make_room(sequence, steps):
-                return Plan(tuple(admitted), tuple(copies), wait=True)
-        # Making room may have cost some of them theirs.
+        lane = self._next_lane()
+        prompts = [s for s in lane if s.prefilling]
+        decoding = [s for s in lane if not s.prefilling]
+        one = prompts or any(s.guided or s.awaits_first_token for s in decoding)
+        steps = 1 if one else min(steps, max((s.remaining for s in decoding), default=1))
+        for sequence in sorted(decoding, key=lambda s: s.priority_key):
+            if sequence.block_tables is not None and not self.make_room(sequence, steps):
+                return StepPlan(tuple(admitted), tuple(copies), must_read=True)
+        # Making room may have preempted some of them.
         prompts, decoding, admitted = (
-            [s for s in group if s.held is not None] for group in (prompts, decoding, admitted)
+            [s for s in group if s.block_tables is not None]
+            for group in (prompts, decoding, admitted)
         )
         chunks = self._chunks(prompts, len(decoding))
-        return Plan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
+        return StepPlan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
 
-    def upcoming(self) -> list[Running]:
-        """The sequences of the lane whose turn it is, unless those have no tokens left.
+    def upcoming(self) -> list[RunningSequence]:
+        """The sequences that the next call may compute: those of the lane whose turn it is.
 
-        How many those have that are not read nobody knows.
+        Sequences with tokens in flight count, as they may have more.
         """
-        return self._of_turn([s for s in self.running if s.unread or _able(s)])[1]
+        return self._of_turn([s for s in self.running if s.in_flight or _computable(s)])[1]
 
     def calls_ahead(self, launched: bool, unread: int) -> int:
-        """Calls whose results need not be read yet: one of each lane that has sequences.
+        """How many calls may stay in flight: one for each lane that has sequences.
 
         Args:
-            launched: whether there was anything to launch; if not, one at least is to be read.
-            unread: calls whose results were not read.
+            launched: whether this step launched a call; if not, at least one call has to be read.
+            unread: number of calls in flight.
         """
         busy = len({sequence.slot % self.lanes for sequence in self.running})
         return busy if launched else max(0, min(busy, unread) - 1)
 
-    def _next_lane(self) -> list[Running]:
-        """The sequences that a call can do something for, of the lane whose turn it is."""
-        lane, own = self._of_turn([s for s in self.running if _able(s)])
+    def _next_lane(self) -> list[RunningSequence]:
+        """The sequences that can be computed, of the lane whose turn it is."""
+        lane, sequences = self._of_turn([s for s in self.running if _computable(s)])
         self._turn = (lane + 1) % self.lanes
-        return own
+        return sequences
 
-    def _of_turn(self, sequences: Sequence[Running]) -> tuple[int, list[Running]]:
-        """The first lane, from the one on whose turn it is, that has any of these."""
+    def _of_turn(self, sequences: Sequence[RunningSequence]) -> tuple[int, list[RunningSequence]]:
+        """The first lane that has any of these, from the one whose turn it is on."""
         for turn in range(self._turn, self._turn + self.lanes):
-            if own := [s for s in sequences if s.slot % self.lanes == turn % self.lanes]:
-                return turn, own
+            if lane := [s for s in sequences if s.slot % self.lanes == turn % self.lanes]:
+                return turn, lane
         return self._turn - 1, []
 
     def _free_slot(self) -> int:
-        """A slot of the lane that has the fewest sequences."""
+        """A free slot of the lane that has the fewest sequences."""
         counts = Counter(sequence.slot % self.lanes for sequence in self.running)
         slot = min(self._free, key=lambda slot: counts[slot % self.lanes])
         self._free.remove(slot)
         return slot
 
-    def _admit(self) -> tuple[list[Running], list[Copy]]:
-        """Gives waiting sequences slots, what is cached of their tokens, and room for the rest."""
-        admitted: list[Running] = []
-        copies: list[Copy] = []
-        later: list[tuple[tuple[int, int], Running]] = []
-        while self._waiting and self._free and not self.hold:
+    def _admit(self) -> tuple[list[RunningSequence], list[BlockCopy]]:
+        """Admits waiting sequences: a slot, cached blocks of the prefix, blocks for the rest."""
+        admitted: list[RunningSequence] = []
+        copies: list[BlockCopy] = []
+        later: list[tuple[tuple[int, int], RunningSequence]] = []
+        while self._waiting and self._free and not self.admission_paused:
             sequence = self._waiting[0][1]
-            held, cached, made = self.blocks.start(
+            tables, cached, made = self.blocks.share_prefix(
                 sequence.tokens, sequence.seed, reuse=sequence.request.reuse
             )
             if self._comes_soon(sequence, cached):
-                self.blocks.free(held)
+                self.blocks.free(tables)
                 later.append(heapq.heappop(self._waiting))
                 continue
-            # A block more for each that runs, or somebody would be preempted at once.
+            # One block more for each running sequence, or one would be preempted at once.
             spare = len(self.running)
-            if not self.blocks.reserve_all(held, len(sequence.tokens), spare) or (
+            if not self.blocks.reserve_all(tables, len(sequence.tokens), spare) or (
                 sequence.request.encoder
-                and not self.blocks.take_encoder(held, sequence.request.encoder)
+                and not self.blocks.reserve_encoder(tables, sequence.request.encoder)
             ):
-                self.blocks.free(held)
+                self.blocks.free(tables)
                 break
             heapq.heappop(self._waiting)
-            sequence.held, sequence.slot = held, self._free_slot()
+            sequence.block_tables, sequence.slot = tables, self._free_slot()
             sequence.computed = cached
             if sequence.cached is None:
                 sequence.cached = min(cached, len(sequence.request.prompt))
@@ -289,103 +226,108 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
         return admitted, copies
 
-    def _comes_soon(self, sequence: Running, cached: int) -> bool:
-        """Whether another sequence is about to compute what this one begins with, too."""
+    def _comes_soon(self, sequence: RunningSequence, cached: int) -> bool:
+        """Whether a running sequence is about to compute a longer prefix of this one."""
         if not sequence.request.reuse:
             return False
         here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
         for other in self.running:
-            if other.in_prompt and other.request.reuse and other.seed == sequence.seed:
-                same = common(other.tokens[here], sequence.tokens[here])
-                soon = same >= WORTH_A_COPY and other.computed < cached + same
+            if other.prefilling and other.request.reuse and other.seed == sequence.seed:
+                same = common_prefix_length(other.tokens[here], sequence.tokens[here])
+                soon = same >= MIN_COPY_TOKENS and other.computed < cached + same
                 if soon and other.tokens[:cached] == sequence.tokens[:cached]:
                     return True
         return False
 
-    def make_room(self, sequence: Running, steps: int) -> bool:
-        """Makes room for new tokens of a sequence; those that came last are preempted for it.
+    def make_room(self, sequence: RunningSequence, steps: int) -> bool:
+        """Reserves blocks for new tokens of a sequence, preempting the latest ones if needed.
 
         Returns:
-            False where results must be read before; a preempted sequence's tokens have to be known.
+            False if calls in flight must be read first: all tokens of a sequence that is preempted
+            have to be known.
         """
-        length = len(sequence.tokens) + sequence.unread + steps - 1
-        while sequence.held is not None:
-            if self.blocks.reserve(sequence.held, min(length, sequence.request.limit)):
+        length = len(sequence.tokens) + sequence.in_flight + steps - 1
+        while sequence.block_tables is not None:
+            if self.blocks.reserve(sequence.block_tables, min(length, sequence.request.limit)):
                 return True
-            if any(s.unread for s in self.running):
+            if any(s.in_flight for s in self.running):
                 return False
-            self.preempt(max(self.running, key=lambda s: s.order))
+            self.preempt(max(self.running, key=lambda s: s.priority_key))
         return True
 
-    def preempt(self, sequence: Running) -> None:
-        """Takes a sequence's blocks; it waits to be computed again."""
-        assert not sequence.unread, "its new tokens would be lost"
+    def preempt(self, sequence: RunningSequence) -> None:
+        """Preemption by recomputation: frees a sequence's blocks and queues it again."""
+        assert not sequence.in_flight, "its new tokens would be lost"
         self._release(sequence)
         self.running.remove(sequence)
         sequence.preempted += 1
         self.preemptions += 1
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        heapq.heappush(self._waiting, (sequence.priority_key, sequence))
 
-    def _release(self, sequence: Running) -> None:
-        assert sequence.held is not None
+    def _release(self, sequence: RunningSequence) -> None:
+        assert sequence.block_tables is not None
         self.on_release(sequence)
-        self.blocks.free(sequence.held)
+        self.blocks.free(sequence.block_tables)
         self._free.append(sequence.slot)
-        sequence.held, sequence.slot, sequence.computed, sequence.unread = None, -1, 0, 0
+        sequence.block_tables, sequence.slot, sequence.computed, sequence.in_flight = None, -1, 0, 0
 
-    def _chunks(self, prompts: Sequence[Running], decoding: int) -> list[Chunk]:
-        """The pieces of prompts that a step computes."""
+    def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[Chunk]:
+        """Chunked prefill: the parts of prompts that a step computes."""
         wanted = [
-            (s, len(s.tokens) - s.computed - s.driven)
-            for s in sorted(prompts, key=lambda s: s.order)
+            (s, len(s.tokens) - s.computed - s.host_driven)
+            for s in sorted(prompts, key=lambda s: s.priority_key)
         ]
         total = sum(count for _, count in wanted)
         most = self.mixed if decoding else self.chunk
         if not decoding and len(wanted) > 1:
-            # Steps that are long enough, so that the first of them has a token soon.
+            # Short enough steps, so that the first prompt has its token soon.
             most = min(most, max(self.mixed, min(count for _, count in wanted)))
-        total = self.filling(min(most, decoding + total), decoding)
+        total = self.fit_batch(min(most, decoding + total), decoding)
         budget = max(1, total - decoding)
         chunks = []
-        for sequence, count in shares(wanted, budget):
-            assert sequence.held is not None
-            if not self.blocks.reserve(sequence.held, sequence.computed + count):
-                continue  # a windowed group's blocks are all held for the moment
+        for sequence, count in split_budget(wanted, budget):
+            assert sequence.block_tables is not None
+            if not self.blocks.reserve(sequence.block_tables, sequence.computed + count):
+                continue  # all blocks of a sliding-window group are in use for the moment
             last = sequence.computed + count == len(sequence.tokens)
             chunks.append(Chunk(sequence, sequence.computed, count, last))
         return chunks
 
-    def filling(self, count: int, decoding: int = 0) -> int:
-        """So many of some tokens that a program is not mostly padding.
+    def fit_batch(self, count: int, decoding: int = 0) -> int:
+        """How many of some tokens to compute in one step, so that its batch is not mostly padding.
 
         Args:
-            decoding: those of them that are in each step, whatever it takes besides.
+            decoding: how many of them are decoding sequences', which every step computes.
         """
         size = self._size(count)
         smaller = [size for size in self.sizes if decoding < size < count]
         if not smaller:
             return min(size, count)
         steps, rest = divmod(count - decoding, smaller[-1] - decoding)
-        apart = steps * (smaller[-1] + STEP)
+        divided = steps * (smaller[-1] + STEP)
         if rest:
-            apart += self._size(rest + decoding) + STEP
-        return smaller[-1] if apart < size + STEP else min(size, count)
+            divided += self._size(rest + decoding) + STEP
+        return smaller[-1] if divided < size + STEP else min(size, count)
 
     def _size(self, count: int) -> int:
         return next((size for size in self.sizes if size >= count), self.sizes[-1])
 
 
-def _able(sequence: Running) -> bool:
-    """Whether a call can do something for it."""
-    able = sequence.in_prompt or (not sequence.driven and sequence.left > 0)
-    return able and not sequence.waits
+def _computable(sequence: RunningSequence) -> bool:
+    """Whether the next call can compute tokens of it."""
+    wanted = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
+    return wanted and not sequence.waits_for_grammar
 
 
-def shares[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
-    """Divides a budget: half to the first, the rest to those that want least.
+def split_budget[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
+    """Divides a token budget: half to the first prompt, the rest to those that want least.
 
-    Prompts of equal lengths are done one after the other, which halves the mean time to the first
-    token of what came together; a short one does not wait for a long one, nor the oldest for ever.
+    Prompts of equal lengths are finished one after the other, which halves the mean time to first
+    token of prompts that came together. A short prompt does not wait for a long one, and the oldest
+    does not starve.
+
+    Args:
+        wanted: (prompt, tokens that it still wants), the first in line first.
     """
     counts = dict.fromkeys(range(len(wanted)), 0)
     if wanted and budget > 0:

@@ -1,4 +1,4 @@
-"""Beam search on an engine: the running sequences share the blocks of what they have in common."""
+"""Beam search: the beams of a request are forks of its block tables that share blocks."""
 
 from __future__ import annotations
 
@@ -9,83 +9,85 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
-from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.engine.scheduling.block_manager import Copy, Held
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.beam_hypotheses import Beams
 
 
 @dataclass(eq=False)
 class BeamSearch:
-    """Drives one search; its tokens come all at once, at its end.
+    """Beam search for one request; its tokens come all at once, at the end.
 
     Attributes:
-        start: gives the search at its beginning.
-        rank: which of the sequences that it finds is the answer; 0: the best.
+        start: makes the initial beams.
+        rank: which of the hypotheses is the answer; 0: the best.
     """
 
     start: Callable[[], Beams]
     rank: int = 0
     _beams: Beams | None = None
-    _held: list[Held] = field(default_factory=list)
+    _beam_blocks: list[BlockTables] = field(default_factory=list)
     _parents: list[int] = field(default_factory=list)
 
-    def settle(self, engine: EngineCore) -> list[Token | Failed]:
-        """There is nothing to read: each step waits for its result."""
+    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
+        """Nothing is in flight: each step waits for its result."""
         return []
 
-    def drop(self, engine: EngineCore, request: int) -> None:
-        """Gives its blocks back; after a preemption the search begins again, and ends the same."""
-        for held in self._held:
-            engine.scheduler.blocks.free(held)
-        self._held, self._beams = [], None
+    def release_blocks(self, engine: EngineCore, request: int) -> None:
+        """As `SearchDriver.release_blocks`; a search that restarts ends the same."""
+        for tables in self._beam_blocks:
+            engine.scheduler.blocks.free(tables)
+        self._beam_blocks, self._beams = [], None
 
-    def end(self, request: int) -> None:
-        """There is nothing else to forget."""
+    def forget(self, request: int) -> None:
+        """There is no other state."""
 
-    def advance(self, engine: EngineCore, sequences: Sequence[Running]) -> list[Token | Failed]:
+    def advance(
+        self, engine: EngineCore, sequences: Sequence[RunningSequence]
+    ) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
         for sequence in sequences:  # one at most
             if self._beams is None:
                 self._beams = self.start()
                 self._parents = [0] * self._beams.count
-            parents = self._held or _own(sequence)
+            parents = self._beam_blocks or _prompt_blocks(sequence)
             length = len(sequence.request.prompt) + len(self._beams.sequences[0]) - 1
             while not self._fork(engine, parents, length):
-                events += engine.free_blocks(sequence)
-                if sequence.held is None:
+                events += engine.preempt_for(sequence)
+                if sequence.block_tables is None:
                     return events
             events += self._step(engine, sequence, self._beams, length)
         return events
 
-    def _fork(self, engine: EngineCore, parents: Sequence[Held], length: int) -> bool:
-        """Gives each running sequence blocks of its own, with room for one more token."""
+    def _fork(self, engine: EngineCore, parents: Sequence[BlockTables], length: int) -> bool:
+        """Forks the block tables, each with room for one more token; False: too few blocks."""
         blocks = engine.scheduler.blocks
-        held: list[Held] = []
-        copies: list[Copy] = []
+        forks: list[BlockTables] = []
+        copies: list[BlockCopy] = []
         for parent in self._parents:
             forked = blocks.fork(parents[parent], length)
             if forked is not None:
-                held.append(forked[0])
+                forks.append(forked[0])
                 copies += forked[1]
-                blocks.slide(forked[0], length)
+                blocks.slide_window(forked[0], length)
             if forked is None or not blocks.reserve(forked[0], length + 1):
-                for one in held:
-                    blocks.free(one)
+                for tables in forks:
+                    blocks.free(tables)
                 return False
-        for old in self._held:
+        for old in self._beam_blocks:
             blocks.free(old)
-        engine.copy(copies)
-        self._held = held
+        engine.copy_blocks(copies)
+        self._beam_blocks = forks
         return True
 
     def _step(
-        self, engine: EngineCore, sequence: Running, beams: Beams, length: int
+        self, engine: EngineCore, sequence: RunningSequence, beams: Beams, length: int
     ) -> list[Token | Failed]:
         request, count = sequence.request, beams.count
         last = [(*request.prompt, *tokens)[-1] for tokens in beams.sequences]
-        program = engine.programs.get(Shape("beam", count, rows=count))
+        program = engine.programs.get(StepKey("beam", count, rows=count))
         cache, rows, tokens, scores = program(
             engine.leaves,
             engine.cache,
@@ -93,11 +95,11 @@ class BeamSearch:
             np.arange(count, dtype=np.int32),
             np.full(count, length, np.int32),
             np.full(count, len(request.prompt), np.int32),
-            engine.tables_of(count, list(enumerate(self._held))),
+            engine.block_tables(count, list(enumerate(self._beam_blocks))),
             np.full(count, len(request.encoder), np.int32),
             np.array(beams.scores, np.float32),
         )
-        engine.keep_cache(cache)
+        engine.set_cache(cache)
         self._parents = beams.advance(
             *(np.asarray(part).tolist() for part in (rows, tokens, scores))
         )
@@ -110,7 +112,7 @@ class BeamSearch:
         ]
 
 
-def _own(sequence: Running) -> list[Held]:
-    """The blocks of the prompt, from which all begin."""
-    assert sequence.held is not None, "it is admitted"
-    return [sequence.held]
+def _prompt_blocks(sequence: RunningSequence) -> list[BlockTables]:
+    """The block tables of the prompt, from which all beams fork."""
+    assert sequence.block_tables is not None, "it is admitted"
+    return [sequence.block_tables]

@@ -1,4 +1,4 @@
-"""Contrastive search on an engine: every candidate is computed before one of them is chosen."""
+"""Contrastive search: every candidate is computed before one of them is chosen."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
-from jinfer.engine.runner.compiled_programs import Shape
-from jinfer.engine.runner.forward_passes import NoRoomError, at_once, forward
-from jinfer.engine.scheduling.block_manager import Copy, Held
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 @dataclass(eq=False)
-class Contrastive:
-    """Drives one sequence (arXiv 2202.06417).
+class ContrastiveSearch:
+    """Contrastive search for one request (arXiv 2202.06417).
 
-    The candidates are rows of a flat batch that share all blocks but the last; the row of the one
-    that is chosen goes on, and its logits give the next candidates.
+    The candidates are rows of a flat batch that share all blocks but the last. The sequence goes on
+    with the row of the chosen one, whose logits give the next candidates.
 
     Attributes:
-        count: of candidates.
-        alpha: weight of the likeness to what was said before.
+        count: number of candidates.
+        alpha: weight of the degeneration penalty, the similarity to earlier hidden states.
     """
 
     count: int
@@ -35,76 +35,78 @@ class Contrastive:
     _candidates: list[int] = field(default_factory=list)
     _probabilities: np.ndarray | None = None
 
-    def settle(self, engine: EngineCore) -> list[Token | Failed]:
-        """There is nothing to read: each step waits for its result."""
+    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
+        """Nothing is in flight: each step waits for its result."""
         return []
 
-    def drop(self, engine: EngineCore, request: int) -> None:
-        """Forgets where it was: its hidden states are computed again."""
+    def release_blocks(self, engine: EngineCore, request: int) -> None:
+        """As `SearchDriver.release_blocks`: the hidden states are recomputed."""
         self._past = None
 
-    def end(self, request: int) -> None:
-        """There is nothing else to forget."""
+    def forget(self, request: int) -> None:
+        """There is no other state."""
 
-    def advance(self, engine: EngineCore, sequences: Sequence[Running]) -> list[Token | Failed]:
+    def advance(
+        self, engine: EngineCore, sequences: Sequence[RunningSequence]
+    ) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
         for sequence in sequences:  # one at most
-            if sequence.left <= 0:
+            if sequence.remaining <= 0:
                 continue
             while self._past is None:
                 try:
                     self._begin(engine, sequence)
                 except NoRoomError:
-                    events += engine.free_blocks(sequence)
-                    if sequence.held is None:
+                    events += engine.preempt_for(sequence)
+                    if sequence.block_tables is None:
                         return events
             while (rows := self._rows(engine, sequence)) is None:
-                events += engine.free_blocks(sequence)
-                if sequence.held is None:
+                events += engine.preempt_for(sequence)
+                if sequence.block_tables is None:
                     return events
             events += self._step(engine, sequence, rows)
         return events
 
-    def _begin(self, engine: EngineCore, sequence: Running) -> None:
-        """The last token that is known is the only candidate of the first step."""
+    def _begin(self, engine: EngineCore, sequence: RunningSequence) -> None:
+        """Computes past hidden states; the last token is the only candidate of the first step."""
         *before, last = sequence.tokens
         width = engine.programs.sizes.context
         past = np.zeros((width, engine.programs.hidden), np.float32)
         if before:
             passes = forward(engine, before, "hidden", sequence.request.encoder)
-            past[: len(before)] = at_once(engine, passes)
+            past[: len(before)] = run_to_end(engine, passes)
         self._past, self._length = past, len(before)
         self._candidates = [last]
         self._probabilities = np.eye(1, self.count, dtype=np.float32)[0]
 
-    def _rows(self, engine: EngineCore, sequence: Running) -> list[Held] | None:
-        """Blocks for each candidate; None where there are too few."""
-        blocks, length, parent = engine.scheduler.blocks, self._length, sequence.held
+    def _rows(self, engine: EngineCore, sequence: RunningSequence) -> list[BlockTables] | None:
+        """Block tables for each candidate; None if there are too few blocks."""
+        blocks, length, parent = engine.scheduler.blocks, self._length, sequence.block_tables
         assert parent is not None, "it is admitted"
-        rows: list[Held] = []
-        copies: list[Copy] = []
+        rows: list[BlockTables] = []
+        copies: list[BlockCopy] = []
         for _ in self._candidates:
             forked = blocks.fork(parent, length)
             if forked is not None:
                 rows.append(forked[0])
                 copies += forked[1]
-                blocks.slide(forked[0], length)
+                blocks.slide_window(forked[0], length)
             if forked is None or not blocks.reserve(forked[0], length + 1):
-                for one in rows:
-                    blocks.free(one)
+                for tables in rows:
+                    blocks.free(tables)
                 return None
-        engine.copy(copies)
+        engine.copy_blocks(copies)
         return rows
 
     def _step(
-        self, engine: EngineCore, sequence: Running, rows: list[Held]
+        self, engine: EngineCore, sequence: RunningSequence, rows: list[BlockTables]
     ) -> list[Token | Failed]:
         count, length, request = self.count, self._length, sequence.request
         tokens, at = np.zeros(count, np.int32), np.full(count, -1, np.int32)
         tokens[: len(rows)] = self._candidates
         at[: len(rows)] = np.arange(len(rows))
-        program = engine.programs.get(Shape("contrast", count, rows=count))
+        program = engine.programs.get(StepKey("contrastive", count, rows=count))
         cache, self._past, best, candidates, probabilities = program(
             engine.leaves,
             engine.cache,
@@ -112,24 +114,25 @@ class Contrastive:
             at,
             np.full(count, length, np.int32),
             np.full(count, len(request.prompt), np.int32),
-            engine.tables_of(count, list(enumerate(rows))),
+            engine.block_tables(count, list(enumerate(rows))),
             np.full(count, len(request.encoder), np.int32),
             self._past,
             self._probabilities,
             np.float32(self.alpha),
         )
-        engine.keep_cache(cache)
+        engine.set_cache(cache)
         chosen = int(best)
         token = self._candidates[chosen]
-        # The sequence goes on with the blocks of the one that was chosen.
-        assert sequence.held is not None, "it is admitted"
-        for held in (sequence.held, *(h for row, h in enumerate(rows) if row != chosen)):
-            engine.scheduler.blocks.free(held)
-        sequence.held = rows[chosen]
+        # The sequence goes on with the blocks of the chosen candidate.
+        assert sequence.block_tables is not None, "it is admitted"
+        others = [tables for row, tables in enumerate(rows) if row != chosen]
+        for tables in (sequence.block_tables, *others):
+            engine.scheduler.blocks.free(tables)
+        sequence.block_tables = rows[chosen]
         self._length = sequence.computed = length + 1
         self._candidates = np.asarray(candidates).tolist()
         self._probabilities = np.asarray(probabilities)
         if self._length == len(sequence.tokens):
-            return []  # the last token that was known already
+            return []  # it was known already
         sequence.tokens.append(token)
         return [Token(request.id, token)]

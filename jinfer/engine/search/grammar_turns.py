@@ -1,7 +1,7 @@
-"""A grammar's turn: takes the last tokens in, and says which may follow. Not the engine's work.
+"""Guided decoding, on grammar threads: advances a matcher by the last tokens, computes the mask.
 
-Most turns take a tenth of a millisecond, some a tenth of a second, so a thread of their own makes
-them: see `jinfer.engine.search.guided_decoding`.
+Most turns are short, but some take many steps' time, so that they do not run on the engine's
+thread: see `jinfer.engine.search.guided_decoding`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
     from jinfer.sampling.structured import Matcher
 
-BUDGET = 0.005  # seconds that others wait for a turn
+BUDGET = 0.005  # seconds that a step waits for a turn
 
-_QUICK = 2  # threads; more would take processors from what computes logits
+_QUICK = 2  # threads; more would take cores from the forward pass
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where an answer stands when its grammar's turn comes.
+    """State of an answer at the beginning of its grammar's turn.
 
     Attributes:
-        request: its id.
-        recent: its last tokens, or the prompt's; as many as bad words may have.
-        drawn: its tokens, new ones included.
-        left: tokens that may follow.
-        forces: whether those that there is no choice of are not chosen.
+        request: id of the request.
+        recent: last tokens, prompt included; as many as bad words may have.
+        drawn: number of new tokens.
+        left: number of tokens that may follow.
+        forces: whether tokens without an alternative are appended without sampling.
     """
 
     request: int
@@ -49,14 +49,14 @@ class Position:
 
 @dataclass
 class Turn:
-    """What a grammar makes of new tokens.
+    """Result of a grammar's turn.
 
     Attributes:
-        events: the tokens, then those that are forced, perhaps an error.
-        forced: ids of those.
-        mask: what may come next; None where nothing does.
+        events: the new tokens, then the forced ones, perhaps a failure.
+        forced: ids of the forced tokens.
+        mask: bitmask of the tokens that may come next; None if none does.
         ended: the answer is complete, or has failed.
-        seconds: of the processor that it took.
+        seconds: CPU time of the turn.
     """
 
     events: list[Token | Failed] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Turn:
 def take_turn(
     matcher: Matcher, rules: Forbidden, at: Position, new: Sequence[Token], words: int
 ) -> Turn:
-    """Takes tokens that were chosen into a grammar, then those that must follow, up to a choice.
+    """Advances a grammar by sampled tokens, then by forced ones, up to the next choice.
 
     Args:
-        rules: of the request; they hold for forced tokens too.
-        at: where the answer stands.
-        new: its last tokens, which the grammar does not know yet.
-        words: of a mask.
+        rules: the request's forbidden tokens; they hold for forced tokens too.
+        at: state of the answer.
+        new: sampled tokens that the grammar has not consumed yet.
+        words: 32-bit words of a mask.
     """
     begun, turn = time.thread_time(), Turn()
     for token in new:
@@ -84,7 +84,7 @@ def take_turn(
     recent = list(at.recent)
     for id in matcher.forced()[: max(0, at.left)] if at.forces and not turn.ended else ():
         if turn.ended or rules.forbids(id, recent, at.drawn + len(turn.forced)):
-            break  # a mask will show whether anything else may come
+            break  # the mask shows whether any other token may come
         recent.append(id)
         turn.forced.append(id)
         _take(matcher, turn, Token(at.request, id))
@@ -101,7 +101,7 @@ def take_turn(
 
 
 def _take(matcher: Matcher, turn: Turn, token: Token) -> None:
-    """A token of the answer; the last one where the grammar allows no other after it."""
+    """Advances by a token; it is the last one if the grammar allows no other after it."""
     try:
         matcher.advance(token.id)
     except ConstraintError as error:
@@ -113,15 +113,15 @@ def _take(matcher: Matcher, turn: Turn, token: Token) -> None:
 
 
 @dataclass(eq=False)
-class Beside:
-    """Threads beside the engine's. Who was slow the last time does not keep the others waiting."""
+class GrammarThreads:
+    """Thread pools for grammars. Slow grammars have their own, so that others need not wait."""
 
     _pools: dict[bool, ThreadPoolExecutor] = field(default_factory=dict)
 
-    def begin[**P, T](
+    def submit[**P, T](
         self, slow: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Begins some work.
+        """Submits work to the pool.
 
         Args:
             slow: whether it is likely to take longer than `BUDGET`.
@@ -132,14 +132,14 @@ class Beside:
         return self._pools[slow].submit(work, *args, **kwargs)
 
     def close(self) -> None:
-        """Ends the threads; what has not begun is not done."""
+        """Ends the threads; pending work is cancelled."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         self._pools.clear()
 
 
-def ready(work: Future[Any], until: float) -> bool:
-    """Whether work is done by a time of `time.monotonic`; waits for it."""
+def done_by(work: Future[Any], until: float) -> bool:
+    """Whether work is done by a time of `time.monotonic`; waits until then."""
     try:
         work.exception(max(0.0, until - time.monotonic()))
     except TimeoutError:

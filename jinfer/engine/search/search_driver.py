@@ -1,4 +1,4 @@
-"""Sequences whose tokens the host chooses or watches: what an engine asks of who drives them."""
+"""Search drivers: protocol of beam search and contrastive search, which run on the host."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Protocol
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
-from jinfer.engine.scheduling.scheduler import Running
+from jinfer.engine.scheduling.sequence import RunningSequence
 
 
-class Driver(Protocol):
-    """What drives sequences whose tokens the host has to choose or to watch, one by one."""
+class SearchDriver(Protocol):
+    """Computes the tokens of host-driven sequences, one step at a time."""
 
-    def settle(self, engine: EngineCore) -> list[Token | Failed]:
-        """Reads what it launched before: afterwards none of its tokens is unread."""
+    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
+        """Reads the results of its calls in flight."""
         ...
 
-    def advance(self, engine: EngineCore, sequences: Sequence[Running]) -> list[Token | Failed]:
-        """Computes the next tokens of sequences whose last token alone is yet to be computed."""
+    def advance(
+        self, engine: EngineCore, sequences: Sequence[RunningSequence]
+    ) -> list[Token | Failed]:
+        """Computes the next tokens of its sequences, which are prefilled but for the last token."""
         ...
 
-    def drop(self, engine: EngineCore, request: int) -> None:
-        """Gives back what a request holds beside its sequence's blocks: it ended, or is preempted.
+    def release_blocks(self, engine: EngineCore, request: int) -> None:
+        """Frees the blocks of a request's search: it has ended, or is preempted.
 
-        After a preemption it starts again from the tokens that are known.
+        After a preemption the search restarts from the known tokens.
         """
         ...
 
-    def end(self, request: int) -> None:
-        """Forgets a request that has ended."""
+    def forget(self, request: int) -> None:
+        """Drops the state of a request that has ended."""
         ...

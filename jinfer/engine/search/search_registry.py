@@ -1,4 +1,4 @@
-"""Which strategies are driven by something of their own."""
+"""Search registry: sampling strategies that have a search driver."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from functools import partial
 
 from jinfer.engine.requests import Request
 from jinfer.engine.search.beam_search import BeamSearch
-from jinfer.engine.search.contrastive_search import Contrastive
-from jinfer.engine.search.search_driver import Driver
+from jinfer.engine.search.contrastive_search import ContrastiveSearch
+from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.sampling.beam_hypotheses import Beams
 
 
-def driver_of(request: Request, rank: int) -> Driver | None:
-    """Who drives the strategies that are not a choice of one token after the other.
+def make_driver(request: Request, rank: int) -> SearchDriver | None:
+    """The search driver of a request; None if its tokens are sampled one after the other.
 
     Args:
-        rank: which of a prompt's answers it is: a search finds several, best first.
+        rank: index of the answer among those of a prompt: a search finds several, best first.
     """
     sampling = request.sampling
     if sampling.strategy == "contrastive":
-        return Contrastive(max(1, sampling.top_k), sampling.penalty_alpha)
+        return ContrastiveSearch(max(1, sampling.top_k), sampling.penalty_alpha)
     if sampling.strategy == "beam":
         ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
         every = ends | set(sampling.stop_token_ids)

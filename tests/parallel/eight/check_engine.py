@@ -39,7 +39,7 @@ def tokens(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[l
 
 def nothing_held(llm: LLM) -> bool:
     blocks = llm.frontend.engine.scheduler.blocks
-    return blocks.held == 0
+    return blocks.used == 0
 
 
 @pytest.mark.soak

@@ -31,20 +31,20 @@ def watched(llm: LLM) -> Iterator[list[bool]]:
     """Whether each table that was used names blocks of both places."""
     programs, used = llm.frontend.engine.programs, list[bool]()
     assert isinstance(programs, StagedPrograms)
-    before = llm.frontend.engine.tables_of
+    before = llm.frontend.engine.block_tables
 
-    def tables_of(rows: int, held: Any) -> Any:
-        found = before(rows, held)
-        for _, blocks in held:
-            for group, own in blocks.tables.items():
+    def block_tables(rows: int, sequences: Any) -> Any:
+        found = before(rows, sequences)
+        for _, blocks in sequences:
+            for group, own in blocks.by_group.items():
                 first = programs.sizes.blocks[group] - programs.hosted.get(group, 0)
                 here = [block for block in own if block >= 0]
                 used.append(any(b < first for b in here) and any(b >= first for b in here))
         return found
 
-    llm.frontend.engine.tables_of = tables_of  # type: ignore[method-assign]
+    llm.frontend.engine.block_tables = block_tables  # type: ignore[method-assign]
     yield used
-    llm.frontend.engine.tables_of = before  # type: ignore[method-assign]
+    llm.frontend.engine.block_tables = before  # type: ignore[method-assign]
 
 
 def long_answers(llm: LLM) -> Answers:

@@ -11,8 +11,8 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.speculate.draft_model import DraftModel
-from jinfer.speculate.prompt_lookup import Lookup
-from jinfer.speculate.speculative_decoding import Speculation
+from jinfer.speculate.prompt_lookup import PromptLookup
+from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.families.tiny import close
 from tests.parallel.eight.models import GOLDENS, opened
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
@@ -34,7 +34,7 @@ DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=1
 def placed(llm: LLM) -> list[set[jax.Device]]:
     """The devices of each draft model's weights."""
     speculation = llm.frontend.engine.speculator
-    assert isinstance(speculation, Speculation)
+    assert isinstance(speculation, SpeculativeDecoder)
     models = [one for one in speculation.drafters if isinstance(one, DraftModel)]
     return [{device for leaf in one.leaves for device in leaf.devices()} for one in models]
 
@@ -57,7 +57,7 @@ def test_trees(split: str, params: SamplingParams) -> None:
             same(alone(llm, prompts[:1], params), plain[:1])
             same(llm.generate(prompts, params), plain)
         assert drafted.accepted > 20
-        assert llm.frontend.engine.scheduler.blocks.held == 0
+        assert llm.frontend.engine.scheduler.blocks.used == 0
 
 
 @pytest.mark.soak
@@ -76,7 +76,7 @@ def test_other_models(split: str, golden: str) -> None:
         prompts = ids(vocab, 9, 60)
         plain = alone(llm, prompts, DRAWN)
         trees = RandomTrees(known(prompts, plain), vocab, 5, 5)
-        for drafter in (trees, trees, trees, Lookup(branches=2)):
+        for drafter in (trees, trees, trees, PromptLookup(branches=2)):
             with speculating(llm, drafter, nodes=6):
                 same(llm.generate(prompts, DRAWN), plain)
 

@@ -12,7 +12,8 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
-from jinfer.engine.runner.compiled_programs import Programs, Shape
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.step_key import StepKey
 from jinfer.xla.program import Program
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -53,7 +54,7 @@ def test_bits_and_arrays(
     golden: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, few, given = results(golden, overrides)
-    monkeypatch.setattr(Programs, "told", {})
+    monkeypatch.setattr(CompiledPrograms, "pointer_layers", {})
     wanted, many, without = results(golden, overrides)
     assert few < many
     assert given > without
@@ -64,9 +65,9 @@ def test_bits_and_arrays(
 def test_a_layer_of_products_is_given_nothing_but_its_table() -> None:
     with LLM(GOLDENS / "llama2", **Q4) as llm:
         engine = llm.frontend.engine
-        program = engine.programs.get(Shape("logits", 1, 1))
+        program = engine.programs.get(StepKey("logits", 1, 1))
         count = len(jax.tree.leaves(engine.parameters))
-        told = engine.programs.told
+        told = engine.programs.pointer_layers
         own = [i for layer in told.values() for i in range(layer.start, layer.stop)]
         assert llm.spec.decoder is not None
         assert len(told) == len(llm.spec.decoder.layers)

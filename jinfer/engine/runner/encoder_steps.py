@@ -1,0 +1,55 @@
+"""Encoder steps: compiled functions that encode texts, for cross-attention or as results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.engine.runner.steps import Leaves
+from jinfer.nn.abstract_model import AbstractModel, Want
+from jinfer.ops.attention.kv_cache import Cache, Placement
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+def fill_cross_attention(
+    model: AbstractModel,
+    leaves: Leaves,
+    cache: Cache,
+    tokens: Int[Array, "1 tokens"],
+    lengths: Int[Array, " 1"],
+    table: Int[Array, "1 blocks"],
+) -> Cache:
+    """The KV cache with an encoder's output for a text in some blocks; once per request.
+
+    Args:
+        lengths: tokens of the text without padding.
+        table: the encoder's block table.
+    """
+    module = model.module(leaves)
+    encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)["hidden"]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    rows = jnp.where(positions < lengths[0], 0, -1)
+    return module.fill(encoded, cache, Placement(rows, positions, table))
+
+
+def encode(
+    model: AbstractModel,
+    want: Want,
+    leaves: Leaves,
+    cache: Cache,
+    tokens: Int[Array, "batch tokens"],
+    types: Int[Array, "batch tokens"],
+    lengths: Int[Array, " batch"],
+) -> Float[Array, "batch ..."]:
+    """The encoder's result for whole texts; the cache is empty.
+
+    Args:
+        want: which result.
+        types: token types.
+        lengths: tokens of each text without padding.
+    """
+    return model.module(leaves).encode(tokens, types, lengths)[want].astype(jnp.float32)

@@ -1,0 +1,75 @@
+"""Step keys: what a compiled step depends on, and the sizes that all steps of an engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jinfer.modelspec.cache_dtype import Kind
+from jinfer.nn.abstract_model import Want
+from jinfer.ops.attention.kv_cache import BLOCK
+
+# Kinds of steps, each of which has a line in `jinfer.engine.runner.step_table`.
+StepKind = Literal[
+    "logits", "sample", "decode", "forward", "score", "beam", "contrastive",
+    "fill_cross_attention", "encode", "copy_blocks", "set_slot", "verify", "propose",
+    "gather_taps", "prefill_head", "propose_with_head", "allocate_kv_cache",
+]  # fmt: skip
+_OF_SEQUENCES: tuple[StepKind, ...] = ("decode", "propose", "propose_with_head", "beam")
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """The kind and the static sizes of a compiled step.
+
+    Attributes:
+        kind: a key of `jinfer.engine.runner.step_table.STEPS`.
+        tokens: tokens of a flat batch; sequences of "decode", "propose", "propose_with_head" and
+            "beam"; padded tokens of a text.
+        chosen: tokens of a flat batch after which one is sampled, at most; trees of "verify".
+        rows: sequences of a flat batch without a state, or texts; of "verify", places in the
+            attention's batch, 0 where each token has one place.
+        want: the result of "forward" and "encode".
+        stages: sampling stages of "sample", "decode", "propose", "propose_with_head" and "verify".
+        masked: whether "verify" takes grammar masks.
+    """
+
+    kind: StepKind
+    tokens: int = 0
+    chosen: int = 0
+    rows: int = 0
+    want: Want = "logits"
+    stages: tuple[str, ...] = ()
+    masked: bool = False
+
+    @property
+    def task(self) -> str:
+        """Progress message while the step is compiled."""
+        unit = "sequence" if self.kind in _OF_SEQUENCES else "token"
+        many = f" for {self.tokens} {unit}{'s' * (self.tokens != 1)}" if self.tokens else ""
+        return f"compiling{many}, once"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that all steps of an engine share.
+
+    Attributes:
+        slots: sequences that run at a time.
+        context: tokens that a sequence may have.
+        vocab: size of the vocabulary.
+        blocks: KV-cache blocks of each attention group.
+        kv_cache: number format of the KV cache.
+    """
+
+    slots: int
+    context: int
+    vocab: int
+    blocks: Mapping[str, int]
+    kv_cache: Kind
+
+    @property
+    def table(self) -> int:
+        """Length of a block table: blocks of a sequence, at most."""
+        return -(-self.context // BLOCK)

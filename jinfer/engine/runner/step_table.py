@@ -1,0 +1,215 @@
+"""Table of compiled steps: for each kind the function, the donated arguments, the argument shapes.
+
+A new kind of step is a function here, its line in `STEPS`, and its name in `step_key.StepKind`;
+models on several devices have a table of their own, see `StagedPrograms.step_makers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps
+from jinfer.engine.runner.draft_steps import propose
+from jinfer.engine.runner.sampler_output import MAX_COPIES
+from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
+from jinfer.engine.runner.verify import Nodes, verify
+from jinfer.modelspec.cache_dtype import Kind
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.forward_context import Copies
+from jinfer.ops.attention.kv_cache import Cache, CacheShape, unwritten
+from jinfer.xla import trees
+from jinfer.xla.abstract import Abstract
+
+
+class StepFunction(NamedTuple):
+    """What `jax.jit` needs to compile a step.
+
+    Attributes:
+        function: of the arguments.
+        donated: indices of the arguments whose buffers the call may reuse.
+        arguments: abstract arrays.
+    """
+
+    function: Callable[..., Any]
+    donated: int | tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+class StepInputs(Protocol):
+    """What steps are made from; `CompiledPrograms` has it."""
+
+    @property
+    def model(self) -> AbstractModel: ...
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def leaves(self) -> tuple[Abstract, ...]: ...
+    @property
+    def cache(self) -> Cache: ...
+    @property
+    def state(self) -> device_state.State: ...
+    @property
+    def words(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    def tables(self, rows: int) -> dict[str, Abstract]: ...
+    def hidden_taps(self, cache: Cache) -> Any: ...
+    def cache_pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]: ...
+    def with_leaves(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]: ...
+    def abstract_result(self, key: StepKey) -> Any: ...
+
+
+def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
+    arguments = (*_arrays(inputs), *_batch(inputs, key.tokens), _int32(key.chosen))
+    return StepFunction(inputs.with_leaves(steps.logits), 1, arguments)
+
+
+def _sample(inputs: StepInputs, key: StepKey) -> StepFunction:
+    words = Abstract((key.chosen, inputs.words), np.uint32)
+    logits = inputs.abstract_result(StepKey("logits", key.chosen, key.chosen))[1:]
+    function = partial(steps.sample_logits, inputs.model, key.stages)
+    flag = Abstract((), np.bool_)
+    return StepFunction(function, 0, (inputs.state, *logits, words, flag))
+
+
+def _decode(inputs: StepInputs, key: StepKey) -> StepFunction:
+    function = inputs.with_leaves(steps.decode, key.stages)
+    return StepFunction(function, (1, 2), (*_decoding(inputs, key), _int32()))
+
+
+def _propose(inputs: StepInputs, key: StepKey) -> StepFunction:
+    return StepFunction(inputs.with_leaves(propose, key.stages), (1, 2), _decoding(inputs, key))
+
+
+def _gather_taps(inputs: StepInputs, key: StepKey) -> StepFunction:
+    arguments = (inputs.hidden_taps(inputs.cache), *_batch(inputs, key.tokens))
+    return StepFunction(head_steps.gather_taps, (), arguments)
+
+
+def _prefill_head(inputs: StepInputs, key: StepKey) -> StepFunction:
+    tokens = key.tokens
+    arguments = (*_arrays(inputs), *_batch(inputs, tokens), _head_vectors(inputs, tokens))
+    return StepFunction(inputs.with_leaves(head_steps.prefill_head), 1, arguments)
+
+
+def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
+    function = inputs.with_leaves(head_steps.propose_with_head, key.stages)
+    arguments = (*_decoding(inputs, key), _head_vectors(inputs, key.tokens))
+    return StepFunction(function, (1, 2), arguments)
+
+
+def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
+    sizes = (key.rows, key.tokens, key.chosen)
+    place, each, root = (cast("Any", _int32(count)) for count in sizes)
+    copies = Copies(place, place, place, each) if key.rows else None
+    nodes = Nodes(each, each, each, each, each, root, copies)
+    arguments = (*_arrays(inputs), nodes, inputs.tables(key.tokens))
+    if key.masked:
+        arguments = (*arguments, Abstract((key.tokens, inputs.words), np.uint32))
+    return StepFunction(inputs.with_leaves(verify, key.stages), (1, 2), arguments)
+
+
+def _forward(inputs: StepInputs, key: StepKey) -> StepFunction:
+    return StepFunction(inputs.with_leaves(steps.forward, key.want), 1, _stateless(inputs, key))
+
+
+def _score(inputs: StepInputs, key: StepKey) -> StepFunction:
+    arguments = (*_stateless(inputs, key), _int32(key.tokens))
+    return StepFunction(inputs.with_leaves(steps.score), 1, arguments)
+
+
+def _beam(inputs: StepInputs, key: StepKey) -> StepFunction:
+    scores = Abstract((key.tokens,), np.float32)
+    return StepFunction(inputs.with_leaves(steps.beam), 1, (*_stateless(inputs, key), scores))
+
+
+def _contrastive(inputs: StepInputs, key: StepKey) -> StepFunction:
+    past = Abstract((inputs.sizes.context, inputs.hidden), np.float32)
+    probabilities, alpha = Abstract((key.tokens,), np.float32), Abstract((), np.float32)
+    arguments = (*_stateless(inputs, key), past, probabilities, alpha)
+    return StepFunction(inputs.with_leaves(steps.contrastive), 1, arguments)
+
+
+def _fill_cross_attention(inputs: StepInputs, key: StepKey) -> StepFunction:
+    text = (_int32(1, key.tokens), _int32(1), _int32(1, inputs.sizes.table))
+    function = inputs.with_leaves(encoder_steps.fill_cross_attention)
+    return StepFunction(function, 1, (inputs.leaves, inputs.cache, *text))
+
+
+def _encode(inputs: StepInputs, key: StepKey) -> StepFunction:
+    texts = _int32(key.rows, key.tokens)
+    arguments: tuple[Any, ...] = (inputs.leaves, {}, texts, texts, _int32(key.rows))
+    return StepFunction(inputs.with_leaves(encoder_steps.encode, key.want), 1, arguments)
+
+
+def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
+    which = {group: _int32(MAX_COPIES) for group in inputs.sizes.blocks}
+    function = partial(steps.copy_blocks, inputs.model)
+    return StepFunction(function, 0, (inputs.cache, which, which, _int32()))
+
+
+def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
+    state = inputs.state
+    row = trees.map(lambda part: Abstract((1, *part.shape[1:]), part.dtype), state)
+    return StepFunction(device_state.set_slot, 0, (state, row, _int32()))
+
+
+def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> StepFunction:
+    return StepFunction(lambda _: unwritten(*inputs.cache_pools()), (), ((),))
+
+
+STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], StepFunction]] = {
+    "logits": _logits,
+    "sample": _sample,
+    "decode": _decode,
+    "verify": _verify,
+    "propose": _propose,
+    "gather_taps": _gather_taps,
+    "prefill_head": _prefill_head,
+    "propose_with_head": _propose_with_head,
+    "forward": _forward,
+    "score": _score,
+    "encode": _encode,
+    "beam": _beam,
+    "contrastive": _contrastive,
+    "fill_cross_attention": _fill_cross_attention,
+    "copy_blocks": _copy_blocks,
+    "set_slot": _set_slot,
+    "allocate_kv_cache": _allocate_kv_cache,
+}
+
+
+def _arrays(inputs: StepInputs) -> tuple[Any, ...]:
+    return inputs.leaves, inputs.cache, inputs.state
+
+
+def _batch(inputs: StepInputs, tokens: int) -> tuple[Any, ...]:
+    """Slots, positions and block tables of a flat batch of running sequences."""
+    return _int32(tokens), _int32(tokens), inputs.tables(inputs.sizes.slots)
+
+
+def _decoding(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
+    """Arguments of a loop that decodes."""
+    tables = inputs.tables(inputs.sizes.slots)
+    return *_arrays(inputs), _int32(key.tokens), tables, _int32()
+
+
+def _stateless(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
+    """Arguments of a step over a flat batch of sequences that have no slot."""
+    token, row = _int32(key.tokens), _int32(key.rows)
+    return inputs.leaves, inputs.cache, token, token, token, row, inputs.tables(key.rows), row
+
+
+def _head_vectors(inputs: StepInputs, tokens: int) -> Abstract:
+    """The target's hidden states that a draft head reads."""
+    follows = inputs.model.modules.spec.follows
+    assert follows is not None, "only heads read them"
+    return Abstract((tokens, follows.width), np.float32)
+
+
+def _int32(*shape: int) -> Abstract:
+    return Abstract(shape, np.int32)

@@ -1,0 +1,76 @@
+"""Sequences: the state of a request in the engine, from the queue to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.engine.requests import Request
+from jinfer.engine.scheduling.block_manager import BlockTables
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A request in the engine, waiting or running.
+
+    Attributes:
+        request: prompt, sampling parameters and limits.
+        arrival: number of requests that were submitted before it.
+        tokens: the prompt and the new tokens that the host has read.
+        seed: what the contents of its blocks depend on besides the tokens.
+        block_tables: its blocks, while it has a slot.
+        slot: its row of the device state, while it has one; else -1.
+        computed: tokens whose keys and values are in the cache, or will be after the calls in
+            flight.
+        in_flight: new tokens, at most, of calls whose results the host has not read.
+        cached: tokens of the prompt that were in the prefix cache when it was first admitted.
+        host_driven: a `SearchDriver` computes its tokens one by one; the scheduler only prefills
+            what comes before its last token.
+        guided: it has a grammar, so the host has to know each token before the next is sampled.
+        waits_for_grammar: nothing is computed for it until its grammar has taken its last tokens.
+        ended: nothing more is computed for it.
+        preempted: number of preemptions.
+        drafted, accepted: tokens that were drafted for it, and those of them that were accepted.
+        trees: the draft trees that were verified for it, call by call.
+        admitted: when it first got a slot, in seconds of `time.perf_counter`.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int]
+    seed: bytes = b""
+    block_tables: BlockTables | None = None
+    slot: int = -1
+    computed: int = 0
+    in_flight: int = 0
+    cached: int | None = None
+    host_driven: bool = False
+    guided: bool = False
+    waits_for_grammar: bool = False
+    ended: bool = False
+    preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    trees: list[DraftedStep] = field(default_factory=list)
+    admitted: float | None = None
+
+    @property
+    def priority_key(self) -> tuple[int, int]:
+        """Sequences with a lower key go first: by priority, then by arrival."""
+        return (self.request.priority, self.arrival)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether more than its last token has to be computed before the next can be sampled."""
+        known = self.in_flight == 0 and not self.ended
+        return known and len(self.tokens) - self.computed > 1
+
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether its first new token has not been launched yet."""
+        return not self.in_flight and len(self.tokens) == len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """New tokens that it may have beyond those in flight."""
+        return 0 if self.ended else self.request.limit - len(self.tokens) - self.in_flight

@@ -1,0 +1,78 @@
+"""Draft models, building: from an opened draft model or head to its drafter, and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jinfer.modelspec.spec_errors import SpecError
+from jinfer.nn.abstract_model import build
+from jinfer.speculate.draft_model import DraftModel, draft_programs
+from jinfer.speculate.drafter import DraftContext
+from jinfer.speculate.head_drafter import HeadDrafter
+from jinfer.speculate.head_weights import head_weights
+from jinfer.speculate.open_draft_model import KEY
+from jinfer.speculate.other_device import OtherDevicePrograms
+from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.qk_equalization import equalized
+
+
+def model_drafter(context: DraftContext) -> DraftModel:
+    """A drafter that runs a model: a head if the model reads the target's hidden states.
+
+    Raises:
+        SpecError: its device is not there.
+        LoadError, CheckpointError: its weights are not there.
+    """
+    is_head = context.draft_model.spec.follows is not None
+    return _head_drafter(context) if is_head else _draft_model(context)
+
+
+def _draft_model(context: DraftContext) -> DraftModel:
+    entry, draft, engine = context.entry, context.draft_model, context.engine
+    name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
+    weights = find_weights(
+        build(draft.spec, jnp.dtype(draft.dtype)), draft.spec, draft.checkpoint, draft.activations
+    )
+    weights = equalized(weights, draft.kv_cache)
+    device = _device(context)
+    programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache, device)
+    drafter = DraftModel(programs=programs, target=engine, name=name)
+
+    def load(progress: bool) -> None:
+        if isinstance(programs, OtherDevicePrograms):
+            names = dict.fromkeys(weights.model.names)
+            drafter.parameters = weights.place(programs.place, progress, names)
+        else:
+            drafter.parameters = weights.load(progress)
+
+    context.load.append(load)
+    return drafter
+
+
+def _head_drafter(context: DraftContext) -> HeadDrafter:
+    entry, head, engine = context.entry, context.draft_model, context.engine
+    weights = head_weights(engine, context.opened, head, same=entry.source == "head")
+    device = _device(context)
+    programs = draft_programs(weights.model, engine.programs.sizes, head.kv_cache, device)
+    drafter = HeadDrafter(programs=programs, target=engine, name=Path(entry.source or "").stem)
+
+    def load(progress: bool) -> None:
+        drafter.parameters = weights.load(engine, programs, progress)
+
+    context.load.append(load)
+    return drafter
+
+
+def _device(context: DraftContext) -> jax.Device | None:
+    """The draft model's device; None: the default one, where a target that is not split is."""
+    number, there = context.entry.device, jax.devices()
+    if number is None:
+        return context.engine.programs.home_device
+    if number >= len(there):
+        are = f"there are {len(there)}, from 0 on" if len(there) > 1 else "there is one, number 0"
+        reason = f"device {number} is not there: {are}"
+        raise SpecError(context.opened.spec.path, f"{KEY}.device", reason)
+    return there[number]
