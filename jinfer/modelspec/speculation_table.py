@@ -23,13 +23,14 @@ class DraftSpec:
     What a named source allows beside it is in `jinfer.speculate.draft_sources`.
 
     Attributes:
-        source: "ngram": what followed the same tokens in the prompt or the answer; "suffix": in
-            this answer or past ones; "head": the head that the model's checkpoint has for this;
-            else a model or a head, named as a model is; none: the model itself.
-        weights: a narrower format of that model's weights, such as "q3".
+        source: "ngram": prompt lookup, what followed the same tokens in the prompt or the answer;
+            "suffix": what followed them in this answer or earlier ones; "head": the draft head in
+            the model's checkpoint; else a model or a head, named as a model is; none: the model
+            itself.
+        weights: a narrower format of the draft model's weights, such as "q3".
         skip: layers of the model itself that its draft leaves out, from 0 on.
-        device: that a draft model is on as a whole, by its number; none: the model's, of several
-            the first one of the last stage.
+        device: number of the device that a draft model runs on; none: the model's, of several the
+            first one of the last stage.
     """
 
     source: str | None = None
@@ -52,15 +53,15 @@ class DraftSpec:
 
 @dataclass(frozen=True)
 class SpeculationSpec:
-    """How tokens are drafted: `[speculation]`.
+    """Speculative decoding: `[speculation]`.
 
     Attributes:
-        draft: who drafts; the first ones' tokens count as likelier.
-        nodes: tokens of a sequence that a call computes, drafted ones and the one before them;
-            "auto": as it pays, and none where it does not.
-        expansion: of a draft model: how many tokens follow each one, level by level; none: a chain
+        draft: draft sources; tokens of earlier ones count as likelier.
+        nodes: tokens of a sequence that a call verifies, the last known one included; "auto": as
+            many as pay off, perhaps none.
+        expansion: of a draft model: number of tokens after each one, level by level; none: a chain
             with one other token beside each of its own.
-        head: the family of the head that the model's checkpoint has for drafting, if it has one.
+        head: family of the draft head in the model's checkpoint, if it has one.
     """
 
     draft: tuple[DraftSpec, ...] = ()
