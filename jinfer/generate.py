@@ -16,14 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     # Slow imports are here, where Ctrl-C is handled.
     from jinfer.progress import take_warnings, task
-    from jinfer.xla.later import imported
-    from jinfer.xla.undisturbed import heard
+    from jinfer.runtime.interrupts import interrupts_raised
+    from jinfer.runtime.startup import importing
 
-    with heard():
+    with interrupts_raised():
         from jinfer.cli.terminal.generate_flags import parser
     options = parser(program(__spec__.name)).parse_args(arguments)
     take_warnings()
-    with task("starting"), imported():
+    with task("starting"), importing():
         from jinfer.cli.terminal.run_generate import run
     return run(options)
 

@@ -11,13 +11,13 @@ from jinfer.distributed.job_config import Job, find_job
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.progress import task
-from jinfer.xla.later import imported
+from jinfer.runtime.startup import importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal stops it; returns the exit status. Errors are one line."""
     try:
-        with task("starting"), imported():
+        with task("starting"), importing():
             from jinfer.server.run_server import serve
             from jinfer.server.serve_flags import options
     except ModuleNotFoundError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jinfer.distributed.process_group import current
@@ -24,7 +25,6 @@ from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.progress import line
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.weights.plan_weights import Weights
-from jinfer.xla import trees
 
 if TYPE_CHECKING:
     from jinfer.parallel.pipeline_programs import StagedPrograms
@@ -91,7 +91,7 @@ def _programs(
         staged = _staged(model, opened)
         return staged, staged.lanes.count
     spec, context = opened.spec.engine, opened.context
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in trees.leaves(model.parameters))
+    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,

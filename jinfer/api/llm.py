@@ -26,8 +26,8 @@ from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
+from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
-from jinfer.xla.undisturbed import paused
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -42,7 +42,7 @@ class LLM(Loaded):
         frontend: the session, which `AsyncLLM` shares.
     """
 
-    @paused()
+    @gc_paused()
     def __init__(
         self,
         source: str | Path,

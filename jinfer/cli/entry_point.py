@@ -13,8 +13,7 @@ from jinfer.cli.command_registry import COMMANDS, GROUPS, Command
 from jinfer.cli.prog_name import command, jinfer
 from jinfer.cli.terminal.exit_status import leave, status_of
 from jinfer.cli.tools_path import provide_tools
-from jinfer.xla.later import imported
-from jinfer.xla.undisturbed import paused
+from jinfer.runtime.startup import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
 # Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.
@@ -80,7 +79,7 @@ def _run(chosen: Command, words: Sequence[str]) -> int:
     provide_tools()
     with command(chosen.name):
         # Programs import the engine themselves, after they have parsed their arguments.
-        with task("starting"), imported() if chosen.module.startswith(_TOOLS) else paused():
+        with task("starting"), importing() if chosen.module.startswith(_TOOLS) else gc_paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
 

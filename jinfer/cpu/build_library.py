@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer import progress
@@ -40,7 +41,6 @@ from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
-from jinfer.xla.calls import include_dir, register_call
 
 # Instruction set to compile kernels for; None: all.
 type Target = Isa | Literal["tested"] | None
@@ -152,7 +152,7 @@ def _build(only: Target) -> Path:
             ) as step,
             cache.build_folder(key(only)) as paths,
         ):
-            _compile(compiler, paths, cores, only, include_dir(), step=step)
+            _compile(compiler, paths, cores, only, jax.ffi.include_dir(), step=step)
         return paths.installed
 
 
@@ -226,7 +226,8 @@ def _open(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _register(symbol: str) -> None:
-    register_call(symbol, getattr(_library(), symbol))
+    handler = jax.ffi.pycapsule(getattr(_library(), symbol))
+    jax.ffi.register_ffi_target(symbol, handler, platform="cpu")
     registered.add(symbol)
 
 
@@ -291,7 +292,7 @@ def write_prebuilt(folder: Path, headers: str | None = None) -> Path:
         BuildError: there is no compiler, or it fails.
         OSError: the folder cannot be written to, or the headers not be read.
     """
-    compiler, headers = _compiler(), headers or include_dir()
+    compiler, headers = _compiler(), headers or jax.ffi.include_dir()
     made_for = prebuilt.interface(headers)
     folder.mkdir(parents=True, exist_ok=True)
     with (

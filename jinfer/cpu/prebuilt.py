@@ -13,8 +13,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from jinfer.cpu.library_cache import LIBRARY, is_intact, write_hash
-from jinfer.xla.calls import include_dir
 
 FOLDER = Path(__file__).parent / "prebuilt_library"
 _MADE_FROM = "made_from.json"
@@ -51,7 +52,7 @@ def find(key: str) -> Path | None:
         return None
     try:
         made_from = json.loads((FOLDER / _MADE_FROM).read_text(encoding="utf-8"))
-        made_for, here = Interface(*made_from["interface"]), interface(include_dir())
+        made_for, here = Interface(*made_from["interface"]), interface(jax.ffi.include_dir())
         usable = made_from["key"] == key and here.accepts(made_for)
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
-
-from jinfer.xla import trees
 
 type Values = Future[Any]
 
@@ -57,7 +56,7 @@ class Whole:
     def part(self, index: int) -> np.ndarray:
         """One of the arrays; waits for it."""
         try:
-            return np.asarray(trees.leaves(self._coming.result())[index])
+            return np.asarray(jax.tree.leaves(self._coming.result())[index])
         except RuntimeError as error:  # XLA's error is a subclass
             self._failed(error)
             raise
@@ -79,6 +78,6 @@ class Later:
 
 def later(coming: Values, like: Any, failed: Callable[[BaseException], None]) -> Any:
     """The arrays of a future result, in the structure of `like`; `failed` as of `RemoteResult`."""
-    leaves, tree = trees.flatten(like)
+    leaves, tree = jax.tree.flatten(like)
     whole = Whole(coming, failed)
-    return trees.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])
+    return jax.tree.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])

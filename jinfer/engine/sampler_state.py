@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.engine.runner.device_state import SamplingRow, State, state_row
@@ -13,7 +14,6 @@ from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import Progress
-from jinfer.xla import trees
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Samplers:
             progress = self.choices[sequence.request.id].progress
         else:
             each, step, row = known
-            progress = trees.map(lambda part: np.asarray(part)[step, row][None], each)
+            progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
         # Tokens that were not drawn, because there was no choice, count all the same.
         count = len(sequence.tokens) + more - len(sequence.request.prompt)
         drawn: Any = np.array([count], np.int32)

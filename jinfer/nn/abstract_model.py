@@ -22,8 +22,6 @@ from jinfer.modelspec.draft_head import Tap
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -75,8 +73,8 @@ class AbstractModel:
     Attributes:
         modules: its Flax modules.
         names: of the parameters, in the order of the tree's leaves.
-        parameters: their shapes and types, in the same order: an `Abstract`, or a `QuantizedTensor`
-            of them.
+        parameters: their shapes and types, in the same order: a `jax.ShapeDtypeStruct`, or a
+            `QuantizedTensor` of them.
         axes: their logical axes, in the same order.
         normalized: parameters whose rows are normalized to length 1 at loading.
         roles: what each parameter is used for, in the same order.
@@ -111,7 +109,7 @@ class AbstractModel:
         found: dict[str, slice] = {}
         end = 0
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            begin, end = end, end + len(trees.leaves(parameter))
+            begin, end = end, end + len(jax.tree.leaves(parameter))
             if layer := owner.match(name):
                 first = found.get(layer[0], slice(begin, begin))
                 assert first.stop == begin, f"{name} is not beside the others of its layer"
@@ -142,7 +140,7 @@ def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> Abstr
     return AbstractModel(
         modules=modules,
         names=tuple(one.name for one in found),
-        parameters=tuple(Abstract(one.shape, one.dtype) for one in found),
+        parameters=tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in found),
         axes=tuple(tuple(one.axes) for one in found),
         normalized=frozenset(one.name for one in found if one.normalize),
         roles=tuple(one.role for one in found),

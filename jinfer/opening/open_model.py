@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from jinfer.sampling.param_names import PARAMETERS
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from jinfer.tokenizer.tokenizer_config import MAX_TOKENS
-from jinfer.xla.device import platform
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _dtype(name: str) -> str:
     if name != "auto":
         return name
     # One-row products in bfloat16 convert all weights first on XLA:CPU, and take five times longer.
-    return "float32" if platform() == "cpu" else "bfloat16"
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _activations(spec: ModelSpec) -> Activations:
@@ -150,7 +150,7 @@ def _kv_cache(spec: ModelSpec) -> Kind:
     named = spec.quantization.kv_cache
     if named != "auto":
         return parse_kind(named)
-    on_cpu = spec.dtype == "auto" and platform() == "cpu"
+    on_cpu = spec.dtype == "auto" and jax.default_backend() == "cpu"
     return parse_kind("f16") if on_cpu else np.dtype(_dtype(spec.dtype))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from jinfer.xla.device import platform
+import jax
 
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
@@ -14,7 +14,7 @@ _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 def backend() -> str:
     """The target platform by JAX's name, such as "cpu" or "gpu"."""
-    return _TARGET.get() or platform()
+    return _TARGET.get() or jax.default_backend()
 
 
 def interpreted() -> bool:

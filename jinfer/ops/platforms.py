@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from difflib import get_close_matches
 
+import jax
+
 from jinfer.guard.process_limits import check
 from jinfer.ops.disable_kernels import SwitchError
-from jinfer.xla.device import first_device
 
 ASKED = "JAX_PLATFORMS"
 _KNOWN = ("cpu", "cuda", "rocm", "tpu")
@@ -28,7 +29,7 @@ def start() -> None:
     """
     check()
     try:
-        first_device()
+        jax.local_devices()[0]
     except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
         if asked := os.environ.get(ASKED, ""):
             raise SwitchError(f"{ASKED}={asked}: {_reason(asked)}") from error

@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import Callable
 
+import jax
+from jax._src.xla_bridge import backends_are_initialized
+
 from jinfer.cpu import call_threads
 from jinfer.cpu.cores import usable_cores
-from jinfer.xla.device import first_device, has_started
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")
@@ -21,11 +23,11 @@ def bound(count: int) -> Callable[[], None]:
     their size otherwise. Custom calls obey the smallest limit in force.
     """
     lift = call_threads.limit_threads(count)
-    if not has_started():
+    if not backends_are_initialized():
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(count)
         try:
-            first_device()
+            jax.local_devices()[0]
         finally:
             del os.environ[_VARIABLE]
             if before is not None:

@@ -22,8 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.xla import trees
-
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
@@ -50,7 +48,7 @@ class Inputs(NamedTuple):
         return np.diagonal(self.mean, axis1=-2, axis2=-1)
 
 
-@trees.register
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Recorded:
     """A weight whose inputs are recorded.
@@ -96,7 +94,7 @@ def tap(weight: Any, kind: Kind) -> Recorded:
 
 def records(tree: Any) -> bool:
     """Whether a tree contains recorded weights."""
-    leaves = trees.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
     return any(isinstance(leaf, Recorded) for leaf in leaves)
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import PIECES, unpack_four
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -25,7 +24,7 @@ BLOCK = 32  # numbers that share a scale
 REACH = {4: 0.73, 8: 0.91, 11: 0.95}
 
 
-@trees.register
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedVectors:
     """Vectors [*shape, width] as codes and the numbers of their blocks of 32.
@@ -83,17 +82,17 @@ class QuantizedVectors:
 
 def zeros(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
     """Vectors of zeros."""
-    return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), abstract(shape, format))
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), abstract(shape, format))
 
 
 def abstract(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
-    """The shapes and types of vectors, as `Abstract`s."""
+    """The shapes and types of vectors, as `jax.ShapeDtypeStruct`s."""
     if format.block != BLOCK or format.two_level or format.codebook is not None:
         raise ValueError(f"vectors are not kept as {format.name}: only plain blocks of {BLOCK}")
     *lead, width = shape
     columns = -(-width // (BLOCK * format.per_code))
-    words = Abstract((*lead, columns * format.code_bits), np.uint32)
-    numbers = Abstract((*lead, columns * format.per_code * format.numbers), np.float16)
+    words = jax.ShapeDtypeStruct((*lead, columns * format.code_bits), np.uint32)
+    numbers = jax.ShapeDtypeStruct((*lead, columns * format.per_code * format.numbers), np.float16)
     return QuantizedVectors(words, numbers, format, width)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import numpy as np
 
 from jinfer.modelspec.quant_format import QuantFormat
@@ -11,7 +12,6 @@ from jinfer.quant.outlier_weights import find_outliers, without_outliers
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nearest_numbers
 from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, sparse_of
-from jinfer.xla import trees
 
 # "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" (GPTQ) that
 # of the layer's output, for which it needs statistics of the layer's inputs.
@@ -84,7 +84,7 @@ def quantize_apart(
         missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
         wanted = matrix if part.moved is None else part.moved
         sparse.append(sparse_of(wanted - missing, kept, count))
-    outliers = trees.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
+    outliers = jax.tree.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
     return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
 
 

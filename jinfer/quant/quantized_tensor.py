@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import pack, unpack
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -28,7 +27,7 @@ ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
 CHUNK = 1 << 19  # weights packed at a time: temporaries stay in the L2 cache
 
 
-@trees.register
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A quantized matrix [outputs, inputs], or a stack of them: codes and block numbers.
@@ -108,7 +107,7 @@ class QuantizedTensor:
             return self
         if not self.stack:
             raise IndexError("a single matrix has no stack to choose from; use take for rows")
-        return trees.map(lambda part: part[index], self)
+        return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
         """The dequantized matrix: the reference for every kernel.
@@ -193,7 +192,7 @@ def empty(
     The arrays are aligned as XLA requires, so that `jax.device_put` to a CPU makes no copy: they
     must not be written to afterwards.
     """
-    return trees.map(_zeros, abstract(shape, format, columns))
+    return jax.tree.map(_zeros, abstract(shape, format, columns))
 
 
 class _Slabs:
@@ -238,7 +237,7 @@ def _whole_pages(size: int) -> np.ndarray:
     return room[-room.ctypes.data % _HUGE_PAGE :][:size]
 
 
-def _zeros(like: Abstract) -> np.ndarray:
+def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
     room = _slabs.take(like.size * like.dtype.itemsize)
     return room.view(like.dtype).reshape(like.shape)
 
@@ -289,7 +288,7 @@ def _place(tiles: np.ndarray, rows: np.ndarray) -> None:
 
 def to_codes(tensor: QuantizedTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The inverse of `from_codes`: codes, numbers, steps; inputs still padded."""
-    host = trees.map(np.asarray, tensor)
+    host = jax.tree.map(np.asarray, tensor)
     kind = np.uint16 if tensor.format.code_bits == 16 else np.uint8
     codes = _codes(host, np)[..., : tensor.outputs, :].astype(kind)
     scales = _rows_first(host.scales)[..., : tensor.outputs, :, :]
@@ -309,7 +308,7 @@ def with_columns(tensor: QuantizedTensor, columns: int) -> QuantizedTensor:
 def abstract(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of `Abstract`s: the result of `from_codes` for this shape.
+    """A tensor of `jax.ShapeDtypeStruct`s: the result of `from_codes` for this shape.
 
     Raises:
         ValueError: with so few columns there is no space for the steps of a two-level format.
@@ -322,12 +321,12 @@ def abstract(
     tiles, superblocks = -(-outputs // r), -(-pad(inputs, format) // width)
     lead = (*stack, tiles, superblocks)
     kind = np.int8 if format.two_level else np.float16
-    steps = Abstract((*lead, r, width // SUPER, format.numbers), np.float16)
+    steps = jax.ShapeDtypeStruct((*lead, r, width // SUPER, format.numbers), np.float16)
     share = max(1, format.block // width)  # superblocks of a block
     blocks = (*stack, tiles, superblocks // share, r, max(1, width // format.block))
     return QuantizedTensor(
-        Abstract((*lead, format.code_bits, r, g), np.uint32),
-        Abstract((*blocks, format.numbers), kind),
+        jax.ShapeDtypeStruct((*lead, format.code_bits, r, g), np.uint32),
+        jax.ShapeDtypeStruct((*blocks, format.numbers), kind),
         steps if format.two_level else None,
         format,
         outputs,

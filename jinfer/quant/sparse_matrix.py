@@ -13,8 +13,6 @@ from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor, abstract
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 _BYTES = 12  # per weight: row, column and value
 
 
-@trees.register
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SparseTensor:
     """A sparse matrix [outputs, inputs], or a stack of them (COO).
@@ -91,7 +89,7 @@ class SparseTensor:
         return taken.reshape(*rows.shape, self.inputs)
 
 
-@trees.register
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OutlierTensor:
     """A matrix [outputs, inputs], or a stack of them: the sum of a quantized and a sparse one.
@@ -133,7 +131,7 @@ class OutlierTensor:
             return self
         if not self.stack:
             raise IndexError("a single matrix has no stack to choose from; use take for rows")
-        return trees.map(lambda part: part[index], self)
+        return jax.tree.map(lambda part: part[index], self)
 
     def dequantize(self, dtype: Any = np.float32) -> Float[Array, "*stack outputs inputs"]:
         """The dequantized matrix."""
@@ -152,10 +150,10 @@ def outlier_count(shape: tuple[int, ...], share: float) -> int:
 def abstract_outliers(
     shape: tuple[int, ...], format: QuantFormat, share: float, columns: int | None = None
 ) -> OutlierTensor:
-    """An `OutlierTensor` of `Abstract`s."""
+    """An `OutlierTensor` of `jax.ShapeDtypeStruct`s."""
     *stack, outputs, inputs = shape
     of = (*stack, outlier_count(shape, share))
-    whole, real = Abstract(of, np.int32), Abstract(of, np.float32)
+    whole, real = jax.ShapeDtypeStruct(of, np.int32), jax.ShapeDtypeStruct(of, np.float32)
     sparse = SparseTensor(whole, whole, real, outputs, inputs)
     return OutlierTensor(abstract(shape, format, columns), sparse)
 

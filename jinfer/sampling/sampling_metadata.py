@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -20,7 +21,6 @@ from jinfer.sampling.param_ranges import (
 from jinfer.sampling.sampler_chain import chain
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.token_history import History
-from jinfer.xla.device import put
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt
@@ -189,7 +189,7 @@ def empty_progress(rows: int) -> Progress:
 
 def _repeated(row: Any, rows: int) -> Any:
     each = (np.repeat(part, rows, axis=0) for part in row)
-    return type(row)(*(put(part, may_alias=False) for part in each))
+    return type(row)(*(jax.device_put(part, may_alias=False) for part in each))
 
 
 def mask_words(vocab: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint
@@ -20,7 +21,6 @@ from jinfer.weights import quantized_cache
 from jinfer.weights.load_native import packing, part_names, weight_settings
 from jinfer.weights.safetensors_writer import Writer
 from jinfer.weights.storage_plan import Storage, stored
-from jinfer.xla import trees
 
 _SHARD_BYTES = 1 << 30  # of a file, which memory holds until it is written
 
@@ -50,7 +50,7 @@ def entry_key(
 
 def entry_bytes(model: AbstractModel, storages: Mapping[str, Storage]) -> int:
     """What an entry takes, about."""
-    leaves = trees.leaves(stored(model, storages).parameters)
+    leaves = jax.tree.leaves(stored(model, storages).parameters)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+import jax
+
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.thread_limit import cores
@@ -14,7 +16,6 @@ from jinfer.weights.load_time import PER_PRODUCT, PER_WEIGHT
 from jinfer.weights.load_weights import parameter_shapes, same_arrays
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin
-from jinfer.xla.device import process_count
 
 MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing
@@ -56,7 +57,8 @@ def with_feedback(
     if method == "auto":
         shapes = parameter_shapes(model)
         count = sum(prod(shapes[name]) for name in fed_names(fed))
-        if count < _FEWEST or not spec.generates or len(spec.stacks) != 1 or process_count() > 1:
+        few = count < _FEWEST or not spec.generates
+        if few or len(spec.stacks) != 1 or jax.process_count() > 1:
             return dict(storages)
     return fed
 

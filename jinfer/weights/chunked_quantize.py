@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
@@ -15,7 +16,6 @@ from jinfer.weights.row_reader import PIECE as _PIECE
 from jinfer.weights.row_reader import row_reader
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes
-from jinfer.xla import trees
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -67,7 +67,8 @@ def quantize_in_pieces(
                 piece = storage.quantize(values, own)
                 assert isinstance(piece, QuantizedTensor), "there are no outliers"
                 first = begin // result.rows
-                for target, part in zip(trees.leaves(matrix), trees.leaves(piece), strict=True):
+                pairs = zip(jax.tree.leaves(matrix), jax.tree.leaves(piece), strict=True)
+                for target, part in pairs:
                     target[first : first + len(part)] = part
                 if watch is not None:
                     watch(piece, values, own)

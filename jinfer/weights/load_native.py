@@ -23,9 +23,6 @@ from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor
 from jinfer.weights.load_weights import Place
 from jinfer.weights.storage_plan import columns_here
 from jinfer.weights.tensor_mapping import LoadError
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
-from jinfer.xla.device import put, ready
 
 # What `[quantization]` may say anew, because no stored number depends on it.
 _FREE = ("activations", "kv_cache")
@@ -122,16 +119,16 @@ def load_converted(model: AbstractModel, checkpoint: ConvertedCheckpoint) -> tup
             restored.pop(part) if part in restored else _read(checkpoint, part, like)
             for part, like in part_names(first, stored)
         ]
-        values = trees.unflatten(trees.structure_of(stored), parts)
+        values = jax.tree.unflatten(jax.tree.structure(stored), parts)
         if first in checkpoint.packed:
             values = _as_here(values, _activations(parameter))
-        loaded[first] = trees.map(_put, values, parameter)
-    ready(loaded)
+        loaded[first] = jax.tree.map(_put, values, parameter)
+    jax.block_until_ready(loaded)
     return tuple(loaded[checkpoint.same.get(name, name)] for name in model.names)
 
 
 def _put(array: Any, like: Any) -> Any:
-    return put(array) if like.sharding is None else jax.device_put(array, like.sharding)
+    return jax.device_put(array) if like.sharding is None else jax.device_put(array, like.sharding)
 
 
 def place_converted(
@@ -164,7 +161,7 @@ def _values(checkpoint: ConvertedCheckpoint, name: str, stored: Any) -> Any:
         parts = [np.asarray(restored[part]) for part, _ in part_names(name, stored)]
     else:
         parts = [_read(checkpoint, part, array) for part, array in part_names(name, stored)]
-    return trees.unflatten(trees.structure_of(stored), parts)
+    return jax.tree.unflatten(jax.tree.structure(stored), parts)
 
 
 def _placed(
@@ -176,7 +173,7 @@ def _placed(
     """
     placed = {}
     for name, stored in packings.items():
-        arrays, here = part_names(name, stored), trees.leaves(wanted[name])
+        arrays, here = part_names(name, stored), jax.tree.leaves(wanted[name])
         for (part, like), target in zip(arrays, here, strict=True):
             sharding = target.sharding if target.shape == like.shape else _host()
             placed[part] = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
@@ -192,7 +189,8 @@ def _host() -> jax.sharding.Sharding | None:
 
 def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:
     """The arrays of a parameter, quantized or not, with their names in a converted checkpoint."""
-    return [(name + part, leaf) for part, leaf in trees.named_leaves(parameter)]
+    leaves = jax.tree.leaves_with_path(parameter)
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 def _read(checkpoint: ConvertedCheckpoint, part: str, like: Any) -> np.ndarray:
@@ -231,7 +229,7 @@ def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activa
         return replace(tensor, rounded=_as_here(tensor.rounded, activations))
     columns = columns_here(tensor.format)
     if columns != tensor.columns:
-        is_abstract = isinstance(tensor.words, Abstract)
+        is_abstract = isinstance(tensor.words, jax.ShapeDtypeStruct)
         tensor = (
             abstract(tensor.shape, tensor.format, columns)
             if is_abstract
@@ -262,7 +260,7 @@ def _abstract(
     if packed.outliers is None:
         return rounded
     of = (*rounded.stack, packed.outliers)
-    whole, real = Abstract(of, np.int32), Abstract(of, np.float32)
+    whole, real = jax.ShapeDtypeStruct(of, np.int32), jax.ShapeDtypeStruct(of, np.float32)
     sparse = SparseTensor(whole, whole, real, rounded.outputs, rounded.inputs)
     return OutlierTensor(rounded, sparse)
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
@@ -31,7 +32,6 @@ from jinfer.weights.tensor_mapping import (
     find_origin,
     unused,
 )
-from jinfer.xla.device import platform, put, ready
 
 _LARGE = 1 << 16  # bytes, of a parameter that is a matrix
 
@@ -41,7 +41,7 @@ type Place = Callable[[Sequence[str], Any], Any]
 
 def on_device(names: Sequence[str], values: Any) -> Any:
     """A parameter on the one device."""
-    return ready(put(values))
+    return jax.block_until_ready(jax.device_put(values))
 
 
 def find_origins(
@@ -124,7 +124,7 @@ def load(
 
     total = sum(reading(name) + rates[name] * prod(shapes[name]) for name in firsts)
     # A CPU takes arrays over where they are: that of all together is asked for in half the time.
-    together = place is on_device and platform() == "cpu"
+    together = place is on_device and jax.default_backend() == "cpu"
 
     def one(name: str) -> Any:
         storage, rows = storages.get(name), _rows(names[name], only)

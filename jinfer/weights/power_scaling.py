@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.xla import trees
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -58,7 +58,7 @@ def times_powers(values: Any, exponents: Int[np.ndarray, " *rows"], offset: floa
         exponents: of each row, or of as many leading axes as it has.
         offset: is added to each number when it is used, and so is a part of what is multiplied.
     """
-    values = trees.map(np.asarray, values)
+    values = jax.tree.map(np.asarray, values)
     powers = np.ldexp(np.float32(1), exponents)
     if isinstance(values, OutlierTensor):
         of_rows = np.append(powers, np.float32(1))[values.outliers.rows]  # the last: of no row

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jinfer.modelspec.blocks import Attention, CrossAttention, Rope
@@ -27,8 +28,6 @@ from jinfer.weights.load_weights import Place
 from jinfer.weights.plan_weights import Weights
 from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
 from jinfer.weights.row_slices import Rows, Wanted
-from jinfer.xla import trees
-from jinfer.xla.device import put, ready
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -102,7 +101,7 @@ def equalized(weights: Weights, kind: Kind) -> Weights:
         changes = planned(weights, found, kind, progress, dict.fromkeys(names))
         arrays = weights.load(progress)
         return tuple(
-            ready(trees.map(_put, changes[name].of(array))) if name in changes else array
+            _put(changes[name].of(array)) if name in changes else array
             for name, array in zip(names, arrays, strict=True)
         )
 
@@ -249,8 +248,9 @@ def _squares(heads: Heads, parts: Sequence[Magnitude], count: int) -> np.ndarray
     return found
 
 
-def _put(array: np.ndarray) -> Any:
-    return put(in_large_pages(array))
+def _put(tree: Any) -> Any:
+    tree = jax.tree.map(in_large_pages, tree)
+    return jax.block_until_ready(jax.device_put(tree))
 
 
 def _doublings(one: Magnitude) -> int:

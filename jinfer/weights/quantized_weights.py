@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
 from jinfer.modelspec.model_spec import ModelSpec
@@ -21,7 +23,6 @@ from jinfer.weights.load_weights import Place, load, parameter_shapes
 from jinfer.weights.row_slices import Wanted
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin
-from jinfer.xla.device import process_count
 
 _VERSION = "search 1"  # another where the same weights would get other codes
 _FEWEST = 1 << 26  # weights, which take two seconds of two cores
@@ -118,7 +119,7 @@ class Searched:
         """Whether it does, and this process reads all of them."""
         shapes = parameter_shapes(self.model)
         count = sum(prod(shapes[name]) for name, each in self.storages.items() if not each.kept)
-        return count >= _FEWEST and process_count() == 1
+        return count >= _FEWEST and jax.process_count() == 1
 
     def _write(self, folder: Path, progress: bool) -> None:
         writer, same = EntryWriter(folder), dict[str, str]()

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.checkpoint.dtypes import DTYPES
@@ -36,7 +37,6 @@ from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
 from jinfer.quant.quantized_tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.sparse_matrix import abstract_outliers
 from jinfer.weights.tensor_mapping import Origin, Shapes
-from jinfer.xla.abstract import Abstract
 
 _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 
@@ -139,7 +139,7 @@ def in_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
         type_name = types.get(name)
         if role == "plain" or type_name not in _SIXTEEN_BITS or parameter.dtype.itemsize <= 2:
             return parameter
-        return Abstract(parameter.shape, DTYPES[type_name])
+        return jax.ShapeDtypeStruct(parameter.shape, DTYPES[type_name])
 
     each = zip(model.names, model.parameters, model.roles, strict=True)
     return replace(model, parameters=tuple(typed(*one) for one in each))

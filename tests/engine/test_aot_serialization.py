@@ -36,7 +36,6 @@ EVERY: dict[str, SamplingParams] = {
 def shelf(tmp_path: Path) -> Shelf:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
-    assert program_cache.attend(folder)
     return Shelf(folder, "a version")
 
 
@@ -104,7 +103,7 @@ def test_a_second_start_traces_nothing(
 def test_where_jax_calls_them(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     usual = results(shelf, "llama2", ("drawn",), **FEW)[0]
-    monkeypatch.setattr("jinfer.engine.runner.aot_serialization.platform", lambda: "gpu")
+    monkeypatch.setattr("jinfer.engine.runner.aot_serialization._is_cpu", lambda: False)
     called, traced = results(shelf, "llama2", ("drawn",), **FEW)
     assert traced == set()
     same(usual, called)
@@ -185,9 +184,8 @@ def test_without_what_it_calls_a_program_is_not_loaded(monkeypatch: pytest.Monke
         function, donated, arguments = llm.frontend.engine.programs.step_function(
             StepKey("copy_blocks")
         )
-        with program_cache.aside():
-            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-            content = dumped(lowered.compile())
+        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        content = dumped(program_cache.compiled_apart(lowered))
     assert content is not None
     assert loaded(content) is not None
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from jinfer import LLM, SamplingParams
 from jinfer.cpu import build_library
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.xla.program import Program
+from jinfer.runtime.executable import Executable
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 77, 31]
@@ -34,7 +34,7 @@ def results(golden: str, overrides: Mapping[str, Any]) -> tuple[list[Any], int, 
         if llm.spec.type != "encoder-decoder":
             found += llm.logits([IDS])
         made = [each.result() for each in engine.programs._futures.values()]
-        read = [len(each.read) for each in made if isinstance(each, Program) and each.read]
+        read = [len(each.read) for each in made if isinstance(each, Executable) and each.read]
         return found, max(read), len(engine.leaves)
 
 

@@ -29,8 +29,8 @@ from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.opening import model_catalogue
 from jinfer.progress import task
+from jinfer.runtime.interrupts import interrupts_raised
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.xla.undisturbed import heard
 
 MAX_PROMPT = 64 << 20  # bytes
 
@@ -93,7 +93,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
     prompt = None if silent and chat else _prompt(options)
-    with heard():
+    with interrupts_raised():
         llm = LLM(
             options.source,
             progress=sys.stderr.isatty(),

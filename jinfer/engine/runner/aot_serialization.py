@@ -24,10 +24,8 @@ from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.attention.kv_cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
+from jinfer.runtime.executable import Executable, device_list
 from jinfer.sampling.sampling_metadata import Progress, Sampler
-from jinfer.xla.arrays import aval
-from jinfer.xla.device import device_list, first_device, platform
-from jinfer.xla.program import Program
 
 _RECORDS = {each.__name__: each for each in (SamplerOutput, LayerCache, Progress, Sampler, State)}
 _LENGTH = 8  # bytes that tell how long the JSON is
@@ -96,7 +94,7 @@ def loaded(content: bytes) -> Any:
         header = json.loads(content[_LENGTH:end])
         if not register_calls(header["calls"]):
             return None
-        client = first_device().client
+        client = jax.local_devices()[0].client
         own = client.deserialize_executable(content[end:], executable_devices=device_list())
         return _program(header, own)
     except Exception as error:
@@ -131,18 +129,18 @@ def _header(program: Any) -> dict[str, Any]:
 
 
 def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
-    if platform() != "cpu":
+    if not _is_cpu():
         return _of_jax(header, xla_executable)
     arguments, _ = _decoded(header["arguments"])
     results = _decoded(header["results"])
-    return Program(xla_executable, arguments, header["kept"], header["read"], results)
+    return Executable(xla_executable, arguments, header["kept"], header["read"], results)
 
 
 def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
     """A program that JAX calls."""
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
 
-    device, devices = first_device(), device_list()
+    device, devices = jax.local_devices()[0], device_list()
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
     flat, arguments = jax.tree.flatten(_decoded(header["arguments"]))
     out, results = jax.tree.flatten(_decoded(header["results"]))
@@ -174,6 +172,10 @@ def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
     return compiled if header["read"] is None else Reader(compiled, tuple(header["read"]))
 
 
+def _is_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def _check(program: Any, inside: Any, device: Any) -> None:
     """Raises where `_program` would leave something out."""
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
@@ -186,7 +188,7 @@ def _check(program: Any, inside: Any, device: Any) -> None:
         inside.mut,
         inside.committed,
         inside.keepalive,
-        device != first_device(),
+        device != jax.local_devices()[0],
         any(layout is not None for layout in inside.dispatch_in_layouts),
         any(one != sharding for one in (*inside.input_shardings, *inside.output_shardings)),
     )
@@ -227,7 +229,7 @@ def _decoded(coded: Any) -> Any:
         return None
     if isinstance(coded, list):
         shape, type_name, weak = coded
-        return aval(shape, type_name, weak)
+        return jax.core.ShapedArray(shape, type_name, weak)
     ((kind, parts),) = coded.items()
     if kind == "dict":
         return {key: _decoded(value) for key, value in parts}

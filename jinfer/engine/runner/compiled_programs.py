@@ -22,7 +22,7 @@ from jax import Array
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner.aot_serialization import dumped, loaded, reader
 from jinfer.engine.runner.mmap_limit import check_maps
-from jinfer.engine.runner.program_cache import aside, can_keep, compiled, surroundings
+from jinfer.engine.runner.program_cache import compiled, compiled_apart, surroundings
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
@@ -36,9 +36,6 @@ from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
 from jinfer.sampling.sampling_metadata import mask_words
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
-from jinfer.xla.later import import_jax
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_table import StepFunction
@@ -49,7 +46,7 @@ _COMPILER_THREADS = 4
 
 NOTHING = b""  # on the shelf: this program cannot be stored
 
-# A `Reader` or a `jax.stages.Compiled`; called with the arguments of its `StepFunction`.
+# An `Executable`, `Reader` or `jax.stages.Compiled`, called with its `StepFunction`'s arguments.
 Program = Any
 
 
@@ -124,15 +121,13 @@ class CompiledPrograms:
         if content and (program := loaded(content)) is not None:
             trim()  # loading takes twice the memory of the program
             return program
-        import_jax()
         # Python runs one thread at a time: traced side by side, all programs would be late.
         with self._tracing:
             function, donated, arguments = self.step_function(key)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        if self.shelf is None or content == NOTHING or not can_keep():
+        if self.shelf is None or content == NOTHING:
             return reader(compiled(lowered))
-        with aside():
-            program = compiled(lowered)
+        program = compiled_apart(lowered)
         # A stored program that failed to load is left to JAX's own cache from now on.
         self.shelf.put(entry, NOTHING if content else dumped(program) or NOTHING)
         return reader(program)
@@ -145,12 +140,12 @@ class CompiledPrograms:
 
     @cached_property
     def _described(self) -> str:
-        return f"{surroundings(self.shelf)}\n{self.model.described()}\n{self.sizes!r}"
+        return f"{surroundings()}\n{self.model.described()}\n{self.sizes!r}"
 
     @cached_property
-    def leaves(self) -> tuple[Abstract, ...]:
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract weights as programs take them; see `with_weight_pointers`."""
-        leaves = tuple(trees.leaves(self.model.parameters))
+        leaves = tuple(jax.tree.leaves(self.model.parameters))
         return (*leaves, *map(weight_pointers.like, self._pointer_arrays(leaves)))
 
     @property
@@ -160,7 +155,7 @@ class CompiledPrograms:
 
     def with_weight_pointers(self, parameters: tuple[Any, ...]) -> tuple[Array, ...]:
         """The weights as programs take them: arrays, then a table of pointers to some of them."""
-        leaves = tuple(trees.leaves(parameters))
+        leaves = tuple(jax.tree.leaves(parameters))
         return (*leaves, *map(weight_pointers.table, self._pointer_arrays(leaves)))
 
     def _pointer_arrays[T](self, leaves: tuple[T, ...]) -> list[list[T]]:
@@ -215,10 +210,10 @@ class CompiledPrograms:
         """A device state with all slots free."""
         return states.empty_state(self.sizes.slots, self.sizes.context, self.sizes.vocab)
 
-    def tables(self, rows: int) -> dict[str, Abstract]:
+    def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract block tables."""
         shape = (rows, self.sizes.table)
-        return {group: Abstract(shape, np.int32) for group in self.sizes.blocks}
+        return {group: jax.ShapeDtypeStruct(shape, np.int32) for group in self.sizes.blocks}
 
     def step_function(self, key: StepKey) -> StepFunction:
         """What a step is compiled from."""
@@ -233,11 +228,11 @@ class CompiledPrograms:
 
         Flattening a tree of hundreds of parameters in each call would take too long.
         """
-        tree: Any = trees.structure_of(self.model.parameters)
+        tree: Any = jax.tree.structure(self.model.parameters)
         count = tree.num_leaves
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
-            parameters = trees.unflatten(tree, leaves[:count])
+            parameters = jax.tree.unflatten(tree, leaves[:count])
             with weight_pointers.told(next(iter(leaves[count:]), None), self.pointer_layers):
                 return function(self.model, *first, parameters, *rest)
 

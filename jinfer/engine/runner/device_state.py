@@ -22,7 +22,6 @@ from jinfer.sampling.sampling_metadata import (
     sampler_row,
 )
 from jinfer.sampling.sampling_params import SamplingParams
-from jinfer.xla.device import put
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -64,7 +63,7 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
     # A separate array for each field: the state is donated to every step, and no buffer can be
     # donated twice. Made from NumPy arrays, as `jnp.zeros` would trace a program for each.
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        return put(np.zeros(shape, dtype), may_alias=False)
+        return jax.device_put(np.zeros(shape, dtype), may_alias=False)
 
     def counts() -> Array:
         return zeros((rows,), np.int32)

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
@@ -19,7 +20,6 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.xla import trees
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -101,11 +101,11 @@ def forward(
             engine.set_cache(cache)
             out = out[0] if want == "score" else out
             if last:
-                parts = [trees.map(lambda part, at=count - 1: np.asarray(part)[at].copy(), out)]
+                parts = [jax.tree.map(lambda part, at=count - 1: np.asarray(part)[at].copy(), out)]
             else:
-                parts.append(trees.map(lambda part, count=count: np.asarray(part)[:count], out))
+                parts.append(jax.tree.map(lambda part, count=count: np.asarray(part)[:count], out))
             engine.scheduler.blocks.slide_window(block_tables, start + count)
-    return parts[0] if last else trees.map(lambda *each: np.concatenate(each), *parts)
+    return parts[0] if last else jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
 def _program(engine: EngineCore, key: StepKey) -> Passes[Program]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -18,7 +19,6 @@ from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTab
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.xla import trees
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -59,10 +59,10 @@ class ModelRunner:
         Raises:
             EngineError: they are split over several devices.
         """
-        like, tree = trees.flatten(self.model.parameters)
+        like, tree = jax.tree.flatten(self.model.parameters)
         if [one.shape for one in self.weights] != [one.shape for one in like]:
             raise EngineError("the weights are in parts on several devices; leave out [partition]")
-        return tuple(trees.unflatten(tree, self.weights))
+        return tuple(jax.tree.unflatten(tree, self.weights))
 
     @parameters.setter
     def parameters(self, parameters: tuple[Any, ...]) -> None:

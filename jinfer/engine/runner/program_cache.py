@@ -1,21 +1,22 @@
-"""Compiled programs are kept on disk, so that a second start does not compile."""
+"""Program cache: compiled programs on disk, so that a second start compiles nothing.
+
+Two caches share a folder. The steps of an engine are written ready to run (`aot_serialization`);
+whatever else is compiled is in JAX's persistent compilation cache.
+"""
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import platform
 import stat
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import jax
+from jax._src.config import persistent_cache_min_compile_time_secs
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.engine.scheduling.cache_size import trim
@@ -23,53 +24,54 @@ from jinfer.guard.disk_cache import Shelf
 from jinfer.ops.custom_calls import made_from
 from jinfer.ops.thread_limit import cores
 from jinfer.progress import line
-from jinfer.xla.device import all_devices
-from jinfer.xla.later import is_postponed, once_imported, was_postponed
 
-if TYPE_CHECKING:
-    import jax
+CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
-CACHE_BYTES = 8 << 30  # the programs that were used least recently go first
-
-# Folders with their code.
-_TRACED = ("cpu", "engine", "nn", "ops", "quant", "sampling", "modelspec", "xla")
-# That change them.
+_TRACED = ("cpu", "engine", "nn", "ops", "quant", "runtime", "sampling", "modelspec")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
-_AS_INSTALLED = "settings as installed"  # what a shelf has them under
-_used: list[str] = []  # folders that JAX was told of here
+_used: list[str] = []  # folders that were set here as JAX's, rather than by the user
+_NEVER = 1e9  # seconds
+# An option that says what XLA does anyway, but is a part of the key in JAX's cache.
+_APART = {"xla_embed_ir_in_executable": False}
 
 
-class _Thread(threading.local):
-    aside: bool = False
-
-
-_thread = _Thread()
-
-
-def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program, and gives back what that leaves free.
+def compiled(
+    lowered: jax.stages.Lowered, options: dict[str, bool] | None = None
+) -> jax.stages.Compiled:
+    """Compiles a program, and returns the compiler's memory to the system.
 
     Of a dozen programs' compilers glibc would keep as much as 200 MiB.
+
+    Args:
+        options: for XLA.
     """
-    program = lowered.compile()
+    program = lowered.compile(options)
     trim()
     return program
 
 
+def compiled_apart(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program that neither comes from JAX's cache nor goes into it.
+
+    XLA on a CPU serializes a program that came from there without a part of its code.
+    """
+    with persistent_cache_min_compile_time_secs(_NEVER):
+        return compiled(lowered, _APART)
+
+
 def use_persistent_cache() -> Shelf | None:
-    """Switches JAX's persistent compilation cache on, unless the user has set one of his own.
+    """Switches JAX's persistent compilation cache on, unless the user has chosen a folder for it.
 
     The folder is $JINFER_CACHE or the user's cache folder, and in it one per jaxlib version and
     CPU: a program compiled for one CPU's instructions crashes on another. JINFER_CACHE=off: none.
-    Programs are code: a folder that others may write to is not used, nor one that is not the
-    user's.
+    Programs are code: a folder that others can write to is not used, nor one of another user.
 
     Returns:
-        Where programs are kept that are ready to run, as JAX's cache has to be asked with a program
-        that is traced; None where nothing is kept, or the user has chosen JAX's cache.
+        The cache of programs that are ready to run, which needs no trace to be asked; None where
+        there is none, or the user has chosen JAX's cache.
     """
     chosen = os.environ.get("JINFER_CACHE", "")
-    own = _chosen_of_jax()
+    own: str | None = jax.config.jax_compilation_cache_dir
     if chosen == "off" or (own is not None and own not in _used):
         return None
     folder = private_folder(_base(chosen) / "programs" / _machine())
@@ -77,27 +79,7 @@ def use_persistent_cache() -> Shelf | None:
         return None
     if str(folder) not in _used:
         _used.append(str(folder))
-    shelf = Shelf(folder, _maker())
-    if is_postponed():
-        once_imported(lambda: shelf.put(_AS_INSTALLED, _settings().encode()))
-    once_imported(lambda: _switch_on(folder))
-    return shelf
-
-
-def _chosen_of_jax() -> str | None:
-    """The folder that JAX is told to keep programs in."""
-    if is_postponed():
-        return None
-    import jax
-
-    folder: str | None = jax.config.jax_compilation_cache_dir
-    return folder
-
-
-def _switch_on(folder: Path) -> None:
-    """Makes JAX keep programs in a folder."""
-    import jax
-
+    _remove_incomplete(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: their number is what a start waits for.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -105,36 +87,29 @@ def _switch_on(folder: Path) -> None:
     # With a limit JAX also locks the folder, so that processes that start together never read
     # what another one has half written.
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
-    attend(folder)
+    return Shelf(folder, _maker())
 
 
-def can_keep() -> bool:
-    """Whether what is compiled `aside` can be kept ready to run; see `attend`."""
-    from jax._src import compilation_cache
+def _remove_incomplete(folder: Path) -> None:
+    """Removes entries of JAX's cache that a process was killed while writing.
 
-    return hasattr(getattr(compilation_cache, "get_executable_and_time", None), "attended")
-
-
-def surroundings(shelf: Shelf | None) -> str:
-    """What a program depends on beside its code: settings, devices, custom calls."""
-    chosen = {name: os.environ.get(name) for name in _VARIABLES}
-    devices = [(device.platform, device.device_kind) for device in all_devices()]
-    return repr((_changed_settings(shelf), chosen, devices, cores(), made_from()))
+    JAX writes the time of an entry's last use after the entry. It would not write an incomplete one
+    again, but warn and compile at each start.
+    """
+    for entry in folder.glob("*-cache"):
+        if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+            entry.unlink(missing_ok=True)
 
 
-def _changed_settings(shelf: Shelf | None) -> str:
-    """JAX's settings; "" where they are as they are installed, which is known without JAX."""
-    if was_postponed():
-        return ""
-    own = _settings()
-    known = shelf.get(_AS_INSTALLED) if shelf is not None else None
-    return "" if known == own.encode() else own
+def surroundings() -> str:
+    """What a program depends on besides its code: settings, devices, custom calls."""
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    devices = [(device.platform, device.device_kind) for device in jax.devices()]
+    return repr((_settings(), variables, devices, cores(), made_from()))
 
 
 def _settings() -> str:
-    """JAX's settings, but for those of its caches, and devices, which are looked at themselves."""
-    import jax
-
+    """JAX's configuration, without that of its caches and of platforms (see `surroundings`)."""
     values = jax.config.values.items()
     other = {name: value for name, value in values if "cache" not in name}
     return repr({**other, "jax_platforms": None})
@@ -207,61 +182,9 @@ def empty(folder: Path) -> None:
             path.unlink()
 
 
-@contextmanager
-def aside() -> Iterator[None]:
-    """What this thread compiles meanwhile comes neither from JAX's cache nor goes into it.
-
-    A program that came from there cannot be kept: XLA would write it without a part of its code.
-    """
-    _thread.aside = True
-    try:
-        yield
-    finally:
-        _thread.aside = False
-
-
-def attend(folder: Path) -> bool:
-    """Makes JAX write an entry anew that it could not read, and makes `aside` work.
-
-    JAX compiles again, but leaves what is there as it is: at each start it would warn and compile.
-
-    Returns:
-        Whether this could be done: JAX has no interface for it.
-    """
-    try:
-        from jax._src import compilation_cache as own
-
-        read, write = own.get_executable_and_time, own.put_executable_and_time
-    except (ImportError, AttributeError):
-        return False
-    if hasattr(read, "attended"):
-        return True
-
-    @wraps(read)
-    def get(key: str, *args: Any, **kwargs: Any) -> Any:
-        if _thread.aside:
-            return None, None
-        try:
-            return read(key, *args, **kwargs)
-        except Exception:
-            for path in folder.glob(f"{glob.escape(key)}*"):
-                path.unlink(missing_ok=True)
-            return None, None
-
-    @wraps(write)
-    def put(*args: Any, **kwargs: Any) -> None:
-        if not _thread.aside:
-            write(*args, **kwargs)
-
-    get.attended = True  # type: ignore[attr-defined]
-    for name, function in (("get_executable_and_time", get), ("put_executable_and_time", put)):
-        setattr(own, name, function)
-    return True
-
-
 def _machine() -> str:
     features = hashlib.sha256(_cpu_features().encode()).hexdigest()[:12]
-    return f"jaxlib-{jaxlib_version}-{platform.machine()}-{features}"
+    return f"jaxlib-{jaxlib_version}-2-{platform.machine()}-{features}"
 
 
 def _cpu_features() -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+import jax
 import numpy as np
 
 from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps
@@ -21,8 +22,6 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import Copies
 from jinfer.ops.attention.kv_cache import Cache, CacheShape, unwritten
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
 
 
 class StepFunction(NamedTuple):
@@ -47,7 +46,7 @@ class StepInputs(Protocol):
     @property
     def sizes(self) -> Sizes: ...
     @property
-    def leaves(self) -> tuple[Abstract, ...]: ...
+    def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
     @property
     def cache(self) -> Cache: ...
     @property
@@ -56,7 +55,7 @@ class StepInputs(Protocol):
     def words(self) -> int: ...
     @property
     def hidden(self) -> int: ...
-    def tables(self, rows: int) -> dict[str, Abstract]: ...
+    def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]: ...
     def hidden_taps(self, cache: Cache) -> Any: ...
     def cache_pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]: ...
     def with_leaves(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]: ...
@@ -69,10 +68,10 @@ def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _sample(inputs: StepInputs, key: StepKey) -> StepFunction:
-    words = Abstract((key.chosen, inputs.words), np.uint32)
+    words = jax.ShapeDtypeStruct((key.chosen, inputs.words), np.uint32)
     logits = inputs.abstract_result(StepKey("logits", key.chosen, key.chosen))[1:]
     function = partial(steps.sample_logits, inputs.model, key.stages)
-    flag = Abstract((), np.bool_)
+    flag = jax.ShapeDtypeStruct((), np.bool_)
     return StepFunction(function, 0, (inputs.state, *logits, words, flag))
 
 
@@ -109,7 +108,7 @@ def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
     nodes = Nodes(each, each, each, each, each, root, copies)
     arguments = (*_arrays(inputs), nodes, inputs.tables(key.tokens))
     if key.masked:
-        arguments = (*arguments, Abstract((key.tokens, inputs.words), np.uint32))
+        arguments = (*arguments, jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32))
     return StepFunction(inputs.with_leaves(verify, key.stages), (1, 2), arguments)
 
 
@@ -123,13 +122,16 @@ def _score(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _beam(inputs: StepInputs, key: StepKey) -> StepFunction:
-    scores = Abstract((key.tokens,), np.float32)
+    scores = jax.ShapeDtypeStruct((key.tokens,), np.float32)
     return StepFunction(inputs.with_leaves(steps.beam), 1, (*_stateless(inputs, key), scores))
 
 
 def _contrastive(inputs: StepInputs, key: StepKey) -> StepFunction:
-    past = Abstract((inputs.sizes.context, inputs.hidden), np.float32)
-    probabilities, alpha = Abstract((key.tokens,), np.float32), Abstract((), np.float32)
+    past = jax.ShapeDtypeStruct((inputs.sizes.context, inputs.hidden), np.float32)
+    probabilities, alpha = (
+        jax.ShapeDtypeStruct((key.tokens,), np.float32),
+        jax.ShapeDtypeStruct((), np.float32),
+    )
     arguments = (*_stateless(inputs, key), past, probabilities, alpha)
     return StepFunction(inputs.with_leaves(steps.contrastive), 1, arguments)
 
@@ -154,7 +156,7 @@ def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
     state = inputs.state
-    row = trees.map(lambda part: Abstract((1, *part.shape[1:]), part.dtype), state)
+    row = jax.tree.map(lambda part: jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype), state)
     return StepFunction(device_state.set_slot, 0, (state, row, _int32()))
 
 
@@ -204,12 +206,12 @@ def _stateless(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     return inputs.leaves, inputs.cache, token, token, token, row, inputs.tables(key.rows), row
 
 
-def _head_vectors(inputs: StepInputs, tokens: int) -> Abstract:
+def _head_vectors(inputs: StepInputs, tokens: int) -> jax.ShapeDtypeStruct:
     """The target's hidden states that a draft head reads."""
     follows = inputs.model.modules.spec.follows
     assert follows is not None, "only heads read them"
-    return Abstract((tokens, follows.width), np.float32)
+    return jax.ShapeDtypeStruct((tokens, follows.width), np.float32)
 
 
-def _int32(*shape: int) -> Abstract:
-    return Abstract(shape, np.int32)
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.int32)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract, nbytes
-from jinfer.xla.device import first_device
 
 SHARE = 0.4  # of the free memory
 _SEQUENCES = 4  # whole contexts that fit even with one slot, for beams
@@ -84,7 +85,7 @@ def free_memory(device: Any | None = None) -> int:
     Args:
         device: None: the first device.
     """
-    device = device or first_device()
+    device = device or jax.local_devices()[0]
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -17,9 +18,6 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
-from jinfer.xla import trees
-from jinfer.xla.abstract import Abstract
-from jinfer.xla.device import platform
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -106,7 +104,7 @@ def write(
 
     kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
     # Without the barrier XLA:CPU fuses the update into its readers and copies the cache.
-    return lax.optimization_barrier(trees.map(into, cache, kept))
+    return lax.optimization_barrier(jax.tree.map(into, cache, kept))
 
 
 def _as_kept(new: Array, old: Rows) -> Rows:
@@ -122,7 +120,7 @@ def _as_kept(new: Array, old: Rows) -> Rows:
 def abstract(
     shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
-    """The shapes and types of a cache, as `Abstract`s.
+    """The shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
 
     Args:
         shapes: attention name -> what it caches.
@@ -135,7 +133,7 @@ def abstract(
         whole = (count, shapes[name].heads, BLOCK, width)
         if isinstance(kind, QuantFormat):
             return kv_vectors.abstract(whole, kind)
-        return Abstract(whole, kind)
+        return jax.ShapeDtypeStruct(whole, kind)
 
     return {
         name: LayerCache(rows(name, shape.key_dim), rows(name, shape.value_dim))
@@ -146,7 +144,7 @@ def abstract(
 def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """A cache of zeros; arguments as for `abstract_cache`."""
     whole = abstract(shapes, blocks, kind)
-    return trees.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
+    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
 
 
 def unwritten(
@@ -156,14 +154,14 @@ def unwritten(
 
     Contents are undefined. To be called inside a traced program.
     """
-    if platform() != "cpu" or not empty_arrays.available():
+    if jax.default_backend() != "cpu" or not empty_arrays.available():
         return empty(shapes, blocks, kind)
-    arrays, tree = trees.flatten(abstract(shapes, blocks, kind))
-    return trees.unflatten(
+    arrays, tree = jax.tree.flatten(abstract(shapes, blocks, kind))
+    return jax.tree.unflatten(
         tree, [empty_arrays.empty(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
     )
 
 
 def nbytes(cache: Cache) -> int:
     """Size of a cache in bytes."""
-    return sum(leaf.nbytes for leaf in trees.leaves(cache))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -16,10 +16,6 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from jinfer.xla.abstract import Abstract
-from jinfer.xla.arrays import address
-from jinfer.xla.device import put_beside
-
 if TYPE_CHECKING:
     from jaxtyping import UInt
 
@@ -89,9 +85,9 @@ def told_of(layer: str) -> Told | None:
     return (_TOLD.get() or {}).get(layer)
 
 
-def like(weights: Sequence[Any]) -> Abstract:
+def like(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """The shape and type of the table of some weights."""
-    return Abstract((len(weights), 4), np.uint32)
+    return jax.ShapeDtypeStruct((len(weights), 4), np.uint32)
 
 
 def table(weights: Sequence[Array]) -> Table:
@@ -99,13 +95,15 @@ def table(weights: Sequence[Array]) -> Table:
 
     The table keeps the weights alive, and running programs keep their table alive.
     """
-    places = [(address(one), one.nbytes) for one in weights]
+    places = [(one.unsafe_buffer_pointer(), one.nbytes) for one in weights]
     words = 4 * len(weights)
     room = np.empty(words + _ALIGNED // 4, np.uint32)
     begin = -room.ctypes.data % _ALIGNED // 4
     rows = room[begin : begin + words].reshape(-1, 4)
     rows[:] = np.array(places, np.uint64).reshape(-1, 2).view(np.uint32)
-    return put_beside(np.asarray(_Held(rows, weights)), weights[0])
+    (device,) = weights[0].devices()
+    place = device if weights[0].committed else None
+    return jax.device_put(np.asarray(_Held(rows, weights)), place)
 
 
 def read_by(function: Callable[[Any], Any], arrays: Any) -> list[bool]:

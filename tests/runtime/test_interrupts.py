@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.xla.undisturbed import heard, held
+from jinfer.runtime.interrupts import interrupts_deferred, interrupts_raised
 
 
 class Watched:
@@ -30,12 +30,12 @@ def drop(action: Callable[[Any], None]) -> None:
     assert reference() is None
 
 
-@heard()
+@interrupts_raised()
 def pressed_in_a_callback() -> None:
     drop(press)
 
 
-@heard()
+@interrupts_raised()
 def pressed_where_all_is_caught() -> None:
     with contextlib.suppress(BaseException):
         press(None)
@@ -57,7 +57,7 @@ def test_ctrl_c_is_raised_even_where_all_exceptions_are_caught() -> None:
         pressed_where_all_is_caught()
 
 
-@heard()
+@interrupts_raised()
 def pressed_where_it_becomes_another_exception() -> None:
     try:
         press(None)
@@ -65,7 +65,7 @@ def pressed_where_it_becomes_another_exception() -> None:
         raise ImportError("could not be initialized") from None
 
 
-@heard()
+@interrupts_raised()
 def pressed_in_a_callback_of_what_takes_long() -> None:
     drop(press)
     time.sleep(60)
@@ -82,18 +82,18 @@ def test_ctrl_c_is_raised_as_what_it_is_and_at_once(pressed: Callable[[], None])
 
 
 def test_what_else_fails_is_raised_as_it_is() -> None:
-    with pytest.raises(ImportError, match="elsewhere"), heard():
+    with pytest.raises(ImportError, match="elsewhere"), interrupts_raised():
         raise ImportError("elsewhere")
 
 
-@pytest.mark.parametrize("inside", [held, heard])
+@pytest.mark.parametrize("inside", [interrupts_deferred, interrupts_raised])
 @pytest.mark.parametrize("fails", [False, True])
 def test_ctrl_c_that_waits(inside: Callable[[], Any], fails: bool) -> None:
     """Also inside of what hears it, and where something fails meanwhile."""
     seen = []
 
     def work() -> None:
-        with inside(), held():
+        with inside(), interrupts_deferred():
             press(None)
             seen.append("the rest")
             if fails:
@@ -111,6 +111,6 @@ def test_what_else_fails_in_a_callback_is_shown(monkeypatch: pytest.MonkeyPatch)
 
     seen: list[type] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: seen.append(what.exc_type))
-    with heard():
+    with interrupts_raised():
         drop(fail)
     assert seen == [ValueError]

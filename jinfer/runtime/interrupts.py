@@ -1,9 +1,8 @@
-"""What gets in the way of a start, and of what ends one: searches for garbage, lost signals."""
+"""Keyboard interrupts (SIGINT) during imports: neither lost nor raised where they would abort."""
 
 from __future__ import annotations
 
 import _thread
-import gc
 import os
 import signal
 import sys
@@ -15,23 +14,11 @@ from typing import Any
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """No search meanwhile: at the start of SmolLM2-135M it takes a tenth of the time."""
-    searches = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if searches:
-            gc.enable()
-
-
-@contextmanager
-def heard() -> Iterator[None]:
-    """Ctrl-C ends what is inside, even where somebody there catches or changes all exceptions.
+def interrupts_raised() -> Iterator[None]:
+    """Ctrl-C ends the block, even where code in it catches or replaces all exceptions.
 
     Raises:
-        KeyboardInterrupt: at the end at the latest.
+        KeyboardInterrupt: at the end of the block at the latest.
     """
     pressed = over = False
     ending = threading.Lock()
@@ -79,10 +66,10 @@ def heard() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Ctrl-C waits until what is inside has ended.
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C waits until the block has ended.
 
-    In Python that C++ calls while it sets itself up, an exception would abort the process.
+    An exception in Python code that C++ calls while it initializes would abort the process.
     """
     pressed = False
 

@@ -1,0 +1,1 @@
+"""Starting a process, and running compiled programs in it."""
