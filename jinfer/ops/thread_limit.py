@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized
 
 from jinfer.cpu import call_threads
 from jinfer.cpu.cores import usable_cores
@@ -22,6 +21,8 @@ def bound(count: int) -> Callable[[], None]:
     XLA sizes its pools once, when it starts: they obey the limit if it has not started yet and keep
     their size otherwise. Custom calls obey the smallest limit in force.
     """
+    from jax._src.xla_bridge import backends_are_initialized  # there is no public function
+
     lift = call_threads.limit_threads(count)
     if not backends_are_initialized():
         before = os.environ.get(_VARIABLE)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 
 from jinfer.engine.runner.aot_serialization import dumped, reader
+from jinfer.runtime.known_jaxlib import KNOWN, is_known
 
 
 def test_calls() -> None:
@@ -43,3 +45,15 @@ def test_calls() -> None:
     with pytest.raises(TypeError, match="3 arrays for 4"):
         fresh((ones, ones, ones), np.float32(1), {"a": values["a"]})
     assert dumped(lowered.compile()) is not None
+
+
+def test_the_installed_jaxlib_is_known() -> None:
+    """If this fails: run the tests of `engine` and `runtime` with it, and add it to `KNOWN`."""
+    assert is_known(), f"jaxlib {jaxlib.version.__version__} is not among {KNOWN}"
+
+
+def test_with_an_unknown_jaxlib_jax_calls_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jinfer.engine.runner.aot_serialization.is_known", lambda: False)
+    program = jax.jit(lambda x: x + 1).lower(np.float32(1)).compile()
+    assert reader(program) is program
+    assert not is_known("99.0.0")

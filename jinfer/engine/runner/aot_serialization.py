@@ -1,10 +1,11 @@
-"""Compiled programs as bytes, and back: ready to run, without a trace, given only what they read.
+"""AOT serialization: compiled programs as bytes, and back, ready to run without a trace.
 
-JAX can do this too, but with pickle, which would run whatever a file says. Here XLA reads its own
-format, and what JAX has to know of a program beside it is JSON.
+JAX can do this too (`jax.experimental.serialize_executable`), but with pickle, which would run
+whatever code a file contains. Here XLA reads its own format, and the rest is JSON: shapes, types,
+and which arguments are used.
 
-What is looked at inside JAX changes from version to version. Where it is not found a program is not
-kept, and made anew.
+What is read of JAX's objects changes from version to version. A program whose parts are not as
+expected is not serialized, and is compiled at each start.
 """
 
 from __future__ import annotations
@@ -24,72 +25,76 @@ from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.attention.kv_cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
-from jinfer.runtime.executable import Executable, device_list
+from jinfer.runtime.known_jaxlib import is_known
 from jinfer.sampling.sampling_metadata import Progress, Sampler
 
 _RECORDS = {each.__name__: each for each in (SamplerOutput, LayerCache, Progress, Sampler, State)}
-_LENGTH = 8  # bytes that tell how long the JSON is
+_LENGTH = 8  # bytes of the JSON's length, which come first
 _log = logging.getLogger("jinfer")
 
 
-class _CannotBeKeptError(Exception):
-    """A program of a kind that this module does not know."""
+class _NotSerializableError(Exception):
+    """The program is of a kind that this module does not handle."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A program that looks at few of its first argument's arrays.
+    """A program that JAX dispatches, of whose first argument few arrays are used.
 
-    JAX asks each array that it is given for its type and place, whether or not it is read.
+    JAX checks the type and sharding of each array it is passed, used or not.
 
     Attributes:
-        compiled: given these alone.
-        read: their places.
+        compiled: takes the used ones alone.
+        read: their indices.
     """
 
     compiled: jax.stages.Compiled
     read: tuple[int, ...]
 
     def __call__(self, arrays: Sequence[Any], *rest: Any) -> Any:
-        """As the whole program is called."""
+        """Runs the program; arguments as of the function it was compiled from."""
         return self.compiled(tuple([arrays[i] for i in self.read]), *rest)
 
     def as_text(self) -> str:
-        """What XLA made of it."""
+        """The optimized HLO."""
         return self.compiled.as_text() or ""
 
     def memory_analysis(self) -> Any:
-        """What XLA says of the memory that it takes."""
+        """XLA's figures of the memory it takes."""
         return self.compiled.memory_analysis()
 
 
 def reader(program: jax.stages.Compiled) -> Any:
-    """The same program, given only those of its first argument's arrays that it reads.
+    """The same program, which takes only the arrays of its first argument that it uses.
 
     Args:
-        program: for one device; it stays as it is where it is of a kind not known here.
+        program: for one device. One that cannot be converted is returned unchanged.
     """
+    if not is_known():
+        return program
     try:
         return _program(_header(program), _inside(program).xla_executable)
     except Exception as error:
-        _log.debug("a program is given all its arguments: %s", error)
+        _log.debug("a program takes all its arguments: %s", error)
         return program
 
 
 def dumped(program: jax.stages.Compiled) -> bytes | None:
-    """A compiled program for one device as bytes; None where that cannot be."""
+    """Serializes a program for one device; None if that is not possible."""
     try:
         header, content = _header(program), bytes(_inside(program).xla_executable.serialize())
     except Exception as error:
-        _log.debug("a program cannot be kept: %s", error)
+        _log.debug("a program cannot be serialized: %s", error)
         return None
     text = json.dumps(header).encode()
     return len(text).to_bytes(_LENGTH, "little") + text + content
 
 
 def loaded(content: bytes) -> Any:
-    """What `reader` gives of the program that `dumped` made bytes of; None if it cannot be used."""
+    """Deserializes what `dumped` returned, as `reader` returns it; None if it cannot be used."""
     try:
+        from jinfer.runtime.executable import device_list
+
         end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
         header = json.loads(content[_LENGTH:end])
         if not register_calls(header["calls"]):
@@ -98,7 +103,7 @@ def loaded(content: bytes) -> Any:
         own = client.deserialize_executable(content[end:], executable_devices=device_list())
         return _program(header, own)
     except Exception as error:
-        _log.debug("a kept program cannot be used: %s", error)
+        _log.debug("a serialized program cannot be used: %s", error)
         return None
 
 
@@ -107,7 +112,7 @@ def _inside(program: Any) -> Any:
 
 
 def _header(program: Any) -> dict[str, Any]:
-    """What JAX has to know of a program beside XLA's part of it."""
+    """All of a program but XLA's executable."""
     inside = _inside(program)
     (device,) = inside.device_list
     _check(program, inside, device)
@@ -116,7 +121,7 @@ def _header(program: Any) -> dict[str, Any]:
     if type(first) is tuple and all(hasattr(one, "shape") for one in first):
         count, read = len(first), [i for i in kept if i < len(first)]
         first = tuple(first[i] for i in read)
-        # The others are no arguments any more.
+        # The unused ones are no longer arguments.
         kept = [*range(len(read)), *(i - count + len(read) for i in kept if i >= count)]
     return {
         "name": inside.name,
@@ -131,14 +136,19 @@ def _header(program: Any) -> dict[str, Any]:
 def _program(header: Mapping[str, Any], xla_executable: Any) -> Any:
     if not _is_cpu():
         return _of_jax(header, xla_executable)
+    # Here: only of known versions can this module be imported.
+    from jinfer.runtime.executable import Executable
+
     arguments, _ = _decoded(header["arguments"])
     results = _decoded(header["results"])
     return Executable(xla_executable, arguments, header["kept"], header["read"], results)
 
 
 def _of_jax(header: Mapping[str, Any], xla_executable: Any) -> Any:
-    """A program that JAX calls."""
+    """A program that JAX dispatches."""
     from jax._src.interpreters.pxla import UnloadedMeshExecutable
+
+    from jinfer.runtime.executable import device_list
 
     device, devices = jax.local_devices()[0], device_list()
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
@@ -177,7 +187,7 @@ def _is_cpu() -> bool:
 
 
 def _check(program: Any, inside: Any, device: Any) -> None:
-    """Raises where `_program` would leave something out."""
+    """Raises if the program has a part that `_program` would drop."""
     sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=_memory(device))
     odd: Sequence[Any] = (
         program._params.const_args,
@@ -193,7 +203,7 @@ def _check(program: Any, inside: Any, device: Any) -> None:
         any(one != sharding for one in (*inside.input_shardings, *inside.output_shardings)),
     )
     if any(odd):
-        raise _CannotBeKeptError(f"{inside.name}: {odd}")
+        raise _NotSerializableError(f"{inside.name}: {odd}")
 
 
 def _memory(device: Any) -> str:
@@ -205,7 +215,7 @@ def _aval(info: Any) -> Any:
 
 
 def _coded(tree: Any) -> Any:
-    """A tree of abstract arrays, as JSON has it."""
+    """A tree of abstract arrays as JSON."""
     match tree:
         case None:
             return None
@@ -221,7 +231,7 @@ def _coded(tree: Any) -> Any:
         case _ if hasattr(tree, "shape"):
             return [list(tree.shape), np.dtype(tree.dtype).name, bool(tree.weak_type)]
         case _:
-            raise _CannotBeKeptError(f"a tree with a {type(tree).__name__}")
+            raise _NotSerializableError(f"a tree with a {type(tree).__name__}")
 
 
 def _decoded(coded: Any) -> Any:

@@ -7,6 +7,7 @@ whatever else is compiled is in JAX's persistent compilation cache.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import stat
@@ -16,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-from jax._src.config import persistent_cache_min_compile_time_secs
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.engine.scheduling.cache_size import trim
@@ -24,12 +24,14 @@ from jinfer.guard.disk_cache import Shelf
 from jinfer.ops.custom_calls import made_from
 from jinfer.ops.thread_limit import cores
 from jinfer.progress import line
+from jinfer.runtime.known_jaxlib import is_known
 
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
 _TRACED = ("cpu", "engine", "nn", "ops", "quant", "runtime", "sampling", "modelspec")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "JINFER_NO_KERNELS", "JINFER_KERNELS")
 _used: list[str] = []  # folders that were set here as JAX's, rather than by the user
+_log = logging.getLogger("jinfer")
 _NEVER = 1e9  # seconds
 # An option that says what XLA does anyway, but is a part of the key in JAX's cache.
 _APART = {"xla_embed_ir_in_executable": False}
@@ -55,6 +57,9 @@ def compiled_apart(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
     XLA on a CPU serializes a program that came from there without a part of its code.
     """
+    # Of the settings of this kind, which a thread can have for a while, JAX makes few public.
+    from jax._src.config import persistent_cache_min_compile_time_secs
+
     with persistent_cache_min_compile_time_secs(_NEVER):
         return compiled(lowered, _APART)
 
@@ -68,7 +73,7 @@ def use_persistent_cache() -> Shelf | None:
 
     Returns:
         The cache of programs that are ready to run, which needs no trace to be asked; None where
-        there is none, or the user has chosen JAX's cache.
+        there is none: the user has chosen JAX's cache, or jaxlib is of an unknown version.
     """
     chosen = os.environ.get("JINFER_CACHE", "")
     own: str | None = jax.config.jax_compilation_cache_dir
@@ -87,6 +92,9 @@ def use_persistent_cache() -> Shelf | None:
     # With a limit JAX also locks the folder, so that processes that start together never read
     # what another one has half written.
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    if not is_known():
+        _log.info("programs are traced at each start: jaxlib %s is not known", jaxlib_version)
+        return None
     return Shelf(folder, _maker())
 
 
