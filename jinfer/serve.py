@@ -11,26 +11,33 @@ from jinfer.distributed.job_config import Job, find_job
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.progress import task
-from jinfer.runtime.startup import importing
+from jinfer.runtime.startup import gc_paused, importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal stops it; returns the exit status. Errors are one line."""
     try:
+        with gc_paused():
+            from jinfer.server.serve_flags import options
+        settings = options(arguments, os.environ)
+        job = find_job(settings, os.environ)
         with task("starting"), importing():
             from jinfer.server.run_server import serve
-            from jinfer.server.serve_flags import options
     except ModuleNotFoundError as error:
         needed = f"run: {sys.executable} -m pip install 'jinfer[serve]'"
         print(f"error: the service needs the package {error.name}; {needed}", file=sys.stderr)
         return 2
+    except (SourceError, SpecError) as error:
+        return _refused(error)
     try:
-        settings = options(arguments, os.environ)
-        job = find_job(settings, os.environ)
         return serve(settings) if job is None else _serve_in_job(job, settings)
     except (SourceError, SpecError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refused(error)
+
+
+def _refused(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def _serve_in_job(job: Job, settings: Mapping[str, Any]) -> int:

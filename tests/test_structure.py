@@ -45,6 +45,38 @@ USERS = {"ops", "quant", "tools"}
 # The second and third only make golden files, the first comes along with Flax.
 FORBIDDEN_IMPORTS = {"optax", "torch", "transformers"}
 
+# Units that import JAX or Flax at the top of a module: what compiles and what computes. The others
+# import it in a function, if at all, so that help, flags and refusals need not wait for it.
+JAX_UNITS = {
+    "api",
+    "cpu",
+    "distributed",
+    "engine",
+    "kernels_pallas",
+    "matmul_precision",
+    "nn",
+    "opening",
+    "ops",
+    "parallel",
+    "quant",
+    "runtime",
+    "sampling",
+    "speculate",
+    "tools",
+    "weights",
+}
+# Modules that read JAX's private parts, and why. Nothing replaces them.
+PRIVATE_JAX = {
+    "jinfer/distributed/collective_address.py": "the address of gloo's sockets",
+    "jinfer/distributed/job_config.py": "clusters that JAX detects",
+    "jinfer/distributed/process_group.py": "the state of JAX's coordination service",
+    "jinfer/distributed/shared_compile_cache.py": "one process compiles for all",
+    "jinfer/engine/runner/aot_serialization.py": "executables that were not compiled here",
+    "jinfer/engine/runner/program_cache.py": "a thread's setting of the compilation cache",
+    "jinfer/ops/thread_limit.py": "whether XLA has started",
+    "jinfer/runtime/executable.py": "calls without JAX's dispatch",
+}
+
 MAX_LINES = 400
 LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
 
@@ -204,6 +236,32 @@ def forbidden_imports(root: Path) -> list[str]:
     ]
 
 
+def early_jax(root: Path) -> list[str]:
+    """Modules that import JAX or Flax while they are imported, in units that should not."""
+    offences = []
+    for path in source_files(root):
+        unit = unit_of(root, dotted_name(root, path))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                if name.split(".")[0] in ("jax", "jaxlib", "flax") and unit not in JAX_UNITS:
+                    offences.append(f"{path.relative_to(root)}:{node.lineno}: imports {name}")
+    return offences
+
+
+def private_jax(root: Path) -> set[str]:
+    """Modules that import private parts of JAX or jaxlib."""
+    return {
+        str(path.relative_to(root))
+        for path in source_files(root)
+        for _, name in imports(root, path)
+        if name[:2] in (["jax", "_src"], ["jaxlib", "_jax"], ["jaxlib", "xla_client"])
+    }
+
+
 def size_offences(root: Path, reasons: dict[str, str]) -> list[str]:
     """Modules too long to be read in one go, and exceptions that are no longer needed."""
     lengths = {
@@ -341,6 +399,22 @@ def test_exception_to_the_size_is_used_or_refused(tree: Path) -> None:
     assert size_offences(tree, {"jinfer/ops.py": "one table", "jinfer/api.py": ""}) != []
 
 
+def test_early_import_of_jax_is_found(tree: Path) -> None:
+    assert early_jax(tree) == []
+    (tree / "jinfer/cli").mkdir()
+    (tree / "jinfer/cli/flags.py").write_text("def f():\n  import jax\n")
+    assert early_jax(tree) == []
+    (tree / "jinfer/cli/flags.py").write_text("import jax.numpy as jnp\n")
+    assert early_jax(tree) == ["jinfer/cli/flags.py:1: imports jax.numpy"]
+
+
+def test_private_parts_of_jax_are_found(tree: Path) -> None:
+    assert private_jax(tree) == set()
+    (tree / "jinfer/ops.py").write_text("def f():\n  from jax._src import core\n")
+    (tree / "jinfer/engine.py").write_text("from jaxlib import _jax\n")
+    assert private_jax(tree) == {"jinfer/ops.py", "jinfer/engine.py"}
+
+
 @pytest.mark.parametrize(
     "line", ["see /home/" + "me/models", '"/wo' + 'rk/x"', "https://py" + "pi.org/simple"]
 )
@@ -371,6 +445,14 @@ def test_a_name_is_one_module() -> None:
 
 def test_engine_needs_no_other_framework() -> None:
     assert forbidden_imports(ROOT) == []
+
+
+def test_jax_is_imported_by_what_computes() -> None:
+    assert early_jax(ROOT) == []
+
+
+def test_private_parts_of_jax_are_read_in_few_places() -> None:
+    assert private_jax(ROOT) == PRIVATE_JAX.keys()
 
 
 def test_modules_are_short() -> None:

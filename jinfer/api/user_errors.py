@@ -9,7 +9,7 @@ from jinfer.ops.disable_kernels import SwitchError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.template import TemplateError
 from jinfer.tokenizer import TokenizerError
-from jinfer.weights.load_weights import LoadError
+from jinfer.weights.tensor_mapping import LoadError
 
 USER_ERRORS = (
     CheckpointError,

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import CheckpointError, Tensor
@@ -37,6 +36,9 @@ from jinfer.checkpoint.native_checkpoint import (
 )
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 from jinfer.guard.safe_files import read_regular
+
+if TYPE_CHECKING:
+    import jax
 
 DESCRIPTION, FOLDER = "model.orbax.json", "model.orbax"
 # What tells Orbax's folders from others, and without which it reads none.
@@ -118,6 +120,8 @@ def restore(
         CheckpointError: Orbax is not installed, or the folder holds something else than its
             description says, or cannot be read.
     """
+    import jax  # here: a command's help needs the errors of this package, and no JAX
+
     api = orbax_api(checkpoint.folder)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
@@ -166,9 +170,11 @@ def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:
 
 def _asked(folder: Path, question: Callable[[], Any]) -> Any:
     """What Orbax answers; its errors and TensorStore's are of many kinds, and of many lines."""
+    from jax.errors import JaxRuntimeError
+
     try:
         return question()
-    except (MemoryError, jax.errors.JaxRuntimeError):
+    except (MemoryError, JaxRuntimeError):
         raise  # about the device, not about the folder
     except Exception as error:
         cause: BaseException = error

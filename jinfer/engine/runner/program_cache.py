@@ -125,7 +125,7 @@ def _settings() -> str:
 
 @cache
 def _maker() -> str:
-    """Changes with all that makes programs: JAX, Flax and this package."""
+    """A string that changes with JAX, Flax and the code of this package that is traced."""
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -133,18 +133,18 @@ def _maker() -> str:
 
 
 def _sources() -> list[Path]:
-    """What is run while a program is traced."""
+    """Files whose code runs while a program is traced."""
     root = Path(__file__).parents[2]
-    folders = [*(root / name for name in _TRACED), *_places(find_spec("kernels_pallas"))]
+    folders = [*(root / name for name in _TRACED), *_folders_of(find_spec("kernels_pallas"))]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    # Of another package its version is enough, and found faster than by asking for it.
-    others = [place for name in ("jax", "flax") for place in _places(find_spec(name))]
-    versions = (place / "version.py" for place in others)
+    # For other packages the version is enough; reading it takes less time than importing them.
+    others = [folder for name in ("jax", "flax") for folder in _folders_of(find_spec(name))]
+    versions = (folder / "version.py" for folder in others)
     return [*files, *(path for path in versions if path.is_file())]
 
 
-def _places(found: ModuleSpec | None) -> list[Path]:
-    return [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+def _folders_of(spec: ModuleSpec | None) -> list[Path]:
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def _base(chosen: str) -> Path:
@@ -152,13 +152,13 @@ def _base(chosen: str) -> Path:
         return Path(chosen).expanduser()
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jinfer"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # the user has no home folder
         return Path("/nonexistent")
 
 
-@cache  # so that it is said once
+@cache  # so that it is reported once
 def private_folder(folder: Path) -> Path | None:
-    """The folder, made for this user alone; None, and said once, where that cannot be."""
+    """Creates a folder that only this user can access; None, reported once, if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()
@@ -166,7 +166,7 @@ def private_folder(folder: Path) -> Path | None:
             reason = "is not a folder of yours"
         elif found.st_mode & 0o077:
             folder.chmod(0o700)
-            # What others could write to until now may hold what they wrote.
+            # Others could write here until now, so the files may be theirs.
             if found.st_mode & 0o022:
                 empty(folder)
             reason = ""
@@ -192,7 +192,7 @@ def empty(folder: Path) -> None:
 
 def _machine() -> str:
     features = hashlib.sha256(_cpu_features().encode()).hexdigest()[:12]
-    return f"jaxlib-{jaxlib_version}-2-{platform.machine()}-{features}"
+    return f"jaxlib-{jaxlib_version}-{platform.machine()}-{features}"
 
 
 def _cpu_features() -> str:
