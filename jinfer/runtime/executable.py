@@ -65,8 +65,10 @@ class Executable:
         self._arguments = jax.tree.leaves(tuple(arguments))
         self._takes_all = self._kept == list(range(len(self._arguments)))
         self._put = [_put_as(self._arguments[i]) for i in self._kept]
-        avals, self._results = jax.tree.flatten(results)
-        self._handlers = [_jax.array_result_handler(one, _sharding(), False) for one in avals]
+        self._results: Any = jax.tree.structure(results)
+        self._handlers = [
+            _jax.array_result_handler(one, _sharding(), False) for one in jax.tree.leaves(results)
+        ]
         self._checked = False
 
     def __call__(self, *arguments: Any) -> Any:
