@@ -45,7 +45,7 @@ def test_what_is_said(
     def fail() -> None:
         raise kind("Unable to initialize backend")
 
-    monkeypatch.setattr(platforms, "first_device", fail)
+    monkeypatch.setattr("jax.local_devices", fail)
     monkeypatch.setenv("JAX_PLATFORMS", asked)
     with pytest.raises(SwitchError) as caught:
         platforms.start()

@@ -120,7 +120,7 @@ def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     check_equal(leaves(MODEL, **wide), leaves(MODEL, **wide, method="search"))
     for other in ("bert", "t5"):
         LLM(GOLDENS / other, quantization=Q3)
-    monkeypatch.setattr(choose_method, "process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
     check_equal(leaves(MODEL, **Q3), small)
     assert len(list(cache.iterdir())) == 1
 

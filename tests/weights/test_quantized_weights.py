@@ -100,7 +100,7 @@ def test_weights_that_are_kept_as_they_are_need_no_entry(cache: Path) -> None:
 def test_one_of_several_processes_keeps_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized_weights, "process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
     leaves(MODEL, **Q4)
     assert not cache.exists()
 
