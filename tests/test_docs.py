@@ -29,11 +29,13 @@ from jinfer import LLM
 from jinfer.cli import main
 from jinfer.cli.command_registry import COMMANDS
 from jinfer.cpu import build_library
+from jinfer.modelspec.view.model_svg import draw
 from jinfer.opening.resolve_model import open_source
 from jinfer.server.server_settings import Source
 from tests.cli.listening import listen
 from tests.server.running import serving
 from tools.bench_models import LlamaShape, make_up
+from tools.match_checkpoint import describe
 
 from .test_worked_example import SCRIPT, sessions
 
@@ -52,7 +54,9 @@ NOT_RUN = {
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
     "--method feedback --peer-python PYTHON": "needs llama.cpp",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
+    "pytest tests/sampling/test_stages.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
+    "pip install 'jinfer[cuda]'": "installs",
     "pip install 'jinfer[hub]'": "installs",
     "pip install 'jinfer[orbax]'": "installs",
     "pip install 'jinfer[serve]'": "installs",
@@ -352,10 +356,11 @@ def test_arguments_of_the_others_are_understood(text: str, monkeypatch: pytest.M
     elif program == "make":
         subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
     elif program == "pytest":
-        flag, marker, *paths = words
-        markers = PROJECT["tool"]["pytest"]["ini_options"]["markers"]
-        assert flag == "-m"
-        assert any(each.startswith(f"{marker}:") for each in markers)
+        paths = words
+        if words[0] == "-m":
+            _, marker, *paths = words
+            markers = PROJECT["tool"]["pytest"]["ini_options"]["markers"]
+            assert any(each.startswith(f"{marker}:") for each in markers)
         assert all((ROOT / path).exists() for path in paths)
     elif program == "pip":
         found = re.fullmatch(r"(?:jinfer|\.)(?:\[(\w+)\])?", words[-1])
@@ -402,7 +407,17 @@ def test_what_is_printed_is_found(tmp_path: Path) -> None:
         run("rm x")
 
 
-# The demonstration.
+# README's model and the demonstration.
+
+
+def test_the_wiring_is_the_models_and_the_drawing_is_of_it() -> None:
+    """README's TOML changes nothing of the demonstration model, which docs/llama.svg shows."""
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGES[0].read_text("utf-8"), re.DOTALL | re.M)
+    assert len(block.splitlines()) == 12
+    for overrides in ({}, tomllib.loads(block)):
+        spec = describe("smollm2_135m_instruct", overrides).spec
+        assert spec is not None
+        assert draw(spec) == (ROOT / "docs/llama.svg").read_text(encoding="utf-8")
 
 
 def wanted_answer() -> str:
