@@ -134,12 +134,12 @@ def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
         speculation.draft_length.plain = {1: _Fixed(1.0, 9, 9)}
         speculation.branched = False
         # Those for answers under a grammar, or with rare stages, are for nobody here.
-        shapes = [
-            shape
-            for shape in speculation._shapes(engine)
-            if not shape.masked and shape.stages == stage_sets()[0]
+        keys = [
+            key
+            for key in speculation._step_keys(engine)
+            if not key.masked and key.stages == stage_sets()[0]
         ]
-        for future in engine.programs.announce(shapes):
+        for future in engine.programs.announce(keys):
             future.result()
         same(alone(stories, prompts, params), plain)
     assert drafted.accepted == (drafted.drafted if accuracy else 0)
