@@ -30,7 +30,7 @@ from jinfer.cli import main
 from jinfer.cli.command_registry import COMMANDS
 from jinfer.cpu import build_library
 from jinfer.modelspec.view.model_svg import draw
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 from jinfer.server.server_settings import Source
 from tests.cli.listening import listen
 from tests.server.running import serving
@@ -173,7 +173,7 @@ HERE = [each for each in ALL if each.text not in ELSEWHERE]
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights that knows words and how to chat."""
     path = tmp_path_factory.mktemp("tiny") / "model.gguf"
-    words = open_source("smollm2_135m_instruct", {}).weights
+    words = open_files("smollm2_135m_instruct", {}).weights
     make_up(LlamaShape(2, 64, 4, 2, 96, context=8192), words, path, "Q4_0")
     return path
 

@@ -33,7 +33,7 @@ from jinfer.checkpoint import open_checkpoint
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cpu.cores import usable_cores
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 
 from .bench_engine_worker import TimedEngine
 from .llama_peer import answer_tasks, ask, command
@@ -335,7 +335,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _file(source: str) -> str:
     """The GGUF file of a model, as an absolute path, for engines in other folders."""
-    path = open_source(source, {}).weights
+    path = open_files(source, {}).weights
     if open_checkpoint(path).format != "gguf":
         raise OSError(f"{path}: is no GGUF file")
     return str(path.resolve())

@@ -19,7 +19,7 @@ from gguf.quants import QuantError, quantize
 from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 
 from .run_main import run
 
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.source is not None and options.tokenizer is not None:
         raise CheckpointError(options.tokenizer, "--tokenizer goes with --shape alone")
-    path = open_source(options.source or options.tokenizer or _WORDS, {}).weights
+    path = open_files(options.source or options.tokenizer or _WORDS, {}).weights
     if open_checkpoint(path).format != "gguf":
         raise CheckpointError(path, "is no GGUF file, and only these are written again")
     if options.source is not None:

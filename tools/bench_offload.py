@@ -146,9 +146,10 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0
     check_places(None if options.json is None else str(options.json))
-    from jinfer.opening.resolve_model import recognize
+    from jinfer.opening.open_model import open_files
+    from jinfer.opening.resolve_model import resolve_model
 
-    spec = recognize(options.source, {}).spec
+    spec = resolve_model(open_files(options.source, {}), {})[0]
     if spec.decoder is None:
         raise CheckpointError(options.source, "has no decoder, whose layers could be divided")
     found = compare(options.source, len(spec.decoder.layers), options.dtype)

@@ -29,7 +29,7 @@ from jinfer.opening.open_model import open_model
 from jinfer.parallel.cost_model import Estimate, Link, Machine, Work, estimate
 from jinfer.parallel.layer_bytes import weigh
 from jinfer.parallel.placement import plan_of, work_of
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
 
 from .llama_peer import PROMPT, STEPS
 from .machine_info import counters, machine, others
@@ -216,7 +216,7 @@ def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[Work, li
     """The model's work for the cost model, and the share of the bytes each stage reads."""
     opened = open_model(source, {**keys, "partition.devices": devices})
     spec, dtype = opened.spec, jnp.dtype(opened.dtype)
-    model = find_weights(build(spec, dtype), spec, opened.checkpoint, opened.activations).model
+    model = plan_weights(build(spec, dtype), spec, opened.checkpoint, opened.activations).model
     weight = weigh(spec, model)
     work = work_of(spec, model, weight, dtype, opened.kv_cache)
     plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache, imagined=True)

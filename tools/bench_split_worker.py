@@ -17,7 +17,7 @@ from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import open_model
 from jinfer.parallel.cost_model import Link
 from jinfer.parallel.layer_bytes import nbytes
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
 
 from .bench_engine_worker import TimedEngine
 from .bench_links import Products, pass_link, sum_link
@@ -51,7 +51,7 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     """The rates of this process's cores, and in a job the links and all cores together."""
     opened = open_model(options.source, dict(keys))
     plain = build(opened.spec, jnp.dtype(opened.dtype))
-    model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
+    model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
     matrices, hidden, group = matrices_of(model), opened.spec.dims["hidden"], current()
     found, products = dict[str, Any](), Products(matrices[-1])
     if group is None or group.rank == 0:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.opening.resolve_model import Located
+from jinfer.opening.model_files import ModelFiles
 
 from .guess_roles import Line, is_ignorable, module_of, roles_of, state_modules
 
@@ -47,7 +47,7 @@ _TO_CHECK = """\
 # the order of the norms, the activation, rotary pairs (halves or adjacent), scales, windows."""
 
 
-def draft(opened: Located, weights: str = "") -> str:
+def draft(opened: ModelFiles, weights: str = "") -> str:
     """The text of a specification: complete for a plain decoder or encoder, otherwise only names.
 
     Args:
@@ -87,7 +87,7 @@ def _state_blocks(state: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _match(opened: Located) -> str:
+def _match(opened: ModelFiles) -> str:
     key = "gguf" if opened.checkpoint.format == "gguf" else "architectures"
     names = ", ".join(json.dumps(name) for name in opened.architectures)
     return f"[match]\n{key} = [{names}]" if names else ""
@@ -151,7 +151,7 @@ def _by_shape(name: str, found: Mapping[str, Tensor]) -> str:
     return {"vocab": str(vocab), "hidden": str(hidden)}.get(name, "")
 
 
-def _stack(stack: str, opened: Located, found: set[str], biased: set[str]) -> str:
+def _stack(stack: str, opened: ModelFiles, found: set[str], biased: set[str]) -> str:
     """The tables of a single stack; `biased` are the modules with a bias."""
     has, has_bias = (
         {role.removeprefix(f"{stack}.").removeprefix("{i}.") for role in roles}
@@ -187,7 +187,7 @@ def _wiring(stack: str, has: set[str]) -> str:
     return f'stem  = "{stem}"\nlayer = """\n{layer}\n"""\nhead  = "{head}"'
 
 
-def _modules(opened: Located, has: set[str], has_bias: set[str]) -> Iterator[tuple[str, str]]:
+def _modules(opened: ModelFiles, has: set[str], has_bias: set[str]) -> Iterator[tuple[str, str]]:
     norms = [name for name in ("embed_norm", "attn_norm", "ffn_norm", "norm") if name in has]
     kind = "layer" if has_bias & set(norms) else "rms"
     for name in norms:
@@ -210,7 +210,7 @@ def _modules(opened: Located, has: set[str], has_bias: set[str]) -> Iterator[tup
 
 
 def _tensors(
-    opened: Located,
+    opened: ModelFiles,
     roles: Mapping[str, str],
     modules: Mapping[str, Tensor],
     tensors: list[Tensor],

@@ -22,7 +22,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import draw
-from jinfer.opening.resolve_model import Located
+from jinfer.opening.model_files import ModelFiles
 from jinfer.parallel.cost_model import MACHINES
 
 from .draft_spec import draft
@@ -91,7 +91,7 @@ def _show_plan(options: argparse.Namespace, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def _write_draft(opened: Located, source: str, file: Path) -> None:
+def _write_draft(opened: ModelFiles, source: str, file: Path) -> None:
     """Writes a draft with a path to its weights; never overwrites a file."""
     weights = os.path.relpath(opened.weights.resolve(), file.resolve().parent)
     text = draft(opened, source if "://" in source else weights)

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint, Packed
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat
 from jinfer.checkpoint.orbax import OrbaxCheckpoint
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.tensor_mapping import by_name, look_for
+from jinfer.weights.tensor_mapping import by_name, lookup_origin
 
 from .inspect_rows import Missing, Row, Rows
 
 
-def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint) -> Rows:
+def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint) -> Rows:
     """A row for each stored parameter, however many arrays it consists of."""
     held = _held(checkpoint)
     rows = {name: Row(tensor) for name, tensor in held.items()}
@@ -40,7 +40,7 @@ def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: Converted
     return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))
 
 
-def _held(checkpoint: ConvertedCheckpoint) -> dict[str, Tensor]:
+def _held(checkpoint: NativeCheckpoint) -> dict[str, Tensor]:
     """The parameters, in file order: quantized ones as one tensor each."""
     held: dict[str, Tensor] = {}
     for name, part in checkpoint.parts.items():
@@ -59,7 +59,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _label(packed: Packed) -> str:
+def _label(packed: PackedFormat) -> str:
     """A short name of a quantized parameter's format."""
     said: Mapping[str, Any] = packed.format
     known = f"q{said.get('width')}" in FORMATS and said.keys() <= QuantFormat.__annotations__.keys()
@@ -71,20 +71,18 @@ def _label(packed: Packed) -> str:
     return label + (f", {packed.outliers} outliers" if packed.outliers is not None else "")
 
 
-def _sources(
-    spec: ModelSpec, model: AbstractModel, checkpoint: ConvertedCheckpoint
-) -> dict[str, str]:
+def _sources(spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint) -> dict[str, str]:
     """Parameter name -> type of the tensor it was converted from."""
     files = by_name(checkpoint, spec.tensors)
     found = {}
     for name, parameter in zip(model.names, model.parameters, strict=True):
         place = spec.tensors.place(name)
-        if place and (origin := look_for(name, parameter.shape, place, files, checkpoint)[0]):
+        if place and (origin := lookup_origin(name, parameter.shape, place, files, checkpoint)[0]):
             found[name] = origin.files[0].type
     return found
 
 
-def converted_facts(checkpoint: ConvertedCheckpoint) -> list[tuple[str, str]]:
+def converted_facts(checkpoint: NativeCheckpoint) -> list[tuple[str, str]]:
     """Header lines of a converted checkpoint's report: (word, value)."""
     kind = "Orbax" if isinstance(checkpoint, OrbaxCheckpoint) else "safetensors"
     settings = ", ".join(f"{k} {v}" for k, v in checkpoint.settings.items() if v not in (None, []))

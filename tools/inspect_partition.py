@@ -31,7 +31,7 @@ from jinfer.parallel.placement import plan_of, stage_models, work_of
 from jinfer.parallel.sharding_rules import AXIS
 from jinfer.parallel.stage_model import StageModel
 from jinfer.weights.model_size import bytes_text
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
 
 _FREE = 0.9  # of a device's memory; programs and vectors on their way need some
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "all_gather": "gather"}
@@ -88,7 +88,7 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     opened = open_model(source, merge(dict(overrides), {"partition": {"devices": devices}}))
     dtype = jnp.dtype(opened.dtype)
     plain = build(opened.spec, dtype)
-    model = find_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
+    model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
     plan = plan_of(opened.spec, model, opened.context, dtype, opened.kv_cache, imagined=True)
     stages = stage_models(plan, opened.spec, model, dtype)
     work = work_of(opened.spec, model, weigh(opened.spec, model), dtype, opened.kv_cache)

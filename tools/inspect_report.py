@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.view.model_html import table as html_table
 from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import draw, layer_sorts, numbers_text
@@ -32,7 +32,7 @@ def facts(found: Description) -> list[tuple[str, str]]:
         ("path", str(opened.weights)),
         *(
             converted_facts(opened.checkpoint)
-            if isinstance(opened.checkpoint, ConvertedCheckpoint)
+            if isinstance(opened.checkpoint, NativeCheckpoint)
             else [("format", opened.checkpoint.format)]
         ),
         ("in the file", f"{len(_stored(found))} tensors, {bytes_text(_stored_bytes(found))}"),
@@ -60,7 +60,7 @@ def facts(found: Description) -> list[tuple[str, str]]:
 def _stored(found: Description) -> Mapping[str, Tensor]:
     """The file's contents: for a native checkpoint its arrays, not the source's tensors."""
     checkpoint = found.opened.checkpoint
-    return checkpoint.parts if isinstance(checkpoint, ConvertedCheckpoint) else checkpoint.tensors
+    return checkpoint.parts if isinstance(checkpoint, NativeCheckpoint) else checkpoint.tensors
 
 
 def _stored_bytes(found: Description) -> int:
@@ -245,7 +245,7 @@ def to_json(found: Description) -> dict[str, Any]:
         "problem": found.problem or None,
         "type": spec.type if spec else None,
         "dims": dict(spec.dims) if spec else {},
-        "converted": isinstance(found.opened.checkpoint, ConvertedCheckpoint),
+        "converted": isinstance(found.opened.checkpoint, NativeCheckpoint),
         "bytes_in_file": _stored_bytes(found),
         "parameters": sizes.parameters if sizes else None,
         "cache_bytes_per_token": sizes.cache_per_token if sizes else None,

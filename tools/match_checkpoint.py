@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Tensor
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.opening.resolve_model import Located, open_source
+from jinfer.opening.model_files import ModelFiles
+from jinfer.opening.open_model import open_files
+from jinfer.opening.resolve_model import family_of, resolve_model
 from jinfer.opening.unused_config import consequences
 from jinfer.weights.model_size import Sizes, sizes_of
 from jinfer.weights.tensor_mapping import (
@@ -20,7 +22,7 @@ from jinfer.weights.tensor_mapping import (
     Origin,
     by_name,
     differing_copies,
-    look_for,
+    lookup_origin,
     unused,
 )
 
@@ -42,7 +44,7 @@ class Description:
             computation -> their value, and how.
     """
 
-    opened: Located
+    opened: ModelFiles
     family: str
     how: str
     problem: str = ""
@@ -77,17 +79,17 @@ def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
     Raises:
         SourceError, CheckpointError, SpecError: there is no checkpoint that can be opened.
     """
-    opened = open_source(source, overrides)
+    opened = open_files(source, overrides)
     bare = tuple(Row(tensor) for tensor in opened.checkpoint.tensors.values())
     family, how = "", ""
     try:
         family, how = _family(opened, overrides)
-        spec, left = opened.resolved(overrides)
+        spec, left = resolve_model(opened, overrides)
     except SpecError as error:
         problem = str(error).removeprefix(f"{opened.path}: ")
         return Description(opened, family, how, problem, rows=bare)
     model = build(spec, "float32")
-    if isinstance(opened.checkpoint, ConvertedCheckpoint):
+    if isinstance(opened.checkpoint, NativeCheckpoint):
         rows, missing, wrong = match_converted(spec, model, opened.checkpoint)
     else:
         rows, missing, wrong = _match(opened, spec, model)
@@ -96,14 +98,14 @@ def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
     return Description(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
 
 
-def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
+def _family(opened: ModelFiles, overrides: Mapping[str, Any]) -> tuple[str, str]:
     if "family" in overrides:
         return Path(str(overrides["family"])).stem, "named on the command line"
     if "family" in opened.own:
         return Path(str(opened.own["family"])).stem, "named by the specification"
     if opened.describes_model:
         return opened.path.stem, "written out in the specification"
-    found = Path(opened.family()).stem
+    found = Path(family_of(opened)).stem
     if opened.checkpoint.format == "llama2c":
         return found, "the family of llama2.c files"
     key = "architectures" if opened.config.get("architectures") else "model_type"
@@ -111,7 +113,7 @@ def _family(opened: Located, overrides: Mapping[str, Any]) -> tuple[str, str]:
     return found, f"found by {key} = {', '.join(opened.architectures)}"
 
 
-def _match(opened: Located, spec: ModelSpec, model: AbstractModel) -> Rows:
+def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Rows:
     checkpoint = opened.checkpoint
     rows = {name: Row(tensor) for name, tensor in checkpoint.tensors.items()}
     files = by_name(checkpoint, spec.tensors)
@@ -121,7 +123,9 @@ def _match(opened: Located, spec: ModelSpec, model: AbstractModel) -> Rows:
     wrong: list[str] = []
     for name, shape in shapes.items():
         place = spec.tensors.place(name)
-        origin, absent = look_for(name, shape, place, files, checkpoint) if place else (None, ())
+        origin, absent = (
+            lookup_origin(name, shape, place, files, checkpoint) if place else (None, ())
+        )
         if origin is None:
             missing.append(Missing(name, shape, absent))
             continue

@@ -23,30 +23,32 @@ import numpy as np
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.mapped_file import release
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint, Packed, written
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
 from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.opening.open_model import open_model
-from jinfer.opening.resolve_model import open_source
+from jinfer.nn.abstract_model import build
+from jinfer.opening.model_files import tokenizer_path
+from jinfer.opening.open_model import open_files, open_model
+from jinfer.opening.resolve_model import resolve_model
 from jinfer.opening.unused_config import check_followed
 from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import Inputs
 from jinfer.quant.quantize_matrix import Method
-from jinfer.weights.calibration_texts import TOKENS, usual_texts
-from jinfer.weights.choose_method import fed_names, obstacle, searched, with_feedback
-from jinfer.weights.layerwise_gptq import Sequential
-from jinfer.weights.load_native import packing, part_names, weight_settings
+from jinfer.weights.calibration_texts import TOKENS, default_texts
+from jinfer.weights.choose_method import gptq_names, obstacle, with_gptq, without_gptq
+from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
 from jinfer.weights.load_time import PER_BYTE, per_weight
-from jinfer.weights.load_weights import find_origins, parameter_shapes, read_parameter, same_arrays
+from jinfer.weights.native_parameters import packing, part_names, weight_settings
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.read_parameter import read_parameter
 from jinfer.weights.safetensors_writer import SHARD_BYTES, Writer
-from jinfer.weights.storage_plan import Storage, choose_storages, in_types, kept_types
-from jinfer.weights.tensor_mapping import Origin
+from jinfer.weights.storage_plan import choose_storages, stored_types, with_types
+from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 
 from .calibration_text import text_windows
 from .quantize_table import Done, Measured, Row, done, summary, to_text, total
@@ -86,44 +88,41 @@ def convert(
     if orbax:
         orbax_api(out)  # missing, it is missed before anything is done
     with new_folder(out) as folder:
-        located = open_source(source, overrides)
-        checkpoint = located.checkpoint
-        if isinstance(checkpoint, ConvertedCheckpoint):
+        files = open_files(source, overrides)
+        checkpoint = files.checkpoint
+        if isinstance(checkpoint, NativeCheckpoint):
             reason = "is converted already; give the checkpoint that it was made from"
             raise CheckpointError(checkpoint.path, reason)
-        spec, left = located.resolved(overrides)
-        check_followed(left, located.config, spec)
+        spec, left = resolve_model(files, overrides)
+        check_followed(left, files.config, spec)
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         origins = find_origins(model, checkpoint, spec.tensors)
-        model = in_types(model, kept_types(model, spec.quantization, origins))
+        model = with_types(model, stored_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
-        storages = with_feedback(model, spec, origins, storages)
+        storages = with_gptq(model, spec, origins, storages)
         free = free_memory()
-        hindered = fed_names(storages) and obstacle(model, spec, storages, tokens, free)
+        hindered = gptq_names(storages) and obstacle(model, spec, storages, tokens, free)
         if hindered:
             print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
-            storages = searched(storages)
+            storages = without_gptq(storages)
         measured = defaultdict[str, Measured](Measured)
         parameters: Iterable[tuple[str, Any]]
-        same = same_arrays(model, origins, storages)
-        if fed_names(storages) or calibration is not None:
-            plain = build(spec, "float32")
+        plan = WeightPlan(model, spec, checkpoint, origins, storages)
+        if gptq_names(storages) or calibration is not None:
             if calibration is not None:
                 texts = text_windows(open_model(source, overrides), calibration, tokens)
             else:
-                texts = usual_texts(
-                    spec, plain, origins, storages, tokens=tokens, progress=progress
-                )
-            parameters = Sequential(
-                model, plain, spec.stacks[0].name, origins, storages, texts,
+                texts = default_texts(plan, tokens=tokens, progress=progress)
+            parameters = LayerwiseGPTQ(
+                plan, texts,
                 weighed=calibration is not None,
                 watched=lambda name: measured[name].add, progress=progress,
             )  # fmt: skip
         else:
-            parameters = _separately(model, origins, storages, measured, progress)
+            parameters = _separately(plan, origins, measured, progress)
         writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
-        packed, rows = dict[str, Packed](), list[Done]()
+        packed, rows = dict[str, PackedFormat](), list[Done]()
         for name, tensor in parameters:
             writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
             if isinstance(tensor, QuantizedTensor | OutlierTensor):
@@ -131,11 +130,13 @@ def convert(
             rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
             for file in origins[name].files:
                 release(file.raw())
-        shared = {name: first for name, first in same.items() if name != first}
-        writer.finish(written(checkpoint, packed, shared, weight_settings(spec.quantization)))
-        said = copy_companions(folder, located, located.tokenizer(overrides))
+        shared = {name: first for name, first in plan.same.items() if name != first}
+        writer.finish(
+            native_metadata(checkpoint, packed, shared, weight_settings(spec.quantization))
+        )
+        said = copy_companions(folder, files, tokenizer_path(files, overrides))
         write_specification(
-            folder, located, overrides, {**said, "quantization": _given(asdict(spec.quantization))}
+            folder, files, overrides, {**said, "quantization": _given(asdict(spec.quantization))}
         )
     return summary(rows)
 
@@ -148,16 +149,15 @@ def _given(value: Any) -> Any:
 
 
 def _separately(
-    model: AbstractModel,
+    plan: WeightPlan,
     origins: Mapping[str, Origin],
-    storages: Mapping[str, Storage],
     measured: Mapping[str, Measured],
     progress: bool,
 ) -> Iterator[tuple[str, Any]]:
     """Each parameter as stored, independently of the others; with a bar."""
-    shapes = parameter_shapes(model)
+    shapes, storages = parameter_shapes(plan.plain), plan.storages
     rates = {name: per_weight(storages.get(name)) for name in shapes}
-    firsts = list(dict.fromkeys(same_arrays(model, origins, storages).values()))
+    firsts = list(dict.fromkeys(plan.same.values()))
     reading = {name: origins[name].nbytes * PER_BYTE for name in firsts}
     total = sum(reading[name] + rates[name] * math.prod(shapes[name]) for name in firsts)
     with task("quantizing", total, unit="%", shown=progress or None) as bar:
@@ -167,7 +167,7 @@ def _separately(
                 measured[name].add(piece, values, inputs)
                 bar.update(rates[name] * values.size)
 
-            return read_parameter(model, origins[name], storages.get(name), watch=watch)
+            return read_parameter(plan.plain, origins[name], storages.get(name), watch=watch)
 
         for name, tensor in _ahead(read, firsts):
             bar.update(reading[name])

@@ -116,7 +116,7 @@ def done(tensor: Any, storage: Storage | None, origin: Origin, measured: Measure
     if storage is None:
         return Done(str(tensor.dtype), tensor.size, tensor.nbytes)
     count = math.prod(tensor.shape)
-    if storage.kept:
+    if storage.as_in_file:
         return Done(f"{origin.files[0].type} as it was", count, tensor.nbytes, Measured(1.0))
     label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
     return Done(label, count, tensor.nbytes, measured)

@@ -21,7 +21,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.cli.prog_name import program
 from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 from jinfer.opening.sources import SourceError
 
 from .bench_models import add_tensor, copy_metadata, finish
@@ -126,7 +126,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise SourceError(f"{options.out}: is there already; name another file, or remove it")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write(open_source(options.source, {}).checkpoint, options.out, options.seed, options.type)
+    write(open_files(options.source, {}).checkpoint, options.out, options.seed, options.type)
     return 0
 
 

@@ -15,7 +15,9 @@ import numpy as np
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
 from jinfer.modelspec.spec_files import families, with_families
 from jinfer.modelspec.toml_tables import merge
-from jinfer.opening.resolve_model import SPEC_FILE, Located, read_json_value
+from jinfer.opening.config_json import read_json_value
+from jinfer.opening.model_files import SPEC_FILE, ModelFiles
+from jinfer.opening.resolve_model import family_of
 from jinfer.opening.sources import SourceError
 from jinfer.weights.safetensors_writer import NAMES, SHARD_BYTES, Writer
 
@@ -105,7 +107,7 @@ class OrbaxWriter(Writer):
 
 
 def write_specification(
-    folder: Path, source: Located, overrides: Mapping[str, Any], settings: Mapping[str, Any]
+    folder: Path, source: ModelFiles, overrides: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
     """Writes `spec.toml`, and beside it the specifications it is based on.
 
@@ -113,7 +115,9 @@ def write_specification(
         overrides: user tables laid over the source's.
         settings: tables that replace these, such as the whole `[quantization]`.
     """
-    own = dict(source.own if source.describes_model else {"family": source.family(), **source.own})
+    own = dict(source.own)
+    if not source.describes_model:
+        own = {"family": family_of(source), **own}
     over = {key: table for key, table in overrides.items() if key not in _PLACES}
     tables = with_families(own, source.path)
     if over.keys() <= set(_SETTINGS):
@@ -137,7 +141,7 @@ def write_specification(
         name, replaced = beside, {}
 
 
-def copy_companions(folder: Path, source: Located, tokenizer: Path) -> dict[str, Any]:
+def copy_companions(folder: Path, source: ModelFiles, tokenizer: Path) -> dict[str, Any]:
     """Copies files read beside the weights: config.json, tokenizer files, pooling.
 
     Args:

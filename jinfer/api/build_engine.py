@@ -1,7 +1,8 @@
-"""An engine put together as a specification sizes it, and the programs that it will need."""
+"""Building an engine as its specification sizes it, and listing the programs to be compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +25,35 @@ from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.progress import line
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.weights.plan_weights import Weights
+from jinfer.weights import load_weights
+from jinfer.weights.plan_weights import WeightPlan
 
 if TYPE_CHECKING:
+    from jinfer.distributed.distributed_programs import HostedPrograms
     from jinfer.parallel.pipeline_programs import StagedPrograms
 
 
-def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -> Engine:
+def build_engine(opened: Opened, model: AbstractModel, shelf: Shelf | None = None) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
+        model: its parameters as they will be stored.
         shelf: where its programs are kept.
 
     Raises:
         SpecError: `[partition]` asks for what cannot be.
     """
-    programs, lanes = _programs(model, opened, shelf)
-    spec, blocks = opened.spec.engine, programs.sizes.blocks
+    spec = opened.spec.engine
+    if spec.kv_tokens is not None and spec.kv_tokens < BLOCK:
+        raise SpecError(
+            opened.spec.path,
+            "engine.kv_tokens",
+            f"{spec.kv_tokens} is less than a block of the cache, {BLOCK} tokens: a sequence needs "
+            "room for its prompt and its answer",
+        )
+    programs = _PROGRAMS[_kind(opened)](opened, model, shelf)
+    lanes: Any = getattr(programs, "lanes", None)
+    blocks = programs.sizes.blocks
     windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
     encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
@@ -52,59 +65,47 @@ def assemble(model: AbstractModel, opened: Opened, shelf: Shelf | None = None) -
         mixed,
         flat_sizes(spec.prefill_chunk, mixed, spec.slots),
         spec.queue,
-        lanes,
+        1 if lanes is None else lanes.count,
     )
     return Engine(programs=programs, scheduler=scheduler)
 
 
-def load(engine: Engine, weights: Weights, *, progress: bool = False) -> None:
+def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     """Gives an engine its weights, on the devices where they are to be."""
     programs: Any = engine.programs
     stages = getattr(programs, "stages", None)
     if stages is None:
-        engine.parameters = weights.load(progress)
+        engine.parameters = load_weights.load(plan, progress=progress)
         return
     from jinfer.parallel.sharded_loading import load_stages
 
     if progress and programs.memory:
         line(str(programs.memory))
-    engine.leaves = load_stages(weights, stages, progress=progress)
+    engine.leaves = load_stages(plan, stages, progress=progress)
 
 
-def _programs(
-    model: AbstractModel, opened: Opened, shelf: Shelf | None
-) -> tuple[CompiledPrograms, int]:
-    """The programs, for a cache of the size there is room for, and how many lanes they have."""
-    asked = opened.spec.engine.kv_tokens
-    if asked is not None and asked < BLOCK:
-        reason = (
-            f"{asked} is less than a block of the cache, {BLOCK} tokens: a sequence needs room "
-        )
-        reason += "for its prompt and its answer"
-        raise SpecError(opened.spec.path, "engine.kv_tokens", reason)
-    if (group := current()) is not None:
-        from jinfer.distributed.build_programs import hosted_programs
+def _kind(opened: Opened) -> str:
+    """Which programs a model runs by: a key of `_PROGRAMS`."""
+    if current() is not None:
+        return "processes"
+    return "one device" if opened.spec.partition.is_plain else "stages"
 
-        hosted = hosted_programs(group, model, opened, partial(_sizes, opened))
-        return hosted, hosted.lanes.count
-    if not opened.spec.partition.is_plain:
-        staged = _staged(model, opened)
-        return staged, staged.lanes.count
-    spec, context = opened.spec.engine, opened.context
-    used = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters))
+
+def _on_one_device(opened: Opened, model: AbstractModel, shelf: Shelf | None) -> CompiledPrograms:
+    spec = opened.spec.engine
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,
         slots=spec.slots,
-        context=context,
+        context=opened.context,
         chunk=spec.prefill_chunk,
         tokens=spec.kv_tokens,
-        used=used,
+        used=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters)),
     )
-    return CompiledPrograms(model, _sizes(opened, blocks), shelf), 1
+    return CompiledPrograms(model, _sizes(opened, blocks), shelf)
 
 
-def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
+def _in_stages(opened: Opened, model: AbstractModel, _: Shelf | None) -> StagedPrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.parallel.auto_plan import settled
     from jinfer.parallel.memory_plan import memory_plan
@@ -129,13 +130,28 @@ def _staged(model: AbstractModel, opened: Opened) -> StagedPrograms:
     )
 
 
+def _in_processes(opened: Opened, model: AbstractModel, _: Shelf | None) -> HostedPrograms:
+    from jinfer.distributed.build_programs import hosted_programs
+
+    group = current()
+    assert group is not None, "the process has joined a job"
+    return hosted_programs(group, model, opened, partial(_sizes, opened))
+
+
+_PROGRAMS: dict[str, Callable[[Opened, AbstractModel, Shelf | None], CompiledPrograms]] = {
+    "one device": _on_one_device,
+    "stages": _in_stages,
+    "processes": _in_processes,
+}
+
+
 def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
     vocab = opened.spec.dims.get("vocab", 0)
     return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[StepKey]:
-    """The programs that a request needs if it comes alone, and asks for nothing unusual."""
+    """The programs that one request of the usual kind needs."""
     if not engine.model.modules.spec.generates:
         return []
     scheduler, shapes = engine.scheduler, [StepKey("set_slot")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jinfer.api.build_engine import assemble, load
+from jinfer.api.build_engine import build_engine, load
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.distributed_programs import HostedPrograms
 from jinfer.distributed.initialize import join
@@ -22,8 +22,7 @@ from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
 from jinfer.ops.platforms import start
-from jinfer.weights.plan_weights import find_weights
-from jinfer.weights.qk_equalization import equalized
+from jinfer.weights.plan_weights import plan_weights
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 
@@ -43,10 +42,11 @@ def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool =
     shelf = use_persistent_cache()
     opened = open_model(source, overrides)
     model = build(opened.spec, jnp.dtype(opened.dtype), shelf)
-    weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
-    weights = equalized(weights, opened.kv_cache)
-    engine = assemble(weights.model, opened)
-    load(engine, weights, progress=progress)
+    plan = plan_weights(
+        model, opened.spec, opened.checkpoint, opened.activations, kv_cache=opened.kv_cache
+    )
+    engine = build_engine(opened, plan.model)
+    load(engine, plan, progress=progress)
     assert isinstance(engine.programs, HostedPrograms), "it has joined"
     follow_calls(group, engine.programs, engine.leaves)
 

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` share: a model that is open, and requests in its terms."""
+"""Session: a loaded model and the thread that runs it, which `LLM` and `AsyncLLM` share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.api.build_engine import all_shapes, assemble, first_shapes, load
+from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.prompt_inputs import (
     Ids,
     Params,
@@ -50,8 +50,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
-from jinfer.weights.plan_weights import find_weights
-from jinfer.weights.qk_equalization import equalized
+from jinfer.weights.plan_weights import plan_weights
 
 MAX_THREADS = 4096
 NO_HEAD = "the checkpoint has no vocabulary head, so the model gives no logits"
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that fits the model, and what it runs with."""
+    """A request, checked and ready to be submitted."""
 
     request: Request
     choice: SamplingRow
@@ -72,13 +71,12 @@ class Prepared:
 
 
 class Frontend:
-    """A model, loaded, with a thread that runs it.
+    """A loaded model, with a thread that runs its engine.
 
     Attributes:
-        opened: what was settled before its weights were read; the file's tensors and metadata are
-            let go of once they are.
+        opened: the opened model, after loading without its checkpoint's tensors and metadata.
         thread: runs its engine.
-        load_seconds: time the weights took.
+        load_seconds: time that loading the weights took.
         closed: whether it was closed.
     """
 
@@ -98,26 +96,26 @@ class Frontend:
         if threads is not None and not (cores and 1 <= threads <= MAX_THREADS):
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
         fork_guard.note_opened()
-        # Words that switches do not know are said before anything is read.
+        # Environment variables with unknown values are refused before anything is read.
         turned_off()
         asked_for()
         lead()
         shelf = use_persistent_cache()
-        # Before anything starts XLA; it ends with this object, however that ends.
+        # Before anything starts XLA; the bound on threads ends with this object.
         self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
         start()
         opened = open_model(source, overrides)
         asked = _drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened
-        weights = find_weights(
+        plan = plan_weights(
             build(opened.spec, np.dtype(opened.dtype), shelf),
             opened.spec,
             opened.checkpoint,
             opened.activations,
-            free_memory,
+            kv_cache=opened.kv_cache,
+            free_memory=free_memory,
         )
-        weights = equalized(weights, opened.kv_cache)
-        self.engine = assemble(weights.model, opened, shelf)
+        self.engine = build_engine(opened, plan.model, shelf)
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -128,16 +126,16 @@ class Frontend:
         elif first is not None:
             self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
         begun = time.perf_counter()
-        load(self.engine, weights, progress=progress)
+        load(self.engine, plan, progress=progress)
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.load_seconds = time.perf_counter() - begun
-        # The file stays mapped as long as somebody knows its tensors; a GGUF file's metadata are a
-        # hundred thousand strings, of which a tokenizer has made its own.
+        # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
+        # a hundred thousand strings, of which the tokenizer has copies.
         file = replace(opened.checkpoint, tensors={}, metadata={})
         self.opened = replace(opened, checkpoint=file)
-        # What is loaded stays: nobody needs to search it for garbage again. What is garbage already
-        # would stay too, with the frames of those who called, and so with this.
+        # What is loaded stays, and need not be searched for garbage again. Garbage is collected
+        # first: it would stay too, and keep the callers' frames and this object alive.
         gc.collect(0)
         gc.freeze()
 
@@ -148,7 +146,7 @@ class Frontend:
         self._lift()
 
     def warm_up(self, progress: bool = False) -> None:
-        """Makes all programs that requests may need, behind one bar."""
+        """Compiles all programs that requests may need, with one progress bar."""
         futures = self.engine.programs.announce(all_shapes(self.engine))
         if self.engine.speculator is not None:
             futures += self.engine.speculator.announce(self.engine)
@@ -156,7 +154,7 @@ class Frontend:
             future.result()
 
     def described(self) -> str:
-        """A few words: name, family, size, how weights are stored, context."""
+        """A few words: name, family, size, format of weights, context."""
         spec, model = self.opened.spec, self.engine.model
         words = [title(self.opened)]
         if self._family:
@@ -166,7 +164,7 @@ class Frontend:
         return ", ".join([*words, "closed"] if self.closed else words)
 
     def cache_report(self) -> str:
-        """One line: room in the cache, and its size."""
+        """One line: tokens and bytes of the KV cache."""
         sizes = self.engine.programs.sizes
         bytes_ = block_bytes(self.engine.model.caches, sizes.kv_cache)
         total = sum(bytes_[group] * count for group, count in sizes.blocks.items())
@@ -175,7 +173,7 @@ class Frontend:
 
     @property
     def room(self) -> int:
-        """Tokens that a sequence can have: the context, or less where the cache is smaller."""
+        """Tokens that a sequence can have: the context, or less if the KV cache is smaller."""
         pools = self.engine.scheduler.blocks.pools.values()
         counts = [pool.count * BLOCK for pool in pools if pool.window is None]
         return min([self.opened.context, *counts])
@@ -210,7 +208,7 @@ class Frontend:
     def chat(
         self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
     ) -> tuple[list[int], SamplingParams]:
-        """A conversation's token ids and parameters; of the keywords some are the template's.
+        """A conversation's token ids and parameters; some of the keywords are the template's.
 
         Raises:
             RequestError: a keyword that neither sampling nor the template knows.
@@ -233,7 +231,7 @@ class Frontend:
         return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
 
     def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
-        """A request's parameters, with keywords over them. Raises `RequestError`."""
+        """Parameters of a request, overridden by keywords. Raises `RequestError`."""
         return parameters(self.opened.defaults, params, changes)
 
     def params(self, **changes: Any) -> SamplingParams:
@@ -241,7 +239,7 @@ class Frontend:
         return self.sampling(None, changes)
 
     def prefix(self, given: Ids, language: str | None) -> list[int]:
-        """What the answer of an encoder-decoder starts from."""
+        """The tokens that the answer of an encoder-decoder starts from."""
         prefix = self.encode(given)
         if language is not None:
             start = prefix or self.opened.decoder_prefix[:1]
@@ -260,9 +258,9 @@ class Frontend:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
         Args:
-            prefix: what the answer of an encoder-decoder starts from.
+            prefix: the tokens that the answer of an encoder-decoder starts from.
             priority: lower ones go first.
-            timeout: seconds after which they are given up.
+            timeout: seconds after which they are aborted.
 
         Raises:
             RequestError: it cannot be run.
@@ -301,7 +299,7 @@ class Frontend:
         return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]
 
     def _each(self, request: Request) -> list[Request]:
-        """A request for each answer; seeds differ, and log-probabilities tell the best ones."""
+        """A request for each answer: with other seeds, and log-probabilities to rank them by."""
         sampling = request.sampling
         count = sampling.best_of or sampling.n
         if count == 1:
@@ -346,7 +344,7 @@ class Frontend:
         if any(value is not None for value in given.values()):
             if sampling.strategy in ("beam", "contrastive"):
                 raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
-            # Half a tenth of a second to import, which most requests need not pay.
+            # Here: it is slow to import, and few requests need it.
             from jinfer.sampling.structured import compile_constraint
 
             constraint = compile_constraint(
@@ -360,9 +358,9 @@ class Frontend:
         rows = {"beam": sampling.beams, "contrastive": sampling.top_k}.get(sampling.strategy, 1)
         for pool in self.engine.scheduler.blocks.pools.values():
             needed = -(-request.limit // BLOCK)
-            if rows > 1:  # they share the prompt, and at worst nothing else
+            if rows > 1:  # they share the prompt alone, at worst
                 prompt = len(request.prompt) // BLOCK
-                begun = len(request.prompt) % BLOCK > 0  # a block that all copy
+                begun = len(request.prompt) % BLOCK > 0  # a block that each copies
                 needed = prompt + begun + rows * (needed - prompt + 1)
             if pool.window is None and needed > pool.count:
                 raise RequestError(
@@ -378,13 +376,13 @@ class Frontend:
             )
 
     def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
-        """Starts a request; `sink` gets its chunks, then its usage, or an exception."""
+        """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
 
 
 def _nothing() -> None:
-    """There is no bound to be lifted."""
+    """Lifts no bound."""
 
 
 def _drafts(
@@ -392,7 +390,7 @@ def _drafts(
 ) -> OpenedDrafters | None:
     if not opened.spec.speculation.draft:
         return None
-    # Here: who drafts nothing needs none of it, nor what it imports.
+    # Here: without speculative decoding none of its imports is needed.
     from jinfer.speculate.build_drafters import open_drafters
 
     return open_drafters(opened, source, overrides)

@@ -1,4 +1,4 @@
-"""Weights of low precision with a scale for each block, decoded to float32 when they are read.
+"""Block-scaled weights (FP8, MXFP4): decoded to float32, with their scales, when they are read.
 
 Two layouts are known, both with the scales in a tensor of their own:
 

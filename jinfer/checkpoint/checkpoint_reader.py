@@ -1,4 +1,4 @@
-"""What every checkpoint reader gives back: named tensors that are read when asked for."""
+"""Checkpoint: named tensors that are read when asked for; what every reader gives."""
 
 from __future__ import annotations
 

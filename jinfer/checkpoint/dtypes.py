@@ -1,4 +1,4 @@
-"""Names of element types, as safetensors writes them, and NumPy's types for them."""
+"""Element types: safetensors' names, and NumPy's types for them."""
 
 from __future__ import annotations
 

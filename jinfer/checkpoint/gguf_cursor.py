@@ -1,4 +1,4 @@
-"""A place in a GGUF file's header, from which numbers and strings are read in turn."""
+"""GGUF cursor: reads numbers and strings of a file's header, one after the other."""
 
 from __future__ import annotations
 

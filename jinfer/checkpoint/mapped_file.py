@@ -1,4 +1,4 @@
-"""A file mapped into memory, and arrays over its bytes; bounds are checked before use."""
+"""Memory-mapped file: arrays over its bytes, with bounds checked before use."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Converted checkpoints: a model's parameters as they lie in memory, in safetensors files.
+"""Native checkpoints: a model's parameters as they lie in memory, in safetensors files.
 
 A tensor is a parameter, "decoder.3.attn_norm.weight", or an array of a quantized one,
 "decoder.3.attn.q.weight.words". Each begins at a multiple of 64 bytes, so that a view of the
 memory map can be used as it is; tensors called "....padding" fill the gaps. `__metadata__` has
 "format" = "jinfer", "version" and, as JSON,
 
-    "parameters"  name of each quantized parameter -> what `Packed` has
+    "parameters"  name of each quantized parameter -> what `PackedFormat` has
     "same"        name of a parameter -> that of another one, of which it is the same array
     "settings"    the `[quantization]` that the parameters were made with
     "source"      the format, metadata and tensors (name -> [type, shape]) of the checkpoint that
@@ -35,7 +35,7 @@ AGAIN = "convert the source again with jinfer quantize"
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedFormat:
     """How a quantized parameter was packed; see `jinfer.quant.QuantizedTensor`.
 
     Attributes:
@@ -53,8 +53,8 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class ConvertedCheckpoint(Checkpoint):
-    """A converted checkpoint, that looks like its source.
+class NativeCheckpoint(Checkpoint):
+    """A native checkpoint, that looks like its source.
 
     `format`, `metadata` and `tensors` are the source's, but no tensor can be read.
 
@@ -66,19 +66,19 @@ class ConvertedCheckpoint(Checkpoint):
     """
 
     parts: Mapping[str, Tensor]
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, PackedFormat]
     same: Mapping[str, str]
     settings: Mapping[str, Any]
 
 
-def as_converted(checkpoint: Checkpoint) -> Checkpoint:
+def as_native(checkpoint: Checkpoint) -> Checkpoint:
     """What the metadata of safetensors files say that they are.
 
     Raises:
-        CheckpointError: they are a converted checkpoint, but damaged, not whole, or too new.
+        CheckpointError: they are a native checkpoint, but damaged, not whole, or too new.
     """
     said = checkpoint.metadata
-    if isinstance(checkpoint, ConvertedCheckpoint):  # its metadata are the source's
+    if isinstance(checkpoint, NativeCheckpoint):  # its metadata are the source's
         return checkpoint
     if checkpoint.format != "safetensors" or said.get("format") != FORMAT:
         return checkpoint
@@ -87,11 +87,11 @@ def as_converted(checkpoint: Checkpoint) -> Checkpoint:
     if "source" not in said:
         raise CheckpointError(path, "is one file of a converted checkpoint; give the folder")
     parts = {n: part for n, part in checkpoint.tensors.items() if not n.endswith(PADDING)}
-    return parse_converted(path, said, parts)
+    return parse_native(path, said, parts)
 
 
 def check_version(path: Path, said: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` if a converted checkpoint is of another version than this one."""
+    """Raises `CheckpointError` if a native checkpoint is of another version than this one."""
     version = said.get("version", "")
     if version != str(VERSION):
         newer = version.isdecimal() and int(version) > VERSION
@@ -100,10 +100,10 @@ def check_version(path: Path, said: Mapping[str, Any]) -> None:
         raise CheckpointError(path, f"{reason}; {what}{AGAIN}")
 
 
-def parse_converted(
+def parse_native(
     path: Path, said: Mapping[str, Any], parts: Mapping[str, Tensor]
-) -> ConvertedCheckpoint:
-    """A converted checkpoint from its `__metadata__`.
+) -> NativeCheckpoint:
+    """A native checkpoint from its `__metadata__`.
 
     Args:
         path: the file that says it.
@@ -122,7 +122,7 @@ def parse_converted(
     same = _table(path, said, "same")
     if not all(isinstance(other, str) for other in same.values()):
         raise _damaged(path, "same", "is not a table of names")
-    return ConvertedCheckpoint(
+    return NativeCheckpoint(
         path,
         cast("Format", format),
         {name: _unreadable(path, name, written) for name, written in tensors.items()},
@@ -145,7 +145,7 @@ def _table(path: Path, said: Mapping[str, Any], key: str) -> dict[str, Any]:
     return table
 
 
-def _packed(path: Path, name: str, written: Any) -> Packed:
+def _packed(path: Path, name: str, written: Any) -> PackedFormat:
     table = written if isinstance(written, dict) else {}
     shape: Any = table.get("shape")
     columns: Any = table.get("columns")
@@ -158,7 +158,7 @@ def _packed(path: Path, name: str, written: Any) -> Packed:
         and (outliers is None or are_sizes([outliers], least=0))
     ):
         raise _damaged(path, "parameters", f"{name[:200]!r} needs a shape, columns and a format")
-    return Packed(tuple(shape), columns, format, outliers)
+    return PackedFormat(tuple(shape), columns, format, outliers)
 
 
 def _unreadable(path: Path, name: str, written: Any) -> Tensor:
@@ -189,9 +189,9 @@ def _damaged(path: Path, key: str, reason: str) -> CheckpointError:
     return CheckpointError(path, f"__metadata__.{key} {reason}: it is damaged, {AGAIN}")
 
 
-def written(
+def native_metadata(
     checkpoint: Checkpoint,
-    packed: Mapping[str, Packed],
+    packed: Mapping[str, PackedFormat],
     same: Mapping[str, str],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
@@ -211,7 +211,7 @@ def written(
 
 
 def marks() -> dict[str, str]:
-    """What every file of a converted checkpoint says."""
+    """What every file of a native checkpoint says."""
     return {"format": FORMAT, "version": str(VERSION)}
 
 

@@ -1,4 +1,4 @@
-"""Which reader opens a path: files are told apart by their first bytes, folders by their names."""
+"""Opening a checkpoint: files are told apart by their first bytes, folders by their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
 from jinfer.checkpoint.mapped_file import MappedFile
-from jinfer.checkpoint.native_checkpoint import as_converted
+from jinfer.checkpoint.native_checkpoint import as_native
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
@@ -71,7 +71,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         ) from None
     checkpoint = _open_folder(path) if is_folder else _open_file(path)
     wrapped = checkpoint.format in ("safetensors", "pickle")
-    return as_converted(unwrapped(checkpoint) if wrapped else checkpoint)
+    return as_native(unwrapped(checkpoint) if wrapped else checkpoint)
 
 
 def _open_file(path: Path) -> Checkpoint:

@@ -1,8 +1,8 @@
-"""Converted checkpoints in Orbax's folders, of which each process reads what its devices hold.
+"""Orbax: native checkpoints in its folders, of which a process can read the shards of its devices.
 
-`model.orbax.json` is jinfer's own. It has the `__metadata__` of a converted checkpoint (see
-`converted`), each array's type and shape, and size and checksum (CRC-32; none of large files) of
-the files of `model.orbax`, the folder beside it that Orbax writes and reads:
+`model.orbax.json` is jinfer's own. It has the `__metadata__` of a native checkpoint (see
+`native_checkpoint`), each array's type and shape, and size and checksum (CRC-32; none of large
+files) of the files of `model.orbax`, the folder beside it that Orbax writes and reads:
 
     {"__metadata__": {...}, "arrays": {name: [type, shape]}, "files": {path: [bytes, crc]}}
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -29,10 +29,10 @@ from jinfer.checkpoint.mapped_file import MappedFile, element_count
 from jinfer.checkpoint.native_checkpoint import (
     AGAIN,
     FORMAT,
-    ConvertedCheckpoint,
+    NativeCheckpoint,
     are_sizes,
     check_version,
-    parse_converted,
+    parse_native,
 )
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 from jinfer.guard.safe_files import read_regular
@@ -48,8 +48,8 @@ _READ_AHEAD = 64 << 20  # bytes of arrays that are read at a time, or the larges
 
 
 @dataclass(frozen=True)
-class OrbaxCheckpoint(ConvertedCheckpoint):
-    """A converted checkpoint whose arrays `restore` reads: no tensor of `parts` can be read alone.
+class OrbaxCheckpoint(NativeCheckpoint):
+    """A native checkpoint whose arrays `restore` reads: no tensor of `parts` can be read alone.
 
     Attributes:
         folder: Orbax's.
@@ -76,7 +76,7 @@ def orbax_api(path: Path) -> Any:
 
 
 def open_orbax(path: Path) -> OrbaxCheckpoint:
-    """Opens a converted checkpoint by its description; Orbax is not needed for that.
+    """Opens a native checkpoint by its description; Orbax is not needed for that.
 
     Args:
         path: `model.orbax.json`.
@@ -102,7 +102,7 @@ def open_orbax(path: Path) -> OrbaxCheckpoint:
     arrays, folder = _table(path, described, "arrays"), path.parent / FOLDER
     _check_files(path, folder, _table(path, described, "files"))
     parts = {name: _part(path, name, written) for name, written in arrays.items()}
-    return OrbaxCheckpoint(**vars(parse_converted(path, said, parts)), folder=folder)
+    return OrbaxCheckpoint(**vars(parse_native(path, said, parts)), folder=folder)
 
 
 def restore(
@@ -143,6 +143,26 @@ def restore(
             read = _asked(checkpoint.folder, lambda: api.load(path, whole))
     zeros = {n: jax.device_put(np.zeros(e.shape, e.dtype), e.sharding) for n, e in empty.items()}
     return {**read, **zeros}
+
+
+def restored_tensors(checkpoint: OrbaxCheckpoint, names: Collection[str]) -> dict[str, Tensor]:
+    """Some of the checkpoint's tensors, with their values in the host's memory; as `restore`."""
+    import jax
+
+    try:
+        host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX has no CPU backend
+        host = None
+    abstract = {
+        name: jax.ShapeDtypeStruct(tensor.shape, DTYPES[tensor.type], sharding=host)
+        for name, tensor in checkpoint.parts.items()
+        if name in names
+    }
+    arrays = restore(checkpoint, abstract)
+    return {
+        name: replace(checkpoint.parts[name], read=partial(np.asarray, array))
+        for name, array in arrays.items()
+    }
 
 
 def _check_stored(api: Any, checkpoint: OrbaxCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""The state of a pickle machine that cannot do anything: bytes, stack, marks and memo.
+"""Pickle machine: its state, bytes, stack, marks and memo; it cannot execute anything.
 
 Every opcode takes at least a byte and makes at most one small object; values are shared and never
 copied, so that time and memory are bounded by the pickle's length, and that by

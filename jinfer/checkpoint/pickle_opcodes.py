@@ -1,4 +1,4 @@
-"""The opcodes a checkpoint may use, and the loop that runs them on a `Machine`.
+"""Pickle opcodes that a checkpoint may use, and the loop that runs them on a `Machine`.
 
 Source: the opcode descriptions in CPython's Lib/pickletools.py, protocols 0 to 5. The list is
 closed: what a binary protocol of torch.save writes. Protocol 0's text, which cannot hold storages,

@@ -1,4 +1,4 @@
-"""What a pickled checkpoint may name, and the inert values that stand for it.
+"""Pickle values: the globals that a checkpoint may name, and the inert values for them.
 
 The table `GLOBALS` is closed: whatever is not in it is refused by name. Nothing here imports or
 calls what a file asks for; "calling" a global makes one of the plain records below.

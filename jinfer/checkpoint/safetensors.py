@@ -1,4 +1,4 @@
-"""The safetensors format: an 8-byte little-endian length, a JSON header, then tensors.
+"""Safetensors: an 8-byte little-endian length, a JSON header, then tensors.
 
 Source: "Format" in the README of huggingface/safetensors. The header names each tensor's dtype,
 shape and `data_offsets` [begin, end) counted from the end of the header; together the tensors

@@ -1,4 +1,4 @@
-"""Several files that hold one model: merged, and checked against their index where there is one."""
+"""Shards: several files of one model, merged, and checked against their index if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding the tensors in what a pickle holds: a state dict, or one wrapped in others."""
+"""State dict: finding the tensors in what a pickle holds, also one wrapped in others."""
 
 from __future__ import annotations
 

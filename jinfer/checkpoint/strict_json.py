@@ -1,4 +1,4 @@
-"""JSON from a file that is not trusted: UTF-8 only, no repeated keys, no surprises."""
+"""Strict JSON of untrusted files: UTF-8 only, no repeated keys, no surprises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.save's format before PyTorch 1.6: five pickles, then the storages one after another.
+"""torch.save before PyTorch 1.6: five pickles, then the storages one after another.
 
 Source: torch/serialization.py (_legacy_save). The pickles are a magic number, the protocol's
 version, facts about the machine, the object, and the list of storage keys; then for each key its

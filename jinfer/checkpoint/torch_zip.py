@@ -1,4 +1,4 @@
-"""torch.save's zip archives (PyTorch 1.6 and later): checked, then read in place.
+"""torch.save since PyTorch 1.6, zip archives: checked, then read in place.
 
 Source: PKWARE's APPNOTE, and torch/serialization.py: one top folder with data.pkl, version,
 byteorder, and data/<key> for each storage, stored uncompressed and aligned to 64 bytes. Every

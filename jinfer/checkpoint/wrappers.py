@@ -1,4 +1,4 @@
-"""Names without what training wraps around a model: `module.`, `_orig_mod.` and their like.
+"""Wrapper prefixes of training, `module.`, `_orig_mod.` and their like: names without them.
 
 DistributedDataParallel and DataParallel name all tensors `module.`, torch.compile names those of
 what it compiled `_orig_mod.`, FSDP and activation checkpointing theirs, wherever in the model that

@@ -14,7 +14,7 @@ from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text
-from jinfer.opening.resolve_name import in_full
+from jinfer.opening.resolve_name import full_source
 from jinfer.opening.sources import SourceError, locate
 
 _PLACES = ("weights", "tokenizer")
@@ -51,7 +51,7 @@ def fetched(name: str) -> Iterator[Path]:
     Raises:
         SourceError, SpecError: there is no such model, or the download failed.
     """
-    source = in_full(name, Path.cwd())
+    source = full_source(name, Path.cwd())
     if source.startswith("hf://") or not source.endswith(".toml"):
         yield _fetch(source, Path.cwd())
         return

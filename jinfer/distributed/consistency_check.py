@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped_file import release
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.distributed.process_group import Group
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import SourceError
-from jinfer.weights.plan_weights import as_whole_numbers
+from jinfer.weights.storage_plan import as_whole_numbers
 
 _PLACES, _BYTES = 8, 64  # samples of each tensor, and bytes of each sample
 _REMEDY = {
@@ -64,7 +64,7 @@ def _checkpoint(checkpoint: Checkpoint) -> str:
     A few samples of each tensor tell models apart; reading all bytes could take terabytes.
     """
     tensors = checkpoint.tensors
-    if isinstance(checkpoint, ConvertedCheckpoint):
+    if isinstance(checkpoint, NativeCheckpoint):
         tensors = checkpoint.parts
     digest = hashlib.sha256()
     for name, tensor in tensors.items():

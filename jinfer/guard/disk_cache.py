@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_NEW, _END = "new-", ".kept"
+_NEW, _END = "new-", "EXC"
 _STALE = 3600.0  # seconds
 _HASH = hashlib.sha256().digest_size
 

@@ -1,1 +1,1 @@
-"""From a source to what is settled before weights are read."""
+"""Opening a model: from a source to all that is known before weights are loaded."""

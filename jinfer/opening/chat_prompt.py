@@ -1,4 +1,4 @@
-"""Conversations: how messages become the tokens of a prompt."""
+"""Chat template: how messages become the tokens of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model does what a key of its checkpoint says, though nothing read that key.
+"""Config keys that nothing read: whether a model does what they say nevertheless.
 
 A rule compares the key's value with what was built: it changes nothing, or the specification says
 it as well, in another way.

@@ -1,4 +1,4 @@
-"""In a few words: what a model is, and how its weights are kept."""
+"""Description of a model in a few words: its name, family, and the format of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defaults of generation that a checkpoint brings along: generation_config.json, GGUF's keys."""
+"""generation_config.json and GGUF's keys: a checkpoint's defaults of sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.resolve_model import read_json
-from jinfer.opening.sources import SourceError
+from jinfer.modelspec.spec_errors import SpecError, nearest
+from jinfer.opening.config_json import read_json
+from jinfer.opening.source_errors import SourceError
+from jinfer.sampling.param_names import PARAMETERS
 from jinfer.sampling.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
@@ -123,7 +124,13 @@ def _of_llama_cpp(name: str, value: Any) -> Any:
     return value
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """The token ids of a value of JSON: one, a list of them, or none."""
-    listed = value if isinstance(value, list) else [value]
-    return tuple(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
+def check_defaults(values: Mapping[str, Any], path: str) -> None:
+    """Raises `SpecError` unless these are sampling parameters."""
+    allowed = [field.name for field in fields(SamplingParams)]
+    for name in values:
+        if name not in allowed and name not in PARAMETERS:
+            raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
+    try:
+        SamplingParams.from_names(values)
+    except (TypeError, ValueError) as error:
+        raise SpecError(path, "generation", str(error)) from error

@@ -1,4 +1,4 @@
-"""Models of a hub: fetched through huggingface_hub, or found in its cache without a network."""
+"""Model hub: repositories fetched by huggingface_hub, or found in its cache without a network."""
 
 from __future__ import annotations
 

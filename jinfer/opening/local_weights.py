@@ -1,4 +1,4 @@
-"""Whether weights are on this machine: told without a network, and without opening them."""
+"""Local weights: whether a model is on this machine, without a network and without opening it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.modelspec.toml_tables import check_text
-from jinfer.opening.resolve_name import in_full
+from jinfer.opening.resolve_name import full_source
 from jinfer.opening.sources import SourceError, locate
 
 _PLACES = ("weights", "tokenizer")
@@ -22,7 +22,7 @@ def check(source: str, overrides: Mapping[str, Any]) -> None:
     Raises:
         SourceError, SpecError: it, its weights or its tokenizer are in a place that there is not.
     """
-    source = in_full(source, Path.cwd())
+    source = full_source(source, Path.cwd())
     if source.startswith("hf://"):
         return
     path = locate(source, Path.cwd())

@@ -1,4 +1,4 @@
-"""The models whose specifications come with jinfer, as a table."""
+"""Model catalogue: a table of the models whose specifications come with jinfer."""
 
 from __future__ import annotations
 
@@ -106,10 +106,11 @@ def _resolved(path: Path) -> ModelSpec | None:
         return None  # a list downloads nothing
     # Here, because it needs JAX, and nearly every specification says how large its model is.
     from jinfer.checkpoint import CheckpointError
-    from jinfer.opening.resolve_model import open_source
+    from jinfer.opening.open_model import open_files
+    from jinfer.opening.resolve_model import resolve_model
 
     try:
-        return open_source(path, {}).spec({})
+        return resolve_model(open_files(path, {}), {})[0]
     except (SourceError, CheckpointError, SpecError):
         return None
 

@@ -1,4 +1,4 @@
-"""Whether a model does what keys about mixtures of experts say, as `rules` does for the rest."""
+"""Config keys of mixtures of experts: whether a model does what they say nevertheless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys set when a model is opened: names of other engines, and keys without their table."""
+"""Overrides of a specification: keys set by the user, and other engines' names for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.resolve_spec import TOP
 from jinfer.modelspec.speculation_table import SpeculationSpec
 from jinfer.modelspec.table_reader import fields
+from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.sampling.param_keywords import is_parameter
 from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.unknown_params import LOGITS, LORA
@@ -87,6 +88,19 @@ _MAIN: Mapping[str, str] = {
     "prompt": "prompt.chat_template",
     "engine": "engine.context",
 }
+
+
+def override_tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that the user sets (dotted names), as tables to be laid over a specification.
+
+    Raises:
+        RequestError, SpecError: a key that there is not.
+    """
+    check_keywords(overrides)
+    tables: dict[str, Any] = {}
+    for key, value in overrides.items():
+        tables = merge(tables, nested(key, value))
+    return tables
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from jinfer.checkpoint import open_checkpoint
+from jinfer.checkpoint import Checkpoint, open_checkpoint
 from jinfer.guard.safe_files import is_there
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest, show
-from jinfer.opening.resolve_model import Recognized, read_json, read_json_value
-from jinfer.opening.sources import SourceError
+from jinfer.opening.config_json import read_json, read_json_value
+from jinfer.opening.source_errors import SourceError
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -122,47 +123,47 @@ class PoolingSpec:
         return whole.lower() if self.lower_case else whole
 
 
-def find_pooling(found: Recognized) -> PoolingSpec:
+def find_pooling(spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, Any]) -> PoolingSpec:
     """Reads what stands in a GGUF file, and in modules.json beside the weights.
 
     Raises:
         SourceError: a file asks for something that is not known.
         CheckpointError: the weights of a dense layer are broken.
     """
-    path = found.checkpoint.path
+    path, hidden = checkpoint.path, spec.dims.get("hidden")
     folder = path if path.is_dir() else path.parent
-    own = _of_gguf(found) or PoolingSpec(("mean" if found.spec.decoder is None else "last",))
+    own = _of_gguf(checkpoint, config, hidden)
+    own = own or PoolingSpec(("mean" if spec.decoder is None else "last",))
     if not is_there(folder / "modules.json"):
         return own
-    return _of_modules(folder, own, found.spec.dims.get("hidden"))
+    return _of_modules(folder, own, hidden)
 
 
-def _of_gguf(found: Recognized) -> PoolingSpec | None:
+def _of_gguf(
+    checkpoint: Checkpoint, config: Mapping[str, Any], hidden: int | None
+) -> PoolingSpec | None:
     """What `pooling_type` says; None where there is none."""
-    if found.checkpoint.format != "gguf":
+    if checkpoint.format != "gguf":
         return None
-    key = f"{found.config.get('general.architecture', '')}.pooling_type"
-    number = found.config.get(key)
+    key = f"{config.get('general.architecture', '')}.pooling_type"
+    number = config.get(key)
     if number is None:
         return None
     known = type(number) is int
     if known and number in _GGUF_TYPES:
-        layers = _of_dense_tensors(found)
+        layers = _of_dense_tensors(checkpoint, hidden)
         return PoolingSpec((_GGUF_TYPES[number],), layers=layers, declared=True)
     reason = _GGUF_REFUSED.get(number if known else -1, "which is not known")
-    return PoolingSpec(
-        (), refusal=f"{found.checkpoint.path.name}: {key} is {show(number)}, {reason}"
-    )
+    return PoolingSpec((), refusal=f"{checkpoint.path.name}: {key} is {show(number)}, {reason}")
 
 
-def _of_dense_tensors(found: Recognized) -> tuple[Projection, ...]:
+def _of_dense_tensors(checkpoint: Checkpoint, hidden: int | None) -> tuple[Projection, ...]:
     """The dense layers that a GGUF file has of sentence-transformers' modules, in their order."""
-    tensors = found.checkpoint.tensors
+    tensors = checkpoint.tensors
     numbers = sorted(int(n[1]) for name in tensors if (n := _DENSE.fullmatch(name)))
     weights = [tensors[f"dense_{n}.weight"].read().astype(np.float32) for n in numbers]
     layers = tuple(Projection(weight, None, _FUNCTIONS["Identity"]) for weight in weights)
-    hidden = found.spec.dims.get("hidden")
-    _check_widths(found.checkpoint.path, layers, hidden, "dense_*.weight")
+    _check_widths(checkpoint.path, layers, hidden, "dense_*.weight")
     return layers
 
 

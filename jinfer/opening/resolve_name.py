@@ -1,4 +1,4 @@
-"""Models by name: those of the catalogue, and `owner/name` of a model hub."""
+"""Model names: those of the catalogue, and `owner/name` of a model hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from jinfer.modelspec.spec_files import specs_folder
-from jinfer.opening.sources import SourceError
+from jinfer.opening.source_errors import SourceError
 
 # What a hub takes for a name. A path that leads nowhere looks the same, but for its ending.
 _REPOSITORY = re.compile(r"(?P<owner>\w[\w.-]*)/\w[\w.-]*(@[\w./-]+)?", re.ASCII)
@@ -16,7 +16,7 @@ _FILES = (".toml", ".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ck
 _CLOSE = 0.7
 
 
-def in_full(source: str, beside: Path) -> str:
+def full_source(source: str | Path, beside: Path) -> str:
     """A source with the name of a model replaced by where that is; others as they are.
 
     Args:
@@ -27,6 +27,11 @@ def in_full(source: str, beside: Path) -> str:
     Raises:
         SourceError: it is no place, and nearly a name or a file that there is.
     """
+    if not isinstance(source, str | Path) or not str(source).strip():
+        raise SourceError(
+            f"{source!r} is no model; give a path, a name of jinfer list, or owner/name of a hub"
+        )
+    source = str(source)
     if "://" in source or _exists(source, beside):
         return source
     known = {path.stem: path for path in specs_folder().glob("*.toml")}

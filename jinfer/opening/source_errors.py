@@ -1,4 +1,4 @@
-"""The error of what a user points at."""
+"""SourceError: a source that leads nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is: a path, a file inside an installed package, a repository of a model hub."""
+"""Sources: a path, a file inside an installed package, a repository of a model hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself and nothing read: all of it, and what would change answers."""
+"""Unused config keys: what a checkpoint says that nothing read, and which of it changes answers."""
 
 from __future__ import annotations
 

@@ -17,14 +17,15 @@ from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.pipeline_stage import Stage
 from jinfer.parallel.shard_params import as_here, cut, once
 from jinfer.parallel.stage_model import Source
-from jinfer.weights.plan_weights import Weights
-from jinfer.weights.row_slices import Rows
+from jinfer.weights.load_weights import load
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.row_slices import RowSlice
 
 _KEPT = 32 << 20  # freed bytes after which the allocator returns memory to the system
 
 
 def load_stages(
-    weights: Weights, stages: Sequence[Stage], *, progress: bool = False
+    plan: WeightPlan, stages: Sequence[Stage], *, progress: bool = False
 ) -> tuple[Array, ...]:
     """The sharded parameters of all stages, in the order of the stages.
 
@@ -41,7 +42,7 @@ def load_stages(
     loaded: dict[tuple[int, int], Any] = {}
     freed = 0
 
-    def place(names: Sequence[str], values: Any) -> None:
+    def put(names: Sequence[str], values: Any) -> None:
         nonlocal freed
         shards: dict[Any, Any] = {}
         for name in names:
@@ -52,7 +53,7 @@ def load_stages(
                     shards[key] = _placed(stages[number], source, values)
                 loaded[number, index] = shards[key]
         jax.block_until_ready(shards)
-        freed += nbytes(values.values if isinstance(values, Rows) else values)
+        freed += nbytes(values.values if isinstance(values, RowSlice) else values)
         if freed > _KEPT:  # threads may race on the count; the trim then comes a little later
             freed = 0
             trim()
@@ -61,7 +62,7 @@ def load_stages(
         name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in users])
         for name, users in wanted.items()
     }
-    weights.place(place, progress, rows)
+    load(plan, put, rows, progress=progress)
     gc.collect(0)  # releases the whole arrays that JAX still refers to
     trim()
     absent = [stage.device_group.abstract_shards(stage.model.model.parameters) for stage in stages]
@@ -101,7 +102,7 @@ def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
 def _placed(stage: Stage, source: Source, values: Any) -> Any:
     """A stage's parameter, sharded over the stage's devices."""
     device_group, shares = stage.device_group, source.shardings
-    if isinstance(values, Rows):
+    if isinstance(values, RowSlice):
         axis = len(source.shape) - 2
         share, begin = shares[axis], values.begin
         starts = tuple(start - begin for start in share.starts)

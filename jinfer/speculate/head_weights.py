@@ -17,8 +17,8 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import Opened
 from jinfer.speculate.other_device import OtherDevicePrograms
-from jinfer.weights.plan_weights import Weights, find_weights
-from jinfer.weights.qk_equalization import equalized
+from jinfer.weights.load_weights import load
+from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.weights.tensor_mapping import by_name
 
 
@@ -62,17 +62,16 @@ class HeadWeights:
     """
 
     model: AbstractModel
-    own: Weights
-    shared: Weights
+    own: WeightPlan
+    shared: WeightPlan
 
     def load(self, engine: EngineCore, programs: Any, progress: bool) -> tuple[Any, ...]:
         """Loads all parameters; on the target's device the shared ones are the target's arrays."""
         if isinstance(programs, OtherDevicePrograms):
-            place, names = programs.place, dict.fromkeys(self.shared.model.names)
-            loaded = self.own.place(place, progress, dict.fromkeys(self.own.model.names))
-            known: tuple[Any, ...] = self.shared.place(place, progress, names)
+            loaded = load(self.own, programs.place, progress=progress)
+            known: tuple[Any, ...] = load(self.shared, programs.place, progress=progress)
         else:
-            loaded = self.own.load(progress)
+            loaded = load(self.own, progress=progress)
             every = dict(zip(engine.model.names, engine.parameters, strict=True))
             known = tuple(every[name] for name in self.shared.model.names)
         named = dict(zip(self.own.model.names, loaded, strict=True))
@@ -103,18 +102,18 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
 
     of_model = {n for n, p in zip(model.names, model.parameters, strict=True) if is_shared(n, p)}
     own_part = _only(model, (n for n in model.names if n not in of_model))
-    own = find_weights(own_part, _ruled(head.spec, own_part), head.checkpoint, head.activations)
-    own = equalized(own, head.kv_cache)
+    ruled = _ruled(head.spec, own_part)
+    own = plan_weights(own_part, ruled, head.checkpoint, head.activations, kv_cache=head.kv_cache)
     whole = build(opened.spec, jnp.dtype(opened.dtype))
     part = _only(whole, of_model)
     # The rest of the checkpoint is not reported as unused.
     tensors = replace(opened.spec.tensors, ignore=("*",))
     spec = replace(_ruled(opened.spec, part), tensors=tensors)
-    shared = find_weights(part, spec, opened.checkpoint, opened.activations)
+    shared = plan_weights(part, spec, opened.checkpoint, opened.activations)
     stored = {
         name: parameter
-        for weights in (own, shared)
-        for name, parameter in zip(weights.model.names, weights.model.parameters, strict=True)
+        for plan in (own, shared)
+        for name, parameter in zip(plan.model.names, plan.model.parameters, strict=True)
     }
     full = replace(model, parameters=tuple(stored[name] for name in model.names))
     return HeadWeights(full, own, shared)

@@ -15,8 +15,9 @@ from jinfer.speculate.head_drafter import HeadDrafter
 from jinfer.speculate.head_weights import head_weights
 from jinfer.speculate.open_draft_model import KEY
 from jinfer.speculate.other_device import OtherDevicePrograms
-from jinfer.weights.plan_weights import find_weights
-from jinfer.weights.qk_equalization import equalized
+from jinfer.weights import load_weights
+from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.read_weights import on_device
 
 
 def model_drafter(context: DraftContext) -> DraftModel:
@@ -33,20 +34,17 @@ def model_drafter(context: DraftContext) -> DraftModel:
 def _draft_model(context: DraftContext) -> DraftModel:
     entry, draft, engine = context.entry, context.draft_model, context.engine
     name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
-    weights = find_weights(
-        build(draft.spec, jnp.dtype(draft.dtype)), draft.spec, draft.checkpoint, draft.activations
+    model = build(draft.spec, jnp.dtype(draft.dtype))
+    plan = plan_weights(
+        model, draft.spec, draft.checkpoint, draft.activations, kv_cache=draft.kv_cache
     )
-    weights = equalized(weights, draft.kv_cache)
     device = _device(context)
-    programs = draft_programs(weights.model, engine.programs.sizes, draft.kv_cache, device)
+    programs = draft_programs(plan.model, engine.programs.sizes, draft.kv_cache, device)
     drafter = DraftModel(programs=programs, target=engine, name=name)
 
     def load(progress: bool) -> None:
-        if isinstance(programs, OtherDevicePrograms):
-            names = dict.fromkeys(weights.model.names)
-            drafter.parameters = weights.place(programs.place, progress, names)
-        else:
-            drafter.parameters = weights.load(progress)
+        put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
+        drafter.parameters = load_weights.load(plan, put, progress=progress)
 
     context.load.append(load)
     return drafter

@@ -1,1 +1,1 @@
-"""From a checkpoint to a model's parameters."""
+"""Weights: from a checkpoint to a model's parameters on its devices."""

@@ -1,13 +1,13 @@
-"""What a model reads while its weights are quantized, where nobody gives it a text.
+"""Calibration texts for GPTQ, where the user passes none.
 
-A decoder writes it: by its own probabilities, from two tokens by chance on, of which it takes the
-first for the beginning whatever it is. Such texts tell more of what the model will meet than tokens
-by chance do, which are what an encoder reads, or a decoder without a vocabulary head.
+A decoder generates them: two random tokens, then samples of its own distribution. They are nearer
+to what the model will read than random tokens, which are what an encoder gets, or a decoder without
+a vocabulary head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,74 +18,59 @@ import numpy as np
 from jax import Array
 
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
-from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.nn.forward_context import Step
 from jinfer.ops.attention import kv_cache
 from jinfer.progress import task
 from jinfer.quant import parse_format
 from jinfer.weights.layer_forward import Texts
-from jinfer.weights.load_weights import load
-from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.read_weights import read
 
-TOKENS = 1 << 13  # that are read
-LENGTH = 256  # of a text that the model writes
-AT_ONCE = 32  # texts that it writes together
-_GIVEN = 2  # tokens by chance that each begins with
-_CHANCE_LENGTH = 64  # of tokens by chance, between which there is little to attend to
-# All later tokens attend to the first one of a text, so what it is made into counts more than its
-# share. In so many tokens, one more is read as a first one: for SmolLM2-135M in 4 and 3 bits this
-# takes 15% and 20% off the divergence, and three times as many do no better.
+TOKENS = 1 << 13  # that the model reads
+LENGTH = 256  # of a generated text
+AT_ONCE = 32  # texts that are generated together
+_RANDOM = 2  # random tokens that each begins with
+_RANDOM_LENGTH = 64  # of random texts, in which there is little to attend to
+# All later tokens attend to the first one of a text, so its error counts more than its share: of so
+# many tokens, one is read once more as a first one.
 _FIRST = 64
 _BATCH = 1024  # tokens that are computed together
-_WRITES = parse_format("q8")  # what the model's weights are in while it writes
+_WRITES = parse_format("q8")  # the format of weights while texts are generated
 
 
-def usual_texts(
-    spec: ModelSpec,
-    model: AbstractModel,
-    origins: Mapping[str, Origin],
-    storages: Mapping[str, Storage],
-    *,
-    tokens: int = TOKENS,
-    progress: bool = False,
+def default_texts(plan: WeightPlan, *, tokens: int = TOKENS, progress: bool = False) -> list[Texts]:
+    """Texts for a model's calibration, in batches."""
+    context = min(plan.spec.dims.get("context", DEFAULT_CONTEXT), DEFAULT_CONTEXT)
+    if not plan.spec.generates:
+        return random_texts(plan.plain.vocab, context, tokens)
+    return generated_texts(plan, context, tokens=tokens, progress=progress)
+
+
+def generated_texts(
+    plan: WeightPlan, context: int, *, tokens: int = TOKENS, progress: bool = False
 ) -> list[Texts]:
-    """What the model of a specification reads where it is given no text, in batches."""
-    context = min(spec.dims.get("context", DEFAULT_CONTEXT), DEFAULT_CONTEXT)
-    if not spec.generates:
-        return chance_texts(model.vocab, context, tokens)
-    return own_texts(model, origins, storages, context, tokens=tokens, progress=progress)
-
-
-def own_texts(
-    model: AbstractModel,
-    origins: Mapping[str, Origin],
-    storages: Mapping[str, Storage],
-    context: int,
-    *,
-    tokens: int = TOKENS,
-    progress: bool = False,
-) -> list[Texts]:
-    """Texts that a decoder writes, in batches.
+    """Texts that a decoder generates, in batches.
 
     Args:
-        model: all its parameters plain.
-        origins, storages: as `load` takes them; weights are in 8 bits while they write.
+        plan: of its weights, which have 8 bits here.
         context: tokens that a text may have.
         tokens: of all texts together.
     """
+    model = build(plan.spec, "float32")
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
-    # Activations in 8 bits, whatever the model will have: it writes three times as fast.
-    fast = {name: replace(each, activations="int8") for name, each in storages.items()}
+    # Activations in 8 bits, whatever the model will have: that is fastest.
+    fast = {name: replace(each, activations="int8") for name, each in plan.storages.items()}
     while_writing = {
-        name: each if each.kept else replace(each, format=_WRITES, method="nearest", outliers=0.0)
+        name: each
+        if each.as_in_file
+        else replace(each, format=_WRITES, method="nearest", outliers=0.0)
         for name, each in fast.items()
     }
-    leaves = load(model, origins, while_writing)
+    leaves = read(replace(plan, plain=model, storages=while_writing))
     rng = np.random.default_rng(0)
-    begins = rng.integers(0, model.vocab, (count, min(_GIVEN, length)), np.int32)
+    begins = rng.integers(0, model.vocab, (count, min(_RANDOM, length)), np.int32)
     written = []
     with task("writing a text", count * (length - 1), unit="token", shown=progress or None) as bar:
         for begin in range(0, count, AT_ONCE):
@@ -94,9 +79,9 @@ def own_texts(
     return with_firsts(np.concatenate(written))
 
 
-def chance_texts(vocab: int, context: int, tokens: int = TOKENS) -> list[Texts]:
-    """Tokens by chance, in batches."""
-    length = min(_CHANCE_LENGTH, context, tokens)
+def random_texts(vocab: int, context: int, tokens: int = TOKENS) -> list[Texts]:
+    """Random tokens, in batches."""
+    length = min(_RANDOM_LENGTH, context, tokens)
     shape = max(1, tokens // length), length
     return in_batches(np.random.default_rng(0).integers(0, vocab, shape, np.int32))
 
@@ -121,31 +106,31 @@ def _write(
     begins: Texts,
     length: int,
     seed: int,
-    told: Callable[[int], Any],
+    progress: Callable[[int], Any],
 ) -> Texts:
-    """Texts of a length with these first tokens."""
+    """Texts of a length that begin with these tokens."""
     count = len(begins)
     each = -(-length // kv_cache.BLOCK)
     table = jnp.arange(count * each, dtype=jnp.int32).reshape(count, each)
     tables = {shape.group: table for shape in model.caches.values()}
-    kept = kv_cache.empty(model.caches, count * each, jnp.float16)
+    cache = kv_cache.empty(model.caches, count * each, jnp.float16)
     rows, none = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
     key = jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=1)
-    def one_more(leaves: Any, kept: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
+    def one_more(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
         step = Step.flat(rows, jnp.full(count, place), none, tables, none)
-        out, kept = model.module(leaves).decode(tokens, step, kept, "logits")
+        out, cache = model.module(leaves).decode(tokens, step, cache, "logits")
         if model.never:
             out = out.at[:, jnp.array(model.never, jnp.int32)].set(-jnp.inf)
         chosen = jax.random.categorical(jax.random.fold_in(key, place), out.astype(jnp.float32))
-        return chosen.astype(jnp.int32), kept
+        return chosen.astype(jnp.int32), cache
 
     texts = np.empty((count, length), np.int32)
     texts[:, : begins.shape[1]] = begins
     for place in range(length - 1):
-        chosen, kept = one_more(leaves, kept, texts[:, place], jnp.int32(place))
+        chosen, cache = one_more(leaves, cache, texts[:, place], jnp.int32(place))
         if place + 1 >= begins.shape[1]:
             texts[:, place + 1] = chosen
-        told(count)
+        progress(count)
     return texts

@@ -1,4 +1,4 @@
-"""Which parameters are quantized with error feedback, and whether a model can be at all."""
+"""GPTQ: which parameters are quantized by it, and whether it is worth its time and memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.thread_limit import cores
 from jinfer.weights.load_time import PER_PRODUCT, PER_WEIGHT
-from jinfer.weights.load_weights import parameter_shapes, same_arrays
+from jinfer.weights.shared_arrays import same_arrays
 from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin
+from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
 MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing
@@ -23,7 +23,7 @@ _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
 _CORES = 16  # that help
 
 
-def with_feedback(
+def with_gptq(
     model: AbstractModel,
     spec: ModelSpec,
     origins: Mapping[str, Origin],
@@ -43,27 +43,27 @@ def with_feedback(
     roles = dict(zip(model.names, model.roles, strict=True))
     stacks = tuple(f"{stack.name}.{i}." for stack in spec.stacks for i in range(len(stack.layers)))
 
-    def is_fed(name: str, storage: Storage) -> bool:
-        if storage.kept or roles[name] == "table" or uses[same[name]] > 1:
+    def gets_gptq(name: str, storage: Storage) -> bool:
+        if storage.as_in_file or roles[name] == "table" or uses[same[name]] > 1:
             return False
         if method == "auto" and storage.format.levels > _MOST_LEVELS:
             return False
         return roles[name] == "head" or name.startswith(stacks)
 
     fed = {
-        name: replace(storage, method="feedback") if is_fed(name, storage) else storage
+        name: replace(storage, method="feedback") if gets_gptq(name, storage) else storage
         for name, storage in storages.items()
     }
     if method == "auto":
         shapes = parameter_shapes(model)
-        count = sum(prod(shapes[name]) for name in fed_names(fed))
+        count = sum(prod(shapes[name]) for name in gptq_names(fed))
         few = count < _FEWEST or not spec.generates
         if few or len(spec.stacks) != 1 or jax.process_count() > 1:
             return dict(storages)
     return fed
 
 
-def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:
+def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
     """The storages without error feedback."""
     return {
         name: replace(each, method="search") if each.method == "feedback" else each
@@ -71,7 +71,7 @@ def searched(storages: Mapping[str, Storage]) -> dict[str, Storage]:
     }
 
 
-def fed_names(storages: Mapping[str, Storage]) -> list[str]:
+def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
     """The parameters that are quantized with error feedback."""
     return [name for name, each in storages.items() if each.method == "feedback"]
 
@@ -89,7 +89,7 @@ def obstacle(
         return "an encoder-decoder reads two texts at a time"
     if not model.vocab:
         return "the model reads no tokens"
-    names = fed_names(storages)
+    names = gptq_names(storages)
     needed = _memory(model, names, tokens)
     if needed > free:
         has = f"{free / 2**30:.1f} are free"
@@ -118,7 +118,7 @@ def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
 
     shapes = parameter_shapes(model)
     weights = sum(map(prod, shapes.values()))
-    kept = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
+    cache = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
     layers, widest = Counter[str](), 0
     for name in names:
         *stack, outputs, inputs = shapes[name]
@@ -127,6 +127,6 @@ def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
         widest = max(widest, inputs)
     largest = max(layers.values(), default=0)
     return max(
-        weights * 17 // 16 + 2 * kept * AT_ONCE * LENGTH,
+        weights * 17 // 16 + 2 * cache * AT_ONCE * LENGTH,
         largest + 4 * 3 * 8 * widest**2 + 2 * 4 * tokens * widest,
     )

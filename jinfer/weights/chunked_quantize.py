@@ -1,4 +1,4 @@
-"""Quantizing matrices a few rows at a time, so that no whole one is ever decoded."""
+"""Quantizing in chunks: a few rows at a time, so that no matrix is ever decoded as a whole."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from jinfer.weights.tensor_mapping import Origin, Shapes
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# Called with each piece, the values that it was quantized from, and what it is multiplied with, if
-# that is known.
+# Called with each chunk, the values that it was quantized from, and its inputs, if they are known.
 type Watch = Callable[
     [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"], Inputs | None],
     None,
 ]
 
 
-def quantize_in_pieces(
+def quantize_in_chunks(
     origin: Origin,
     shapes: Shapes,
     storage: Storage,
@@ -39,12 +38,13 @@ def quantize_in_pieces(
     """A parameter as `Storage.quantize` gives it, with a few MB of memory beyond the result.
 
     Args:
-        change: done to its rows first.
+        change: applied to its rows first.
         inputs: as for `Storage.quantize`.
-        watch: is shown every piece.
+        watch: is called with every chunk.
 
     Returns:
-        None where it takes the whole matrix: it is turned, or what is kept exactly has to be found.
+        None where it takes the whole matrix: it is transposed, its outliers have to be found, or
+        GPTQ quantizes it.
 
     Raises:
         CheckpointError: the file is broken.

@@ -1,4 +1,4 @@
-"""What only a checkpoint's tensors tell: whether a head is there, or tied; learned positions.
+"""Inference from a checkpoint's tensors: is there a head, is it tied, are positions learned.
 
 A specification says that a head is tied, or that positions are sinusoids, for all checkpoints of a
 family; one that stores a head or a table of its own means that one.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.blocks import Block, Head, LearnedPositions, SinusoidalPositions
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
@@ -23,19 +23,22 @@ from jinfer.weights.tensor_mapping import by_name
 # How far off a stored sine may be: some were computed with angles in float32, and then rounded.
 _ROUNDING = {"F64": 1e-4, "F32": 1e-4, "F16": 1e-3, "BF16": 4e-3}
 
+_MAX_SHARED_LAYERS = 64
+
 type _Modules = tuple[tuple[str, Block], ...]
 
 
-def settle(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+def infer_from_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """The specification as this checkpoint's tensors decide.
 
-    Of a converted checkpoint, what was found when it was converted: its source cannot be read, but
+    Of a native checkpoint, what was found when it was converted: its source cannot be read, but
     a head that is not tied, or a table that is not the sinusoids, is among its parameters.
 
     Raises:
-        SpecError: a table of positions is shorter than the model's context.
+        SpecError: the file cannot have so many layers, or so many positions.
         CheckpointError: the checkpoint is broken.
     """
+    _check_layers(spec, checkpoint)
     stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
 
     def settled(prefix: str, modules: _Modules) -> _Modules:
@@ -45,7 +48,7 @@ def settle(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     return replace(spec, shared=settled("", spec.shared), stacks=tuple(stacks))
 
 
-def heads_left_out(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
+def missing_heads(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
     """The shared vocabulary heads, not tied, of which the checkpoint has no tensor.
 
     Embedders are published so: the model of transformers that has no head, whatever `architectures`
@@ -56,6 +59,17 @@ def heads_left_out(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
     stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
     heads = (n for n, block in spec.shared if isinstance(block, Head) and not block.tied)
     return [name for name in heads if stored.find(f"{name}.weight") is None]
+
+
+def _check_layers(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Refuses layers that the file cannot have, before they take time and memory.
+
+    A layer has a tensor of its own, but for models whose layers share theirs.
+    """
+    layers, tensors = sum(len(stack.layers) for stack in spec.stacks), len(checkpoint.tensors)
+    if layers > max(_MAX_SHARED_LAYERS, tensors):
+        reason = f"is {layers} in all, but {checkpoint.path.name} has only {tensors} tensors"
+        raise SpecError(spec.path, "dims.layers", reason)
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,11 @@ class _Stored:
 
     @property
     def is_converted(self) -> bool:
-        return isinstance(self.checkpoint, ConvertedCheckpoint)
+        return isinstance(self.checkpoint, NativeCheckpoint)
 
     def find(self, parameter: str) -> Tensor | None:
-        """A tensor that is the parameter's, or of a converted checkpoint an array of it."""
-        if isinstance(self.checkpoint, ConvertedCheckpoint):
+        """A tensor that is the parameter's, or of a native checkpoint an array of it."""
+        if isinstance(self.checkpoint, NativeCheckpoint):
             parts = self.checkpoint.parts
             names = (parameter, *(name for name in parts if name.startswith(f"{parameter}.")))
             return next((parts[name] for name in names if name in parts), None)

@@ -1,7 +1,7 @@
-"""A model computed layer by layer over texts, with the weights of one layer at hand at a time.
+"""Layer-by-layer forward pass, for GPTQ: the weights of one layer are in memory at a time.
 
-What is computed are the vectors between layers, of all texts. Weights are given by name, as arrays,
-as quantized tensors, or wrapped so that their inputs are recorded.
+It computes the hidden states between two layers, of all texts. Weights are passed by name: arrays,
+quantized tensors, or wrappers that record their inputs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ type Vectors = Float[Array, "texts tokens hidden"]
 type Texts = Int[np.ndarray, "texts tokens"]
 
 
-class Walk:
-    """A decoder's or an encoder's way from tokens to its head.
+class LayerwiseForward:
+    """The forward pass of a decoder or an encoder, from tokens to its head.
 
     Attributes:
         layers: names of each layer's parameters, in order.
@@ -61,13 +61,13 @@ class Walk:
             for name, shape in self._model.caches.items()
             if name.startswith(prefix)
         }
-        kept = kv_cache.empty(shapes, texts * -(-tokens // kv_cache.BLOCK), jnp.float32)
+        cache = kv_cache.empty(shapes, texts * -(-tokens // kv_cache.BLOCK), jnp.float32)
         flat = x.reshape(*rows.shape, -1)
-        out, _ = stack.run_layer(number, flat, rows, step, kept, module.shared)
+        out, _ = stack.run_layer(number, flat, rows, step, cache, module.shared)
         return out.reshape(x.shape)
 
     def finish(self, leaves: Leaves, x: Vectors, ids: Texts) -> Array:
-        """What the vocabulary head is given. Its product is not computed, but recorded."""
+        """The vocabulary head's input; the product with it is recorded, not computed."""
         return self._finish(dict(leaves), x, ids)
 
     def _part(self, leaves: Leaves) -> Model:
@@ -90,8 +90,8 @@ class Walk:
         return module.stacks[self._stack].results(flat, step, module.shared)["hidden"]
 
     def _step(self, ids: Any) -> tuple[Array, Step]:
-        """The tokens as the stack takes them, and where they stand: an encoder takes whole texts, a
-        decoder all tokens in one row.
+        """The tokens as the stack takes them, and their batch: an encoder takes texts, a decoder a
+        flat batch.
         """
         texts, tokens = ids.shape
         lengths = jnp.full(texts, tokens, jnp.int32)

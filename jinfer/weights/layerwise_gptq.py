@@ -1,8 +1,7 @@
-"""Weights quantized layer by layer, each for the inputs that the layers before it give.
+"""GPTQ layer by layer: each layer is quantized for the outputs of the quantized layers before it.
 
-The layers before are quantized already, so a layer makes up for their errors as far as its inputs
-show them, which is how GPTQ (arXiv 2210.17323) goes through a model. Memory holds one layer in
-float32, the products of its inputs, and the vectors of all tokens between two layers.
+So a layer makes up for their errors as far as its inputs show them (arXiv 2210.17323). Memory holds
+one layer in float32, the products of its inputs, and the hidden states of all tokens.
 """
 
 from __future__ import annotations
@@ -20,33 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.checkpoint.mapped_file import release
-from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.abstract_model import build
 from jinfer.progress import Task, task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import Inputs, Kind, Recorded, tap
 from jinfer.weights.chunked_quantize import Watch
-from jinfer.weights.layer_forward import Leaves, Texts, Vectors, Walk
+from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
 from jinfer.weights.load_time import PASSES, PER_PRODUCT, per_weight
-from jinfer.weights.load_weights import parameter_shapes, read_parameter, read_values, same_arrays
-from jinfer.weights.storage_plan import Storage
-from jinfer.weights.tensor_mapping import Origin
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.read_parameter import read_parameter, read_values
+from jinfer.weights.tensor_mapping import parameter_shapes
 
 _THREADS = min(4, os.cpu_count() or 1)
 
-# Is given what each piece of a parameter was quantized from, by the parameter's name.
+# Gives by a parameter's name what is called with its chunks.
 type Watched = Callable[[str], Watch | None]
 
 
-class Sequential:
-    """The parameters of a model as they are to be stored, in the order in which they are found."""
+class LayerwiseGPTQ:
+    """The parameters of a model as they are to be stored, in the order of its layers."""
 
     def __init__(
         self,
-        model: AbstractModel,
-        plain: AbstractModel,
-        stack: str,
-        origins: Mapping[str, Origin],
-        storages: Mapping[str, Storage],
+        plan: WeightPlan,
         texts: Sequence[Texts],
         *,
         weighed: bool = False,
@@ -55,31 +50,30 @@ class Sequential:
     ) -> None:
         """
         Args:
-            model: its parameters in the types that those are to have that are not quantized.
-            plain: the same in float32, which computes.
-            stack: the one that the model has.
-            origins, storages: as `load` takes them.
+            plan: of a model with one stack, read from tensors.
             texts: what the model reads.
             weighed: a search counts the error of each weight by the squares of its inputs.
             progress: show a bar.
         """
-        self._model, self._walk = model, Walk(plain, stack)
-        self._origins, self._storages, self._texts = origins, storages, texts
+        self._model = model = plan.plain
+        self._forward = LayerwiseForward(build(plan.spec, "float32"), plan.spec.stacks[0].name)
+        self._origins: Mapping[str, Any] = plan.origins
+        self._storages, self._texts = plan.storages, texts
         self._weighed, self._watched, self._progress = weighed, watched, progress
         self._shapes = parameter_shapes(model)
-        self.same = same_arrays(model, origins, storages)
+        self.same = plan.same
         firsts = list(self.same.values())
         self._often = {name for name in firsts if firsts.count(name) > 1}
         # By names of firsts, in float32 or as they are stored: what later layers need as well.
         self._known: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Each parameter that is none of the same array as one before: a tensor of NumPy arrays."""
+        """Each parameter, in NumPy's arrays; of tied ones the first."""
         with task("quantizing", self._work(), unit="%", shown=self._progress or None) as bar:
             yield from self._found(bar)
 
     def _found(self, bar: Task) -> Iterator[tuple[str, Any]]:
-        walk, texts = self._walk, self._texts
+        walk, texts = self._forward, self._texts
         heads = self._heads()
         others = [name for name in walk.others if name not in heads]
         yield from self._stored(others, {}, bar)
@@ -98,15 +92,15 @@ class Sequential:
             yield from self._stored(heads, self._inputs(heads, run, vectors, bar), bar)
 
     def _heads(self) -> list[str]:
-        """Those of which inputs have to be known."""
+        """The heads that are quantized for their inputs."""
         each = zip(self._model.names, self._model.roles, strict=True)
         return [name for name, role in each if role == "head" and self._kind(name)]
 
     def _work(self) -> float:
-        """Seconds of a core that all takes, about."""
+        """Estimated time of it all, in seconds of one core."""
         firsts = dict.fromkeys(self.same.values())
         storing = sum(self._storing(name) for name in firsts)
-        layers = [name for names in self._walk.layers for name in names]
+        layers = [name for names in self._forward.layers for name in names]
         names = [*layers, *layers, *self._heads()]
         return storing + sum(self._reading(names, ids) for ids in self._texts)
 
@@ -114,24 +108,24 @@ class Sequential:
         return per_weight(self._storages.get(name)) * prod(self._shapes[name])
 
     def _reading(self, names: Sequence[str], ids: Texts) -> float:
-        """Of some tokens by some parameters, once."""
+        """Estimated time of a forward pass of some texts through some parameters."""
         weights = sum(prod(self._shapes[name]) for name in names)
         return weights * ids.size * PER_PRODUCT / PASSES
 
     def _through(self, number: int, others: Leaves, own: Leaves, x: Vectors, ids: Texts) -> Vectors:
-        return self._walk.layer(number, {**others, **own}, x, ids)
+        return self._forward.layer(number, {**others, **own}, x, ids)
 
     def _end(self, others: Leaves, own: Leaves, x: Vectors, ids: Texts) -> Any:
-        return self._walk.finish({**others, **own}, x, ids)
+        return self._forward.finish({**others, **own}, x, ids)
 
     def _kind(self, name: str) -> Kind | None:
-        """What has to be known of a parameter's inputs."""
+        """Which statistics of a parameter's inputs are needed."""
         storage = self._storages.get(name)
-        if storage is None or storage.kept:
+        if storage is None or storage.as_in_file:
             return None
         if storage.method == "feedback":
             return "products"
-        # A search needs the squares alone; whoever is told how much is lost needs all products.
+        # A search needs the squares alone, the report of what is lost all products.
         return "products" if self._weighed and storage.method == "search" else None
 
     def _inputs(
@@ -141,7 +135,7 @@ class Sequential:
         vectors: Sequence[Vectors],
         bar: Task,
     ) -> dict[str, Inputs]:
-        """What weights are multiplied with while the texts are read."""
+        """Statistics of the inputs of some weights over all texts."""
         kinds = {name: self._kind(name) for name in names}
         tapped = {
             name: leaf if (kind := kinds[name]) is None else tap(leaf, kind)
@@ -157,7 +151,7 @@ class Sequential:
     def _stored(
         self, names: Sequence[str], inputs: Mapping[str, Inputs], bar: Task
     ) -> Iterator[tuple[str, Any]]:
-        """Parameters as they are to be stored; `_known` has them afterwards."""
+        """Parameters as they are to be stored, which are added to `_known`."""
         firsts = [name for name in names if self.same[name] == name]
         with ThreadPoolExecutor(_THREADS) as pool:
             one = pool.map(lambda name: self._one(name, inputs.get(name)), firsts)
@@ -176,7 +170,7 @@ class Sequential:
         return values
 
     def _usable(self, name: str, tensor: Any) -> Any:
-        """A parameter as the walk takes it: a table as it is stored, all else in float32."""
+        """A parameter for the forward pass: tables as they are stored, all else in float32."""
         role = self._model.roles[self._model.names.index(name)]
         tensor = jax.device_put(tensor)
         if isinstance(tensor, QuantizedTensor | OutlierTensor):
@@ -187,7 +181,7 @@ class Sequential:
         return {name: self._known[self.same[name]] for name in names}
 
     def _plain(self, names: Sequence[str]) -> dict[str, Any]:
-        """Parameters before they are quantized; those that are already, as they are."""
+        """Parameters before they are quantized, or as they are if that has been done."""
         found = {}
         for name in names:
             known = self._known.get(self.same[name])
@@ -205,7 +199,7 @@ class Sequential:
 
 
 def known(inputs: Inputs) -> Inputs:
-    """With all inputs alike for the matrices of a stack that met none."""
+    """Inputs in which experts that no token chose have statistics of equal inputs."""
     if inputs.rows.all():
         return inputs
     mean = np.array(inputs.mean)

@@ -1,4 +1,4 @@
-"""How long it takes to read and to quantize weights, about: what bars count by."""
+"""Estimated time of reading and quantizing weights, which progress bars count by."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def per_weight(storage: Storage | None) -> float:
     Args:
         storage: None: it is not quantized.
     """
-    return 0.0 if storage is None or storage.kept else PER_WEIGHT[storage.method]
+    return 0.0 if storage is None or storage.as_in_file else PER_WEIGHT[storage.method]

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and what memory it needs at each width."""
+"""Model size: how many parameters a model has, and the memory they take at each width."""
 
 from __future__ import annotations
 

@@ -1,109 +1,107 @@
-"""A model's weights: read and quantized, or taken as a converted checkpoint has them."""
+"""The plan of a model's weights: where each parameter comes from, and how it is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.checkpoint.native_checkpoint import ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.matmul.half_precision import faster_as_whole_numbers, reads_as_stored
 from jinfer.quant.quantized_tensor import Activations
-from jinfer.weights.choose_method import fed_names, searched, with_feedback
-from jinfer.weights.load_native import check_settings, load_converted, place_converted, stored_as
-from jinfer.weights.load_weights import Place, find_origins
-from jinfer.weights.quantized_weights import Searched
-from jinfer.weights.row_slices import Wanted
-from jinfer.weights.storage_plan import choose_storages, in_types, kept_types, stored
-
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
+from jinfer.weights.choose_method import with_gptq
+from jinfer.weights.native_parameters import (
+    NativeOrigin,
+    Source,
+    native_origins,
+)
+from jinfer.weights.power_scaling import PowerScale
+from jinfer.weights.shared_arrays import same_arrays
+from jinfer.weights.storage_plan import Storage, plan_storages
+from jinfer.weights.tensor_mapping import find_origins
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights that are yet to be loaded.
+class WeightPlan:
+    """All that `load` needs to know of a model's weights; nothing of them has been read yet.
 
     Attributes:
-        model: with its parameters as they will be stored.
-        load: gives them, in the order of `model.names`, and shows a bar if it is told to.
-        place: gives what is made of each that is wanted, as it is read; with or without a bar.
+        plain: the model with its parameters as they are if none is quantized.
+        spec, checkpoint: what the model is built by, and what it is loaded from.
+        origins: name of each parameter -> where it comes from.
+        storages: name of each parameter to be quantized -> its format and method; of a native
+            checkpoint none, as its parameters are stored as they are to be.
+        activations: of products with quantized weights on a CPU.
+        kv_cache: the type of the KV cache, where queries and keys may be equalized for it.
+        free_memory: gives the bytes that are free for GPTQ; None: there is no bound.
+        scales: name of each parameter to be scaled when it is loaded -> by what.
     """
 
-    model: AbstractModel
-    load: Callable[[bool], tuple[Any, ...]]
-    place: Callable[[Place, bool, Wanted], tuple[Any, ...]]
+    plain: AbstractModel
+    spec: ModelSpec
+    checkpoint: Checkpoint
+    origins: Mapping[str, Source]
+    storages: Mapping[str, Storage] = field(default_factory=dict)
+    activations: Activations = "float"
+    kv_cache: Kind | None = None
+    free_memory: Callable[[], int] | None = None
+    scales: Mapping[str, PowerScale] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> AbstractModel:
+        """The model with its parameters as they will be loaded."""
+
+        def loaded(name: str, parameter: Any) -> Any:
+            origin, storage = self.origins[name], self.storages.get(name)
+            if isinstance(origin, NativeOrigin):
+                return origin.loaded
+            return parameter if storage is None else storage.abstract(parameter.shape)
+
+        parameters = map(loaded, self.plain.names, self.plain.parameters)
+        return replace(self.plain, parameters=tuple(parameters))
+
+    @cached_property
+    def same(self) -> dict[str, str]:
+        """Name of each parameter -> that of the first one which is the same array."""
+        return same_arrays(self.plain, self.origins, self.storages)
 
 
-def find_weights(
+def plan_weights(
     model: AbstractModel,
     spec: ModelSpec,
     checkpoint: Checkpoint,
     activations: Activations,
+    *,
+    kv_cache: Kind | None = None,
     free_memory: Callable[[], int] | None = None,
-) -> Weights:
-    """Finds the parameters of a model in its checkpoint.
+) -> WeightPlan:
+    """Plans a model's weights.
 
     Args:
         model: as `build` gives it, all its parameters plain.
-        spec, checkpoint: how it is built, and from what.
-        activations: of products on a CPU, as the specification's key says.
-        free_memory: gives the bytes that are free; None: as many as it takes.
+        spec, checkpoint, activations, kv_cache, free_memory: as in `WeightPlan`.
 
     Raises:
         LoadError: checkpoint and specification do not fit each other.
-        SpecError: something is to be quantized that cannot be.
-        CheckpointError: the checkpoint is broken.
+        SpecError: a parameter that cannot be quantized as the specification says.
+        CheckpointError: the checkpoint is damaged.
     """
-    if isinstance(checkpoint, ConvertedCheckpoint):
-        check_settings(spec.quantization, checkpoint, spec.path)
-        firsts = {name: checkpoint.same.get(name, name) for name in model.names}
-        parts = checkpoint.parts
-        types = {name: parts[first].type for name, first in firsts.items() if first in parts}
-        model = _typed(model, types, activations)
-        whole = stored_as(model, checkpoint, activations)
-        return Weights(
-            whole,
-            lambda progress: load_converted(whole, checkpoint),
-            lambda place, progress, names: place_converted(whole, checkpoint, place, names),
-        )
+    plan = WeightPlan(
+        model, spec, checkpoint, {}, {}, activations, kv_cache=kv_cache, free_memory=free_memory
+    )
+    if isinstance(checkpoint, NativeCheckpoint):
+        return native_plan(plan, checkpoint)
     origins = find_origins(model, checkpoint, spec.tensors)
-    halves = as_whole_numbers(model.modules.dtype, activations)
-    model = _typed(model, kept_types(model, spec.quantization, origins), activations)
-    storages = choose_storages(model, spec.quantization, origins, activations, spec.path, halves)
-    storages = with_feedback(model, spec, origins, storages)
-    whole = stored(model, storages)
-    if fed_names(storages):
-        # Here: others need none of it.
-        from jinfer.weights.gptq_weights import Fed
-
-        exact = replace(model, rounded=False)  # what is found is to be the same on every processor
-        rest = Searched(exact, spec, checkpoint, origins, searched(storages), activations)
-        found: Fed | Searched = Fed(rest, storages, free_memory)
-    else:
-        found = Searched(model, spec, checkpoint, origins, storages, activations)
-    return Weights(whole, found.load, found.place)
+    plain, storages = plan_storages(model, spec, origins, activations)
+    storages = with_gptq(plain, spec, origins, storages)
+    return replace(plan, plain=plain, origins=origins, storages=storages)
 
 
-def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
-    """Whether matrices in F16 are kept as whole numbers here; see `jinfer.quant.f16_as_int`.
-
-    Args:
-        dtype: of the computation.
-    """
-    wider = np.dtype(dtype).itemsize > 2
-    return wider and activations == "int8" and reads_as_stored() and faster_as_whole_numbers()
-
-
-def _typed(
-    model: AbstractModel, types: Mapping[str, str], activations: Activations
-) -> AbstractModel:
-    """The model with matrices as the checkpoint has them, where products read them so."""
-    if not reads_as_stored():
-        return model
-    return replace(in_types(model, types), rounded=activations == "int8")
+def native_plan(plan: WeightPlan, checkpoint: NativeCheckpoint) -> WeightPlan:
+    """The same weights, read from a native checkpoint. Raises as `plan_weights`."""
+    plain, origins = native_origins(plan.plain, plan.spec, checkpoint, plan.activations)
+    return replace(plan, plain=plain, checkpoint=checkpoint, origins=origins, storages={})

@@ -1,4 +1,4 @@
-"""Rows of a parameter times powers of two, in any form that it is stored in; their magnitudes."""
+"""Scaling rows of a parameter by powers of two, in any form that it is stored in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.quantized_tensor import in_large_pages
+from jinfer.weights.read_parameter import LARGE
+from jinfer.weights.row_slices import RowSlice
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -27,6 +30,26 @@ class Magnitude:
 
     squares: Float[np.ndarray, " rows"]
     largest: float
+
+
+@dataclass(frozen=True)
+class PowerScale:
+    """Powers of two that the rows of a parameter are multiplied by when it is loaded.
+
+    Attributes:
+        exponents: of each row, or of as many leading axes as it has.
+        offset: is added to each number when it is used.
+    """
+
+    exponents: Int[np.ndarray, " *rows"]
+    offset: float
+
+    def of(self, values: Any) -> Any:
+        """A parameter, in NumPy's arrays, or some rows of it, multiplied."""
+        if isinstance(values, RowSlice):
+            exponents = self.exponents[values.begin : values.begin + values.values.shape[0]]
+            return replace(values, values=times_powers(values.values, exponents, self.offset))
+        return jax.tree.map(_in_large_pages, times_powers(values, self.exponents, self.offset))
 
 
 def magnitude(values: Any, offset: float = 0.0) -> Magnitude:
@@ -84,6 +107,10 @@ def _factors(values: Any) -> list[np.ndarray]:
     if isinstance(values, QuantizedTensor):
         return [values.scales if values.steps is None else values.steps]
     return [values]
+
+
+def _in_large_pages(array: np.ndarray) -> np.ndarray:
+    return in_large_pages(array) if array.nbytes >= LARGE else array
 
 
 def _largest(part: np.ndarray) -> float:

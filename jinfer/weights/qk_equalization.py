@@ -1,4 +1,4 @@
-"""Queries and keys brought to alike magnitudes, channel by channel, for a cache of few bits.
+"""Equalization of queries and keys: channels of like magnitudes, for a KV cache of few bits.
 
 A block of a quantized cache has one scale: a channel of the keys that is much larger than others
 leaves them few levels. Scores stay what they are where a channel of the keys is divided by what the
@@ -16,18 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jinfer.modelspec.blocks import Attention, CrossAttention, Rope
-from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
-from jinfer.quant.quantized_tensor import in_large_pages
-from jinfer.weights.load_weights import Place
-from jinfer.weights.plan_weights import Weights
-from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
-from jinfer.weights.row_slices import Rows, Wanted
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.power_scaling import Magnitude, PowerScale, magnitude
+from jinfer.weights.read_weights import read
+from jinfer.weights.row_slices import Wanted
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -69,56 +66,44 @@ class Heads:
         return f"{module}.weight", f"{module}.bias"
 
 
-@dataclass(frozen=True)
-class Change:
-    """What is done to a parameter: it is multiplied by powers of two.
+def equalized(
+    plan: WeightPlan, wanted: Wanted | None = None, *, progress: bool = False
+) -> WeightPlan:
+    """The plan with scales of queries and keys, if the KV cache is quantized.
 
-    Attributes:
-        exponents: of each row, or each number.
-        offset: is added to it when it is used.
+    A warning names the attentions whose keys are stored worse than keys usually are.
+
+    Args:
+        wanted: the parameters that are to be loaded; None: all.
+        progress: for a bar, where weights are quantized before they can be looked at.
     """
-
-    exponents: Int[np.ndarray, " *rows"]
-    offset: float
-
-    def of(self, values: Any, begin: int = 0) -> Any:
-        """Of its rows from `begin` on."""
-        rows = values.shape[0]
-        return times_powers(values, self.exponents[begin : begin + rows], self.offset)
-
-
-def equalized(weights: Weights, kind: Kind) -> Weights:
-    """Weights for a cache of a kind: as they are unless it is quantized.
-
-    A warning names the attentions whose keys are kept worse than keys usually are.
-    """
-    found = dict(attentions(weights.model))
-    if not isinstance(kind, QuantFormat) or not found:
-        return weights
-    names = weights.model.names
-
-    def load(progress: bool) -> tuple[Any, ...]:
-        changes = planned(weights, found, kind, progress, dict.fromkeys(names))
-        arrays = weights.load(progress)
-        return tuple(
-            _put(changes[name].of(array)) if name in changes else array
-            for name, array in zip(names, arrays, strict=True)
+    if not isinstance(plan.kv_cache, QuantFormat):
+        return plan
+    wanted = dict.fromkeys(plan.plain.names) if wanted is None else wanted
+    found = {n: h for n, h in attentions(plan.plain) if h.names(n, "k")[0] in wanted}
+    keys = _magnitudes(plan, found, "k", progress, wanted)
+    large = {name: found[name] for name, own in keys.items() if _is_large(found[name], own)}
+    scales, beyond = dict[str, PowerScale](), list[str]()
+    for name, queries in _magnitudes(plan, large, "q", progress, wanted).items():
+        heads = found[name]
+        exponents, error = exponents_of(heads, queries, keys[name])
+        beyond += [name] if error > _HELD else []
+        each = {"q": np.repeat(exponents, heads.queries // heads.keys, axis=0), "k": -exponents}
+        for letter, rows in each.items():
+            weight, bias = heads.names(name, letter)
+            own = rows[0] if heads.shared else rows if heads.by_head else rows.reshape(-1)
+            scales |= {weight: PowerScale(own, heads.offset), bias: PowerScale(own, 0.0)}
+    if beyond:
+        _log.warning(
+            "%s: quantization.kv_cache = %s keeps the keys of %s worse than usual: some of their "
+            "channels are far larger than the others; f16 keeps them",
+            plan.plain.modules.spec.path,
+            plan.kv_cache.name,
+            ", ".join(beyond),
         )
-
-    def place(to: Place, progress: bool, wanted: Wanted) -> tuple[Any, ...]:
-        changes = planned(weights, found, kind, progress, wanted)
-
-        def changed(named: Sequence[str], values: Any) -> Any:
-            if (change := changes.get(named[0])) is not None:
-                if isinstance(values, Rows):
-                    values = replace(values, values=change.of(values.values, values.begin))
-                else:
-                    values = change.of(values)
-            return to(named, values)
-
-        return weights.place(changed if changes else to, progress, wanted)
-
-    return replace(weights, load=load, place=place)
+    return replace(
+        plan, scales={name: each for name, each in scales.items() if each.exponents.any()}
+    )
 
 
 def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
@@ -144,40 +129,6 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
                 case _:
                     continue
             yield f"decoder.{i}.{name}", heads
-
-
-def planned(
-    weights: Weights, found: Mapping[str, Heads], kind: QuantFormat, progress: bool, names: Wanted
-) -> dict[str, Change]:
-    """What is done to parameters; a warning says what that cannot mend.
-
-    Args:
-        found: of `attentions`.
-        progress: for a bar, where weights are quantized before they can be looked at.
-        names: of the parameters that are wanted.
-    """
-    found = {name: heads for name, heads in found.items() if heads.names(name, "k")[0] in names}
-    keys = _magnitudes(weights, found, "k", progress, names)
-    large = {name: found[name] for name, own in keys.items() if _is_large(found[name], own)}
-    changes, beyond = dict[str, Change](), list[str]()
-    for name, queries in _magnitudes(weights, large, "q", progress, names).items():
-        heads = found[name]
-        exponents, error = exponents_of(heads, queries, keys[name])
-        beyond += [name] if error > _HELD else []
-        each = {"q": np.repeat(exponents, heads.queries // heads.keys, axis=0), "k": -exponents}
-        for letter, rows in each.items():
-            weight, bias = heads.names(name, letter)
-            own = rows[0] if heads.shared else rows if heads.by_head else rows.reshape(-1)
-            changes |= {weight: Change(own, heads.offset), bias: Change(own, 0.0)}
-    if beyond:
-        _log.warning(
-            "%s: quantization.kv_cache = %s keeps the keys of %s worse than usual: some of their "
-            "channels are far larger than the others; f16 keeps them",
-            weights.model.modules.spec.path,
-            kind.name,
-            ", ".join(beyond),
-        )
-    return {name: change for name, change in changes.items() if change.exponents.any()}
 
 
 def exponents_of(
@@ -210,7 +161,7 @@ def _is_large(heads: Heads, keys: Sequence[Magnitude]) -> bool:
 
 
 def _magnitudes(
-    weights: Weights, some: Mapping[str, Heads], letter: str, progress: bool, names: Wanted
+    plan: WeightPlan, some: Mapping[str, Heads], letter: str, progress: bool, wanted: Wanted
 ) -> dict[str, list[Magnitude]]:
     """Of the parameters that queries or keys come from, by attention; none for shared ones."""
     owners = {
@@ -228,9 +179,9 @@ def _magnitudes(
             offset = heads.offset if named[0].endswith(".weight") else 0.0
             known.setdefault(name, []).append(magnitude(values, offset))
 
-    wanted = dict.fromkeys(name for name in weights.model.names if name in owners and name in names)
-    if wanted:
-        weights.place(look, progress, wanted)
+    of_these = dict.fromkeys(n for n in plan.plain.names if n in owners and n in wanted)
+    if of_these:
+        read(plan, look, of_these, progress=progress)
     return {name: each for name, each in known.items() if name not in shared}
 
 
@@ -246,11 +197,6 @@ def _squares(heads: Heads, parts: Sequence[Magnitude], count: int) -> np.ndarray
         both = paired.mean(axis=2 if adjacent else 1, keepdims=True)
         found[:, :end] = np.broadcast_to(both, paired.shape).reshape(count, end)
     return found
-
-
-def _put(tree: Any) -> Any:
-    tree = jax.tree.map(in_large_pages, tree)
-    return jax.block_until_ready(jax.device_put(tree))
 
 
 def _doublings(one: Magnitude) -> int:

@@ -1,4 +1,4 @@
-"""The rows of a checkpoint's matrices, a few at a time."""
+"""Reading rows of the matrices of a checkpoint, a few at a time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PIECE = 1 << 20  # weights
 
 
 def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
-    """What gives the values of some rows of a matrix of a stack, float32.
+    """A function of a matrix's index in its stack, and of rows: their values, float32.
 
-    Of a matrix that is none of a stack, the index is ().
+    The index of a single matrix is ().
     """
     *stack, outputs, inputs = file.shape
     block = BLOCKS.get(file.type)

@@ -1,4 +1,4 @@
-"""Some rows of a matrix, read as if the checkpoint had no others of it."""
+"""Row slices for tensor parallelism: some rows of a matrix, read without the others."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from jinfer.checkpoint.ggml_types import BLOCKS, PLAIN, decode
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
-# Names of the parameters that are wanted -> their rows that are; None: all.
+# Names of the parameters to be read -> the rows of them; None: all rows.
 type Wanted = Mapping[str, range | None]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSlice:
     """Some rows of a parameter.
 
     Attributes:
-        values: of these alone.
-        begin: the first of them.
+        values: of these rows.
+        begin: number of the first one.
     """
 
     values: Any
     begin: int
 
 
-def rows_alone(
+def row_slice(
     origin: Origin, shapes: Shapes, storage: Storage | None, rows: range | None
 ) -> tuple[Origin, Shapes] | None:
-    """Where rows of a parameter come from, and its shape with these alone.
+    """Where rows of a parameter come from, and the shapes with these rows alone.
 
-    None where it has to be read whole: it is turned or fused, or how it is rounded depends on all.
+    None where it has to be read as a whole: it is transposed or fused, or its rounding depends on
+    all rows.
     """
     whole = shapes[origin.parameter]
     if rows is None or len(whole) != 2 + origin.stacked or not origin.is_rows(shapes):
@@ -45,15 +46,15 @@ def rows_alone(
         storage is not None and (storage.outliers or storage.method == "feedback")
     ):
         return None
-    files = [_window(file, rows) for file in origin.files]
+    files = [_slice(file, rows) for file in origin.files]
     if any(file is None for file in files):
         return None
-    alone = tuple(file for file in files if file is not None)
+    sliced = tuple(file for file in files if file is not None)
     shape = (*whole[:-2], len(rows), whole[-1])
-    return replace(origin, files=alone), {**shapes, origin.parameter: shape}
+    return replace(origin, files=sliced), {**shapes, origin.parameter: shape}
 
 
-def _window(file: Tensor, rows: range) -> Tensor | None:
+def _slice(file: Tensor, rows: range) -> Tensor | None:
     """A matrix with some of its rows alone."""
     plain = file.type in DTYPES or file.type in PLAIN
     if len(file.shape) != 2 or file.nbytes % file.shape[0] or not (plain or file.type in BLOCKS):

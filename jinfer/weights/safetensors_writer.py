@@ -1,4 +1,4 @@
-"""Writing the arrays of a converted checkpoint to safetensors files."""
+"""Safetensors writer: the arrays of a native checkpoint, in one file or several."""
 
 from __future__ import annotations
 

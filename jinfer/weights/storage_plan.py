@@ -1,4 +1,4 @@
-"""How each parameter is stored: in which type, which are quantized, to what, and how."""
+"""Quantization plan: the type of each parameter, which are quantized, to which format, and how."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quant_format import WIDE
 from jinfer.modelspec.quantization_table import (
     AUTO,
@@ -25,6 +26,7 @@ from jinfer.modelspec.quantization_table import (
 from jinfer.modelspec.spec_errors import SpecError, nearest
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
+from jinfer.ops.matmul.half_precision import faster_as_whole_numbers, reads_as_stored
 from jinfer.quant import (
     OutlierTensor,
     QuantFormat,
@@ -37,6 +39,9 @@ from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
 from jinfer.quant.quantized_tensor import MOST_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.sparse_matrix import abstract_outliers
 from jinfer.weights.tensor_mapping import Origin, Shapes
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 
@@ -57,14 +62,14 @@ class Storage:
 
     Attributes:
         format: of its codes.
-        kept: the codes are those of the file.
-        method: how others are found, see `jinfer.quant.quantize_matrix`.
-        outliers: share of weights that are kept beside the codes.
+        as_in_file: whether the codes are those of the file.
+        method: how other codes are found, see `jinfer.quant.quantize_matrix`.
+        outliers: share of weights that are stored exactly, beside the codes.
         activations: see `QuantizedTensor`.
     """
 
     format: QuantFormat
-    kept: bool
+    as_in_file: bool
     method: Method
     outliers: float
     activations: Activations
@@ -83,11 +88,11 @@ class Storage:
         return self._activated(abstract(shape, self.format, columns))
 
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
-        """A kept parameter, in NumPy's arrays. Raises `LoadError`, `CheckpointError`."""
+        """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
         files = origin.files if origin.stacked else origin.files[0]
         halves = self.format == WIDE
         tensor = quantized_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
-        assert tensor is not None, "only what can be kept is read here"
+        assert tensor is not None, "the file has such codes"
         return self._activated(tensor)
 
     def quantize(
@@ -112,7 +117,43 @@ class Storage:
         return replace(tensor, activations=self.activations)
 
 
-def kept_types(
+def plan_storages(
+    model: AbstractModel, spec: ModelSpec, origins: Mapping[str, Origin], activations: Activations
+) -> tuple[AbstractModel, dict[str, Storage]]:
+    """The model in the types that its parameters are to have, and which of them are quantized.
+
+    Args:
+        model: as `build` gives it, all its parameters plain.
+        activations: of products with quantized weights on a CPU.
+
+    Raises:
+        SpecError: a rule that matches nothing that could be quantized.
+    """
+    plain = in_stored_types(model, stored_types(model, spec.quantization, origins), activations)
+    halves = as_whole_numbers(model.modules.dtype, activations)
+    return plain, choose_storages(plain, spec.quantization, origins, activations, spec.path, halves)
+
+
+def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
+    """Whether matrices in F16 are stored as integers here; see `jinfer.quant.f16_as_int`.
+
+    Args:
+        dtype: of the computation.
+    """
+    wider = np.dtype(dtype).itemsize > 2
+    return wider and activations == "int8" and reads_as_stored() and faster_as_whole_numbers()
+
+
+def in_stored_types(
+    model: AbstractModel, types: Mapping[str, str], activations: Activations
+) -> AbstractModel:
+    """The model with its matrices in the checkpoint's types, where products read them so."""
+    if not reads_as_stored():
+        return model
+    return replace(with_types(model, types), rounded=activations == "int8")
+
+
+def stored_types(
     model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
 ) -> dict[str, str]:
     """Name of each parameter whose numbers may stay as they are -> their type in the checkpoint."""
@@ -125,7 +166,7 @@ def kept_types(
     return types
 
 
-def in_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
+def with_types(model: AbstractModel, types: Mapping[str, str]) -> AbstractModel:
     """The model with its matrices in those of these types that have 16 bits, if its own is wider.
 
     What is not only multiplied with or looked up stays in the computation's type.
@@ -153,7 +194,7 @@ def choose_storages(
     path: str,
     halves: bool = False,
 ) -> dict[str, Storage]:
-    """Which parameters are quantized, by rounding or by search; see `with_feedback` for the rest.
+    """Which parameters are quantized, by rounding or by search; `with_gptq` does the rest.
 
     Args:
         activations: for all of them.
@@ -180,10 +221,10 @@ def choose_storages(
         word = _word(spec, name, role)
         if word == AUTO:
             origin = origins[name]
-            can_keep = origin.is_rows(shapes) and name not in model.normalized
+            by_rows = origin.is_rows(shapes) and name not in model.normalized
             files = origin.files if origin.stacked else origin.files[0]
-            if can_keep and (kept := kept_format(files, halves)) is not None:
-                storages[name] = Storage(kept, True, method, 0.0, activations)
+            if by_rows and (format := kept_format(files, halves)) is not None:
+                storages[name] = Storage(format, True, method, 0.0, activations)
         elif word != PLAIN:
             format = parse_format(word)
             storages[name] = Storage(format, False, method, outliers, activations)

@@ -1,13 +1,13 @@
-"""Where a parameter comes from: the tensors of a checkpoint that hold it, and how."""
+"""Tensor mapping: the tensors of a checkpoint that a parameter is read from, and how."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.guard.sanitize import shown
 from jinfer.modelspec.tensor_names import Place, TensorMap
 from jinfer.weights.row_reader import same_values
+
+if TYPE_CHECKING:
+    from jinfer.nn.abstract_model import AbstractModel
 
 type Shapes = Mapping[str, tuple[int, ...]]
 
@@ -157,6 +160,49 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[first:]
 
 
+def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:
+    """Each parameter's name -> its shape."""
+    return dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
+
+
+def find_origins(
+    model: AbstractModel, checkpoint: Checkpoint, tensors: TensorMap
+) -> dict[str, Origin]:
+    """Where each parameter of a model comes from.
+
+    Args:
+        tensors: the checkpoint's names for the parameters.
+
+    Raises:
+        LoadError: a parameter has no tensor, a tensor has no parameter, a shape differs, or a copy.
+    """
+    files = by_name(checkpoint, tensors)
+    shapes = parameter_shapes(model)
+    origins = {
+        name: find_origin(name, shape, tensors, files, checkpoint) for name, shape in shapes.items()
+    }
+    # A tensor that the model does not use is a part of the model that the spec does not have.
+    if left := unused(model.names, tensors, files, origins.values()):
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise LoadError(
+            f"{checkpoint.path}: the specification has no place for {shown}; "
+            f"map them in [{tensors.table}], or list them under {tensors.table}.ignore"
+            f"{_by_when(tensors, left)}"
+        )
+    for origin in origins.values():  # before any of them is read
+        origin.check(shapes)
+    for _, reason in differing_copies(tensors, files, origins.values()):
+        raise LoadError(f"{checkpoint.path}: {reason}")
+    return origins
+
+
+def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
+    """Whose tensors they would be, but for conditions that are not fulfilled: a clause."""
+    owners = tensors.owners_left_out(left)[:3]
+    conditions = [f'{each.key} = "{each.when}"' for each in owners]
+    return f"; left out by {' and '.join(conditions)}" if conditions else ""
+
+
 def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
     """The file's tensors by their names, also without a prefix and with the usual suffix."""
     files = dict(checkpoint.tensors)
@@ -217,7 +263,7 @@ def find_origin(
             f"{checkpoint.path}: the specification's [{tensors.table}] has no name for "
             f"{parameter}; add one"
         )
-    found, missing = look_for(parameter, shape, place, files, checkpoint)
+    found, missing = lookup_origin(parameter, shape, place, files, checkpoint)
     if found is None:
         raise LoadError(
             f"{checkpoint.path}: no tensor {' or '.join(missing)}, which {parameter} is to be "
@@ -256,7 +302,7 @@ def _alike(name: str, files: Iterable[Tensor]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
-def look_for(
+def lookup_origin(
     parameter: str,
     shape: tuple[int, ...],
     place: Place,

@@ -9,7 +9,8 @@ import pytest
 
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights import load_weights
+from jinfer.weights.plan_weights import plan_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
@@ -30,9 +31,9 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     opened = open_model(source, overrides)
     model = build(opened.spec, opened.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jinfer.weights.plan_weights.faster_as_whole_numbers", lambda: False)
-        weights = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
-    return dict(zip(model.names, weights.load(False), strict=True))
+        patch.setattr("jinfer.weights.storage_plan.faster_as_whole_numbers", lambda: False)
+        plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    return dict(zip(model.names, load_weights.load(plan), strict=True))
 
 
 def check_equal(ours: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -15,14 +15,15 @@ import pytest
 from jinfer import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.checkpoint.native_checkpoint import ALIGNMENT, ConvertedCheckpoint
+from jinfer.checkpoint.native_checkpoint import ALIGNMENT, NativeCheckpoint
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.weights.load_weights import LoadError
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.load_weights import load
+from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.tensor_mapping import LoadError
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves
 from tools.quantize import convert
 
@@ -60,13 +61,11 @@ def test_what_is_loaded_is_what_the_source_gives(
 def test_arrays_are_views_of_the_files(tmp_path: Path) -> None:
     convert(str(MODEL), tmp_path / "out", {"quantization": {"weights": "q3.5", **SMALL}})
     checkpoint = open_checkpoint(tmp_path / "out")
-    assert isinstance(checkpoint, ConvertedCheckpoint)
+    assert isinstance(checkpoint, NativeCheckpoint)
     opened = replace(open_model(tmp_path / "out", {}), checkpoint=checkpoint)
-    loaded = jax.tree.leaves(
-        find_weights(
-            build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
-        ).load(False)
-    )
+    model = build(opened.spec, "float32")
+    plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    loaded = jax.tree.leaves(load(plan))
     places = {tensor.raw().ctypes.data for tensor in checkpoint.parts.values()}
     assert all(place % ALIGNMENT == 0 for place in places)
     assert {leaf.unsafe_buffer_pointer() for leaf in loaded} == places
@@ -79,7 +78,7 @@ def test_a_gpu_may_want_other_columns(
     settings = {"weights": "q3.5", **SMALL, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings})
     monkeypatch.setattr("jinfer.weights.storage_plan.columns_here", lambda format: 16)
-    monkeypatch.setattr("jinfer.weights.load_native.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.native_parameters.columns_here", lambda format: 16)
     check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
 
 
@@ -296,7 +295,7 @@ def test_no_byte_of_the_metadata_breaks_the_reader(converted: Path, tmp_path: Pa
         path.write_bytes(data)
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
-            find_weights(
+            plan_weights(
                 build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
             )
 

@@ -22,12 +22,12 @@ from jinfer import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
-from jinfer.checkpoint.native_checkpoint import written
+from jinfer.checkpoint.native_checkpoint import native_metadata
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
-from jinfer.weights.load_weights import LoadError
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.tensor_mapping import LoadError
 from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
 from tools.quantize import convert
 from tools.write_native import CHUNK_BYTES, OrbaxWriter
@@ -91,57 +91,52 @@ def test_a_gpu_may_want_other_columns(
     settings = {"weights": "q3.5", **SMALL, "outliers": outliers}
     convert(str(MODEL), tmp_path / "out", {"quantization": settings}, orbax=True)
     monkeypatch.setattr("jinfer.weights.storage_plan.columns_here", lambda format: 16)
-    monkeypatch.setattr("jinfer.weights.load_native.columns_here", lambda format: 16)
+    monkeypatch.setattr("jinfer.weights.native_parameters.columns_here", lambda format: 16)
     check_equal(leaves(tmp_path / "out"), leaves(MODEL, **settings))
 
 
 SHARDED = """
 import sys
-from dataclasses import replace
 from pathlib import Path
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jinfer.weights.load_native import load_converted, stored_as
-from jinfer.nn.abstract_model import build
-from jinfer.opening.open_model import open_model
+from jinfer.checkpoint import open_checkpoint
+from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.orbax import restore
 
 mesh = jax.make_mesh((2, 2), ("x", "y"))
 
-def spread(like):
+def spread(tensor):
     # The longest axis over four devices, or two; what cannot be cut is on all of them.
-    axis = int(np.argmax(like.shape)) if like.shape else 0
+    axis = int(np.argmax(tensor.shape)) if tensor.shape else 0
     for names in (("x", "y"), "x"):
-        if like.shape and like.shape[axis] % (4 if names == ("x", "y") else 2) == 0:
-            spec = PartitionSpec(*(names if i == axis else None for i in range(len(like.shape))))
+        if tensor.shape and tensor.shape[axis] % (4 if names == ("x", "y") else 2) == 0:
+            spec = PartitionSpec(*(names if i == axis else None for i in range(len(tensor.shape))))
             break
     else:
         spec = PartitionSpec()
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, spec))
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(tensor.shape, DTYPES[tensor.type], sharding=sharding)
 
-loaded = {}
-for source in sys.argv[1:]:
-    opened = open_model(Path(source), {})
-    model = stored_as(build(opened.spec, "float32"), opened.checkpoint, opened.activations)
-    model = replace(model, parameters=tuple(jax.tree.map(spread, model.parameters)))
-    loaded[source] = load_converted(model, opened.checkpoint)
-    cut = 0
-    for like, array in zip(*map(jax.tree.leaves, (model.parameters, loaded[source])), strict=True):
-        assert array.sharding == like.sharding, (array.sharding, like.sharding)
-        assert len(array.addressable_shards) == 4
-        for shard in array.addressable_shards:
-            assert shard.data.shape == like.sharding.shard_shape(like.shape)
-            assert shard.data.devices() == {shard.device}
-        held = sum(shard.data.nbytes for shard in array.addressable_shards)
-        if like.sharding.spec and like.sharding.spec[np.argmax(like.shape)] == ("x", "y"):
-            assert held == array.nbytes
-            cut += 1
-    assert cut > 20, cut
-first, *others = (jax.tree.leaves(loaded[source]) for source in sys.argv[1:])
-for other in others:
-    for a, b in zip(first, other, strict=True):
-        assert a.dtype == b.dtype
-        assert np.array_equal(a, b)
+orbax, files = (open_checkpoint(Path(source)) for source in sys.argv[1:])
+wanted = {name: spread(tensor) for name, tensor in orbax.parts.items()}
+cut = 0
+for name, array in restore(orbax, wanted).items():
+    like = wanted[name]
+    assert array.sharding == like.sharding, (array.sharding, like.sharding)
+    assert len(array.addressable_shards) == 4
+    for shard in array.addressable_shards:
+        assert shard.data.shape == like.sharding.shard_shape(like.shape)
+        assert shard.data.devices() == {shard.device}
+    held = sum(shard.data.nbytes for shard in array.addressable_shards)
+    if like.sharding.spec and like.sharding.spec[np.argmax(like.shape)] == ("x", "y"):
+        assert held == array.nbytes
+        cut += 1
+    values = files.parts[name].read()
+    assert array.dtype == values.dtype
+    assert np.array_equal(array, values)
+assert cut > 20, cut
 print("good")
 """
 
@@ -170,7 +165,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
     writer = OrbaxWriter(folder, 128 << 20)
     for name, array in arrays.items():
         writer.add({name: array})
-    writer.finish(written(Checkpoint(folder, "safetensors", {}, {}), {}, {}, {}))
+    writer.finish(native_metadata(Checkpoint(folder, "safetensors", {}, {}), {}, {}, {}))
     return folder / DESCRIPTION
 
 
@@ -457,7 +452,7 @@ def test_no_byte_of_the_description_breaks_the_reader(converted: Path, tmp_path:
         path.write_bytes(data)
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
-            find_weights(
+            plan_weights(
                 build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
             )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 from tests.distributed.jobs import free_port, ran, started_job
 from tests.distributed.test_ending import answering
 from tools.bench_models import LlamaShape, make_up
@@ -38,7 +38,7 @@ def _peak(process: int) -> float:
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", ["0;1;2;3", "0&1;2&3", "0&1&2&3"])
 def test_each_has_little_more_than_its_share(tmp_path: Path, plan: str) -> None:
-    words = open_source("smollm2_135m_instruct", {}).weights
+    words = open_files("smollm2_135m_instruct", {}).weights
     for name, shape in (("small", SMALL), ("large", LARGE)):
         make_up(shape, words, tmp_path / f"{name}.gguf", "Q8_0")
     runtime = peaks(tmp_path / "small.gguf", plan)

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.resolve_model import language_model
-from jinfer.weights.load_weights import LoadError
+from jinfer.opening.config_json import language_model
+from jinfer.weights.tensor_mapping import LoadError
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors

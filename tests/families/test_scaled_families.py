@@ -13,7 +13,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.checkpoint import CheckpointError
-from jinfer.weights.load_weights import LoadError
+from jinfer.weights.tensor_mapping import LoadError
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import attention, rms_norm
 from tests.reference.numpy_positions import Floats, rope, yarn_frequencies

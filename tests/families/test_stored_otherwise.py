@@ -14,8 +14,8 @@ from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.blocks import Head
 from jinfer.nn.abstract_model import build
-from jinfer.opening.resolve_model import recognize
-from jinfer.weights.load_weights import find_origins
+from jinfer.weights.tensor_mapping import find_origins
+from tests.opening.resolving import resolved
 
 from .gguf_files import write_gguf
 
@@ -88,7 +88,7 @@ def test_every_parameter_has_its_tensor(
     tmp_path: Path, golden: str, architecture: str, prefix: str
 ) -> None:
     """Without a head, or with the embedding as one where the family ties them."""
-    found = recognize(stored(tmp_path, golden, bare(prefix), architecture), {})
+    found = resolved(stored(tmp_path, golden, bare(prefix), architecture), {})
     find_origins(build(found.spec, jnp.float32), found.checkpoint, found.spec.tensors)
     heads = [block for _, block in found.spec.shared if isinstance(block, Head)]
     assert all(head.tied for head in heads)
@@ -106,7 +106,7 @@ def test_a_gemma_3_that_reads_both_ways_is_an_encoder(
         "Gemma3TextModel",
         use_bidirectional_attention=both,
     )
-    assert recognize(folder, {}).spec.type == kind
+    assert resolved(folder, {}).spec.type == kind
 
 
 def test_names_without_their_prefix(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
 from jinfer.opening.open_model import open_model
-from jinfer.opening.resolve_model import recognize
 from jinfer.opening.unused_config import consequences, unread
 from tests.modelspec.cases import MADE_UP
 from tests.modelspec.helpers import facts, resolved_family
+
+from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROBES = sorted(path.name for path in GOLDENS.glob("probe_*"))
@@ -56,7 +57,7 @@ def test_logits(name: str) -> None:
 def test_nothing_is_said_of_what_is_followed(name: str, tmp_path: Path) -> None:
     newer = json.loads((GOLDENS / name / "config.v5.json").read_text())
     for source in (GOLDENS / name, copy(tmp_path / "v5", name, **newer)):
-        found = recognize(source, {})
+        found = resolved(source, {})
         assert consequences(found.unread, found.config, found.spec) == {}
 
 
@@ -208,7 +209,7 @@ head = "30 * tanh(logits(norm(x)) / 4 / 30)"
 tanh = { kind = "activation", function = "tanh" }
 attn = { qk_norm = { kind = "rms" } }
 """)
-    found = recognize(tmp_path / "spec.toml", {})
+    found = resolved(tmp_path / "spec.toml", {})
     assert keys.keys() <= found.unread.keys()
     assert consequences(found.unread, found.config, found.spec) == {}
 
@@ -228,13 +229,13 @@ def test_what_a_specification_replaces_in_its_family_is_followed(tmp_path: Path)
 @pytest.mark.parametrize("golden", ["bert", "gpt2", "llama2", "m2m100", "qwen3_moe", "gemma2"])
 def test_a_model_type_stands_for_its_architecture(golden: str, tmp_path: Path) -> None:
     folder = copy(tmp_path / "model", golden, architectures=None)
-    assert recognize(folder, {}).spec.stacks == recognize(GOLDENS / golden, {}).spec.stacks
+    assert resolved(folder, {}).spec.stacks == resolved(GOLDENS / golden, {}).spec.stacks
 
 
 def test_a_model_type_that_is_not_known_is_named(tmp_path: Path) -> None:
     folder = copy(tmp_path / "model", "llama2", architectures=None, model_type="flurb")
     with pytest.raises(SpecError, match="no family is known for flurb"):
-        recognize(folder, {})
+        resolved(folder, {})
 
 
 def test_every_model_type_has_a_family() -> None:

@@ -10,7 +10,8 @@ from jinfer.modelspec.spec_files import families, read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_parameters
 from jinfer.opening.local_weights import is_here
 from jinfer.opening.model_catalogue import entries, table
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
+from jinfer.opening.resolve_model import resolve_model
 from jinfer.weights.model_size import WIDTHS, sizes_of
 
 SIZES = """
@@ -117,7 +118,7 @@ def test_sizes_that_a_specification_says_are_those_of_its_model(tmp_path: Path) 
     for path in specs_folder().glob("*.toml"):
         said = read_toml(path).get("parameters")
         if isinstance(said, dict):
-            found = sizes_of(open_source(path, {}).spec({}))
+            found = sizes_of(resolve_model(open_files(path, {}), {})[0])
             assert check_parameters(said, path) == {use: getattr(found, use) for use in said}
             assert found.parameters == sum(said.values())
             checked += 1

@@ -13,9 +13,10 @@ from jinfer import LLM, RequestError
 from jinfer.api.text_embeddings import SIMILARITIES, Tokens, tokens_of
 from jinfer.checkpoint import open_checkpoint
 from jinfer.opening.pooling_config import POOLINGS, PoolingSpec, find_pooling, pool
-from jinfer.opening.resolve_model import recognize
 from jinfer.opening.sources import SourceError
 from tests.families.gguf_files import write_gguf
+
+from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 GOLDEN = GOLDENS / "minilm"
@@ -130,7 +131,8 @@ def test_a_dense_layer_of_another_width(tmp_path: Path, shape: tuple[int, ...]) 
 
 
 def found(folder: Path) -> PoolingSpec:
-    return find_pooling(recognize(folder, {}))
+    found = resolved(folder, {})
+    return find_pooling(found.spec, found.checkpoint, found.config)
 
 
 def test_a_decoder_follows_its_modules(tmp_path: Path) -> None:

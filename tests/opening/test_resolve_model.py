@@ -12,15 +12,18 @@ import pytest
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.resolve_model import open_source, recognize
+from jinfer.opening.model_files import tokenizer_path
+from jinfer.opening.open_model import open_files
 from jinfer.opening.sources import SourceError
+
+from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 @pytest.mark.parametrize("name", ["llama2", "gguf_llama2", "llama2c_v0/model.bin"])
 def test_a_family_is_found(name: str) -> None:
-    found = recognize(GOLDENS / name, {})
+    found = resolved(GOLDENS / name, {})
     assert found.spec.dims["hidden"] == 64
     assert found.spec.tensors.place("decoder.2.ffn.up.weight") is not None
 
@@ -29,7 +32,7 @@ def test_a_family_is_found(name: str) -> None:
 def test_what_is_no_source(source: Any) -> None:
     """Nothing is not the folder where the user is."""
     with pytest.raises(SourceError, match="is no model; give a path, a name of jinfer list"):
-        recognize(source, {})
+        resolved(source, {})
 
 
 def test_a_big_endian_gguf_file(tmp_path: Path) -> None:
@@ -47,7 +50,7 @@ def test_a_big_endian_gguf_file(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found, little = recognize(path, {}), recognize(GOLDENS / "gguf_llama2" / "model.gguf", {})
+    found, little = resolved(path, {}), resolved(GOLDENS / "gguf_llama2" / "model.gguf", {})
     assert dict(found.config) == dict(little.config)
     assert found.spec.dims == little.spec.dims
 
@@ -64,11 +67,11 @@ def test_a_config_that_is_a_failed_download(tmp_path: Path, text: str, reason: s
     shutil.copytree(GOLDENS / "llama2", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(text)
     with pytest.raises(SourceError, match=f"config.json: is .*{reason.removeprefix('is ')}"):
-        recognize(tmp_path / "model", {})
+        resolved(tmp_path / "model", {})
 
 
 def test_single_file_of_a_folder() -> None:
-    found = recognize(GOLDENS / "llama2" / "model.safetensors", {})
+    found = resolved(GOLDENS / "llama2" / "model.safetensors", {})
     assert found.config["architectures"] == ["LlamaForCausalLM"]
 
 
@@ -76,7 +79,7 @@ def test_a_spec_with_weights_beside_it(tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / "llama2", tmp_path / "weights")
     spec = tmp_path / "model.toml"
     spec.write_text('weights = "weights"\n[engine]\nslots = 3\n')
-    found = recognize(spec, {"engine": {"context": 100}})
+    found = resolved(spec, {"engine": {"context": 100}})
     assert (found.spec.engine.slots, found.spec.engine.context) == (3, 100)
     assert found.spec.path == str(spec)
 
@@ -87,9 +90,9 @@ def test_weights_given_by_the_user_are_relative_to_where_he_is(
     monkeypatch.chdir(GOLDENS)
     spec = tmp_path / "model.toml"
     spec.write_text('weights = "nowhere"\n')
-    assert recognize(spec, {"weights": "mistral"}).spec.dims["kv_heads"] == 2
+    assert resolved(spec, {"weights": "mistral"}).spec.dims["kv_heads"] == 2
     with pytest.raises(SourceError, match=r"nowhere: there is no such file"):
-        recognize(spec, {})
+        resolved(spec, {})
 
 
 def test_a_family_named_by_the_user(tmp_path: Path) -> None:
@@ -98,17 +101,17 @@ def test_a_family_named_by_the_user(tmp_path: Path) -> None:
     config["architectures"] = ["OddForCausalLM"]
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match="no family is known for OddForCausalLM"):
-        recognize(tmp_path / "odd", {})
-    assert recognize(tmp_path / "odd", {"family": "llama"}).spec.dims["hidden"] == 64
+        resolved(tmp_path / "odd", {})
+    assert resolved(tmp_path / "odd", {"family": "llama"}).spec.dims["hidden"] == 64
     with pytest.raises(SpecError, match="did you mean 'llama'"):
-        recognize(tmp_path / "odd", {"family": "lama"})
+        resolved(tmp_path / "odd", {"family": "lama"})
 
 
 def test_a_spec_without_weights(tmp_path: Path) -> None:
     spec = tmp_path / "model.toml"
     spec.write_text('family = "llama"\n')
     with pytest.raises(SpecError, match=r"model.toml: weights: is missing"):
-        recognize(spec, {})
+        resolved(spec, {})
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", '"a"', "{" * 100_000, "\xff"])
@@ -116,13 +119,13 @@ def test_broken_config(tmp_path: Path, text: str) -> None:
     shutil.copytree(GOLDENS / "llama2", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=r"config.json: (cannot be read as JSON|is not a JSON)"):
-        recognize(tmp_path / "model", {})
+        resolved(tmp_path / "model", {})
 
 
 def test_a_folder_that_holds_a_gguf_file_has_its_tokenizer() -> None:
-    found = open_source(GOLDENS / "gguf_llama2", {})
-    assert found.tokenizer({}) == GOLDENS / "gguf_llama2" / "model.gguf"
-    assert open_source(GOLDENS / "llama2", {}).tokenizer({}) == GOLDENS / "llama2"
+    found = open_files(GOLDENS / "gguf_llama2", {})
+    assert tokenizer_path(found, {}) == GOLDENS / "gguf_llama2" / "model.gguf"
+    assert tokenizer_path(open_files(GOLDENS / "llama2", {}), {}) == GOLDENS / "llama2"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +149,10 @@ def test_a_specification_that_nobody_named_stays_in_its_folder(
     keys = {"family": "llama", "weights": ".", key: value}
     (folder / "spec.toml").write_text("\n".join(f'{k} = "{v}"' for k, v in keys.items()))
     with pytest.raises(SpecError, match=rf"{key}: .* leads out of the folder; give spec\.toml"):
-        recognize(folder, {})
+        resolved(folder, {})
     if value == "../outside":  # named by the user, it may
         with pytest.raises(CheckpointError, match="outside"):
-            recognize(folder / "spec.toml", {})
+            resolved(folder / "spec.toml", {})
 
 
 def test_layers_that_the_file_does_not_have(tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_layers_that_the_file_does_not_have(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10_000}))
     begun = time.thread_time()
     with pytest.raises(SpecError, match=r"dims\.layers: is 10000 in all, but model has only"):
-        recognize(folder, {})
+        resolved(folder, {})
     assert time.thread_time() - begun < 5
 
 
@@ -174,20 +177,20 @@ def test_a_config_that_is_no_file(tmp_path: Path, what: str) -> None:
     else:
         (folder / "config.json").symlink_to(what)
     with pytest.raises(SourceError, match=r"config\.json: is not a regular file"):
-        recognize(folder, {})
+        resolved(folder, {})
 
 
 def test_who_is_trusted(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(GOLDENS / "llama2", folder)
-    assert recognize(folder, {}).trust is None
-    assert recognize(folder, {"trust": False}).trust is False
+    assert resolved(folder, {}).trust is None
+    assert resolved(folder, {"trust": False}).trust is False
     (folder / "spec.toml").write_text('family = "llama"\nweights = "."\ntrust = true')
-    assert recognize(folder, {}).trust is None  # it came with the weights
-    assert recognize(folder / "spec.toml", {}).trust is True
-    assert recognize(folder / "spec.toml", {"trust": False}).trust is False
+    assert resolved(folder, {}).trust is None  # it came with the weights
+    assert resolved(folder / "spec.toml", {}).trust is True
+    assert resolved(folder / "spec.toml", {"trust": False}).trust is False
     with pytest.raises(SpecError, match="trust: 3 is not true or false"):
-        recognize(folder, {"trust": 3})
+        resolved(folder, {"trust": 3})
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen25_yarn", "pegasus"])
@@ -199,7 +202,7 @@ def test_a_context_that_is_none(tmp_path: Path, value: object, name: str) -> Non
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": value}))
     with pytest.raises(SpecError, match=r"dims\.context: "):
-        recognize(folder, {})
+        resolved(folder, {})
 
 
 def test_a_context_written_with_a_point(tmp_path: Path) -> None:
@@ -207,4 +210,4 @@ def test_a_context_written_with_a_point(tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / "llama2", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64.0}))
-    assert repr(recognize(folder, {}).spec.dims["context"]) == "64"
+    assert repr(resolved(folder, {}).spec.dims["context"]) == "64"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jinfer.modelspec.spec_files import specs_folder
-from jinfer.opening.resolve_model import open_source
-from jinfer.opening.resolve_name import in_full
+from jinfer.opening.open_model import open_files
+from jinfer.opening.resolve_name import full_source
 from jinfer.opening.sources import SourceError
 
 DEMO = "smollm2_135m_instruct"
@@ -15,32 +15,32 @@ DEMO = "smollm2_135m_instruct"
 
 def test_names_of_the_catalogue(tmp_path: Path) -> None:
     for path in specs_folder().glob("*.toml"):
-        assert in_full(path.stem, tmp_path) == str(path)
+        assert full_source(path.stem, tmp_path) == str(path)
 
 
 @pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-0.6B", "a/b@v1.0", "a-b_c/d.e-f"])
 def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
-    assert in_full(name, tmp_path) == f"hf://{name}"
+    assert full_source(name, tmp_path) == f"hf://{name}"
 
 
 @pytest.mark.parametrize(
     "source",
     [
         *("hf://a/b", "package://a/b.gguf", "ftp://a/b", "a/b/c", "/a/b", "./a/b", "../a", "~/a"),
-        *("models/x.gguf", "specs/x.toml", "a/b.BIN", "model.gguf", ""),
+        *("models/x.gguf", "specs/x.toml", "a/b.BIN", "model.gguf"),
     ],
 )
 def test_other_sources_stay_as_they_are(source: str, tmp_path: Path) -> None:
-    assert in_full(source, tmp_path) == source
+    assert full_source(source, tmp_path) == source
 
 
 def test_what_exists_comes_first(tmp_path: Path) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     (tmp_path / DEMO).mkdir()
     for source in (DEMO, "owner/name"):
-        assert in_full(source, tmp_path) == source
+        assert full_source(source, tmp_path) == source
     # Rather a slip than a model of somebody who is called like a folder here.
-    assert in_full("owner/nmae", tmp_path) == "owner/nmae"
+    assert full_source("owner/nmae", tmp_path) == "owner/nmae"
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_what_exists_comes_first(tmp_path: Path) -> None:
 def test_a_near_miss(source: str, hint: str, tmp_path: Path) -> None:
     words = f"{source}: there is no such file, folder or model; {hint}"
     with pytest.raises(SourceError, match=re.escape(words)):
-        in_full(source, tmp_path)
+        full_source(source, tmp_path)
 
 
 def test_a_name_is_a_source_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    opened = open_source(DEMO, {})
+    opened = open_files(DEMO, {})
     assert opened.path == specs_folder() / f"{DEMO}.toml"
     assert opened.weights.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -72,5 +72,5 @@ def test_what_comes_from_a_hub_by_its_name_is_not_trusted(
     golden = Path(__file__).parents[1] / "goldens" / "llama2"
     monkeypatch.setattr("jinfer.opening.sources._on_hub", lambda rest, source: golden)
     monkeypatch.chdir(tmp_path)
-    assert open_source("someone/something", {}).trust is False
-    assert open_source(golden, {}).trust is None
+    assert open_files("someone/something", {}).trust is False
+    assert open_files(golden, {}).trust is None

@@ -10,13 +10,14 @@ import pytest
 
 from jinfer.modelspec.spec_errors import SpecError, show
 from jinfer.opening.open_model import open_model
-from jinfer.opening.resolve_model import recognize
 from jinfer.opening.unused_config import consequences
 from tests.families.gguf_files import write_gguf
 from tests.families.test_scaled_families import LATENT, latent_shapes
 from tests.families.tiny import random_tensors, write
 from tools.inspect import main
 from tools.match_checkpoint import describe
+
+from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = sorted(
@@ -43,7 +44,7 @@ def warned(source: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("tok_", "real_", "vocab"))])
 def test_what_is_served_as_it_says_is_not_refused(name: str) -> None:
-    found = recognize(GOLDENS / name, {})
+    found = resolved(GOLDENS / name, {})
     assert consequences(found.unread, found.config, found.spec) == {}
 
 
@@ -74,7 +75,7 @@ def test_a_key_that_changes_answers_is_named(
     assert line in warned(folder, caplog)
     with pytest.raises(SpecError, match=f": .* is not followed: {how}"):
         open_model(folder, {})
-    assert keys.keys() <= recognize(folder, {}).unread.keys()
+    assert keys.keys() <= resolved(folder, {}).unread.keys()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_keys_of_a_table_are_told_apart(tmp_path: Path) -> None:
     """That a table was read, as positions read theirs, does not mean all that is in it."""
     table = {"rope_theta": 10000.0, "rope_type": "default", "finetuned": True}
     folder = with_keys(tmp_path / "model", rope_theta=None, rope_parameters=table, other={"a": 1})
-    left = recognize(folder, {}).unread
+    left = resolved(folder, {}).unread
     assert left["rope_parameters.finetuned"] is True
     assert left["other"] == {"a": 1}
     read = {"rope_parameters", "rope_parameters.rope_theta", "rope_parameters.rope_type"}

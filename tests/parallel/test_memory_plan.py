@@ -18,7 +18,7 @@ from jinfer.opening.open_model import open_model
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
 from jinfer.parallel.placement import plan_of
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
 from tools import bench_partition, inspect
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -43,7 +43,7 @@ def planned(room: float, host: float = 1e9, tokens: int = 512, **keys: Any) -> M
 def golden() -> tuple[ModelSpec, AbstractModel]:
     opened = open_model(GOLDENS / "llama2", {"dtype": "float32"})
     model = build(opened.spec, TYPE)
-    found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return opened.spec, found.model
 
 

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 from jinfer.server.server_settings import Source
 from jinfer.server.tool_parsers import call_format as tool_format
 from tests.server.running import SMOL, Running, serving
@@ -61,7 +61,7 @@ ASKED: list[Any] = [{"role": "user", "content": "What is the weather like in Rom
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     tiny = tmp_path_factory.mktemp("tiny") / "model.gguf"
-    words = open_source("smollm2_135m_instruct", {}).weights  # and its chat template
+    words = open_files("smollm2_135m_instruct", {}).weights  # and its chat template
     make_up(LlamaShape(2, 64, 4, 2, 96, context=4096), words, tiny, "Q8_0")
     with serving(list(models(str(tiny)))) as running:
         yield running

@@ -12,8 +12,8 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.view.formula_graph import graph_of
 from jinfer.modelspec.view.model_html import table
 from jinfer.modelspec.view.model_svg import CHARACTER, draw
-from jinfer.opening.resolve_model import recognize
 from tests.modelspec.helpers import model, resolved
+from tests.opening.resolving import resolved as of_files
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ["llama2", "bloom", "phi2", "bert", "t5", "m2m100", "mixtral", "deepseek_moe", "minicpm"]
@@ -21,7 +21,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def spec_of(name: str) -> ModelSpec:
-    return recognize(GOLDENS / name, {}).spec
+    return of_files(GOLDENS / name, {}).spec
 
 
 def drawn(spec: ModelSpec) -> ElementTree.Element:

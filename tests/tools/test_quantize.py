@@ -15,10 +15,10 @@ from jinfer import LLM
 from jinfer.checkpoint.orbax import orbax_api
 from jinfer.opening.open_model import open_model
 from jinfer.opening.pooling_config import Projection
-from jinfer.opening.resolve_model import recognize
 from jinfer.quant import parse_format
 from jinfer.quant.calibration_stats import Inputs
 from jinfer.quant.quantize_matrix import Method, quantize
+from tests.opening.resolving import resolved
 from tools.inspect import main as inspect
 from tools.quantize import convert, main
 from tools.quantize_table import Measured, Row, to_text
@@ -224,9 +224,9 @@ def test_a_specification_goes_along(tmp_path: Path) -> None:
     }  # fmt: skip
     out = tmp_path / "out"
     convert(str(folder), out, overrides)
-    wanted = recognize(folder, overrides).spec
+    wanted = resolved(folder, overrides).spec
     shutil.rmtree(folder)
-    ours = recognize(out, {}).spec
+    ours = resolved(out, {}).spec
     for key in ("dims", "prompt", "generation", "quantization", "stacks", "shared", "dtype"):
         assert getattr(ours, key) == getattr(wanted, key), key
     assert LLM(out).context == 64

@@ -14,7 +14,10 @@ from jinfer.modelspec.resolve_spec import Facts, resolve
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.weights.load_weights import LoadError, find_origins, load
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.read_weights import read
+from jinfer.weights.storage_plan import Storage
+from jinfer.weights.tensor_mapping import LoadError, find_origins
 
 type Arrays = dict[str, np.ndarray]
 
@@ -126,11 +129,22 @@ def stored(params: Arrays, groups: int = 1) -> Arrays:
     return file
 
 
+def plan(
+    abstract: AbstractModel,
+    file: Checkpoint,
+    names: TensorMap,
+    storages: Mapping[str, Storage] | None = None,
+) -> WeightPlan:
+    """The plan of a model with these parameters quantized, all others in its types."""
+    origins = find_origins(abstract, file, names)
+    return WeightPlan(abstract, abstract.modules.spec, file, origins, storages or {})
+
+
 def load_file(
     abstract: AbstractModel, file: Checkpoint, names: TensorMap, *, progress: bool = False
 ) -> tuple[Any, ...]:
     """The parameters that a file holds."""
-    return load(abstract, find_origins(abstract, file, names), progress=progress)
+    return read(plan(abstract, file, names), progress=progress)
 
 
 def check(abstract: AbstractModel, names: TensorMap, file: Arrays, params: Arrays) -> None:

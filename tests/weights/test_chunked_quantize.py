@@ -11,8 +11,9 @@ from jinfer.opening.open_model import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import Inputs
 from jinfer.weights import chunked_quantize
-from jinfer.weights.load_weights import find_origins, parameter_shapes, quantized, read_values
+from jinfer.weights.read_parameter import quantized, read_values
 from jinfer.weights.storage_plan import choose_storages
+from jinfer.weights.tensor_mapping import find_origins, parameter_shapes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.spec_files import read_toml, specs_folder
-from jinfer.weights.load_weights import LoadError
+from jinfer.weights.tensor_mapping import LoadError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TOLERANCE = 2e-4

@@ -16,16 +16,17 @@ from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
 from jinfer.ops.matmul.half_precision import reads_as_stored
 from jinfer.weights import (
+    cache_folder,
     calibration_texts,
     choose_method,
-    gptq_weights,
     layerwise_gptq,
     load_time,
     quantized_cache,
 )
-from jinfer.weights.load_weights import find_origins
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from tests.checkpoint.converting import check_equal, leaves
+
+from .loading import plan
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
@@ -37,9 +38,9 @@ ONCE = "jinfer: weights are quantized with error feedback, once; they are kept i
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, and few tokens to read."""
-    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
     monkeypatch.setattr(
-        calibration_texts.own_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
+        calibration_texts.generated_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
     )
     return tmp_path / "weights"
 
@@ -55,7 +56,7 @@ def test_the_second_start_maps_what_was_kept(
     assert capsys.readouterr().err == f"{ONCE}{cache}\n"
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise_gptq, "Sequential", stop)
+        patch.setattr(layerwise_gptq, "LayerwiseGPTQ", stop)
         check_equal(leaves(MODEL, **FED), first)
         assert capsys.readouterr().err == ""
         with pytest.raises(AssertionError, match="not to be done again"):
@@ -145,9 +146,9 @@ def test_nobody_waits_long_unasked(
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> Path:
-        raise quantized_cache.NotKept("JINFER_CACHE is off")
+        raise cache_folder.NotCached("JINFER_CACHE is off")
 
-    monkeypatch.setattr(quantized_cache, "_place", refuse)
+    monkeypatch.setattr(cache_folder, "_place", refuse)
     check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
         "jinfer: JINFER_CACHE is off; weights are quantized without error feedback\n"
@@ -161,7 +162,7 @@ def test_the_frontend_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(given[-1])
         return "no"
 
-    monkeypatch.setattr(gptq_weights, "obstacle", refuse)
+    monkeypatch.setattr(quantized_cache, "obstacle", refuse)
     LLM(MODEL, quantization=FED)
     (free,) = asked
     assert 0 < free <= free_memory() * 4
@@ -171,8 +172,8 @@ def test_texts_that_a_model_writes() -> None:
     """Two tokens by chance, then by its own probabilities; the same ones every time."""
     opened = open_model(MODEL, {"dtype": "float32", "quantization.weights": "q3"})
     model = build(opened.spec, "float32")
-    origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
-    batches = [calibration_texts.own_texts(model, origins, {}, 32, tokens=2048) for _ in range(2)]
+    of = plan(model, opened.checkpoint, opened.spec.tensors)
+    batches = [calibration_texts.generated_texts(of, 32, tokens=2048) for _ in range(2)]
     ids, again = (np.concatenate(each) for each in batches)
     assert ids.shape == (64, 32)
     np.testing.assert_array_equal(ids, again)
@@ -182,37 +183,33 @@ def test_texts_that_a_model_writes() -> None:
     llm = LLM(MODEL, dtype="float32")
     own = np.mean([each[1:].mean() for each in llm.score(ids.tolist())])
     chance = np.random.default_rng(1).integers(0, vocab, ids.shape)
-    long = calibration_texts.own_texts(model, origins, {}, 128, tokens=1024)
+    long = calibration_texts.generated_texts(of, 128, tokens=1024)
     assert [batch.shape for batch in long] == [(8, 128), (16, 1)]
     np.testing.assert_array_equal(long[1][:, 0], long[0].reshape(-1)[::64])
     assert own > 0.3 + np.mean([each[1:].mean() for each in llm.score(chance.tolist())])
 
 
 def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_texts, "own_texts", lambda *_, **__: "own")
+    monkeypatch.setattr(calibration_texts, "generated_texts", lambda *_, **__: "own")
     for name, writes in (("llama2", True), ("bert", False)):
-        spec = open_model(GOLDENS / name, {"dtype": "float32"}).spec
-        found: Any = calibration_texts.usual_texts(
-            spec, build(spec, "float32"), {}, {}, tokens=2048
-        )
+        opened = open_model(GOLDENS / name, {"dtype": "float32"})
+        model, spec = build(opened.spec, "float32"), opened.spec
+        own = WeightPlan(model, spec, opened.checkpoint, {})
+        found: Any = calibration_texts.default_texts(own, tokens=2048)
         if writes:
             assert found == "own"
-            spec = dataclasses.replace(spec, shared=spec.shared[:1])
-            found = calibration_texts.usual_texts(spec, build(spec, "float32"), {}, {}, tokens=2048)
+            headless = dataclasses.replace(spec, shared=spec.shared[:1])
+            own = dataclasses.replace(own, spec=headless)
+            found = calibration_texts.default_texts(own, tokens=2048)
         assert [len(batch) for batch in found] == [16, 16]
         assert max(batch.max() for batch in found) < spec.dims["vocab"]
 
 
 @pytest.mark.skipif(not reads_as_stored(), reason="no custom calls")
-def test_processors_that_round_to_bfloat16_find_the_same(cache: Path) -> None:
-    keys = {
-        "quantization.weights": "q4",
-        "quantization.method": "feedback",
-        "quantization.threshold": 0,
-    }
-    opened = open_model(GOLDENS / "smollm2", keys)
+def test_processors_that_round_to_bfloat16_find_the_same() -> None:
+    keys = {"weights": "q4", "method": "feedback", "threshold": 0}
+    opened = open_model(GOLDENS / "smollm2", {f"quantization.{k}": v for k, v in keys.items()})
     model = build(opened.spec, "float32")
-    found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     assert found.model.rounded
-    finder: Any = found.load
-    assert not finder.__self__.rest.model.rounded
+    assert not layerwise_gptq.LayerwiseGPTQ(found, [])._forward._model.rounded

@@ -16,10 +16,10 @@ from jinfer.modelspec.blocks import SinusoidalPositions
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build
 from jinfer.nn.positions import sinusoids
-from jinfer.opening.resolve_model import open_source
-from jinfer.weights.load_weights import find_origins
+from jinfer.opening.open_model import open_files
+from jinfer.opening.resolve_model import resolve_model
 from jinfer.weights.row_reader import same_values
-from jinfer.weights.tensor_mapping import LoadError
+from jinfer.weights.tensor_mapping import LoadError, find_origins
 from tests.families.gguf_files import write_gguf
 from tools.match_checkpoint import describe
 from tools.quantize import convert
@@ -54,8 +54,8 @@ def with_tensors(folder: Path, name: str, change: Any) -> Path:
 
 def parameters(source: Path) -> dict[str, Any]:
     """Each parameter's name -> the tensor it is read from."""
-    opened = open_source(source, {})
-    spec = opened.spec({})
+    opened = open_files(source, {})
+    spec, _ = resolve_model(opened, {})
     origins = find_origins(build(spec, "float32"), opened.checkpoint, spec.tensors)
     return {name: origin.files[0] for name, origin in origins.items()}
 
@@ -251,8 +251,9 @@ def test_stored_positions_end_where_their_table_does(tmp_path: Path) -> None:
 
     folder = with_tensors(tmp_path / "model", "pegasus", change)
     with pytest.raises(SpecError, match=r"dims.context: is 128, but model.decoder.embed_pos.* 100"):
-        open_source(folder, {}).spec({})
-    assert open_source(folder, {}).spec({"dims": {"context": 100}}).dims["context"] == 100
+        resolve_model(open_files(folder, {}), {})
+    spec, _ = resolve_model(open_files(folder, {}), {"dims": {"context": 100}})
+    assert spec.dims["context"] == 100
 
 
 def test_converted_positions(tmp_path: Path) -> None:

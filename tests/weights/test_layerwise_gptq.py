@@ -13,12 +13,14 @@ from jinfer.nn.abstract_model import AbstractModel, build
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import tap
-from jinfer.weights.choose_method import with_feedback
-from jinfer.weights.layer_forward import Walk
-from jinfer.weights.layerwise_gptq import Sequential
-from jinfer.weights.load_weights import find_origins, load
+from jinfer.weights.choose_method import with_gptq
+from jinfer.weights.layer_forward import LayerwiseForward
+from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
+from jinfer.weights.plan_weights import WeightPlan
+from jinfer.weights.read_weights import read as read_all
 from jinfer.weights.storage_plan import Storage, choose_storages
-from jinfer.weights.tensor_mapping import Origin
+
+from .loading import plan
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -28,17 +30,21 @@ class Model(NamedTuple):
 
     opened: Opened
     model: AbstractModel
-    origins: dict[str, Origin]
+    plan: WeightPlan
     leaves: dict[str, Any]
 
     @property
     def stack(self) -> str:
         return self.opened.spec.stacks[0].name
 
+    def quantized(self, storages: dict[str, Storage]) -> WeightPlan:
+        return replace(self.plan, storages=storages)
+
     def storages(self, weights: str) -> dict[str, Storage]:
         spec = open_model(self.opened.checkpoint.path, _keys(weights)).spec
-        chosen = choose_storages(self.model, spec.quantization, self.origins, "float", "spec")
-        return with_feedback(self.model, spec, self.origins, chosen)
+        origins: dict[str, Any] = dict(self.plan.origins)
+        chosen = choose_storages(self.model, spec.quantization, origins, "float", "spec")
+        return with_gptq(self.model, spec, origins, chosen)
 
 
 def _keys(weights: str) -> dict[str, Any]:
@@ -49,8 +55,8 @@ def _keys(weights: str) -> dict[str, Any]:
 def opened(name: str) -> Model:
     found = open_model(GOLDENS / name, {"dtype": "float32"})
     model = build(found.spec, "float32")
-    origins = find_origins(model, found.checkpoint, found.spec.tensors)
-    return Model(found, model, origins, dict(zip(model.names, load(model, origins), strict=True)))
+    own = plan(model, found.checkpoint, found.spec.tensors)
+    return Model(found, model, own, dict(zip(model.names, read_all(own), strict=True)))
 
 
 def texts(of: Model, count: int = 4, seed: int = 0) -> list[np.ndarray]:
@@ -67,7 +73,7 @@ def texts(of: Model, count: int = 4, seed: int = 0) -> list[np.ndarray]:
 )
 def test_the_walk_is_the_forward_pass(name: str) -> None:
     of = opened(name)
-    walk, (ids, *_) = Walk(of.model, of.stack), texts(of)
+    walk, (ids, *_) = LayerwiseForward(of.model, of.stack), texts(of)
     own = [{n: of.leaves[n] for n in names} for names in walk.layers]
     others = {n: of.leaves[n] for n in walk.others}
     assert sorted([*walk.others, *(n for names in own for n in names)]) == sorted(of.model.names)
@@ -83,9 +89,9 @@ def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
     """Every matrix is what feedback makes of the products that a plain walk finds for it."""
     of = opened("llama2")
     storages, read = of.storages("q3"), texts(of)
-    found = dict(Sequential(of.model, of.model, of.stack, of.origins, storages, read))
+    found = dict(LayerwiseGPTQ(of.quantized(storages), read))
     assert found.keys() == of.leaves.keys()
-    walk = Walk(of.model, of.stack)
+    walk = LayerwiseForward(of.model, of.stack)
     ours = {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in found.items()}
     others = {n: ours[n] for n in walk.others}
     vectors = [walk.embed(others, ids) for ids in read]
@@ -110,7 +116,7 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
     """On texts that were not read."""
     of = opened(name)
     storages, read = of.storages("q3"), texts(of, 8)
-    fed = dict(Sequential(of.model, of.model, of.stack, of.origins, storages, read))
+    fed = dict(LayerwiseGPTQ(of.quantized(storages), read))
     llm = LLM(GOLDENS / name, dtype="float32", quantization={"weights": "plain"})
     (ids,) = texts(of, 1, seed=1)
     wanted = np.stack(llm.hidden(ids.tolist()))
@@ -122,7 +128,7 @@ def test_results_are_nearer_than_with_a_search(name: str) -> None:
         return float(np.square(np.stack(llm.hidden(ids.tolist())) - wanted).mean())
 
     searched = {n: replace(s, method="search") for n, s in storages.items()}
-    loaded = dict(zip(of.model.names, load(of.model, of.origins, searched), strict=True))
+    loaded = dict(zip(of.model.names, read_all(of.quantized(searched)), strict=True))
     assert error(fed) < 0.95 * error(loaded)
 
 
@@ -130,7 +136,7 @@ def test_experts_that_no_token_chose() -> None:
     of = opened("mixtral")
     (ids, *_) = texts(of)
     storages = of.storages("q4")
-    found = dict(Sequential(of.model, of.model, of.stack, of.origins, storages, [ids[:1, :1]]))
+    found = dict(LayerwiseGPTQ(of.quantized(storages), [ids[:1, :1]]))
     for name, tensor in found.items():
         if isinstance(tensor, QuantizedTensor):
             error = tensor.dequantize() - np.asarray(of.leaves[name])

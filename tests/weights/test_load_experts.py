@@ -11,8 +11,7 @@ import pytest
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.load_weights import LoadError
-from jinfer.weights.tensor_mapping import find_origin
+from jinfer.weights.tensor_mapping import LoadError, find_origin
 
 from .loading import (
     Arrays,

@@ -8,7 +8,7 @@ import pytest
 from jinfer.checkpoint import Checkpoint, CheckpointError
 from jinfer.modelspec.spec_values import Values
 from jinfer.modelspec.tensor_names import TensorMap, read_tensor_map
-from jinfer.weights.load_weights import LoadError
+from jinfer.weights.tensor_mapping import LoadError
 
 from .loading import GROUPED, checkpoint, error_of, good, lazy, load_file, model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jinfer.progress import Task
-from jinfer.weights import calibration_texts, layerwise_gptq, load_weights
+from jinfer.weights import calibration_texts, layerwise_gptq, read_weights
 from tools import quantize
 from tools.quantize import convert
 
@@ -28,7 +28,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         begun.append(one)
         yield one
 
-    for module in (load_weights, layerwise_gptq, calibration_texts, quantize):
+    for module in (read_weights, layerwise_gptq, calibration_texts, quantize):
         monkeypatch.setattr(module, "task", task)
     return begun
 

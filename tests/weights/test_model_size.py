@@ -10,9 +10,9 @@ from jinfer.modelspec.resolve_spec import resolve
 from jinfer.modelspec.spec_files import families, read_toml, with_families
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
-from jinfer.weights.load_weights import find_origins
 from jinfer.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of, stored_bits
 from jinfer.weights.storage_plan import choose_storages, stored
+from jinfer.weights.tensor_mapping import find_origins
 from tests.modelspec.helpers import facts
 
 BERT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from jinfer.opening.open_model import open_model
 from jinfer.quant import parse_format
 from jinfer.quant.gguf_blocks import quantized_tensor
 from jinfer.quant.quantize_matrix import quantize, quantize_apart
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.load_weights import load
+from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
-from jinfer.weights.qk_equalization import Heads, equalized, exponents_of
+from jinfer.weights.qk_equalization import Heads, exponents_of
 from tests.quant.test_gguf_blocks import stored, tensor
 
 SIZE, HEADS, KV_HEADS, HIDDEN, VOCAB = 64, 4, 2, 64, 96
@@ -152,14 +154,14 @@ def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
     """As one device loads them, and as several take their parts."""
     opened = open_model(model(tmp_path / "large", 50.0), {"quantization.kv_cache": "q8"})
     of = build(opened.spec, np.dtype(np.float32))
-    found = find_weights(of, opened.spec, opened.checkpoint, opened.activations)
-    weights = equalized(found, opened.kv_cache)
-    plain, whole = (dict(zip(of.names, each.load(False), strict=True)) for each in (found, weights))
+    found = plan_weights(of, opened.spec, opened.checkpoint, opened.activations)
+    own = replace(found, kv_cache=opened.kv_cache)
+    plain, whole = (dict(zip(of.names, load(each), strict=True)) for each in (found, own))
     changed = {name for name in of.names if (np.asarray(plain[name]) != whole[name]).any()}
     assert changed == {f"decoder.{i}.attn.{x}.weight" for i in range(2) for x in "qk"}
     name, rows = "decoder.1.attn.k.weight", range(32, 128)
     wanted = dict.fromkeys(of.names) | {name: rows}
-    placed = dict(zip(of.names, weights.place(lambda _, x: x, False, wanted), strict=True))
+    placed = dict(zip(of.names, load(own, lambda _, x: x, wanted), strict=True))
     part = placed.pop(name)
     assert part.begin == 32
     np.testing.assert_array_equal(part.values, np.asarray(whole[name])[32:128])

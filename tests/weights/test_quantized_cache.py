@@ -1,146 +1,179 @@
-"""Entries of weights that are kept: whole or made again, bounded, the user's alone."""
+"""Many weights that are quantized as they are read are kept, and mapped at the next start."""
 
-import os
-import stat
+import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from jinfer.checkpoint import open_checkpoint
-from jinfer.checkpoint.native_checkpoint import written
-from jinfer.weights import quantized_cache
-from jinfer.weights.quantized_cache import NotKept, _place, find, folder, key_of, make
-from jinfer.weights.safetensors_writer import Writer
+from jinfer import LLM
+from jinfer.nn.abstract_model import build
+from jinfer.opening.open_model import open_model
+from jinfer.weights import cache_folder, choose_method, load_time, quantized_cache
+from jinfer.weights.load_weights import load
+from jinfer.weights.plan_weights import plan_weights
+from tests.checkpoint.converting import check_equal, leaves
 
-SOURCE = Path(__file__).parents[1] / "goldens" / "llama2"
-
-
-def write(target: Path) -> None:
-    writer = Writer(target)
-    writer.add({"a": np.arange(3 << 18, dtype=np.float32)})
-    writer.finish(written(open_checkpoint(SOURCE), {}, {}, {}))
-
-
-def entry(parent: Path, key: str = "one") -> Path:
-    parent.mkdir(exist_ok=True)
-    make(parent, key, 1, write)
-    return parent / key
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODEL = GOLDENS / "llama2"
+Q4 = {"weights": "q4", "threshold": 0, "method": "search"}
+ONCE = "jinfer: weights are quantized, once; they are kept in "
 
 
-def test_an_entry_is_found_again(tmp_path: Path) -> None:
-    entry(tmp_path)
-    found = find(tmp_path, "one")
-    assert found is not None
-    np.testing.assert_array_equal(found.parts["a"].read(), np.arange(3 << 18, dtype=np.float32))
-    assert find(tmp_path, "two") is None
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's, for small models too."""
+    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1)
+    return tmp_path / "weights"
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Parameters of which nothing is kept."""
+
+    def load(source: Path, **keys: Any) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1 << 40)
+            return leaves(source, **keys)
+
+    return load
 
 
-def _zeros(path: Path) -> None:
-    """A megabyte that never reached the disk."""
-    with path.open("r+b") as file:
-        file.seek(1 << 20)
-        file.write(bytes(1 << 20))
+def stop(*_: Any, **__: Any) -> None:
+    raise AssertionError("this is not to be done again")
 
 
-@pytest.mark.parametrize("damage", [_cut, _zeros, Path.unlink])
-@pytest.mark.parametrize("file", ["model.safetensors", "sampled"])
-def test_a_damaged_entry_is_removed(tmp_path: Path, damage: Any, file: str) -> None:
-    path = entry(tmp_path)
-    damage(path / file)
-    assert find(tmp_path, "one") is None
-    assert list(tmp_path.iterdir()) == []
-    make(tmp_path, "one", 1, write)
-    assert find(tmp_path, "one") is not None
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama2", {}),
+        ("llama2", {"method": "nearest", "outliers": 0.01}),
+        ("gemma", {"weights": "q3.5"}),  # its head is its embedding
+        ("mixtral", {"weights": "q6_b64"}),
+        ("t5", {"weights": "q8"}),
+        ("gguf_llama_mixed", {"weights": "q2"}),
+    ],
+)
+def test_the_second_start_maps_what_was_kept(
+    name: str,
+    keys: dict[str, Any],
+    cache: Path,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = plainly(GOLDENS / name, **Q4 | keys)
+    assert not cache.exists()
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    assert capsys.readouterr().err == f"{ONCE}{cache}\n"
+    monkeypatch.setattr(quantized_cache, "read", stop)
+    check_equal(leaves(GOLDENS / name, **Q4 | keys), wanted)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(AssertionError, match="not to be done again"):
+        leaves(GOLDENS / name, **Q4 | keys | {"weights": "q5"})
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fail(target: Path) -> None:
-        write(target)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, "one", 1, fail)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
-    for name, age in (("making-old", 2 * 24 * 3600), ("making-new", 60)):
-        (tmp_path / name).mkdir()
-        then = (tmp_path / name).stat().st_mtime - age
-        os.utime(tmp_path / name, (then, then))
-    entry(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["making-new", "one"]
+def test_a_damaged_entry_is_made_again(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = leaves(MODEL, **Q4)
+    (found,) = cache.iterdir()
+    (found / "model.safetensors").unlink()  # what is mapped stays as long as somebody knows it
+    (found / "model.safetensors").write_bytes(b"")
+    check_equal(leaves(MODEL, **Q4), wanted)
+    assert capsys.readouterr().err == 2 * f"{ONCE}{cache}\n"
 
 
-def test_the_least_recently_used_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 3 << 20
-    for age, key in ((30, "a"), (20, "b"), (10, "c")):
-        path = entry(tmp_path, key)
-        then = path.stat().st_mtime - age
-        os.utime(path, (then, then))
-    assert find(tmp_path, "a") is not None  # used just now
-    monkeypatch.setattr(quantized_cache, "MOST_BYTES", 3 * size + size // 2)
-    make(tmp_path, "d", size, write)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c", "d"]
-    with pytest.raises(NotKept, match=r"has no room for 1024\.0 GiB"):
-        make(tmp_path, "e", 1 << 40, write)
+def test_few_weights_are_quantized_each_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1 << 26)
+    leaves(MODEL, **Q4)
+    assert not cache.exists()
 
 
-def test_the_key_is_that_of_the_files(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes((SOURCE.parent / "gguf_llama2" / "model.gguf").read_bytes())
-    first = key_of(open_checkpoint(path), "a")
-    assert first == key_of(open_checkpoint(path), "a") != key_of(open_checkpoint(path), "b")
-    (tmp_path / "other.gguf").write_bytes(b"nothing of it")
-    assert key_of(open_checkpoint(path), "a") == first
-    os.utime(path, (0, 0))
-    assert key_of(open_checkpoint(path), "a") != first
+def test_weights_that_are_kept_as_they_are_need_no_entry(cache: Path) -> None:
+    LLM(GOLDENS / "gguf_llama_mixed")
+    LLM(MODEL)
+    assert not cache.exists()
 
 
-def test_files_beside_an_index_count(tmp_path: Path) -> None:
-    for path in SOURCE.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    first = key_of(open_checkpoint(tmp_path))
-    (weights,) = tmp_path.glob("*.safetensors")
-    os.utime(weights, (0, 0))
-    assert key_of(open_checkpoint(tmp_path)) != first
+def test_one_of_several_processes_keeps_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    leaves(MODEL, **Q4)
+    assert not cache.exists()
 
 
-def test_the_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_cache, "_place", _place)
-    monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
-    path = folder()
-    assert path == tmp_path / "cache" / "weights"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    entry(path)
-    path.chmod(0o755)
-    assert find(folder(), "one") is not None, "others could only read"
-    path.chmod(0o777)
-    assert find(folder(), "one") is None, "others may have written it"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+@pytest.mark.parametrize(
+    ("refusal", "line"),
+    [
+        (cache_folder.NotWanted("JINFER_CACHE is off"), ""),
+        (
+            cache_folder.NotCached("/x cannot be written to"),
+            "jinfer: /x cannot be written to; weights are quantized at each start\n",
+        ),
+    ],
+)
+def test_no_folder(
+    refusal: Exception,
+    line: str,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse() -> Path:
+        raise refusal
+
+    monkeypatch.setattr(cache_folder, "_place", refuse)
+    check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
+    assert capsys.readouterr().err == line
 
 
-def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_cache, "_place", _place)
-    file = tmp_path / "file"
-    file.touch()
-    for chosen, words in (("off", "JINFER_CACHE is off"), (str(file), "cannot be used")):
-        monkeypatch.setenv("JINFER_CACHE", chosen)
-        with pytest.raises(NotKept, match=words):
-            folder()
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "weights").symlink_to(tmp_path)
-    monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(NotKept, match="is not a folder of yours"):
-        folder()
-    monkeypatch.setenv("JINFER_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(NotKept, match="cannot be written to"):
-        folder()
+def test_a_disk_that_fills_up(
+    cache: Path,
+    plainly: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(quantized_cache.EntryWriter, "finish", full)
+    check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
+    said = capsys.readouterr().err
+    assert said.startswith(f"{ONCE}{cache}\njinfer: ")
+    assert said.endswith("No space left on device; weights are quantized at each start\n")
+    assert said.count("\n") == 2
+    assert list(cache.iterdir()) == []
+
+
+def test_where_feedback_would_take_too_long(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choose_method, "_FEWEST", 0)
+    monkeypatch.setitem(load_time.PER_WEIGHT, "feedback", 1.0)
+    first = leaves(MODEL, **Q4 | {"method": "auto"})
+    why, once = capsys.readouterr().err.splitlines()
+    assert why.startswith("jinfer: error feedback would take some ")
+    assert once == f"{ONCE}{cache}"
+    monkeypatch.setattr(quantized_cache, "read", stop)
+    check_equal(leaves(MODEL, **Q4 | {"method": "auto"}), first)
+
+
+def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
+    keys = {f"quantization.{key}": value for key, value in Q4.items()}
+    opened = open_model(GOLDENS / "gemma", {"dtype": "float32", **keys})
+    model = build(opened.spec, "float32")
+    plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    found: Any = {}
+
+    def put(names: Any, values: Any) -> None:
+        found.update(dict.fromkeys(names, values))
+
+    load(plan, put)
+    assert len(list(cache.iterdir())) == 1
+    for name, values in zip(model.names, load(plan), strict=True):
+        for ours, wanted in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
+            np.testing.assert_array_equal(ours, wanted)

@@ -17,8 +17,9 @@ from jinfer.modelspec.quant_format import WIDE
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.ops.matmul import half_precision as storing
 from jinfer.quant import QuantizedTensor
-from jinfer.weights.load_weights import find_origins, load
-from jinfer.weights.storage_plan import in_types, kept_types
+from jinfer.weights.read_weights import read
+from jinfer.weights.storage_plan import stored_types, with_types
+from jinfer.weights.tensor_mapping import find_origins
 from tests.cpu.helpers import BF16
 from tests.weights import loading
 from tests.weights.test_memory import MORE, SMALL, STATUS, made_up, peak
@@ -130,7 +131,7 @@ def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.weights.plan_weights.reads_as_stored", lambda: False)
+    monkeypatch.setattr("jinfer.weights.storage_plan.reads_as_stored", lambda: False)
     assert types(open_model("llama2"), "matrix", "table", "head") == {"float32"}
 
 
@@ -175,10 +176,10 @@ def test_bits_are_taken_as_they_are(type_name: str) -> None:
     narrow = ("embed_tokens.weight", "layers.0.qkv.weight", "layers.1.o.weight", "norm.weight")
     file = sixteen_bits(loading.stored(params), narrow, type_name)
     origins = find_origins(model, file, names)
-    typed = in_types(model, kept_types(model, QuantizationSpec(), origins))
+    typed = with_types(model, stored_types(model, QuantizationSpec(), origins))
     kept = {"embed.weight", "decoder.1.attn.o.weight"}
     kept |= {f"decoder.0.attn.{part}.weight" for part in "qkv"}
-    for name, leaf in zip(typed.names, load(typed, origins), strict=True):
+    for name, leaf in zip(typed.names, read(loading.plan(typed, file, names)), strict=True):
         wanted = params[name]
         if name in (*kept, "decoder.norm.weight"):
             wanted = wanted.astype(DTYPES[type_name])

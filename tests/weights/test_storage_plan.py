@@ -12,8 +12,11 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build
 from jinfer.opening.open_model import open_model
 from jinfer.quant import QuantizedTensor
-from jinfer.weights.load_weights import find_origins, load
+from jinfer.weights.read_weights import read
 from jinfer.weights.storage_plan import choose_storages
+from jinfer.weights.tensor_mapping import find_origins
+
+from .loading import plan
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "llama2"
@@ -109,7 +112,8 @@ def test_quantized_parameters_take_the_memory_that_they_should() -> None:
     model = build(opened.spec, "float32")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
     chosen = choose_storages(model, opened.spec.quantization, origins, "int8", "spec")
-    leaves = dict(zip(model.names, load(model, origins, chosen), strict=True))
+    own = plan(model, opened.checkpoint, opened.spec.tensors, chosen)
+    leaves = dict(zip(model.names, read(own), strict=True))
     leaf = leaves["decoder.0.ffn.up.weight"]
     bits = 8 * leaf.nbytes / np.prod(leaf.shape)
     assert bits == leaf.format.bits_per_weight == 5

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.opening.resolve_model import open_source
+from jinfer.opening.open_model import open_files
 from jinfer.parallel.pipeline_programs import StagedPrograms
 from jinfer.parallel.timeline import Timeline, together
 from tests.parallel.eight.models import opened
@@ -81,7 +81,7 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
 def made_up(folder: Path, shape: LlamaShape) -> Path:
     """A model of random weights that knows words."""
     model = folder / "model.gguf"
-    words = open_source("smollm2_135m_instruct", {}).weights
+    words = open_files("smollm2_135m_instruct", {}).weights
     make_up(shape, words, model, "Q4_0")
     return model
 

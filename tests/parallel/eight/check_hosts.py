@@ -16,7 +16,7 @@ from jinfer.opening.open_model import open_model
 from jinfer.parallel.device_groups import Site
 from jinfer.parallel.placement import make_stages, plan_of
 from jinfer.parallel.sharded_loading import load_stages, rows_of
-from jinfer.weights.plan_weights import find_weights
+from jinfer.weights.plan_weights import plan_weights
 from tests.parallel.eight.models import GOLDENS
 
 
@@ -41,7 +41,7 @@ def test_tensors_of_other_stages_are_not_read(
     }
     checkpoint = replace(opened.checkpoint, tensors=tensors)
     model = build(opened.spec, jnp.dtype(opened.dtype))
-    found = find_weights(model, opened.spec, checkpoint, opened.activations)
+    found = plan_weights(model, opened.spec, checkpoint, opened.activations)
     kind = opened.kv_cache
     plan = plan_of(opened.spec, found.model, opened.context, jnp.dtype(opened.dtype), kind)
     stages = make_stages(plan, opened.spec, found.model, jnp.dtype(opened.dtype))
@@ -81,7 +81,7 @@ def test_rows_of_other_devices_change_nothing(
     keys: dict[str, Any] = {"partition.devices": "0&1", "quantization.weights": weights}
     opened = open_model(GOLDENS / golden, {"dtype": "float32", **keys})
     model = build(opened.spec, jnp.dtype(opened.dtype))
-    found = find_weights(model, opened.spec, opened.checkpoint, opened.activations)
+    found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     dtype = jnp.dtype(opened.dtype)
     plan = plan_of(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, opened.spec, found.model, dtype)

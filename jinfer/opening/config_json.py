@@ -1,0 +1,66 @@
+"""config.json: reading it, and the language model's part of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinfer.checkpoint import Checkpoint
+from jinfer.guard.download_check import read_downloaded
+from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.opening.source_errors import SourceError
+
+MAX_CONFIG_BYTES = 64 << 20
+
+
+def read_config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The config.json beside a checkpoint, or the metadata of a file that carries its own.
+
+    Args:
+        weights: the checkpoint's folder or file.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    if checkpoint.format in ("gguf", "llama2c"):
+        return checkpoint.metadata
+    path = config_path(weights)
+    return language_model(read_json(path)) if is_there(path) else {}
+
+
+def config_path(weights: Path) -> Path:
+    """Where the config.json of a checkpoint's folder or file is looked for."""
+    return (weights if weights.is_dir() else weights.parent) / "config.json"
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as its language model's.
+
+    What is for text alone stands in a table of its own, `text_config`, where a model also sees
+    images; there it counts before the rest, and what it leaves out is looked up in the rest.
+    """
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return config
+    given = {key: value for key, value in own.items() if value is not None}
+    return config | given | {key: config.get(key) for key in ("architectures", "model_type")}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises `SourceError`."""
+    table = read_json_value(path)
+    if not isinstance(table, dict):
+        raise SourceError(f"{path}: is not a JSON object")
+    return table
+
+
+def read_json_value(path: Path) -> Any:
+    """Reads a JSON file. Raises `SourceError`."""
+    try:
+        return json.loads(read_downloaded(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+    except FileRefused as error:
+        raise SourceError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: cannot be read as JSON: {error}"[:300]) from None

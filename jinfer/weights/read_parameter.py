@@ -1,0 +1,84 @@
+"""Reading a parameter: from its tensors to the arrays that it is stored as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.quantized_tensor import in_large_pages
+from jinfer.weights.chunked_quantize import Watch, quantize_in_chunks
+from jinfer.weights.storage_plan import Storage
+from jinfer.weights.tensor_mapping import Origin, Shapes, parameter_shapes
+
+LARGE = 1 << 16  # bytes, of a parameter that is a matrix
+
+
+def read_parameter(
+    model: AbstractModel,
+    origin: Origin,
+    storage: Storage | None,
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+    *,
+    shapes: Shapes | None = None,
+) -> Any:
+    """A parameter as it is stored, in NumPy's arrays.
+
+    Args:
+        storage: None: it is not quantized.
+        inputs, watch: as for `quantized`.
+        shapes: of all parameters, where that of this one is not the model's.
+    """
+    shapes = parameter_shapes(model) if shapes is None else shapes
+    if storage is None:
+        dtype = model.parameters[model.names.index(origin.parameter)].dtype
+        values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
+        return in_large_pages(values) if values.nbytes >= LARGE else values
+    if storage.as_in_file:
+        return storage.read(origin, shapes)
+    return quantized(model, origin, shapes, storage, inputs, watch)
+
+
+def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any) -> np.ndarray:
+    """A parameter's values, not quantized; as `Origin.read`."""
+    values = origin.read(shapes, dtype)
+    return _unit_rows(values) if origin.parameter in model.normalized else values
+
+
+def quantized(
+    model: AbstractModel,
+    origin: Origin,
+    shapes: Shapes,
+    storage: Storage,
+    inputs: Inputs | None = None,
+    watch: Watch | None = None,
+) -> QuantizedTensor | OutlierTensor:
+    """A parameter quantized here; in chunks, if possible.
+
+    Args:
+        inputs: as for `Storage.quantize`.
+        watch: is shown every piece, or the whole.
+    """
+    change = _unit_rows if origin.parameter in model.normalized else _same
+    pieces = quantize_in_chunks(origin, shapes, storage, change, inputs, watch)
+    if pieces is not None:
+        return pieces
+    values = read_values(model, origin, shapes, np.dtype(np.float32))
+    tensor = storage.quantize(values, inputs)
+    if watch is not None:
+        watch(tensor, values, inputs)
+    return tensor
+
+
+def _unit_rows(values: np.ndarray) -> np.ndarray:
+    """The rows of a matrix, each divided by its length."""
+    rows = values.astype(np.float32)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def _same(values: np.ndarray) -> np.ndarray:
+    return values
