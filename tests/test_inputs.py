@@ -18,7 +18,7 @@ import pytest
 
 from jinfer import LLM, AsyncLLM, RequestError, SamplingParams, TokenLogprob
 from jinfer.api.prompt_inputs import Prompt, messages, parameters, prompt, prompts
-from jinfer.sampling.param_keywords import FIELDS, Sampling
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingKeywords
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"
@@ -334,8 +334,8 @@ def test_answers_in_a_notebook(llm: LLM) -> None:
 
 def test_tab_completes_sampling() -> None:
     for function in (LLM.generate, LLM.stream, AsyncLLM.generate, AsyncLLM.stream):
-        assert set(FIELDS) < inspect.signature(function).parameters.keys()
-    assert {*FIELDS, "tools", "special"} < inspect.signature(LLM.chat).parameters.keys()
+        assert set(PARAMETERS) < inspect.signature(function).parameters.keys()
+    assert {*PARAMETERS, "tools", "special"} < inspect.signature(LLM.chat).parameters.keys()
 
 
 def test_a_model_stays_in_its_process(llm: LLM) -> None:
@@ -346,7 +346,9 @@ def test_a_model_stays_in_its_process(llm: LLM) -> None:
 
 def test_keywords_are_the_fields() -> None:
     """One definition for mypy, one for Python: names, types and order are the same."""
-    assert list(get_type_hints(Sampling).items()) == list(get_type_hints(SamplingParams).items())
+    assert list(get_type_hints(SamplingKeywords).items()) == list(
+        get_type_hints(SamplingParams).items()
+    )
 
 
 PLANTED = """

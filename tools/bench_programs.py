@@ -40,7 +40,7 @@ from jinfer.quant import parse_format
 from jinfer.quant.gguf_blocks import KEPT
 from jinfer.quant.quantized_tensor import abstract
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.sampling.sampling_metadata import sampler_row
+from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.weights.storage_plan import columns_here
 
@@ -146,7 +146,7 @@ def state_at(programs: CompiledPrograms, length: int, *, sampled: bool) -> State
     """Device state in which all slots decode, at so many tokens, greedily or not."""
     state = programs.empty_state()
     rows = state.lengths.shape[0]
-    one = sampler_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
+    one = metadata_row(DRAWN if sampled else GREEDY, [], programs.sizes.vocab)
     sampler = jax.tree.map(lambda each: jnp.repeat(jnp.asarray(each), rows, axis=0), one)
 
     def counts(value: int) -> Array:

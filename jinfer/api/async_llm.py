@@ -21,8 +21,8 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
-from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
-from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingKeywords, SamplingParams
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -49,7 +49,7 @@ class AsyncLLM(Loaded):
         self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
         self.frontend = self.llm.frontend
 
-    @completing(Sampling)
+    @completing(SamplingKeywords)
     async def generate(
         self,
         prompts: Prompts,
@@ -60,7 +60,7 @@ class AsyncLLM(Loaded):
         special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
         requests = await _aside(
@@ -88,7 +88,7 @@ class AsyncLLM(Loaded):
             for answer in best_of(list(group), resolved)
         )
 
-    @completing(Sampling)
+    @completing(SamplingKeywords)
     async def stream(
         self,
         prompt: Prompt,
@@ -99,7 +99,7 @@ class AsyncLLM(Loaded):
         special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingKeywords],
     ) -> AsyncGenerator[Chunk]:
         """As `LLM.stream`."""
         prepared = await _aside(

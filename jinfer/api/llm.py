@@ -27,7 +27,8 @@ from jinfer.opening.chat_prompt import Message
 from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.runtime.startup import gc_paused
-from jinfer.sampling.param_keywords import ChatKeywords, Sampling, completing
+from jinfer.sampling.param_keywords import ChatKeywords, completing
+from jinfer.sampling.sampling_params import SamplingKeywords
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -96,7 +97,7 @@ class LLM(Loaded):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @completing(Sampling)
+    @completing(SamplingKeywords)
     def generate(
         self,
         prompts: Prompts,
@@ -107,7 +108,7 @@ class LLM(Loaded):
         special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[Completion]:
         """Generates completions of prompts, which run together in continuous batching.
 
@@ -158,7 +159,7 @@ class LLM(Loaded):
                 for answer in best_of(list(map(collect, group)), resolved)
             )
 
-    @completing(Sampling)
+    @completing(SamplingKeywords)
     def stream(
         self,
         prompt: Prompt,
@@ -169,7 +170,7 @@ class LLM(Loaded):
         special: bool | None = None,
         priority: int = 0,
         timeout: float | None = None,
-        **sampling: Unpack[Sampling],
+        **sampling: Unpack[SamplingKeywords],
     ) -> Generator[Chunk]:
         """Streams one completion; arguments as `generate`.
 

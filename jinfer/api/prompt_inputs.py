@@ -11,8 +11,8 @@ from jinfer.engine.requests import RequestError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import show
 from jinfer.opening.chat_prompt import Message
-from jinfer.sampling.param_keywords import FIELDS, Sampling, is_parameter, laid_over
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.param_keywords import is_parameter, merged
+from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingKeywords, SamplingParams
 from jinfer.sampling.unknown_params import no_parameter
 
 if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import JAX
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import
 
 type Ids = Sequence[int] | np.ndarray | jax.Array
 Prompt = str | Ids | Sequence[Message]
-Params = SamplingParams | Sampling
+Params = SamplingParams | SamplingKeywords
 
 _GIVE = "give a text, a list of token ids, or a list of messages"
 _MESSAGE = "write {'role': 'user', 'content': '...'}"
@@ -104,9 +104,9 @@ def parameters(
     named = params if isinstance(params, Mapping) else {}
     for name in (*named, *changes):
         if not is_parameter(name):
-            raise RequestError(no_parameter(name, FIELDS))
+            raise RequestError(no_parameter(name, PARAMETERS, ALIASES))
     try:
-        return laid_over(defaults, params, changes)
+        return merged(defaults, params, changes)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
 

@@ -45,8 +45,8 @@ from jinfer.ops.gpu_backend import asked_for
 from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import bound
 from jinfer.progress import each
-from jinfer.sampling.param_keywords import FIELDS, is_parameter
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.param_keywords import is_parameter
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
@@ -224,7 +224,7 @@ class Frontend:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
             elif name != CONTINUE and not conversation.reads(name):
-                hint = ABSENT.get(name) or nearest(name, (*FIELDS, "special", "variables"))
+                hint = ABSENT.get(name) or nearest(name, (*PARAMETERS, "special", "variables"))
                 raise RequestError(
                     f"neither sampling nor the model's chat template knows {show(name)}; {hint}"
                 )

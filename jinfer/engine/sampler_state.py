@@ -1,4 +1,4 @@
-"""How the tokens of an engine's requests are chosen, and what their samplers have come to."""
+"""Sampler states: the sampling metadata of an engine's requests, and how far each sampler is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinfer.engine.runner.device_state import SamplingRow, State, state_row
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampler_chain import stage_sets
-from jinfer.sampling.sampling_metadata import Progress
+from jinfer.sampling.sampling_metadata import SamplerState
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Samplers:
     """
 
     choices: dict[int, SamplingRow] = field(default_factory=dict)
-    _progress: dict[int, tuple[Progress, int, int]] = field(default_factory=dict)
+    _progress: dict[int, tuple[SamplerState, int, int]] = field(default_factory=dict)
 
     def note(self, request: int, launched: CallInFlight, step: int, row: int) -> None:
         """Keeps in mind where a request's progress is, after a token that was read."""
@@ -64,7 +64,7 @@ class Samplers:
             progress=self._progress_of(sequence, len(more)),
         )
 
-    def _progress_of(self, sequence: RunningSequence, more: int) -> Progress:
+    def _progress_of(self, sequence: RunningSequence, more: int) -> SamplerState:
         """What its sampler has come to, as far as its tokens were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:

@@ -11,8 +11,7 @@ from jinfer.checkpoint import Checkpoint
 from jinfer.modelspec.spec_errors import SpecError, nearest
 from jinfer.opening.config_json import read_json
 from jinfer.opening.source_errors import SourceError
-from jinfer.sampling.param_names import PARAMETERS
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import ALIASES, SamplingParams
 
 FILE = "generation_config.json"
 KEY = "defaults"  # of `[generation]`: which defaults count beside its own
@@ -128,7 +127,7 @@ def check_defaults(values: Mapping[str, Any], path: str) -> None:
     """Raises `SpecError` unless these are sampling parameters."""
     allowed = [field.name for field in fields(SamplingParams)]
     for name in values:
-        if name not in allowed and name not in PARAMETERS:
+        if name not in allowed and name not in ALIASES:
             raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
     try:
         SamplingParams.from_names(values)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jinfer.cpu import sample as cpu
 from jinfer.cpu.sample import log_probabilities, sample
+from jinfer.cpu.sample_layout import layout
 from jinfer.ops.backend import backend
 
-__all__ = ["available", "log_probabilities", "sample"]
+__all__ = ["available", "knows", "layout", "log_probabilities", "sample"]
 
 
 def available() -> bool:
     """Whether code traced here can use the custom call."""
     return backend() == "cpu" and cpu.available()
+
+
+def knows(stages: Iterable[str]) -> bool:
+    """Whether they can be called, and compute all of these stages."""
+    return available() and set(stages) <= set(layout().stages)

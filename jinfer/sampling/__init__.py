@@ -1,1 +1,1 @@
-"""How the next token is chosen."""
+"""Sampling: parameters of requests, the sampler, structured output."""

@@ -1,4 +1,4 @@
-"""Beam search: the sequences that are likeliest as a whole, several kept at a time."""
+"""Beam search: the hypotheses of a search, running and finished, on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Beams:
     """The running sequences of one search, likeliest first, and those that have ended.
 
     Attributes:
-        count: how many are kept.
+        count: beams, running and finished each.
         length_penalty: above 1 favours longer sequences.
         end_ids: tokens that end a sequence.
         early_stopping: when a search ends that has found `count` sequences. True: at once. False:
@@ -58,11 +58,11 @@ class Beams:
         """Continues the search by candidates, likeliest first.
 
         Args:
-            beams, tokens, scores: which sequence, by which token, with which sum; at least
-                twice as many as are kept, so that enough are left if some end here.
+            beams, tokens, scores: of each candidate, the sequence that it continues, the token and
+                the sum; at least twice as many as beams, so that enough are left if some end.
 
         Returns:
-            For each running sequence, which one it continues.
+            For each running sequence, the index of the one that it continues.
         """
         parents: list[int] = []
         sequences: list[tuple[int, ...]] = []
@@ -87,7 +87,7 @@ class Beams:
 
     @property
     def done(self) -> bool:
-        """Whether the search has found what it looks for."""
+        """Whether the search has ended."""
         if len(self.ended) < self.count:
             return False
         if self.early_stopping is True:
@@ -99,7 +99,7 @@ class Beams:
         return self.ended[-1].score >= self.scores[0] / length**self.length_penalty
 
     def ranked(self) -> list[Hypothesis]:
-        """The best sequences, ended or not, best first; as many as are kept."""
+        """The best `count` sequences, finished or not, best first."""
         for sequence, score in zip(self.sequences, self.scores, strict=True):
             self._end(sequence, score)
         return self.ended

@@ -1,4 +1,4 @@
-"""Contrastive search (arXiv 2202.06417): likely, but not like what the text said before."""
+"""Contrastive search (arXiv 2202.06417): likely tokens with hidden states unlike earlier ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def contrastive(
     length: Int[Array, ""],
     alpha: Float[Array, ""],
 ) -> Int[Array, ""]:
-    """Which candidate has the greatest (1 - alpha) p - alpha * its greatest likeness to the past.
+    """The candidate with the greatest (1 - alpha) p - alpha * (greatest similarity to the past).
 
     Args:
         probabilities: of the candidates; 0 where there is none.
@@ -40,7 +40,7 @@ def contrastive(
             padding.
         alpha: `penalty_alpha`.
 
-    Likeness is the cosine of two hidden states. The first of equals is taken.
+    Similarity is the cosine of two hidden states. Of equals the first is taken.
     """
     likeness = jnp.matmul(
         _directions(hidden), _directions(history).T, precision=lax.Precision.HIGHEST

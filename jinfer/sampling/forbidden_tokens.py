@@ -1,7 +1,7 @@
-"""What a request's rules forbid as its next token, where the host has to know it.
+"""Forbidden tokens: what a request's rules exclude next, computed on the host.
 
-The sampler's own (`penalties.rules`) sees logits on the device. A grammar may leave one token,
-which nobody samples; and rules may leave none of what it allows.
+On the device `penalties.rules` does it. The host needs it under a grammar: a token that the grammar
+forces is not sampled, and rules may exclude all that a grammar allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
-from jinfer.sampling.sampling_metadata import Sampler
+from jinfer.sampling.sampling_metadata import SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ class Forbidden:
     """The rules of one request.
 
     Attributes:
-        never: a bit for each token that may never come.
-        ends: tokens that may not come before there are `least` of the answer.
-        words: sequences of tokens of which the last may not follow the others.
-        params: what they were made of.
+        never: a bit for each token that is always forbidden.
+        ends: tokens that are forbidden until the answer has `least` tokens.
+        words: sequences of tokens whose last may not follow the others.
+        params: of the request.
     """
 
     never: UInt[np.ndarray, " words"]
@@ -41,17 +41,17 @@ class Forbidden:
     def of(
         cls,
         params: SamplingParams,
-        sampler: Sampler,
+        metadata: SamplingMetadata,
         allowed: UInt[np.ndarray, " words"] | None,
         never: Iterable[int] = (),
     ) -> Forbidden:
-        """From a request's row of the sampler, in NumPy.
+        """From a request's row of sampling metadata, in NumPy.
 
         Args:
             allowed: bits of `allowed_token_ids`; None: all.
-            never: tokens that the model's head never gives.
+            never: tokens that the model never outputs.
         """
-        row: Any = sampler
+        row: Any = metadata
         words = len(allowed) if allowed is not None else 0
         biased = row.bias_ids[0][np.isneginf(row.biases[0])].tolist()
         banned = [*never, *(id for id in biased if id >= 0)]
@@ -66,7 +66,7 @@ class Forbidden:
         return cls(packed, ends, params.min_tokens, tuple(filter(None, bad)), params)
 
     def now(self, tokens: Sequence[int], drawn: int) -> list[int]:
-        """Tokens that may not come next, beside those that never may.
+        """Tokens that are forbidden next, beside those that always are.
 
         Args:
             tokens: the prompt and the answer so far.
@@ -77,19 +77,19 @@ class Forbidden:
         return [*completed, *(self.ends if drawn < self.least else ())]
 
     def forbids(self, id: int, tokens: Sequence[int], drawn: int) -> bool:
-        """Whether this token may not come next."""
+        """Whether a token is forbidden next."""
         word = self.never[id // 32] if id // 32 < len(self.never) else 0
         return bool(int(word) >> id % 32 & 1) or id in self.now(tokens, drawn)
 
     def clear(self, mask: UInt[np.ndarray, " words"], tokens: Sequence[int], drawn: int) -> None:
-        """Takes what may not come next out of the tokens that may."""
+        """Clears the bits of forbidden tokens in a mask."""
         mask[: len(self.never)] &= ~self.never[: len(mask)]
         for id in self.now(tokens, drawn):
             if id // 32 < len(mask):
                 mask[id // 32] &= ~np.uint32(1 << id % 32)
 
     def names(self, given: Sequence[int], tokens: Sequence[int], drawn: int) -> list[str]:
-        """The parameters that forbid some of these ids; none: the model never gives them."""
+        """The parameters that forbid some of these ids; none: the model never outputs them."""
         ids = set(given)
         allowed = self.params.allowed_token_ids
         pairs = cast("tuple[tuple[int, float], ...]", self.params.logit_bias)

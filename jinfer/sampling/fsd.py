@@ -1,4 +1,4 @@
-"""Frustratingly simple decoding (arXiv 2305.12675): likely, but not what the text said before."""
+"""FSD, frustratingly simple decoding (arXiv 2305.12675): likely tokens that repeat nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.sampling.param_ranges import MAX_CANDIDATES, MAX_NGRAM
-from jinfer.sampling.rng import chance
-from jinfer.sampling.sampling_metadata import Sampler, Turn
+from jinfer.sampling.rng import uniform
+from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 class _Counts(NamedTuple):
-    """Of each context, the last 0, 1, ... tokens of a row.
+    """N-gram counts by context: the last 0, 1, ... tokens of a row.
 
     Attributes:
-        followed: times that it was followed by any token.
-        by: times that it was followed by each candidate.
+        followed: how often any token followed the context.
+        by: how often each candidate followed it.
     """
 
     followed: Int[Array, "rows contexts"]
     by: Int[Array, "rows contexts candidates"]
 
 
-def fsd(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
+def fsd(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
     """0 for the token chosen, -inf for all others.
 
     Of the `fsd_k` likeliest tokens the one with the greatest (1 - alpha) p - alpha s, where s is
-    how an n-gram model of the sequence so far would predict it. p is among the `fsd_pool`
-    likeliest. Random FSD (Inferflow) leaves the choice to others by chance, for its first tokens.
+    its probability in an n-gram model of the sequence, and p that among the `fsd_pool` likeliest.
+    Random FSD (Inferflow) draws some of its first tokens in place of this.
     """
-    _, sampler, progress, history = turn
+    _, metadata, state, history = context
     count = min(MAX_CANDIDATES, x.shape[-1])
     # Without the barrier XLA:CPU turns a top_k that is used in part into a sort.
     best, ids = lax.optimization_barrier(lax.top_k(x, count))
     rank = jnp.arange(count, dtype=jnp.int32)[None]
-    pool = sampler.whole("fsd_pool")
+    pool = metadata.column("fsd_pool")
     inside = (rank < pool[:, None]) | (pool[:, None] == 0)
     total = jnp.where(pool > 0, _logsum(jnp.where(inside, best, -jnp.inf)), _logsum(x))
     p = jnp.where(inside, jnp.exp(best - total[:, None]), 0.0)
-    alpha = sampler.number("fsd_alpha")[:, None]
-    scores = (1 - alpha) * p - alpha * _predicted(_count(history, ids), sampler, history)
-    candidate = (rank < sampler.whole("fsd_k")[:, None]) & (best > -jnp.inf)
+    alpha = metadata.column("fsd_alpha")[:, None]
+    scores = (1 - alpha) * p - alpha * _predicted(_count(history, ids), metadata, history)
+    candidate = (rank < metadata.column("fsd_k")[:, None]) & (best > -jnp.inf)
     place = jnp.argmax(jnp.where(candidate, scores, -jnp.inf), axis=-1)
     chosen = jnp.take_along_axis(ids, place[:, None], axis=-1)
     only = jnp.arange(x.shape[-1], dtype=jnp.int32)[None] == chosen
-    u = chance(sampler.key, progress.drawn, "random_fsd")
-    late = progress.drawn >= sampler.whole("random_fsd_tokens")
+    u = uniform(metadata.key, state.drawn, "random_fsd")
+    late = state.drawn >= metadata.column("random_fsd_tokens")
     # Only random FSD draws at all.
-    now = late | (u < sampler.number("random_fsd_probability")) | (sampler.whole("draws") == 0)
+    now = late | (u < metadata.column("random_fsd_probability")) | (metadata.column("draws") == 0)
     return jnp.where(now[:, None], jnp.where(only, 0.0, -jnp.inf), x)
 
 
@@ -93,7 +93,7 @@ def _count(history: History, ids: Int[Array, "rows candidates"]) -> _Counts:
 
 
 def _predicted(
-    counts: _Counts, sampler: Sampler, history: History
+    counts: _Counts, metadata: SamplingMetadata, history: History
 ) -> Float[Array, "rows candidates"]:
     """The smoothed n-gram model: from the longest context to none, each takes a share of the rest.
 
@@ -103,7 +103,9 @@ def _predicted(
     by = counts.by.astype(jnp.float32)
     followed = counts.followed.astype(jnp.float32)[:, :, None]
     size = jnp.arange(MAX_NGRAM, dtype=jnp.int32)[None, :, None]
-    n, beta = (part[:, None, None] for part in (sampler.whole("fsd_n"), sampler.number("fsd_beta")))
+    n, beta = (
+        part[:, None, None] for part in (metadata.column("fsd_n"), metadata.column("fsd_beta"))
+    )
     enough = history.lengths[:, None, None] >= n - 1
     use = (by > 0) & (size < n) & enough
     longer = (size < jnp.swapaxes(size, 1, 2)).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Log-probabilities under the model's own distribution: temperature 1, no filter."""
+"""Log-probabilities of tokens under the model's own distribution: temperature 1, no filter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def log_probabilities(
     """The log-probability of each token; the likeliest ids and theirs, likeliest first.
 
     Args:
-        wanted: of which rows, the others' are anything; None: of all.
+        wanted: for which rows; the others' values are undefined. None: for all.
     """
     logits = logits.astype(jnp.float32)
     rows, count = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
@@ -46,7 +46,7 @@ def log_probabilities(
 def log_probabilities_reference(
     logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"]
 ) -> LogProbabilities:
-    """The same of all rows in XLA's operations."""
+    """The same for all rows, in XLA's operations."""
     # A row at a time: XLA adds up in an order that depends on how many there are.
     totals = lax.map(jax.nn.logsumexp, logits)
     logprobs = logits - totals[:, None]

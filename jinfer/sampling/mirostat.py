@@ -1,4 +1,4 @@
-"""Mirostat (arXiv 2007.14966): a bound on surprise, moved until the surprise is as asked."""
+"""Mirostat (arXiv 2007.14966): a bound on surprise, adapted until the surprise is as requested."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.sampling.sampling_metadata import Sampler, Turn
-from jinfer.sampling.thresholds import greatest
+from jinfer.sampling.sampling_metadata import SamplingMetadata, StageContext
+from jinfer.sampling.thresholds import top_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -18,29 +18,33 @@ _LN2 = 0.6931471805599453
 _FITTED = 100  # likeliest tokens that version 1 fits Zipf's law to
 
 
-def mirostat(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
-    """Log-probabilities, -inf for what would surprise too much; the likeliest always stays.
+def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+    """Log-probabilities, -inf for tokens of too much surprise; the likeliest always stays.
 
     Version 2 drops what has more than mu bits of surprise. Version 1 keeps the k likeliest, where
     k is the number whose mean surprise would be mu if the distribution followed Zipf's law.
     """
-    mu, version = turn.progress.mu, turn.sampler.whole("mirostat")
+    mu, version = context.state.mu, context.metadata.column("mirostat")
     logprobs = jax.nn.log_softmax(x, axis=-1)
     likeliest = logprobs >= jnp.max(logprobs, axis=-1, keepdims=True)
     second = likeliest | (logprobs >= -_LN2 * mu[:, None])
     first = lax.cond(
         jnp.any(version == 1),
-        lambda: greatest(logprobs, _zipf_k(logprobs, mu)),
+        lambda: top_values(logprobs, _zipf_k(logprobs, mu)),
         lambda: second,
     )
     kept = jnp.where((version == 1)[:, None], first, second)
     return jnp.where(kept, logprobs, -jnp.inf)
 
 
-def adapted(sampler: Sampler, mu: Array, logprob: Float[Array, " rows"]) -> Float[Array, " rows"]:
+def adapted(
+    metadata: SamplingMetadata, mu: Array, logprob: Float[Array, " rows"]
+) -> Float[Array, " rows"]:
     """Mu after a token of this log-probability, before the cut, in nats."""
-    error = -logprob / _LN2 - sampler.number("mirostat_tau")
-    return jnp.where(sampler.whole("mirostat") > 0, mu - sampler.number("mirostat_eta") * error, mu)
+    error = -logprob / _LN2 - metadata.column("mirostat_tau")
+    return jnp.where(
+        metadata.column("mirostat") > 0, mu - metadata.column("mirostat_eta") * error, mu
+    )
 
 
 def _zipf_k(logprobs: Float[Array, "rows vocab"], mu: Array) -> Int[Array, " rows"]:

@@ -1,10 +1,14 @@
-"""The ranges of sampling parameters: a row per number, which is checked and described by it."""
+"""Ranges of sampling parameters: what each may be, in which form it is stored, how errors say it.
+
+Each range has `read`, which gives a value in its one form (a tuple for a list, Python's numbers for
+NumPy's) or raises `OutsideError`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 MAX_STOP_IDS = 16  # ids that a request may name
 MAX_END_IDS = 64  # ids that end a request, the model's own included, for `min_tokens` to forbid
@@ -22,9 +26,36 @@ MAX_CANDIDATES = 64  # of FSD and contrastive search
 MAX_NGRAM = 8
 
 
+class OutsideError(ValueError):
+    """A value outside its range.
+
+    Attributes:
+        expected: what it must be.
+        value: what it is, to be shown.
+    """
+
+    def __init__(self, expected: str, value: Any) -> None:
+        super().__init__(expected)
+        self.expected, self.value = expected, value
+
+
+class ParamRange(Protocol):
+    """What a parameter may be.
+
+    Attributes:
+        none: what None becomes, for parameters that may be None.
+    """
+
+    none: ClassVar[Any] = None
+
+    def read(self, value: Any) -> Any:
+        """The value in its one form. Raises `OutsideError`."""
+        ...
+
+
 @dataclass(frozen=True)
-class Range:
-    """Numbers that a parameter may be.
+class Range(ParamRange):
+    """Numbers.
 
     Attributes:
         least, most: both may be taken, `least` not where `above`.
@@ -45,6 +76,14 @@ class Range:
             return False
         return self.least <= value <= self.most and not (self.above and value == self.least)
 
+    def read(self, value: Any) -> Any:
+        """A number in the range."""
+        if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if not self.holds(value):
+            raise OutsideError(str(self), value)
+        return value
+
     def __str__(self) -> str:
         if self.above:
             return f"above {self.least}, and at most {self.most}"
@@ -52,59 +91,193 @@ class Range:
         return f"{'a whole number ' if self.whole else ''}from {least} to {self.most}"
 
 
-def _count(least: int, most: int = MAX_INDEX, note: str = "") -> Range:
+def count(least: int, most: int = MAX_INDEX, note: str = "") -> Range:
+    """Whole numbers."""
     return Range(least, most, whole=True, note=note)
 
 
-_SHARE = Range(0, 1)
-_ANY = Range(-100, 100)
-_WINDOW = _count(-1, note="all")
+@dataclass(frozen=True)
+class OneOf(ParamRange):
+    """One of some values, each of its own type: 1 is not True.
 
-RANGES: Mapping[str, Range] = {
-    "temperature": Range(0, MAX_TEMPERATURE),
-    "beams": _count(1, MAX_BEAMS),
-    "length_penalty": _ANY,
-    "top_k": _count(0, note="all"),
-    "top_p": _SHARE,
-    "min_p": _SHARE,
-    "typical_p": _SHARE,
-    "tfs_z": _SHARE,
-    "top_a": _SHARE,
-    "top_n_sigma": Range(-1, 1_000_000),
-    "xtc_probability": _SHARE,
-    "xtc_threshold": _SHARE,
-    "dynatemp_range": Range(0, MAX_TEMPERATURE),
-    "dynatemp_exponent": Range(0, 100),
-    "mirostat": _count(0, 2, note="off"),
-    "mirostat_tau": Range(0, 100),
-    "mirostat_eta": _SHARE,
-    "repetition_penalty": Range(0, 100, above=True),
-    "presence_penalty": _ANY,
-    "frequency_penalty": _ANY,
-    "penalty_last_n": _WINDOW,
-    "dry_multiplier": Range(0, 100),
-    "dry_base": Range(1, 100),
-    "dry_allowed_length": _count(1),
-    "dry_penalty_last_n": _WINDOW,
-    "fsd_alpha": _SHARE,
-    "fsd_k": _count(1, MAX_CANDIDATES),
-    "fsd_n": _count(1, MAX_NGRAM),
-    "fsd_beta": _SHARE,
-    "fsd_pool": _count(0, MAX_CANDIDATES, "the whole vocabulary"),
-    "random_fsd_tokens": _count(0),
-    "random_fsd_probability": _SHARE,
-    "penalty_alpha": _SHARE,
-    "n": _count(1, MAX_ANSWERS),
-    "best_of": _count(1, MAX_ANSWERS),
-    "seed": _count(0, MAX_SEED),
-    "max_tokens": _count(1),
-    "min_tokens": _count(0),
-    "logprobs": Range(0, MAX_LOGPROBS, whole=True),
-}
-# None: decided elsewhere, or not asked for.
-OPTIONAL = frozenset({"temperature", "best_of", "seed", "max_tokens", "logprobs"})
+    Attributes:
+        expected: as errors say it.
+    """
+
+    values: tuple[Any, ...]
+    expected: str = ""
+
+    def read(self, value: Any) -> Any:
+        """A value among them."""
+        if not any(type(value) is type(one) and value == one for one in self.values):
+            raise OutsideError(self.expected or f"one of {self.values}", value)
+        return value
+
+
+@dataclass(frozen=True)
+class Instance(ParamRange):
+    """Anything of some types.
+
+    Attributes:
+        expected: as errors say it.
+        empty: whether it may be an empty text.
+    """
+
+    types: tuple[type, ...]
+    expected: str
+    empty: bool = True
+
+    def read(self, value: Any) -> Any:
+        """A value of one of the types."""
+        if not isinstance(value, self.types) or not (self.empty or value):
+            raise OutsideError(self.expected, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Items(ParamRange):
+    """A list, stored as a tuple.
+
+    Attributes:
+        item: whether something may be in it.
+        expected: as errors say it.
+        most: items that it may have.
+        empty: whether it may have none.
+        single: whether a text alone stands for a list of one.
+    """
+
+    item: Callable[[Any], bool]
+    expected: str
+    most: int = MAX_INDEX
+    empty: bool = True
+    single: bool = False
+
+    def read(self, value: Any) -> Any:
+        """The tuple; a text that stands for no list stays one, and is judged by its characters."""
+        if isinstance(value, str):
+            value = (value,) if self.single else value
+        elif isinstance(value, Iterable):
+            value = tuple(value)
+        else:
+            raise OutsideError("a list", value)
+        right = (self.empty or value) and len(value) <= self.most and all(map(self.item, value))
+        if not right:
+            raise OutsideError(self.expected, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Names(ParamRange):
+    """Some of these names in any order, each once.
+
+    Attributes:
+        plain: a name's own form.
+    """
+
+    names: tuple[str, ...]
+    plain: Callable[[str], str]
+
+    def read(self, value: Any) -> Any:
+        """A tuple of names."""
+        expected = f"some of {self.names}, each once"
+        if isinstance(value, str):
+            raise OutsideError(expected, value)
+        if not isinstance(value, Iterable):
+            raise OutsideError("a list", value)
+        read = tuple(map(self.plain, value))
+        if not read or len(set(read)) < len(read) or not set(read) <= set(self.names):
+            raise OutsideError(expected, read)
+        return read
+
+
+@dataclass(frozen=True)
+class IdSequences(ParamRange):
+    """Sequences of token ids."""
+
+    most: int
+    longest: int
+
+    def read(self, value: Any) -> Any:
+        """A tuple of tuples."""
+        try:
+            read = tuple(map(tuple, value))
+        except TypeError:
+            raise OutsideError("lists of token ids", value) from None
+        if not all(0 < len(ids) <= self.longest and all(map(is_id, ids)) for ids in read):
+            raise OutsideError(f"sequences of at most {self.longest} ids", read)
+        if len(read) > self.most:
+            raise OutsideError(f"at most {self.most}", read)
+        return read
+
+
+@dataclass(frozen=True)
+class Biases(ParamRange):
+    """Numbers for token ids, as a mapping or as pairs; -inf bans a token."""
+
+    numbers: Range
+    none: ClassVar[Any] = ()
+
+    def read(self, value: Any) -> Any:
+        """A tuple of pairs."""
+        try:
+            pairs = value.items() if isinstance(value, Mapping) else value
+            read = tuple(map(_pair, pairs))
+        except (TypeError, ValueError):
+            raise OutsideError("id -> number", value) from None
+        low = float("-inf")
+        if not all(is_id(id) and (v == low or self.numbers.holds(v)) for id, v in read):
+            least, most = self.numbers.least, self.numbers.most
+            raise OutsideError(f"token id -> -inf, or from {least} to {most}", read)
+        return read
+
+
+def _pair(pair: Any) -> tuple[Any, Any]:
+    """An id and its bias; JSON has texts as keys."""
+    id, value = pair
+    return int(id) if isinstance(id, str) and id.isdecimal() else id, value
+
+
+_ID = count(0)
 
 
 def is_id(value: Any) -> bool:
     """Whether a value can be a token's id."""
-    return _count(0).holds(value)
+    return _ID.holds(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def is_word(value: Any) -> bool:
+    """Whether a value is a text of more than white space."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+def is_breaker(value: Any) -> bool:
+    """Whether a value can break DRY's repetitions: a text, or a token's id."""
+    return is_text(value) or is_id(value)
+
+
+# Numbers.
+SHARE = Range(0, 1)
+ANY = Range(-100, 100)
+TEMPERATURE = Range(0, MAX_TEMPERATURE)
+WINDOW = count(-1, note="all")
+# One of a few.
+SWITCH = OneOf((True, False), "true or false")
+EARLY = OneOf((True, False, "never"), 'true, false or "never"')
+# Token ids.
+IDS = Items(is_id, "token ids")
+SOME_IDS = Items(is_id, "token ids", empty=False)
+STOP_IDS = Items(is_id, f"at most {MAX_STOP_IDS} token ids", most=MAX_STOP_IDS)
+ID_SEQUENCES = IdSequences(MAX_BAD_WORDS, MAX_BAD_LENGTH)
+BREAKERS = Items(is_breaker, f"at most {MAX_BREAKERS} texts or ids", most=MAX_BREAKERS)
+BIASES = Biases(ANY)
+# Texts.
+TEXT = Instance((str,), "a text", empty=False)
+STOPS = Items(is_text, "texts, none empty", single=True)
+WORDS = Items(is_word, "texts, none empty", single=True)
+SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
+SCHEMA = Instance((str, Mapping, bool), "a schema")

@@ -1,4 +1,4 @@
-"""What is said of each sampling parameter: in one place, the docstring of `SamplingParams`."""
+"""Help texts of sampling parameters, parsed from the docstring of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 
 
 def described() -> dict[tuple[str, ...], str]:
-    """Parameters that are described together -> what they do."""
+    """Names of parameters that are described together -> what they do."""
     attributes = inspect.getdoc(SamplingParams) or ""
     attributes = attributes.partition("Attributes:\n")[2].partition("\n\n")[0]
     found: dict[tuple[str, ...], str] = {}

@@ -1,4 +1,4 @@
-"""Errors of requests: parameters that are wrong, constraints that cannot be compiled."""
+"""Request errors: wrong parameters, constraints that do not compile."""
 
 from __future__ import annotations
 

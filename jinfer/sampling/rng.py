@@ -1,8 +1,8 @@
-"""What a request's seed gives: for each of its tokens the same, whoever shares the batch.
+"""Random numbers: a counter-based generator, so that a seed's tokens depend on no other request.
 
-Token i is the likeliest after Gumbel noise of `fold_in(key, i)` is added. Speculation stands on
-that: whoever knows the seed and i knows the noise. Stages that need chance of their own take it
-from other words hashed with the key.
+Token i is the likeliest after Gumbel noise of `fold_in(key, i)` is added. Speculative decoding
+relies on it: the seed and i determine the noise. Stages that draw random numbers of their own hash
+other words with the key.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def noise(
     return jax.vmap(one)(key, drawn)
 
 
-def chance(
+def uniform(
     key: UInt[Array, "rows 2"], drawn: Int[Array, " rows"], stage: Literal["xtc", "random_fsd"]
 ) -> Float[Array, " rows"]:
-    """A number from 0 to below 1 for a stage's own decision."""
+    """Uniform numbers from 0 to below 1 for a stage's own decision."""
     stream = jnp.full_like(drawn, _STREAMS[stage])
 
     def one(key: Array, words: Array) -> Array:

@@ -1,14 +1,15 @@
-"""How the next token is chosen: one function for a mixed batch.
+"""Sampler: logits to next tokens, by one function for a mixed batch.
 
 Every row goes through stages of its own, in its own order. A row's result depends on its logits,
-parameters, progress and history alone, to the bit. On CPUs a custom call chooses; XLA's operations,
-its reference, compute what only some rows need only if there are such rows; on a GPU some of it
-always.
+parameters, state and history alone, to the bit. On CPUs a custom call samples, if it knows the
+stages of the program; XLA's operations are its reference. There, what only some rows need is
+computed only if there are such rows; on a GPU some of it always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -17,44 +18,39 @@ from jax import Array, lax
 from jinfer.ops import sampler_calls
 from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
-from jinfer.sampling import penalties, truncation
-from jinfer.sampling.dry import dry
-from jinfer.sampling.fsd import fsd
-from jinfer.sampling.mirostat import adapted, mirostat
-from jinfer.sampling.param_names import STAGES
+from jinfer.sampling import penalties
+from jinfer.sampling.mirostat import adapted
 from jinfer.sampling.rng import noise
-from jinfer.sampling.sampling_metadata import LAST_STAGE, Progress, Sampler, Turn
-from jinfer.sampling.temperature import dynatemp, temperature
+from jinfer.sampling.sampling_metadata import (
+    COUNTS,
+    LAST_STAGE,
+    NUMBERS,
+    SamplerState,
+    SamplingMetadata,
+    StageContext,
+)
+from jinfer.sampling.stages import STAGES, TABLE
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
-type _Stage = Callable[[Array, Turn], Array]
+type StageFunction = Callable[[Array, StageContext], Array]
 
-_FUNCTIONS: dict[str, _Stage] = {
-    "rules": penalties.rules,
-    "penalties": penalties.penalties,
-    "dry": dry,
-    "temperature": temperature,
-    "dynatemp": dynatemp,
-    "top_n_sigma": truncation.top_n_sigma,
-    "top_k": truncation.by_mass,
-    "tfs_z": truncation.tfs_z,
-    "typical_p": truncation.by_mass,
-    "top_p": truncation.by_mass,
-    "min_p": truncation.by_share,
-    "top_a": truncation.by_share,
-    "xtc": truncation.xtc,
-    "mirostat": mirostat,
-    "fsd": fsd,
-}
+
+def _function(path: str) -> StageFunction:
+    module, _, name = path.partition(".")
+    function: StageFunction = getattr(import_module(f"jinfer.sampling.{module}"), name)
+    return function
+
+
+FUNCTIONS = {stage.name: _function(stage.function) for stage in TABLE}
 
 
 def sample(
     logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
+    metadata: SamplingMetadata,
+    state: SamplerState,
     history: Int[Array, "slots length"],
     slots: Int[Array, " rows"],
     lengths: Int[Array, " slots"],
@@ -63,48 +59,72 @@ def sample(
     mask: UInt[Array, "slots words"] | None = None,
     masked: Bool[Array, " slots"] | None = None,
     stages: Sequence[str] = STAGES,
-) -> tuple[Int[Array, " rows"], Progress]:
-    """Chooses the next token of each row, and counts it.
+) -> tuple[Int[Array, " rows"], SamplerState]:
+    """Samples the next token of each row, and counts it.
 
     Args:
-        logits: of any floating type; chosen from in float32.
-        sampler, progress: of each slot.
+        logits: of any floating type; computed with in float32.
+        metadata, state: of each slot.
         history: tokens of each slot's sequence, the prompt first.
-        slots: whose sequence each row continues.
-        lengths: tokens of each sequence: what follows them in `history` is not looked at.
+        slots: of each row, the slot whose sequence it continues.
+        lengths: tokens of each sequence; what follows them in `history` is not read.
         prompt_lengths: how many of them are the prompt.
-        mask: a bit per token, the lowest of a word first; what is not set is forbidden.
-        masked: which slots obey their mask.
-        stages: those that the program has; no row may need another (`order.stage_sets`).
+        mask: a bit for each token, the lowest of a word first; 0 forbids it.
+        masked: of which slots the mask counts.
+        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
 
     Returns:
-        A token and the progress of each row.
+        A token and the state of each row.
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
-    if sampler_calls.available():
+    if sampler_calls.knows(stages):
         sequences = (history, lengths, prompt_lengths, slots, slots)
-        tokens, mu, _ = sampler_calls.sample(logits, (*sampler, *progress), *sequences, masks)
+        tokens, mu, _ = sampler_calls.sample(logits, _operands(metadata, state), *sequences, masks)
     else:
 
         def drawn() -> tuple[Array, Array]:
-            own = Sampler(*(part[slots] for part in sampler))
+            of_rows = SamplingMetadata(*(part[slots] for part in metadata))
             past = History(history, slots, lengths[slots], prompt_lengths[slots])
-            rows = Progress(*(part[slots] for part in progress))
-            return _drawn(_allowed(logits, mask, masked, slots), own, rows, past, stages)
+            states = SamplerState(*(part[slots] for part in state))
+            return _drawn(_allowed(logits, mask, masked, slots), of_rows, states, past, stages)
 
         # Where every row wants its greatest logit nothing else is computed, and no parameters are
-        # gathered: for 8 rows of 49k logits that is a fifth of the time.
+        # gathered.
         bound = jnp.bool_(False) if mask is None or masked is None else masked
-        greedy = jnp.all((_greedy(sampler) & ~bound)[slots])
-        tokens, mu = lax.cond(greedy, lambda: (argmax(logits), progress.mu[slots]), drawn)
-    return tokens, Progress(progress.drawn[slots] + 1, mu)
+        greedy = jnp.all((_greedy(metadata) & ~bound)[slots])
+        tokens, mu = lax.cond(greedy, lambda: (argmax(logits), state.mu[slots]), drawn)
+    return tokens, SamplerState(state.drawn[slots] + 1, mu)
 
 
-def _greedy(sampler: Sampler) -> Bool[Array, " slots"]:
-    """Who wants the greatest logit, as it is."""
-    draws, surprise = sampler.whole("draws"), sampler.whole("mirostat")
-    return (sampler.stages[:, 0] == LAST_STAGE) & (draws == 0) & (surprise == 0)
+def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, ...]:
+    """Metadata and state as the custom call reads them: columns and stages in its order.
+
+    No row may have a stage that the call does not know.
+    """
+    layout = sampler_calls.layout()
+    stages = metadata.stages
+    if layout.stages != STAGES:
+        last = len(layout.stages)
+        numbers = [layout.stages.index(s) if s in layout.stages else last for s in (*STAGES, "")]
+        stages = jnp.array(numbers, jnp.int32)[stages[:, :last]]
+    arranged = metadata._replace(
+        numbers=_arranged(metadata.numbers, NUMBERS, layout.numbers),
+        counts=_arranged(metadata.counts, COUNTS, layout.counts),
+        stages=stages,
+    )
+    return (*arranged, *state)
+
+
+def _arranged(x: Array, names: tuple[str, ...], order: tuple[str, ...]) -> Array:
+    """The columns of some names, in their order."""
+    return x if names == order else x[:, jnp.array([names.index(name) for name in order])]
+
+
+def _greedy(metadata: SamplingMetadata) -> Bool[Array, " slots"]:
+    """Which slots want the greatest logit, as it is."""
+    draws, surprise = metadata.column("draws"), metadata.column("mirostat")
+    return (metadata.stages[:, 0] == LAST_STAGE) & (draws == 0) & (surprise == 0)
 
 
 def _allowed(
@@ -121,22 +141,22 @@ def _allowed(
 
 def _drawn(
     logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
+    metadata: SamplingMetadata,
+    state: SamplerState,
     past: History,
     stages: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
-    left = filtered(logits, sampler, progress, past, stages)
+    left = filtered(logits, metadata, state, past, stages)
     tokens = _if_some(
-        sampler.whole("draws") > 0,
-        lambda: argmax(noisy(left, sampler, progress)),
+        metadata.column("draws") > 0,
+        lambda: argmax(noisy(left, metadata, state)),
         lambda: argmax(left),
     )
     mu = _if_some(
-        sampler.whole("mirostat") > 0,
-        lambda: adapted(sampler, progress.mu, _at(left, tokens)),
-        lambda: progress.mu,
+        metadata.column("mirostat") > 0,
+        lambda: adapted(metadata, state.mu, _at(left, tokens)),
+        lambda: state.mu,
     )
     return tokens, mu
 
@@ -144,75 +164,77 @@ def _drawn(
 def _if_some(
     rows: Bool[Array, " rows"], all_rows: Callable[[], Array], otherwise: Callable[[], Array]
 ) -> Array:
-    """What some rows need, which the others do not notice; without such rows, the same for less."""
+    """What some rows need and does not change the others; without such rows, a cheaper equal."""
     if backend() == "gpu":
-        # Its host decides which it is to be, for which it waits longer than this takes.
+        # A branch waits for the host to decide, which takes longer than this.
         return all_rows()
     return lax.cond(jnp.any(rows), all_rows, otherwise)
 
 
 def filtered(
     logits: Float[Array, "rows vocab"],
-    sampler: Sampler,
-    progress: Progress,
+    metadata: SamplingMetadata,
+    state: SamplerState,
     history: History,
     stages: Sequence[str] = STAGES,
 ) -> Float[Array, "rows vocab"]:
-    """What the stages leave: logits to draw from, -inf for what is never drawn.
+    """Logits after the stages: -inf for what is never drawn.
 
     In XLA's operations in each round the stage runs that is first in the default order among those
     that rows need next, on all these rows. So a stage runs once where all orders agree, and every
     order is possible in one program that has each stage once.
 
     Args:
-        sampler, progress, history: of each row.
-        stages: those that the program has; no row may need another (`order.stage_sets`).
+        metadata, state, history: of each row.
+        stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
     """
-    if sampler_calls.available():
+    if sampler_calls.knows(stages):
         tokens, slots, lengths, prompts = history
-        own = jnp.arange(logits.shape[0], dtype=jnp.int32)
-        sequences = (tokens, lengths, prompts, own, slots)
-        return sampler_calls.sample(logits, (*sampler, *progress), *sequences, filtered=True)[2]
-    functions = list(dict.fromkeys(_FUNCTIONS[name] for name in STAGES if name in stages))
-    which = [functions.index(f) if (f := _FUNCTIONS[n]) in functions else 0 for n in STAGES]
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+        sequences = (tokens, lengths, prompts, rows, slots)
+        return sampler_calls.sample(logits, _operands(metadata, state), *sequences, filtered=True)[
+            2
+        ]
+    functions = list(dict.fromkeys(FUNCTIONS[name] for name in STAGES if name in stages))
+    which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in STAGES]
     function_of = jnp.array(which, jnp.int32)
 
     def next_stages(done: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        return jnp.take_along_axis(sampler.stages, done[:, None], axis=-1)[:, 0]
+        return jnp.take_along_axis(metadata.stages, done[:, None], axis=-1)[:, 0]
 
-    def more(state: tuple[Array, Array]) -> Bool[Array, ""]:
-        return jnp.min(next_stages(state[1])) < LAST_STAGE
+    def more(carry: tuple[Array, Array]) -> Bool[Array, ""]:
+        return jnp.min(next_stages(carry[1])) < LAST_STAGE
 
-    def one(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        x, done = state
-        each = next_stages(done)
-        stage = jnp.min(each)
-        rows = each == stage
-        turn = Turn(stage, sampler, progress, history.only(rows))
-        new = lax.switch(function_of[stage], functions, x, turn)
+    def run_stage(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, done = carry
+        following = next_stages(done)
+        stage = jnp.min(following)
+        rows = following == stage
+        context = StageContext(stage, metadata, state, history.only(rows))
+        new = lax.switch(function_of[stage], functions, x, context)
         return jnp.where(rows[:, None], new, x), done + rows.astype(jnp.int32)
 
-    return lax.while_loop(more, one, (logits, jnp.zeros_like(progress.drawn)))[0]
+    return lax.while_loop(more, run_stage, (logits, jnp.zeros_like(state.drawn)))[0]
 
 
 def ends(
-    tokens: Int[Array, " rows"], sampler: Sampler, slots: Int[Array, " rows"]
+    tokens: Int[Array, " rows"], metadata: SamplingMetadata, slots: Int[Array, " rows"]
 ) -> Bool[Array, " rows"]:
     """Whether a row's token ends its sequence, as far as the device can know.
 
-    A request that goes on after the model's ends may still have its own (`stop_token_ids`), and
-    stop texts; the host finds these.
+    The host finds the other ends: stop texts, and the `stop_token_ids` of a request that ignores
+    the model's own end.
     """
-    known = jnp.any(tokens[:, None] == sampler.end_ids[slots], axis=-1)
-    return known & (sampler.whole("ignore_eos")[slots] == 0)
+    known = jnp.any(tokens[:, None] == metadata.end_ids[slots], axis=-1)
+    return known & (metadata.column("ignore_eos")[slots] == 0)
 
 
 def noisy(
-    left: Float[Array, "rows vocab"], sampler: Sampler, progress: Progress
+    left: Float[Array, "rows vocab"], metadata: SamplingMetadata, state: SamplerState
 ) -> Float[Array, "rows vocab"]:
-    """What is left, with noise in the rows that draw: the greatest is the token (Gumbel-max)."""
-    draws = sampler.whole("draws") > 0
-    gumbel = noise(sampler.key, progress.drawn, left.shape[-1])
+    """Gumbel-max: filtered logits plus noise in the rows that draw; the greatest is the token."""
+    draws = metadata.column("draws") > 0
+    gumbel = noise(metadata.key, state.drawn, left.shape[-1])
     return jnp.where(draws[:, None], left + gumbel, left)
 
 

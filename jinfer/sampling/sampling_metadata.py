@@ -1,4 +1,4 @@
-"""Requests as arrays: a row for each, of the same widths whatever it asks."""
+"""Sampling metadata: requests' parameters as arrays, a row each, of the same widths for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.sampling.param_names import STAGES
 from jinfer.sampling.param_ranges import (
     MAX_BAD_LENGTH,
     MAX_BAD_WORDS,
@@ -19,65 +18,33 @@ from jinfer.sampling.param_ranges import (
     MAX_END_IDS,
 )
 from jinfer.sampling.sampler_chain import chain
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
+from jinfer.sampling.stages import STAGES
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt
 
-# The parameters that the device looks at, a column each.
-NUMBERS = (
-    "scale",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "tfs_z",
-    "top_a",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat_tau",
-    "mirostat_eta",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "fsd_alpha",
-    "fsd_beta",
-    "random_fsd_probability",
-)
-COUNTS = (
-    "draws",
-    "ignore_eos",
-    "min_tokens",
-    "top_k",
-    "mirostat",
-    "penalty_last_n",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "fsd_k",
-    "fsd_n",
-    "fsd_pool",
-    "random_fsd_tokens",
-)
-LAST_STAGE = len(STAGES)  # what follows the stages of a row
+# The columns of the device's arrays: two that follow from several parameters, then those of the
+# table, real numbers and whole ones.
+_COLUMNS = tuple(p for p in PARAMETERS.values() if p.column)
+NUMBERS = ("scale", *(p.name for p in _COLUMNS if p.type == "float"))
+COUNTS = ("draws", *(p.name for p in _COLUMNS if p.type != "float"))
+LAST_STAGE = len(STAGES)  # follows the stages of a row
 
 type Encode = Callable[[str], Sequence[int]]
 
 
-class Sampler(NamedTuple):
-    """Parameters of a batch, a row each; few arrays, because each costs a call some time.
+class SamplingMetadata(NamedTuple):
+    """Parameters of a batch, a row each; few arrays, because each one costs every call time.
 
     Attributes:
         numbers, counts: columns named by `NUMBERS` and `COUNTS`.
         key: the seed.
         stages: indices into `STAGES` in the row's order, then `LAST_STAGE`.
-        end_ids: what ends the sequence; -1 where there is none, as in all lists of ids.
-        bias_ids, biases: what is added to which logit.
-        bad_words: sequences that are not completed, with -1 in front.
+        end_ids: tokens that end the sequence, then -1, as in all lists of ids.
+        bias_ids, biases: tokens, and what is added to the logit of each.
+        bad_words: sequences that must not be completed, with -1 in front.
         breakers: tokens that DRY's matches do not cross.
     """
 
@@ -91,17 +58,15 @@ class Sampler(NamedTuple):
     bad_words: Int[Array, "rows words tokens"]
     breakers: Int[Array, "rows breakers"]
 
-    def number(self, name: str) -> Float[Array, " rows"]:
-        """A column of `numbers`."""
-        return self.numbers[:, NUMBERS.index(name)]
-
-    def whole(self, name: str) -> Int[Array, " rows"]:
-        """A column of `counts`."""
+    def column(self, name: str) -> Float[Array, " rows"] | Int[Array, " rows"]:
+        """A column of `numbers` or of `counts`."""
+        if name in NUMBERS:
+            return self.numbers[:, NUMBERS.index(name)]
         return self.counts[:, COUNTS.index(name)]
 
 
-class Progress(NamedTuple):
-    """What changes as tokens are chosen.
+class SamplerState(NamedTuple):
+    """What changes from token to token.
 
     Attributes:
         drawn: tokens of the answer so far.
@@ -112,23 +77,24 @@ class Progress(NamedTuple):
     mu: Float[Array, " rows"]
 
 
-class Turn(NamedTuple):
-    """What a stage is given besides logits.
+class StageContext(NamedTuple):
+    """What a stage reads besides logits.
 
     Attributes:
         stage: its index in `STAGES`: one function may serve several.
-        history: of the rows whose turn it is; the others' is empty.
+        metadata, state, history: of each row; the history of rows that the stage is not for is
+            empty.
     """
 
     stage: Int[Array, ""]
-    sampler: Sampler
-    progress: Progress
+    metadata: SamplingMetadata
+    state: SamplerState
     history: History
 
 
-def sampler_row(
+def metadata_row(
     params: SamplingParams, end_ids: Iterable[int], vocab: int, encode: Encode | None = None
-) -> Sampler:
+) -> SamplingMetadata:
     """A batch of one, in NumPy's arrays.
 
     Args:
@@ -164,27 +130,27 @@ def sampler_row(
         _bad_words(params, vocab, encode),
         _listed(_breakers(params, vocab, encode), MAX_BREAKERS),
     )
-    return Sampler(*parts)
+    return SamplingMetadata(*parts)
 
 
-def progress_row(params: SamplingParams, drawn: int = 0) -> Progress:
-    """The beginning of a request, in NumPy's arrays; or where it is after some tokens.
+def sampler_state_row(params: SamplingParams, drawn: int = 0) -> SamplerState:
+    """The sampler state of a request at its beginning, or after some tokens, in NumPy's arrays.
 
-    Mirostat begins anew there: its surprise is not known from the tokens alone.
+    Mirostat begins anew after them: its surprise is not known from the tokens alone.
     """
     mu = np.array([2 * params.mirostat_tau], np.float32)
     parts: tuple[Any, ...] = (np.array([drawn], np.int32), mu)
-    return Progress(*parts)
+    return SamplerState(*parts)
 
 
-def empty_sampler(rows: int) -> Sampler:
-    """Rows that nobody uses: greedy."""
-    return _repeated(sampler_row(SamplingParams(seed=0), (), 1), rows)
+def empty_metadata(rows: int) -> SamplingMetadata:
+    """Unused rows: greedy."""
+    return _repeated(metadata_row(SamplingParams(seed=0), (), 1), rows)
 
 
-def empty_progress(rows: int) -> Progress:
-    """The progress of rows that nobody uses."""
-    return _repeated(progress_row(SamplingParams()), rows)
+def empty_sampler_state(rows: int) -> SamplerState:
+    """The state of unused rows."""
+    return _repeated(sampler_state_row(SamplingParams()), rows)
 
 
 def _repeated(row: Any, rows: int) -> Any:

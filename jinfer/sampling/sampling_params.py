@@ -1,91 +1,63 @@
-"""What a request asks of the choice of tokens."""
+"""Sampling parameters: `SamplingParams`, the table from which all else about them is made.
+
+A field's row says its type and default, and by `param` its range, group, other engines' names and
+whether sampler stages read it. The checks, the columns of `SamplingMetadata`, the fields of HTTP
+requests and the flags follow from it. The class's docstring says what a parameter does, for
+`--help` and the description of the routes too. `SamplingKeywords` has the types once more, because
+no type checker derives keywords from a dataclass.
+"""
+
+# ruff: noqa: RUF009 (`param` gives a `dataclasses.field`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from functools import wraps
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from jinfer.modelspec.spec_errors import show
-from jinfer.sampling.param_names import (
-    DEFAULTS,
-    SAMPLERS,
-    STRATEGIES,
-    Strategy,
-    own_names,
-    own_sampler,
-)
-from jinfer.sampling.param_ranges import (
-    MAX_BAD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_BIASED,
-    MAX_BREAKERS,
-    MAX_STOP_IDS,
-    OPTIONAL,
-    RANGES,
-    is_id,
-)
+from jinfer.sampling import param_ranges as r
+from jinfer.sampling.param_field import by_name, param, parameters
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.unknown_params import no_parameter
+from jinfer.sampling.stages import FILTERS, SAMPLERS, sampler_name
+from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Strategy
 
-# Strategies that choose without chance.
-_SURE = ("greedy", "fsd", "contrastive", "beam")
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3
 
-
-_LISTS = (
-    "samplers",
-    "stop",
-    "stop_token_ids",
-    "dry_sequence_breakers",
-    "bad_words",
-    "banned_token_ids",
-    "allowed_token_ids",
-    "choice",
-)
-_ABSENT = ("samplers", "allowed_token_ids", "choice")  # of these, which may be None
-
-CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # at most one of them is given
+_choice = partial(param, group="Choice")
+_filter = partial(param, group="Filters", column=True, draws=True)
+_mirostat = partial(param, group="Mirostat", column=True, draws=True)
+_penalty = partial(param, group="Penalties", column=True)
+_dry = partial(param, group="Penalties", needs="dry_multiplier")
+_words = partial(param, group="Words")
+_fsd = partial(param, group="FSD", column=True, strategies="fsd random_fsd")
+_random_fsd = partial(param, group="FSD", column=True, strategies="random_fsd")
+_beam = partial(param, group="Search", strategies="beam")
+_end = partial(param, group="Length and end")
+_structure = partial(param, group="Structure")
 
 
-def _by_name[T](cls: type[T]) -> type[T]:
-    """A record whose wrong names are a `RequestError`, in one line, as its wrong values are."""
-    names = frozenset(field.name for field in fields(cast("Any", cls)))
-    init: Any = cls.__init__
-
-    @wraps(init)
-    def checked(self: T, *args: object, **values: object) -> None:
-        if args:
-            raise RequestError(f"give parameters by name: {cls.__name__}(max_tokens=50)")
-        if not names >= values.keys():
-            wrong = next(name for name in values if name not in names)
-            raise RequestError(no_parameter(wrong, names))
-        init(self, **values)
-
-    cast("Any", cls).__init__ = checked
-    return cls
-
-
-@_by_name
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of the choice of tokens; docs/sampling.md says more of each.
+    """How a request's next tokens are chosen; docs/sampling.md says more of each.
 
-    Stages run in the order of `param_names.STAGES`, or as `samplers` says, each on what
-    the one before left. Other engines' names of strategies and samplers are taken too, and those
-    of parameters by `from_names`.
+    Stages run in the order of `stages.TABLE`, or as `samplers` says, each on what the one before
+    left. Other engines' names of strategies and samplers are accepted too, and those of parameters
+    by `from_names`.
 
     Attributes:
         strategy: "greedy" takes the likeliest token; "sample" draws, with every filter given;
             those named after a filter draw, and set it to a usual value if it is not given; "auto"
             draws if a temperature above 0 or a filter is given, and is greedy otherwise. "fsd",
             "random_fsd", "contrastive" and "beam" choose in their own ways.
-        samplers: which stages run, in which order; others do not, whatever their parameters say.
         temperature: logits are divided by it; 0 is greedy; None: 1 when drawing.
         dynatemp_range, dynatemp_exponent: the temperature follows the distribution's entropy, so
             far to both sides.
+        seed: the same seed, prompt and parameters give the same tokens; None: a new one.
+        samplers: which stages run, in which order; others do not, whatever their parameters say.
         top_k: only the k likeliest tokens; 0: all.
         top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
         min_p: only tokens at least this share of the likeliest's probability (arXiv 2407.01082).
@@ -119,7 +91,6 @@ class SamplingParams:
             impossible ("never").
         n, best_of: answers given, and how many they are the likeliest of; a beam search gives its
             `n` best beams.
-        seed: the same seed, prompt and parameters give the same tokens; None: a new one.
         max_tokens: at most so many new tokens; None: up to the context's end.
         min_tokens: no end of sequence, stop token or stop text before so many, which are at most
             `max_tokens`.
@@ -138,171 +109,139 @@ class SamplingParams:
             name; for a name that is no parameter's.
     """
 
-    strategy: Strategy = "auto"
-    samplers: tuple[str, ...] | list[str] | None = None
-    temperature: float | None = None
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    tfs_z: float = 1.0
-    top_a: float = 0.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_last_n: int = -1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str | int, ...] | list[str | int] = ("\n", ":", '"', "*")
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
-    banned_token_ids: tuple[int, ...] | list[int] = ()
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: tuple[str, ...] | list[str] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]] = ()
-    fsd_alpha: float = 0.5
-    fsd_k: int = 6
-    fsd_n: int = 3
-    fsd_beta: float = 0.9
-    fsd_pool: int = 50
-    random_fsd_tokens: int = 10
-    random_fsd_probability: float = 0.5
-    penalty_alpha: float = 0.6
-    beams: int = 4
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    n: int = 1
-    best_of: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = 256
-    min_tokens: int = 0
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    ignore_eos: bool = False
-    include_stop: bool = False
-    skip_special: bool = True
-    logprobs: int | None = None
-    speculation: bool = True
-    json_schema: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | list[str] | None = None
-    grammar: str | None = None
+    strategy: Strategy = _choice(
+        "auto", r.OneOf(get_args(Strategy)), aliases="decoding_alg decoding_strategy"
+    )
+    temperature: float | None = _choice(None, r.TEMPERATURE)
+    dynatemp_range: float = _choice(0.0, r.TEMPERATURE, column=True, draws=True)
+    dynatemp_exponent: float = _choice(
+        1.0,
+        r.Range(0, 100),
+        aliases="dynatemp_exp",
+        column=True,
+        draws=True,
+        needs="dynatemp_range",
+    )
+    seed: int | None = _choice(None, r.count(0, r.MAX_SEED), aliases="random_seed", minus_one=True)
+    samplers: tuple[str, ...] | list[str] | None = _choice(None, r.Names(SAMPLERS, sampler_name))
+    top_k: int = _filter(0, r.count(0, note="all"), aliases="max_k", minus_one=True)
+    top_p: float = _filter(1.0, r.SHARE)
+    min_p: float = _filter(0.0, r.SHARE)
+    typical_p: float = _filter(1.0, r.SHARE, aliases="typ_p typical")
+    tfs_z: float = _filter(1.0, r.SHARE, aliases="tfs")
+    top_a: float = _filter(0.0, r.SHARE)
+    top_n_sigma: float = _filter(-1.0, r.Range(-1, 1_000_000))
+    xtc_probability: float = _filter(0.0, r.SHARE)
+    xtc_threshold: float = _filter(0.1, r.SHARE, needs="xtc_probability")
+    mirostat: int = _mirostat(0, r.count(0, 2, note="off"))
+    mirostat_tau: float = _mirostat(
+        5.0, r.Range(0, 100), aliases="mirostat_ent tau", needs="mirostat"
+    )
+    mirostat_eta: float = _mirostat(0.1, r.SHARE, aliases="mirostat_lr eta", needs="mirostat")
+    repetition_penalty: float = _penalty(
+        1.0,
+        r.Range(0, 100, above=True),
+        aliases="repeat_penalty",
+        fields="repetition_penalty repeat_penalty",
+    )
+    presence_penalty: float = _penalty(0.0, r.ANY)
+    frequency_penalty: float = _penalty(0.0, r.ANY)
+    penalty_last_n: int = _penalty(
+        -1, r.WINDOW, aliases="repeat_last_n", fields="penalty_last_n repeat_last_n"
+    )
+    dry_multiplier: float = _penalty(0.0, r.Range(0, 100))
+    dry_base: float = _dry(1.75, r.Range(1, 100), column=True)
+    dry_allowed_length: int = _dry(2, r.count(1), column=True)
+    dry_penalty_last_n: int = _dry(-1, r.WINDOW, column=True)
+    dry_sequence_breakers: tuple[str | int, ...] | list[str | int] = _dry(
+        ("\n", ":", '"', "*"), r.BREAKERS
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = _words((), r.BIASES)
+    banned_token_ids: tuple[int, ...] | list[int] = _words((), r.IDS)
+    allowed_token_ids: tuple[int, ...] | list[int] | None = _words(None, r.SOME_IDS)
+    bad_words: tuple[str, ...] | list[str] = _words((), r.WORDS)
+    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]] = _words(
+        (), r.ID_SEQUENCES, aliases="bad_words_token_ids"
+    )
+    fsd_alpha: float = _fsd(0.5, r.SHARE)
+    fsd_k: int = _fsd(6, r.count(1, r.MAX_CANDIDATES))
+    fsd_n: int = _fsd(3, r.count(1, r.MAX_NGRAM))
+    fsd_beta: float = _fsd(0.9, r.SHARE)
+    fsd_pool: int = _fsd(
+        50, r.count(0, r.MAX_CANDIDATES, "the whole vocabulary"), aliases="pool_size"
+    )
+    random_fsd_tokens: int = _random_fsd(10, r.count(0))
+    random_fsd_probability: float = _random_fsd(0.5, r.SHARE)
+    penalty_alpha: float = param(0.6, r.SHARE, "Search", strategies="contrastive")
+    beams: int = _beam(4, r.count(1, r.MAX_BEAMS), aliases="num_beams")
+    length_penalty: float = _beam(1.0, r.ANY)
+    early_stopping: bool | Literal["never"] = _beam(False, r.EARLY)
+    n: int = param(1, r.count(1, r.MAX_ANSWERS))
+    best_of: int | None = param(None, r.count(1, r.MAX_ANSWERS))
+    max_tokens: int | None = _end(
+        256,
+        r.count(1),
+        aliases="n_predict max_completion_tokens max_new_tokens max_output_len",
+        fields="max_tokens max_completion_tokens n_predict",
+        minus_one=True,
+    )
+    min_tokens: int = _end(0, r.count(0), aliases="min_new_tokens", column=True)
+    stop: str | tuple[str, ...] | list[str] = _end((), r.STOPS, aliases="stop_strings")
+    stop_token_ids: tuple[int, ...] | list[int] = _end((), r.STOP_IDS)
+    ignore_eos: bool = _end(False, r.SWITCH, column=True)
+    include_stop: bool = _end(False, r.SWITCH, fields="include_stop_str_in_output")
+    skip_special: bool = _end(True, r.SWITCH, fields="skip_special_tokens")
+    logprobs: int | None = param(
+        None, r.count(0, r.MAX_LOGPROBS), aliases="n_probs", fields="n_probs"
+    )
+    speculation: bool = param(True, r.SWITCH, "Speculation")
+    json_schema: str | Mapping[str, Any] | bool | None = _structure(None, r.SCHEMA)
+    regex: str | None = _structure(None, r.TEXT)
+    choice: tuple[str, ...] | list[str] | None = _structure(None, r.SOME_TEXTS)
+    grammar: str | None = _structure(None, r.TEXT)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        for name, value in self._plain().items():
-            set_(self, name, value)
-        strategy, given = STRATEGIES.get(self.strategy, (self.strategy, {}))
+        strategy, sets = STRATEGIES.get(self.strategy, (self.strategy, {}))
         set_(self, "strategy", strategy)
-        for name, value in {**DEFAULTS.get(strategy, {}), **given}.items():
-            if getattr(self, name) == getattr(type(self), name):
+        for name, parameter in PARAMETERS.items():
+            value = getattr(self, name)
+            if value is parameter.default:
+                continue
+            try:
+                set_(self, name, parameter.read(value))
+            except r.OutsideError as wrong:
+                raise _outside(name, wrong.expected, wrong.value) from None
+        for name, value in {**DEFAULTS.get(strategy, {}), **sets}.items():
+            if getattr(self, name) == PARAMETERS[name].default:
                 set_(self, name, value)
-        for name, right, expected in (*self._ranges(), *self._rules()):
+        for name, right, expected in self._rules():
             if not right:
-                raise RequestError(f"{name} must be {expected}, not {show(getattr(self, name))}")
+                raise _outside(name, expected, getattr(self, name))
 
     @classmethod
     def from_names(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Parameters under jinfer's names or other engines' (`names.PARAMETERS`).
+        """Parameters under jinfer's names or other engines' (`ALIASES`).
 
         Raises:
             RequestError: as the class does, or one parameter is given by two names.
         """
-        return cls(**own_names(values))
-
-    def _plain(self) -> dict[str, Any]:
-        """The parameters that may be written in several ways, in one; wrong ones as they are."""
-        plain: dict[str, Any] = {}
-        for name in _LISTS:
-            value: Any = getattr(self, name)
-            if isinstance(value, str) and name in ("stop", "bad_words"):
-                plain[name] = (value,)
-            elif isinstance(value, Iterable) and not isinstance(value, str):
-                plain[name] = tuple(value)
-            elif not isinstance(value, str) and (value is not None or name not in _ABSENT):
-                raise RequestError(f"{name} must be a list, not {show(value)}")
-        if self.samplers is not None:
-            plain["samplers"] = tuple(map(own_sampler, plain.get("samplers", ())))
-        plain["bad_words_ids"] = _each(
-            "bad_words_ids", "lists of token ids", tuple, self.bad_words_ids
-        )
-        for name in RANGES:  # NumPy's numbers are no Python ones
-            value = getattr(self, name)
-            if not isinstance(value, int | float) and getattr(value, "ndim", None) == 0:
-                plain[name] = value.item()
-        bias: Any = () if self.logit_bias is None else self.logit_bias
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
-        plain["logit_bias"] = _each("logit_bias", "id -> number", _pair, pairs)
-        return plain
-
-    def _ranges(self) -> Iterable[tuple[str, bool, str]]:
-        for name, bounds in RANGES.items():
-            value = getattr(self, name)
-            yield name, (value is None and name in OPTIONAL) or bounds.holds(value), str(bounds)
+        return cls(**canonical_names(values))
 
     def _rules(self) -> Iterable[tuple[str, bool, str]]:
-        yield "strategy", self.strategy in get_args(Strategy), f"one of {get_args(Strategy)}"
-        samplers = SAMPLERS if self.samplers is None else self.samplers
-        known = set(samplers) <= set(SAMPLERS) and len(set(samplers)) == len(samplers)
-        yield "samplers", known and bool(samplers), f"some of {SAMPLERS}, each once"
-        yield "stop", all(isinstance(s, str) and s for s in self.stop), "texts, none empty"
-        stops = self.stop_token_ids
-        few = len(stops) <= MAX_STOP_IDS and _ids(stops)
-        yield "stop_token_ids", few, f"at most {MAX_STOP_IDS} token ids"
-        for name in ("ignore_eos", "include_stop", "skip_special", "speculation"):
-            yield name, isinstance(getattr(self, name), bool), "true or false"
+        """Rules between parameters: one of them, whether the rule holds, what it must be."""
         pairs = cast("tuple[tuple[int, float], ...]", self.logit_bias)
-        low = float("-inf")
-        numbers = all(v == low or RANGES["presence_penalty"].holds(v) for _, v in pairs)
-        biased = [id for id, _ in pairs]
-        yield "logit_bias", _ids(biased) and numbers, "token id -> -inf, or from -100 to 100"
-        few = len({*biased, *self.banned_token_ids}) <= MAX_BIASED
-        yield "logit_bias", few, f"at most {MAX_BIASED} ids, with the banned ones"
-        yield "banned_token_ids", _ids(self.banned_token_ids), "token ids"
-        allowed = self.allowed_token_ids
-        yield "allowed_token_ids", allowed is None or (bool(allowed) and _ids(allowed)), "token ids"
-        banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == low)}
-        some = allowed is None or not _ids(allowed) or bool({*allowed} - banned)
-        yield "allowed_token_ids", some, "ids of which not all are banned"
-        least, most = self.min_tokens, self.max_tokens
-        both = most is not None and RANGES["min_tokens"].holds(least)
-        few = not both or not RANGES["max_tokens"].holds(most) or least <= cast("int", most)
-        yield "min_tokens", few, f"at most max_tokens ({most})"
-        words = self.bad_words
-        yield "bad_words", all(isinstance(w, str) and w.strip() for w in words), "texts, none empty"
-        sequences = all(0 < len(ids) <= MAX_BAD_LENGTH and _ids(ids) for ids in self.bad_words_ids)
-        expected = f"sequences of at most {MAX_BAD_LENGTH} ids"
-        yield "bad_words_ids", sequences, expected
-        yield "bad_words_ids", len(self.bad_words_ids) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS}"
-        breakers = self.dry_sequence_breakers
-        right = all(is_id(b) or (isinstance(b, str) and b) for b in breakers)
-        expected = f"at most {MAX_BREAKERS} texts or ids"
-        yield "dry_sequence_breakers", right and len(breakers) <= MAX_BREAKERS, expected
-        early = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
-        yield "early_stopping", early, 'true, false or "never"'
+        few = len({*self.banned_token_ids, *(id for id, _ in pairs)}) <= r.MAX_BIASED
+        yield "logit_bias", few, f"at most {r.MAX_BIASED} ids, with the banned ones"
+        if self.allowed_token_ids is not None:
+            banned = {*self.banned_token_ids, *(id for id, bias in pairs if bias == float("-inf"))}
+            some = bool({*self.allowed_token_ids} - banned)
+            yield "allowed_token_ids", some, "ids of which not all are banned"
+        most = self.max_tokens
+        yield "min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"
         yield "best_of", self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"
-        plain = self.strategy not in ("fsd", "random_fsd", "contrastive", "beam", "greedy")
-        yield "mirostat", not self.mirostat or plain, f'0 with the strategy "{self.strategy}"'
-        yield from self._structure()
-
-    def _structure(self) -> Iterable[tuple[str, bool, str]]:
-        choice = self.choice
-        texts = choice is None or (bool(choice) and all(isinstance(c, str) and c for c in choice))
-        yield "choice", texts, "texts, none empty"
-        for name in ("regex", "grammar"):
-            value = getattr(self, name)
-            yield name, value is None or (isinstance(value, str) and bool(value)), "a text"
-        schema = self.json_schema
-        yield "json_schema", schema is None or isinstance(schema, (str, Mapping, bool)), "a schema"
+        samples = self.strategy not in (*DETERMINISTIC, "random_fsd")
+        yield "mirostat", not self.mirostat or samples, f'0 with the strategy "{self.strategy}"'
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             yield given[1], False, f"left out beside {given[0]}"
@@ -314,21 +253,14 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether chance takes part."""
+        """Whether tokens are drawn at random."""
         if self.strategy == "random_fsd":
             return True
-        if self.strategy in _SURE or self.temperature == 0:
+        if self.strategy in DETERMINISTIC or self.temperature == 0:
             return False
-        return self.strategy != "auto" or self.temperature is not None or self._filtered
-
-    @property
-    def _filtered(self) -> bool:
-        return bool(
-            self.top_k
-            or self.mirostat
-            or min(self.top_p, self.typical_p, self.tfs_z) < 1.0
-            or max(self.min_p, self.top_a, self.top_n_sigma, self.xtc_probability) > 0.0
-        )
+        if self.strategy != "auto" or self.temperature is not None:
+            return True
+        return any(stage.active(self) for stage in FILTERS)
 
     @property
     def scale(self) -> float:
@@ -342,18 +274,97 @@ class SamplingParams:
         return self.scale if self.draws else 0.0
 
 
-def _ids(values: Iterable[Any]) -> bool:
-    return all(map(is_id, values))
+def _outside(name: str, expected: str, value: Any) -> RequestError:
+    return RequestError(f"{name} must be {expected}, not {show(value)}")
 
 
-def _each(name: str, expected: str, make: Callable[[Any], Any], values: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(make(value) for value in values)
-    except (TypeError, ValueError):
-        raise RequestError(f"{name} must be {expected}, not {show(values)}") from None
+PARAMETERS = parameters(SamplingParams)
+CONSTRAINTS = tuple(p.name for p in PARAMETERS.values() if p.group == "Structure")  # one at most
+ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
+RANGES = {p.name: p.range for p in PARAMETERS.values() if isinstance(p.range, r.Range)}
 
 
-def _pair(pair: Any) -> tuple[Any, Any]:
-    """An id and its bias; JSON has texts as keys."""
-    id, value = pair
-    return int(id) if isinstance(id, str) and id.isdecimal() else id, value
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords, each of which may be left out."""
+
+    strategy: Strategy
+    temperature: float | None
+    dynatemp_range: float
+    dynatemp_exponent: float
+    seed: int | None
+    samplers: tuple[str, ...] | list[str] | None
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    tfs_z: float
+    top_a: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str | int, ...] | list[str | int]
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None
+    banned_token_ids: tuple[int, ...] | list[int]
+    allowed_token_ids: tuple[int, ...] | list[int] | None
+    bad_words: tuple[str, ...] | list[str]
+    bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]]
+    fsd_alpha: float
+    fsd_k: int
+    fsd_n: int
+    fsd_beta: float
+    fsd_pool: int
+    random_fsd_tokens: int
+    random_fsd_probability: float
+    penalty_alpha: float
+    beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    n: int
+    best_of: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    ignore_eos: bool
+    include_stop: bool
+    skip_special: bool
+    logprobs: int | None
+    speculation: bool
+    json_schema: str | Mapping[str, Any] | bool | None
+    regex: str | None
+    choice: tuple[str, ...] | list[str] | None
+    grammar: str | None
+
+
+def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's parameters under jinfer's names; unknown names stay.
+
+    Inferflow's `decoding_alg` may be an object, whose "name" is the strategy and whose other keys
+    are its parameters.
+
+    Raises:
+        RequestError: one parameter is given by two names.
+    """
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        canonical = ALIASES.get(name, name)
+        given = {canonical: value}
+        if canonical == "strategy" and isinstance(value, Mapping):
+            inner = canonical_names({key: v for key, v in value.items() if key != "name"})
+            given = {"strategy": value.get("name", ""), **inner}
+        for key, one in given.items():
+            if key in named:
+                raise RequestError(f"{name}: {key} is given twice; leave one out")
+            named[key] = one
+    return named

@@ -1,4 +1,4 @@
-"""The temperature, fixed or following the entropy."""
+"""Temperature: fixed, or dynamic by the distribution's entropy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.sampling.sampling_metadata import Turn
+from jinfer.sampling.sampling_metadata import StageContext
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 _COLDEST = 1e-37  # below it float32 has only a few numbers left
 
 
-def temperature(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
-    """Logits below the likeliest, divided by the temperature."""
-    return _divided(x, turn.sampler.number("scale"))
+def temperature(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
+    """Divides logits, less the greatest, by the temperature."""
+    return _divided(x, context.metadata.column("scale"))
 
 
-def dynatemp(x: Float[Array, "rows vocab"], turn: Turn) -> Float[Array, "rows vocab"]:
+def dynatemp(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Array, "rows vocab"]:
     """Dynamic temperature (llama.cpp's `temp_ext`).
 
     From scale - range, for a distribution of no entropy, to scale + range, for one that is flat
     over the tokens there are; between them it follows the entropy's share of the greatest, to the
     power of the exponent.
     """
-    scale, spread = turn.sampler.number("scale"), turn.sampler.number("dynatemp_range")
+    scale, spread = context.metadata.column("scale"), context.metadata.column("dynatemp_range")
     count = jnp.sum(x > -jnp.inf, axis=-1, dtype=jnp.float32)
     share = entropy(jax.nn.log_softmax(x, axis=-1)) / jnp.log(count)
     coldest = jnp.maximum(scale - spread, 0.0)
-    power = jnp.clip(share, 0.0, 1.0) ** turn.sampler.number("dynatemp_exponent")
+    power = jnp.clip(share, 0.0, 1.0) ** context.metadata.column("dynatemp_exponent")
     dynamic = coldest + (scale + spread - coldest) * power
-    # Of a single token the entropy's share is 0 / 0, and its temperature makes no difference.
+    # For a single token the share is 0 / 0, and the temperature makes no difference.
     return _divided(x, jnp.where(jnp.isfinite(dynamic), dynamic, scale))
 
 
@@ -45,6 +45,6 @@ def _divided(x: Float[Array, "rows vocab"], scale: Float[Array, " rows"]) -> Arr
 
 
 def entropy(logprobs: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
-    """In nats; what has no probability adds nothing."""
+    """Entropy in nats; tokens without probability add nothing."""
     parts = jnp.exp(logprobs) * logprobs
     return -jnp.sum(jnp.where(logprobs > -jnp.inf, parts, 0.0), axis=-1)

@@ -1,8 +1,8 @@
-"""Thresholds over a vocabulary, without sorting it.
+"""Top-k and top-p thresholds over a vocabulary, without sorting it.
 
-A threshold is found by bisection over the bits of the numbers, which needs 32 sums over the
-vocabulary: on XLA:CPU a sort of 49k logits takes 5 to 27 ms, as long as a small model's whole step.
-On a GPU kernels do it, four bits at once (`kernels_pallas.topk_threshold`).
+By bisection over the bits of the numbers, 32 sums over the vocabulary, which XLA:CPU computes
+several times faster than a sort. On a GPU kernels do it, four bits at once
+(`kernels_pallas.topk_threshold`).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 _LEAST_MASS = 1e-30
 
 
-def greatest(
+def top_values(
     x: Float[Array, "rows vocab"], count: Int[Array, " rows"]
 ) -> Bool[Array, "rows vocab"]:
-    """Which numbers are among the `count` greatest, whatever equals the last of them included."""
+    """Which numbers are among the `count` greatest; all that equal the last of them are."""
     order = ordered_bits(x)
     count = jnp.clip(count, 1, x.shape[-1])
     if topk_threshold.available():
         least = topk_threshold.least(order, jnp.ones_like(x), count.astype(x.dtype))
     else:
-        least = largest(
+        least = bisect_max(
             lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count,
             count.shape,
         )
     return order >= least[:, None]
 
 
-def heaviest(
+def top_mass(
     x: Float[Array, "rows vocab"],
     weights: Float[Array, "rows vocab"],
     mass: Float[Array, " rows"],
 ) -> Bool[Array, "rows vocab"]:
-    """Which numbers are among the greatest that together weigh so much.
+    """Which numbers are among the greatest that together have this mass.
 
-    What equals the last of them is included. The greatest with a weight always is.
+    All that equal the last of them are, and the greatest with a weight always is.
     """
     order = ordered_bits(x)
     # Without a bound a tiny mass would keep not even the first.
@@ -55,15 +55,15 @@ def heaviest(
     def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
         return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass
 
-    return order >= largest(enough, mass.shape)[:, None]
+    return order >= bisect_max(enough, mass.shape)[:, None]
 
 
-def largest(
+def bisect_max(
     holds: Callable[[UInt[Array, " rows"]], Bool[Array, " rows"]],
     shape: tuple[int, ...],
     bits: int = 32,
 ) -> UInt[Array, " rows"]:
-    """The largest integer for which `holds`, which holds for 0 and never again once it fails."""
+    """The largest integer for which a monotonic condition holds; it holds for 0."""
 
     def try_bit(i: Array, so_far: Array) -> Array:
         higher = so_far | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))

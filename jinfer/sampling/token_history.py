@@ -1,4 +1,4 @@
-"""The tokens of each row's sequence so far, as the stages look at them."""
+"""Token history: the tokens of each row's sequence, as sampler stages read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class History(NamedTuple):
 
     Attributes:
         tokens: of every slot, the prompt first.
-        slots: whose sequence a row continues.
+        slots: of each row, the slot of its sequence.
         lengths, prompts: tokens of each row's sequence, and of its prompt.
     """
 
@@ -36,7 +36,7 @@ class History(NamedTuple):
         return self.at(self.lengths[:, None] - jnp.asarray(counts, jnp.int32)[None])
 
     def only(self, rows: Bool[Array, " rows"]) -> History:
-        """The same with empty sequences in the other rows."""
+        """A history with empty sequences in the other rows."""
         return self._replace(lengths=jnp.where(rows, self.lengths, 0))
 
     def at(self, positions: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:

@@ -1,11 +1,10 @@
-"""What to say of a parameter that there is not: the nearest, or what stands for it here."""
+"""Unknown sampling parameters: the error that names the nearest, or what jinfer has instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from jinfer.modelspec.spec_errors import nearest, show
-from jinfer.sampling.param_names import PARAMETERS
 
 _STRUCTURE = "json_schema, regex, choice or grammar says what the answer has to be"
 LORA = "there are no adapters (LoRA): merge them into the weights"
@@ -16,7 +15,7 @@ LOGITS = (
 _STOPS = "stop and stop_token_ids end an answer, and leaving the loop over stream(...) does"
 _PIECES = "stream(...) gives the pieces of an answer"
 
-# Names of other engines' parameters that have no like here: what there is instead.
+# Other engines' parameters that jinfer has not: what it has instead.
 ABSENT: Mapping[str, str] = {
     "logits_processor": LOGITS,
     "logits_processors": LOGITS,
@@ -46,12 +45,17 @@ ABSENT: Mapping[str, str] = {
 }
 
 
-def no_parameter(name: object, allowed: Iterable[str]) -> str:
-    """A sentence about a name that is none of a request's parameters."""
-    known = str(name)
-    if known in ABSENT:
-        return f"there is no parameter {show(name)}: {ABSENT[known]}"
-    if known in PARAMETERS:
-        own = PARAMETERS[known]
+def no_parameter(name: object, known: Iterable[str], aliases: Mapping[str, str]) -> str:
+    """A sentence about a name that no parameter has.
+
+    Args:
+        known: the parameters' names.
+        aliases: another engine's name -> the parameter.
+    """
+    unknown = str(name)
+    if unknown in ABSENT:
+        return f"there is no parameter {show(name)}: {ABSENT[unknown]}"
+    if unknown in aliases:
+        own = aliases[unknown]
         return f"there is no parameter {show(name)}; here it is {own}: SamplingParams({own}=...)"
-    return f"there is no parameter {show(name)}; {nearest(name, allowed)}"
+    return f"there is no parameter {show(name)}; {nearest(name, known)}"

@@ -24,13 +24,13 @@ from jinfer.server.prompt_logprobs import score_prompt
 from jinfer.server.request_params import CHAT, Asked, asked
 from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import Call, Service
 from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
 from jinfer.server.tool_calls import tooling
 from jinfer.template import TemplateError
 
-_ROUTE = frozenset(ChatRequest.model_fields) - frozenset(Sampling.model_fields)
+_ROUTE = frozenset(ChatRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
 async def chat(call: Call[ChatRequest]) -> Reply | Stream:

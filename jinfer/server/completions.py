@@ -20,12 +20,12 @@ from jinfer.server.prompt_logprobs import score_prompt
 from jinfer.server.request_params import COMPLETIONS, asked
 from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.completions import CompletionRequest
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import Call
 from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
 from jinfer.server.text_offsets import Offsets, places, places_in
 
-_ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(Sampling.model_fields)
+_ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
 async def completions(call: Call[CompletionRequest]) -> Reply | Stream:

@@ -15,13 +15,13 @@ from jinfer.server.model_manager import Hosted
 from jinfer.server.request_params import INFERFLOW, asked
 from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import Call
 from jinfer.server.stream_frames import check_stream, refuse
 
 LINES = "application/x-ndjson"
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
-_ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fields) - _OWN
+_ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
 
 async def answer(call: Call[InferflowRequest]) -> Reply | Stream:

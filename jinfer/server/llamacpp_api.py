@@ -18,11 +18,11 @@ from jinfer.server.prompt_builder import is_one, prompts_of
 from jinfer.server.request_params import LLAMA_CPP, asked
 from jinfer.server.request_runner import Job, Run, prepare
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import Call
 from jinfer.server.stream_frames import check_stream, refuse, sent
 
-_ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(Sampling.model_fields)
+_ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
 async def complete(call: Call[LlamaRequest]) -> Reply | Stream:

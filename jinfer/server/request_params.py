@@ -1,4 +1,4 @@
-"""What a request asks, in the engine's words: one table for all routes."""
+"""Sampling parameters of a request: from its fields to `SamplingParams`, for all routes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.api.session import Frontend
+from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.param_keywords import over_defaults
-from jinfer.sampling.param_names import PARAMETERS, own_names
-from jinfer.sampling.param_ranges import RANGES
-from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.sampling.sampling_params import (
+    CONSTRAINTS,
+    PARAMETERS,
+    RANGES,
+    SamplingParams,
+    canonical_names,
+)
 from jinfer.server.http_errors import invalid
-from jinfer.server.schemas.sampling_fields import ResponseFormat, Sampling, StructuredOutputs
+from jinfer.server.schemas.parameter_groups import parameter_of
+from jinfer.server.schemas.sampling_fields import (
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
+)
 from jinfer.server.schemas.schema_base import whole
 
-# Fields that a request may have and that say nothing of how a token is chosen.
+# Fields that are no sampling parameters.
 _ELSEWHERE = frozenset(
     {
         "truncate_prompt_tokens",
@@ -31,7 +41,7 @@ _ELSEWHERE = frozenset(
     }
 )
 
-# What holds where neither the request nor the model says anything: OpenAI's, and llama.cpp's.
+# Defaults of routes, below the model's: OpenAI's, and llama.cpp's.
 _ALL = {"max_tokens": None}
 CHAT: Mapping[str, Any] = {**_ALL, "temperature": 1.0}
 COMPLETIONS: Mapping[str, Any] = {"max_tokens": 16, "temperature": 1.0}
@@ -50,14 +60,14 @@ class Asked:
     """How a request is to be run.
 
     Attributes:
-        params: how its tokens are chosen.
-        nothing: no token is wanted; the prompt is computed all the same.
-        truncate: tokens of the prompt that are kept, its last ones; -1: as many as fit.
-        prompt_logprobs: of each token of the prompt, and of so many likeliest ones.
+        params: its sampling parameters.
+        nothing: `max_tokens` is 0: only the prompt is computed.
+        truncate: the last tokens of the prompt that are kept; -1: as many as fit.
+        prompt_logprobs: log-probabilities of the prompt's tokens, and of so many likeliest ones.
         priority: lower ones go first.
-        reuse: whether the beginning of the prompt may come from the cache.
+        reuse: whether the prefix cache may be used.
         token_ids: whether the answer has ids beside its text.
-        timings, progress: whether each piece has figures; whether a long prompt's are told.
+        timings, progress: whether chunks have timings; whether progress of a prompt is reported.
         names: a parameter of the engine -> the field of the request that set it.
     """
 
@@ -73,9 +83,10 @@ class Asked:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def _unless(name: str, none: int) -> Callable[[Any], dict[str, Any]]:
-    """A number of which one stands for none."""
-    return lambda value: {name: None if value == none else value}
+def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
+    """Reads -1 as None, or as 0 where the parameter cannot be None."""
+    instead = None if parameter.optional else 0
+    return lambda value: {parameter.name: instead if value == -1 else value}
 
 
 def _response_format(value: ResponseFormat) -> dict[str, Any]:
@@ -99,35 +110,29 @@ def _structured_outputs(value: StructuredOutputs) -> dict[str, Any]:
     return {name: one for name, one in given.items() if one is not None}
 
 
-# Fields that are not simply a parameter, or another engine's name of one.
-_TABLE: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "max_tokens": _unless("max_tokens", -1),
-    "max_completion_tokens": _unless("max_tokens", -1),
-    "n_predict": _unless("max_tokens", -1),
-    "seed": _unless("seed", -1),
-    "top_k": lambda value: {"top_k": 0 if value == -1 else value},
+# Fields whose values are not simply a parameter's.
+_READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    **{field: _minus_one(p) for p in PARAMETERS.values() if p.minus_one for field in p.fields},
     "n_probs": lambda value: {"logprobs": value} if value else {},
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "use_beam_search": lambda value: {"strategy": "beam"} if value else {},
-    "include_stop_str_in_output": lambda value: {"include_stop": value},
-    "skip_special_tokens": lambda value: {"skip_special": value},
 }
 
 
 def asked(
-    body: Sampling,
+    body: SamplingFields,
     frontend: Frontend,
     base: Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     elsewhere: frozenset[str] = frozenset(),
 ) -> Asked:
-    """Reads how a request wants its answer chosen.
+    """Reads the sampling parameters and other options of a request.
 
     Args:
-        base: what holds where neither the request nor the model says anything.
-        changes: parameters that the route sets itself; a request that sets them too is wrong.
-        elsewhere: fields of the route that are none of the engine's business.
+        base: the route's defaults, below the model's.
+        changes: parameters that the route sets; a request that sets them too is wrong.
+        elsewhere: fields that only the route reads.
 
     Raises:
         ApiError: a value that cannot be; it names the field.
@@ -142,10 +147,10 @@ def asked(
     nothing = values.get("max_tokens", 1) == 0
     if nothing:
         values["max_tokens"] = 1
-    defaults = own_names(frontend.opened.defaults)
+    defaults = canonical_names(frontend.opened.defaults)
     below = dict(base)
     if "strategy" in {**defaults, **values}:
-        # Its own numbers count, not those that a route has for its usual one.
+        # A strategy has its own defaults, in place of the route's.
         below = {"max_tokens": base.get("max_tokens")}
     try:
         params = SamplingParams(**over_defaults({**below, **defaults}, values))
@@ -169,9 +174,9 @@ def asked(
 
 
 def _values(
-    body: Sampling, elsewhere: frozenset[str], frontend: Frontend
+    body: SamplingFields, elsewhere: frozenset[str], frontend: Frontend
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parameters of the engine that a request sets, and the field that set each."""
+    """The sampling parameters that a request sets, and the field that set each."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     for sent, value in body.given().items():
@@ -180,10 +185,10 @@ def _values(
         if sent == "logit_bias":
             given = {sent: _biases(value, frontend)}
         elif sent == "decoding_alg":
-            given = _wrapped(sent, own_names, {sent: value})
+            given = _wrapped(sent, canonical_names, {sent: value})
         else:
-            plain = PARAMETERS.get(sent, sent)
-            given = _TABLE[sent](value) if sent in _TABLE else {plain: value}
+            read = _READERS.get(sent)
+            given = {parameter_of(sent): value} if read is None else read(value)
         for name, one in given.items():
             if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
                 one = whole(one)
@@ -199,7 +204,7 @@ def _id(key: str) -> int | str:
 
 
 def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
-    """What a function makes of a field. Raises `ApiError` where it cannot."""
+    """The result of a function of a field; its error as an `ApiError`."""
     try:
         return read(value)
     except (TypeError, ValueError) as error:

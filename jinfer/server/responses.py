@@ -28,7 +28,7 @@ from jinfer.server.schemas.responses import (
     InputPart,
     ResponseRequest,
 )
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import Call
 from jinfer.server.stream_frames import refuse, sent
 
@@ -136,7 +136,7 @@ def _named(field: str) -> str:
 def as_chat(body: ResponseRequest) -> ChatRequest:
     """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
-        **{name: one for name, one in body.given().items() if name in Sampling.model_fields},
+        **{name: one for name, one in body.given().items() if name in SamplingFields.model_fields},
         "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,

@@ -10,11 +10,11 @@ from jinfer.server import usage
 from jinfer.server.http_errors import invalid, unsupported
 from jinfer.server.http_responses import PING, event
 from jinfer.server.request_runner import Job, Run
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import StreamOptions
 
 
-def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | None) -> None:
+def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptions | None) -> None:
     """Raises `ApiError` if stream options are given without a stream, or are invalid."""
     if stream:
         if body.best_of is not None and body.best_of > (body.n or 1):
@@ -27,7 +27,7 @@ def check_stream(body: Sampling, stream: bool | None, options: StreamOptions | N
             raise invalid("it needs stream: true", name)
 
 
-def refuse(body: Sampling, **reasons: str) -> None:
+def refuse(body: SamplingFields, **reasons: str) -> None:
     """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():
         if getattr(body, name):

@@ -18,7 +18,7 @@ from jinfer.ops.attention.kv_cache import LayerCache, Placement
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
 from jinfer.quant.gguf_blocks import KEPT as GGUF
-from jinfer.sampling.thresholds import heaviest
+from jinfer.sampling.thresholds import top_mass
 from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
 from kernels_pallas.matmul.grouped_quantized import expert_matmul
 from kernels_pallas.matmul.prologue import Operand, alone, prepare
@@ -79,7 +79,7 @@ def test_thresholds_of_a_vocabulary(rows: int) -> None:
     x = rng.standard_normal((rows, 128_256)).astype(np.float32) * 5
     weights = rng.integers(0, 8, x.shape).astype(np.float32)
     mass = np.floor(weights.sum(axis=1) * 0.3)
-    kept = jax.jit(lambda *given: heaviest(*given))(*map(on_device, (x, weights, mass)))
+    kept = jax.jit(lambda *given: top_mass(*given))(*map(on_device, (x, weights, mass)))
     for row in range(rows):
         descending = np.argsort(-x[row], kind="stable")
         last = np.searchsorted(np.cumsum(weights[row, descending]), mass[row])

@@ -12,7 +12,12 @@ from jax import Array
 
 from jinfer.ops import sampler_calls
 from jinfer.sampling.sampler import filtered, sample
-from jinfer.sampling.sampling_metadata import Progress, Sampler, progress_row, sampler_row
+from jinfer.sampling.sampling_metadata import (
+    SamplerState,
+    SamplingMetadata,
+    metadata_row,
+    sampler_state_row,
+)
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.token_history import History
 from tests.arrays import on_device
@@ -46,14 +51,14 @@ FILTER = Jitted(filtered)
 class Batch(NamedTuple):
     """What `sample` takes besides logits: of each slot, and the slots of the rows."""
 
-    sampler: Sampler
-    progress: Progress
+    sampler: SamplingMetadata
+    progress: SamplerState
     history: Array
     slots: Array
     lengths: Array
     prompts: Array
 
-    def with_progress(self, progress: Progress) -> Batch:
+    def with_progress(self, progress: SamplerState) -> Batch:
         """The same later."""
         return self._replace(progress=progress)
 
@@ -88,7 +93,7 @@ def batch(
 ) -> Batch:
     """Rows of requests; `past` are their tokens so far, of which the first `prompts` are given."""
     ends, count = tuple(end_ids), len(rows)
-    each = [(sampler_row(r, ends, vocab, encode), progress_row(r)) for r in rows]
+    each = [(metadata_row(r, ends, vocab, encode), sampler_state_row(r)) for r in rows]
     sampler, progress = jax.tree.map(lambda *parts: on_device(np.concatenate(parts)), *each)
     texts = [*past, *[()] * (count - len(past))]
     history = np.full((count, length), 7, np.int32)  # what follows a sequence is not looked at
@@ -100,7 +105,7 @@ def batch(
     return Batch(sampler, progress, *map(on_device, (history, slots, lengths, given)))
 
 
-def call(logits: Floats, rows: Batch, **options: Any) -> tuple[Array, Progress]:
+def call(logits: Floats, rows: Batch, **options: Any) -> tuple[Array, SamplerState]:
     """One step of just these rows."""
     return SAMPLE(on_device(logits, jnp.float32), *rows, **options)
 

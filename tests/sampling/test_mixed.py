@@ -14,11 +14,11 @@ from jinfer.cpu import build_library
 from jinfer.cpu.isa import Isa
 from jinfer.ops import sampler_calls
 from jinfer.ops.backend import target
-from jinfer.sampling.param_names import SAMPLERS
 from jinfer.sampling.sampler import filtered, sample
-from jinfer.sampling.sampler_chain import PLAIN, chain, is_plain
-from jinfer.sampling.sampling_metadata import Progress, Sampler
+from jinfer.sampling.sampler_chain import chain
+from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.stages import COMMON, SAMPLERS
 from jinfer.sampling.token_history import History
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
@@ -56,7 +56,7 @@ STEPS = 4
 VOCAB = 5003  # one vocabulary for all tests, for which programs are compiled once
 
 
-def _traced(*arguments: Any) -> tuple[Array, Progress]:
+def _traced(*arguments: Any) -> tuple[Array, SamplerState]:
     _TRACED.append(arguments[0].shape)
     return sample(*arguments)
 
@@ -126,14 +126,14 @@ def test_what_is_left_has_the_same_bits() -> None:
         assert np.array_equal(left([row])[0], together[row]), ALL[row]
 
 
-def test_a_program_of_the_plain_stages_chooses_the_same(both_ways: str) -> None:
+def test_a_program_of_the_common_stages_samples_the_same(both_ways: str) -> None:
     if both_ways == "call":
         pytest.skip("it has all stages")
-    plain = [i for i, fields in enumerate(ALL) if is_plain(params(**fields))]
+    plain = [i for i, fields in enumerate(ALL) if set(chain(params(**fields))) <= {*COMMON}]
     assert len(plain) > 6
     which = (plain * len(ALL))[: len(ALL)]  # as many rows as above
     going = [Run([ALL[i] for i in which], which, VOCAB) for _ in range(2)]
-    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, stages=PLAIN))
+    programs = PROGRAM, jax.jit(lambda *arguments: sample(*arguments, stages=COMMON))
     for step in range(STEPS):
         x = logits_of(which, step, VOCAB)
         full, few = (r.step(p, x)[0] for r, p in zip(going, programs, strict=True))
@@ -161,7 +161,7 @@ def test_no_history_is_gathered_outside_a_branch(both_ways: str) -> None:
         pytest.skip("it gathers nothing")
     vocab, length = 300, 77_777
 
-    def traced(*arguments: Any) -> tuple[Array, Progress]:
+    def traced(*arguments: Any) -> tuple[Array, SamplerState]:
         return sample(*arguments)
 
     rows = Run(ALL[:2], [0, 1], vocab).rows
@@ -208,7 +208,7 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
         row = Run([fields], [0], 300).rows
         shapes.add(str(jax.tree.map(jnp.shape, (row.sampler, row.progress))))
     assert len(shapes) == 1
-    assert isinstance(row.sampler, Sampler)
+    assert isinstance(row.sampler, SamplingMetadata)
 
 
 ON_A_GPU = Jitted(sample), Jitted(filtered)

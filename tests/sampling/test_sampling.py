@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 from jinfer.sampling.forbidden_tokens import Forbidden, token_ids
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
-from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, sampler_row
+from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 from tests.arrays import on_device
 from tests.reference.numpy_sampling import Floats, probabilities
@@ -258,7 +258,7 @@ def test_the_host_forbids_what_the_sampler_does() -> None:
         params(min_tokens=5, stop_token_ids=(50,), allowed_token_ids=range(100)),
         params(),
     ):
-        row = sampler_row(one, (7, 120), VOCAB)
+        row = metadata_row(one, (7, 120), VOCAB)
         rules = Forbidden.of(one, row, allowed_mask(one, VOCAB), (11,))
         mask = np.full(mask_words(VOCAB), 0xFFFFFFFF, np.uint32)
         rules.clear(mask, text, drawn)

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer.sampling.param_names import PARAMETERS, SAMPLERS, STAGES, own_names
-from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS, RANGES
+from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.request_errors import RequestError
-from jinfer.sampling.sampler import _FUNCTIONS
+from jinfer.sampling.sampler import FUNCTIONS
 from jinfer.sampling.sampler_chain import chain
-from jinfer.sampling.sampling_metadata import COUNTS, NUMBERS, allowed_mask, sampler_row
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_metadata import COUNTS, NUMBERS, allowed_mask, metadata_row
+from jinfer.sampling.sampling_params import ALIASES, RANGES, SamplingParams, canonical_names
+from jinfer.sampling.stages import SAMPLERS, STAGES
 from tests.sampling.batches import VOCAB, encode, params
 
 
@@ -126,7 +126,7 @@ def test_a_value_outside_its_range_is_refused(fields: dict[str, Any], message: s
     ids=str,
 )
 def test_the_ends_of_the_ranges_reach_the_device(fields: dict[str, Any]) -> None:
-    row = sampler_row(params(**fields), range(MAX_END_IDS), VOCAB)
+    row = metadata_row(params(**fields), range(MAX_END_IDS), VOCAB)
     assert all(part.shape[0] == 1 and np.isfinite(part).all() for part in row)
 
 
@@ -188,7 +188,7 @@ def test_every_column_is_a_parameter(name: str) -> None:
 
 
 def test_every_stage_has_a_function() -> None:
-    assert tuple(_FUNCTIONS) == STAGES
+    assert tuple(FUNCTIONS) == STAGES
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_strategy_sets_what_is_not_given(fields: dict[str, Any], set_: dict[st
 
 def test_names_of_other_engines() -> None:
     """llama.cpp's, transformers' and Inferflow's, some within Inferflow's object."""
-    assert set(PARAMETERS.values()) <= SamplingParams.__dataclass_fields__.keys()
+    assert set(ALIASES.values()) <= SamplingParams.__dataclass_fields__.keys()
     ours = params(repetition_penalty=1.1, penalty_last_n=64, max_tokens=5, typical_p=0.5)
     theirs = {"repeat_penalty": 1.1, "repeat_last_n": 64, "n_predict": 5, "typ_p": 0.5, "seed": 0}
     assert SamplingParams.from_names(theirs) == ours
@@ -231,7 +231,7 @@ def test_names_of_other_engines() -> None:
     wanted = SamplingParams(strategy="top_k", top_k=3, seed=7, max_tokens=9)
     assert SamplingParams.from_names(inferflow) == wanted
     with pytest.raises(ValueError, match=r"^max_new_tokens: max_tokens is given twice"):
-        own_names({"max_tokens": 4, "max_new_tokens": 5})
+        canonical_names({"max_tokens": 4, "max_new_tokens": 5})
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         SamplingParams.from_names({"temprature": 1})
 
@@ -328,7 +328,7 @@ def test_all_samplers_in_the_order_that_is_asked() -> None:
 def test_texts_become_ids() -> None:
     """A bad word at the beginning and after a space; a breaker is its text's last token."""
     made = params(bad_words=["ab"], dry_multiplier=1, dry_sequence_breakers=["x", "yz", 9])
-    row = sampler_row(made, (), VOCAB, encode)
+    row = metadata_row(made, (), VOCAB, encode)
     words = [ids[ids >= 0].tolist() for ids in np.asarray(row.bad_words)[0]]
     assert [word for word in words if word] == [[97, 98], [32, 97, 98]]
     assert row.breakers[0][row.breakers[0] >= 0].tolist() == [9, ord("x"), ord("z")]
@@ -348,14 +348,14 @@ def test_texts_become_ids() -> None:
 )
 def test_rows_refuse(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        sampler_row(params(**fields), (), VOCAB)
+        metadata_row(params(**fields), (), VOCAB)
 
 
 def test_rows_have_room_for_so_many_bad_words() -> None:
     with pytest.raises(ValueError, match=r"^bad_words: 200 sequences of tokens; at most 128"):
-        sampler_row(params(bad_words=[chr(i) for i in range(300, 400)]), (), VOCAB, encode)
+        metadata_row(params(bad_words=[chr(i) for i in range(300, 400)]), (), VOCAB, encode)
     with pytest.raises(ValueError, match=r"^bad_words: a word has 20 tokens; at most 16"):
-        sampler_row(params(bad_words=["a" * 20]), (), VOCAB, encode)
+        metadata_row(params(bad_words=["a" * 20]), (), VOCAB, encode)
 
 
 def test_allowed_mask() -> None:

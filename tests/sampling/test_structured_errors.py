@@ -245,7 +245,7 @@ def test_what_is_forced_is_bounded_in_the_middle_too() -> None:
 
 
 def test_why_a_constraint_is_refused_is_found_once() -> None:
-    kept, made = constraint._Kept(), list[str]()
+    kept, made = constraint._Cache(), list[str]()
 
     def refuses(error: type[ConstraintError]) -> Constraint:
         made.append("")

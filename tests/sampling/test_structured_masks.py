@@ -246,7 +246,7 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_constraint(SMALL, json_schema={"type": "object"})
     assert compile_constraint(SMALL, json_schema=True) is first
     assert compile_constraint(SMALL, json_schema='{"type":"object"}') is first
-    monkeypatch.setattr(constraint, "MAX_KEPT", 2)
+    monkeypatch.setattr(constraint, "MAX_CACHED", 2)
     for number in range(3):
         compile_constraint(SMALL, regex=str(number))
     assert compile_constraint(SMALL, json_schema=True) is not first

@@ -7,7 +7,7 @@ import pytest
 
 from jinfer.server.endpoint import Empty
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from tests.server.running import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -46,8 +46,8 @@ def test_every_field(endpoint: object) -> None:
     own = {n for first, *_ in rows(section(path)) for n in re.findall(r"`(\w+)`", first)}
     common = {n for first, *_ in rows(section("chosen")) for n in re.findall(r"`(\w+)`", first)}
     fields = set(endpoint.takes.model_fields)
-    if issubclass(endpoint.takes, Sampling):
-        assert common == set(Sampling.model_fields)
+    if issubclass(endpoint.takes, SamplingFields):
+        assert common == set(SamplingFields.model_fields)
         fields -= common
     assert fields <= own, fields - own
 

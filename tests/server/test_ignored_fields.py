@@ -100,7 +100,8 @@ def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
     chat = as_chat(ResponseRequest.model_validate(given))
     assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
-    assert (chat.top_k, chat.seed, chat.max_completion_tokens) == (5, 1, 1)
+    sent = chat.given()
+    assert (sent["top_k"], sent["seed"], sent["max_completion_tokens"]) == (5, 1, 1)
 
 
 def test_other_tools_leave_functions_alone(smol: Running) -> None:

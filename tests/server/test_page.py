@@ -8,11 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.sampling.param_ranges import RANGES
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import RANGES, SamplingParams
 from jinfer.server.openapi import description
 from jinfer.server.page.static_files import files
-from jinfer.server.schemas.parameter_groups import GROUPS, own_name
+from jinfer.server.schemas.parameter_groups import GROUPS, parameter_of
 from jinfer.server.serve_flags import options, settings_of
 from jinfer.server.server_settings import Settings, Source
 from tests.server.running import GOLDENS, Running, serving
@@ -144,7 +143,7 @@ def test_every_parameter_is_described() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
     several = {"n", "best_of", "logprobs"}  # more than one answer, and what no page shows
-    assert {own_name(name) for name in grouped} == {
+    assert {parameter_of(name) for name in grouped} == {
         f.name for f in fields(SamplingParams)
     } - several
     properties = asked()
@@ -172,7 +171,7 @@ def bounds(schema: dict[str, Any]) -> Iterator[int | float]:
 def test_ranges_are_true(smol: Running) -> None:
     """What is outside is refused by name, and what is at the edge is not."""
     properties = asked()
-    ranged = {name for name in properties if own_name(name) in RANGES}
+    ranged = {name for name in properties if parameter_of(name) in RANGES}
     assert {"temperature", "top_k", "repeat_penalty", "seed", "beams"} <= ranged
     with smol.client() as http:
         for name in sorted(ranged - {"logprobs"}):

@@ -10,7 +10,7 @@ from jinfer.server import request_params
 from jinfer.server.http_errors import ApiError
 from jinfer.server.request_params import CHAT, COMPLETIONS, INFERFLOW, LLAMA_CPP, asked
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 
 # field, what is sent, parameter, what it is then
 FIELDS: list[tuple[str, Any, str, Any]] = [
@@ -111,9 +111,9 @@ def frontend(**defaults: Any) -> Frontend:
     return cast(Frontend, SimpleNamespace(opened=SimpleNamespace(defaults=defaults)))
 
 
-def sent(**fields: Any) -> Sampling:
+def sent(**fields: Any) -> SamplingFields:
     """A request with these fields."""
-    return Sampling.model_validate(fields)
+    return SamplingFields.model_validate(fields)
 
 
 @pytest.mark.parametrize(("field", "given", "name", "value"), FIELDS)
@@ -123,7 +123,7 @@ def test_a_field_becomes_a_parameter(field: str, given: Any, name: str, value: A
 
 def test_every_field_is_tried() -> None:
     elsewhere = request_params._ELSEWHERE - {"logprobs"}
-    assert {field for field, *_ in FIELDS} | elsewhere == set(Sampling.model_fields)
+    assert {field for field, *_ in FIELDS} | elsewhere == set(SamplingFields.model_fields)
 
 
 def test_fields_that_are_no_parameters() -> None:
@@ -176,7 +176,7 @@ def test_what_holds_if_nothing_is_said() -> None:
 def test_strategies_of_inferflow(alg: Any, strategy: str) -> None:
     given = {"text": "a", "decoding_alg": alg, "max_output_len": 5, "random_seed": 7}
     body = InferflowRequest.model_validate(given)
-    route = frozenset(InferflowRequest.model_fields) - frozenset(Sampling.model_fields)
+    route = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields)
     route -= {"decoding_alg", "max_output_len", "random_seed", "max_new_tokens"}
     params = asked(body, frontend(), INFERFLOW, None, route).params
     assert (params.strategy, params.max_tokens, params.seed) == (strategy, 5, 7)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jinfer.cli.terminal.generate_flags import sampling, spelled
-from jinfer.sampling.param_names import SAMPLERS
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
+from jinfer.sampling.stages import SAMPLERS
 
 
 class FlagError(ValueError):
@@ -24,11 +24,8 @@ class _Never:
     why: str
 
 
-_FILTERS = (
-    *("top_k", "top_p", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma"),
-    *("xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent"),
-    *("mirostat", "mirostat_tau", "mirostat_eta"),
-)
+# Parameters that do nothing where nothing is drawn.
+_DRAWING = tuple(p.name for p in PARAMETERS.values() if p.draws)
 _NEVER = (
     _Never("question", ("prompt", "prompt_file", "ids"), "both are the prompt"),
     _Never("ids", ("prompt", "prompt_file"), "both are the prompt"),
@@ -39,29 +36,13 @@ _NEVER = (
     _Never("json", ("explain_speculation",), "JSON has no colours"),
     _Never("explain_speculation", ("n", "best_of"), "one answer is explained"),
     _Never("greedy", ("strategy",), "both say how tokens are chosen"),
-    _Never("greedy", ("temperature", "seed", *_FILTERS), "nothing is left to chance"),
-    _Never("json_schema", ("regex", "choice", "grammar"), "an answer keeps to one of them"),
-    _Never("regex", ("choice", "grammar"), "an answer keeps to one of them"),
-    _Never("choice", ("grammar",), "an answer keeps to one of them"),
+    _Never("greedy", ("temperature", "seed", *_DRAWING), "nothing is left to chance"),
+    *(
+        _Never(one, CONSTRAINTS[number:], "an answer keeps to one of them")
+        for number, one in enumerate(CONSTRAINTS[:-1], start=1)
+    ),
 )
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
-# Parameters that need one of some strategies, or another parameter, to have an effect.
-_STRATEGIES = {
-    **dict.fromkeys(("beams", "length_penalty", "early_stopping"), ("beam",)),
-    **dict.fromkeys(("fsd_alpha", "fsd_k", "fsd_n", "fsd_beta", "fsd_pool"), ("fsd", "random_fsd")),
-    **dict.fromkeys(("random_fsd_tokens", "random_fsd_probability"), ("random_fsd",)),
-    "penalty_alpha": ("contrastive",),
-}
-_PARTNERS = {
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), ("mirostat",)),
-    "xtc_threshold": ("xtc_probability",),
-    "dynatemp_exponent": ("dynatemp_range",),
-    **dict.fromkeys(
-        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-        ("dry_multiplier",),
-    ),
-}
-
 
 # Keys of a specification -> flags that set them.
 KEYS = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
@@ -150,15 +131,16 @@ def check_effects(given: Collection[str], params: SamplingParams) -> None:
 
 
 def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
-    for flag, strategies in _STRATEGIES.items():
-        if flag in given and params.strategy not in strategies:
-            yield flag, f"give --strategy {' or '.join(strategies)}"
-    for flag, partners in _PARTNERS.items():
-        if flag in given and not any(getattr(params, name) for name in partners):
-            yield flag, f"give {_named(partners[0])}"
+    rows = [row for row in PARAMETERS.values() if row.name in given]
+    for row in rows:
+        if row.strategies and params.strategy not in row.strategies:
+            yield row.name, f"give --strategy {' or '.join(row.strategies)}"
+    for row in rows:
+        if row.needs and not getattr(params, row.needs):
+            yield row.name, f"give {_named(row.needs)}"
     if not params.draws:
-        why = f"nothing is drawn at {_sure(params)}"
-        for flag in ("seed", *_FILTERS):
+        why = f"nothing is drawn at {_why_greedy(params)}"
+        for flag in ("seed", *_DRAWING):
             if flag in given and not (flag == "top_k" and params.strategy == "contrastive"):
                 yield flag, why
         if "temperature" in given and params.temperature and params.strategy != "fsd":
@@ -168,7 +150,7 @@ def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str,
             yield flag, "--samplers leaves it out"
 
 
-def _sure(params: SamplingParams) -> str:
+def _why_greedy(params: SamplingParams) -> str:
     if params.temperature == 0 and params.strategy not in ("greedy", "beam", "fsd", "contrastive"):
         return "a temperature of 0"
     strategy = "greedy" if params.strategy == "auto" else params.strategy

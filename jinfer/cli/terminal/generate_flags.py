@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 from jinfer.cli.terminal.argument_parser import Parser
 from jinfer.cli.terminal.foreign_flags import ALIASES, INSTEAD
 from jinfer.distributed import job_config
-from jinfer.sampling.param_names import PARAMETERS
+from jinfer.sampling import param_ranges as ranges
+from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.parameter_docs import described
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import PARAMETERS
 
-_COUNTS = ("int", "int | None")
-_NUMBERS = ("float", "float | None")
-_IDS = ("banned_token_ids", "allowed_token_ids", "stop_token_ids")
 _FILES = ("json_schema", "grammar")  # may be given as a file
 _FILE_NAME = re.compile(r"[^\s{}()\[\]:|\"']+\.(json|lark|gbnf|ebnf|txt)")
 
@@ -114,7 +111,7 @@ def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given."""
-    given = {name: getattr(options, name) for name in _NAMES}
+    given = {name: getattr(options, name) for name in PARAMETERS}
     changes = {name: value for name, value in given.items() if value is not None}
     if options.greedy:
         changes["strategy"] = "greedy"
@@ -132,38 +129,35 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add = partial(_add, group.add_argument)
     help = _described()
     _switch(add, "--greedy", "always the likeliest token")
-    for field in fields(SamplingParams):
-        others = [spelled(other) for other, own in PARAMETERS.items() if own == field.name]
-        names = ["-n", "--n"] if field.name == "n" else [spelled(field.name), *others]
-        text = help.get(field.name, "").replace("%", "%%")
-        if field.name == "n":
+    for name, parameter in PARAMETERS.items():
+        names = ["-n", "--n"] if name == "n" else list(map(spelled, (name, *parameter.aliases)))
+        text = help.get(name, "").replace("%", "%%")
+        if name == "n":
             text += " (llama.cpp's -n is --max-tokens)"
-        kind = str(field.type)
-        if kind == "bool":
+        if parameter.range is ranges.SWITCH:
             _switch(add, *names, text)
             continue
-        add(*names, help=text, **_form(field.name, kind))
+        add(*names, help=text, **_form(parameter))
 
 
-def _form(name: str, kind: str) -> Mapping[str, Any]:
+def _form(parameter: Parameter) -> Mapping[str, Any]:
     """argparse's keyword arguments for a parameter."""
-    if kind in _COUNTS:
-        return {"type": int, "metavar": "N"}
-    if kind in _NUMBERS:
-        return {"type": float, "metavar": "X"}
-    if name in _IDS:
-        return {"type": _ids, "metavar": "IDS"}
-    if name == "bad_words_ids":
-        return {"type": _ids, "action": "append", "metavar": "IDS"}
-    if name == "logit_bias":
-        return {"type": _bias, "action": "append", "metavar": "ID=X"}
-    if name == "early_stopping":
-        return {"type": _early, "metavar": "true|false|never"}
-    if name in _FILES:
+    if parameter.name in _FILES:
         return {"type": _text_or_file, "metavar": "FILE|TEXT"}
-    if "list" in kind:
-        return {"action": "append", "metavar": "TEXT"}
-    return {"metavar": "NAME" if name == "strategy" else "TEXT"}
+    match parameter.range:
+        case ranges.Range(whole=whole):
+            return {"type": int, "metavar": "N"} if whole else {"type": float, "metavar": "X"}
+        case ranges.Items(item=ranges.is_id):
+            return {"type": _ids, "metavar": "IDS"}
+        case ranges.IdSequences():
+            return {"type": _ids, "action": "append", "metavar": "IDS"}
+        case ranges.Biases():
+            return {"type": _bias, "action": "append", "metavar": "ID=X"}
+        case ranges.Items() | ranges.Names():
+            return {"action": "append", "metavar": "TEXT"}
+        case ranges.EARLY:
+            return {"type": _early, "metavar": "true|false|never"}
+    return {"metavar": "NAME" if parameter.name == "strategy" else "TEXT"}
 
 
 def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
@@ -172,7 +166,7 @@ def _switch(add: Callable[..., Any], *names_and_help: str) -> None:
 
 
 def _described() -> dict[str, str]:
-    """The help texts of `SamplingParams` by field; of fields documented together, for the first."""
+    """Help texts by parameter; of parameters documented together, for the first."""
     result: dict[str, str] = {}
     for (first, *others), text in described().items():
         result[first] = text if not others else f"(with {', '.join(others)}) {text}"
@@ -217,6 +211,3 @@ def _text_or_file(text: str) -> str:
         if isinstance(error, UnicodeDecodeError):
             raise argparse.ArgumentTypeError(f"{text}: is no text in UTF-8") from None
         return text  # longer than a file name may be
-
-
-_NAMES = tuple(field.name for field in fields(SamplingParams))

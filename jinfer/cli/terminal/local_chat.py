@@ -22,8 +22,7 @@ from jinfer.cli.terminal.text_wrap import Screen
 from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
-from jinfer.sampling.param_names import own_names
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 
 _SHARE = 4  # one part of the context is reserved for an answer
 
@@ -41,7 +40,7 @@ class Chat(Dialogue):
         super().__init__()
         self.llm = llm
         # The end-of-turn token ends an answer, unless the user has set a limit.
-        if "max_tokens" not in own_names(llm.frontend.opened.defaults):
+        if "max_tokens" not in canonical_names(llm.frontend.opened.defaults):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:

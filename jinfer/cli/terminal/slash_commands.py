@@ -14,8 +14,7 @@ from jinfer.guard.safe_files import FileRefused, read_regular
 from jinfer.modelspec.spec_errors import nearest
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.opening.chat_prompt import Message
-from jinfer.sampling.param_names import own_names
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 
 MAX_BYTES = 16 << 20  # of a saved conversation
 
@@ -149,7 +148,7 @@ def _set(chat: Dialogue, setting: str) -> None:
         print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
         return
     ((name, value),) = parse_override(setting).items()
-    new = own_names({name.replace("-", "_"): None if value in ("none", "null") else value})
+    new = canonical_names({name.replace("-", "_"): None if value in ("none", "null") else value})
     chat.params(**new)
     chat.sampling |= new
 

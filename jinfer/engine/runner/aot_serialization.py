@@ -26,9 +26,12 @@ from jinfer.ops.attention.kv_cache import LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
 from jinfer.runtime.known_jaxlib import is_known
-from jinfer.sampling.sampling_metadata import Progress, Sampler
+from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 
-_RECORDS = {each.__name__: each for each in (SamplerOutput, LayerCache, Progress, Sampler, State)}
+_RECORDS = {
+    each.__name__: each
+    for each in (SamplerOutput, LayerCache, SamplerState, SamplingMetadata, State)
+}
 _LENGTH = 8  # bytes of the JSON's length, which come first
 _log = logging.getLogger("jinfer")
 

@@ -12,14 +12,14 @@ from jax import Array
 
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
-    Progress,
-    Sampler,
+    SamplerState,
+    SamplingMetadata,
     allowed_mask,
-    empty_progress,
-    empty_sampler,
+    empty_metadata,
+    empty_sampler_state,
     mask_words,
-    progress_row,
-    sampler_row,
+    metadata_row,
+    sampler_state_row,
 )
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -50,8 +50,8 @@ class State(NamedTuple):
     encoded: Int[Array, " rows"]
     ended: Bool[Array, " rows"]
     logprobs: Bool[Array, " rows"]
-    sampler: Sampler
-    progress: Progress
+    sampler: SamplingMetadata
+    progress: SamplerState
     mask: UInt[Array, "rows words"]
     masked: Bool[Array, " rows"]
 
@@ -79,8 +79,8 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
         encoded=counts(),
         ended=flags(),
         logprobs=flags(),
-        sampler=empty_sampler(rows),
-        progress=empty_progress(rows),
+        sampler=empty_metadata(rows),
+        progress=empty_sampler_state(rows),
         mask=zeros((rows, mask_words(vocab)), np.uint32),
         masked=flags(),
     )
@@ -94,7 +94,7 @@ def state_row(
     limit: int,
     encoded: int,
     choice: SamplingRow,
-    progress: Progress,
+    progress: SamplerState,
 ) -> State:
     """The state row of one sequence, in NumPy.
 
@@ -132,8 +132,8 @@ class SamplingRow:
         plain: whether the common sampling stages are enough.
     """
 
-    sampler: Sampler
-    progress: Progress
+    sampler: SamplingMetadata
+    progress: SamplerState
     logprobs: bool
     mask: UInt[np.ndarray, " words"]
     masked: bool
@@ -159,8 +159,8 @@ class SamplingRow:
         """
         mask = allowed_mask(params, vocab)
         return cls(
-            sampler_row(params, end_ids, vocab, encode),
-            progress_row(params),
+            metadata_row(params, end_ids, vocab, encode),
+            sampler_state_row(params),
             params.logprobs is not None,
             np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
             mask is not None,

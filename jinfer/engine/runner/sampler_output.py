@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jax import Array
 
-from jinfer.sampling.sampling_metadata import Progress
+from jinfer.sampling.sampling_metadata import SamplerState
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -33,7 +33,7 @@ class SamplerOutput(NamedTuple):
     logprob: Float[Array, " rows"]
     top_ids: Int[Array, "rows top"]
     top_logprobs: Float[Array, "rows top"]
-    progress: Progress
+    progress: SamplerState
 
 
 def steps_that_fit(step_seconds: float) -> int:

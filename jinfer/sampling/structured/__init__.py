@@ -1,4 +1,4 @@
-"""Answers that keep to a JSON schema, a regex, a choice of texts or a grammar (llguidance).
+"""Structured output: answers constrained to a JSON schema, regex, choice or grammar (llguidance).
 
 How an engine's step uses it, without jax:
 

@@ -1,4 +1,4 @@
-"""Compiles a constraint for a vocabulary, once, and begins answers in it."""
+"""Constraints: grammars compiled for a vocabulary, cached, from which answers start."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
-from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, try_apart
+from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, compile_sandboxed
 from jinfer.sampling.structured.token_trie import Vocabulary, vocabulary
 from jinfer.sampling.structured.vocab_coverage import find_answer
 from jinfer.tokenizer import Tokenizer
 
-MAX_KEPT = 64  # compiled constraints, those used last
+MAX_CACHED = 64  # compiled constraints, those used last
 
-# llguidance's limits on the work of compiling and of a mask, which takes at most some 0.1 s.
+# llguidance's limits on the work of compiling, and of a mask.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,
     "initial_lexer_fuel": 200_000,  # also what the first state may force, by some bytes a unit
@@ -35,7 +35,7 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-# Of constraints that are too great for those, which are compiled one after the other.
+# For constraints that exceed them; these are compiled one after the other.
 GREAT = LIMITS | {"initial_lexer_fuel": 1_000_000}
 
 _COMPILES_GREAT = Lock()
@@ -45,7 +45,7 @@ _SEARCH_SECONDS = 1.0  # to find the part of a schema that is wrong
 
 
 class Constraint:
-    """A compiled constraint; any thread may use it."""
+    """A compiled constraint; thread-safe."""
 
     def __init__(self, source: Source, vocabulary: Vocabulary, *, leading_space: bool) -> None:
         """Compiles; see `compile_constraint`."""
@@ -57,7 +57,7 @@ class Constraint:
         self._limits = LIMITS
         message = self._first_error(source)
         if message:
-            raise failure(source, message, self._apart if source.risky else self._errors_of)
+            raise failure(source, message, self._sandboxed if source.risky else self._errors_of)
         if not can_write and not find_answer(self.start(), vocabulary):
             raise ConstraintError(
                 f"{self.kind}: the tokenizer has no tokens to write an answer with; it lacks"
@@ -71,10 +71,10 @@ class Constraint:
         return Matcher(self.kind, self._vocabulary, state, self._renew, self._turns)
 
     def _first_error(self, source: Source) -> str:
-        """Compiles and makes the first mask; llguidance's message, or nothing."""
+        """Compiles and computes the first mask; llguidance's error message, or an empty text."""
         if source.risky:
             try:
-                (message,) = try_apart([self._grammar], GREAT)
+                (message,) = compile_sandboxed([self._grammar], GREAT)
             except UnfinishedError as error:
                 raise UnfinishedError(f"{self.kind}: {error}") from None
             if message:
@@ -98,14 +98,14 @@ class Constraint:
         end = monotonic() + _SEARCH_SECONDS
         return [_error_of(self._compile(g)) for g in grammars if monotonic() < end]
 
-    def _apart(self, grammars: list[str]) -> list[str]:
+    def _sandboxed(self, grammars: list[str]) -> list[str]:
         try:
-            return try_apart(grammars, self._limits)
+            return compile_sandboxed(grammars, self._limits)
         except UnfinishedError:
             return []
 
     def _renew(self) -> LLMatcher:
-        """A matcher at the beginning, with an automaton of its own that later answers share."""
+        """A matcher at the start with a new automaton, which later answers share."""
         fresh = self._compile(self._grammar)
         with self._lock:
             self._compiled = fresh
@@ -113,10 +113,10 @@ class Constraint:
 
 
 def _error_of(matcher: LLMatcher) -> str:
-    """What is wrong at the beginning already; llguidance's message, or nothing.
+    """llguidance's error message at the start of an answer, or an empty text.
 
-    The beginning goes on to where there is a choice: what is forced up to there costs as much as a
-    mask may, for each answer again.
+    The start goes on to the first token that is not forced: forced tokens cost as much as a mask
+    may, for each answer again.
     """
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -128,7 +128,7 @@ def _error_of(matcher: LLMatcher) -> str:
     if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
         matcher.compute_bitmask()
     error = str(matcher.get_error())
-    # That the vocabulary cannot go on after what is forced shows where an answer comes to it.
+    # A dead end after the forced tokens is reported when an answer reaches it.
     return "" if "NoExtension" in error else error
 
 
@@ -138,22 +138,22 @@ def _example(vocabulary: Vocabulary) -> str:
     ]
 
 
-class _Kept:
-    """The constraints used last, for all tokenizers, and why others cannot be compiled."""
+class _Cache:
+    """Least-recently-used cache of constraints, and of the errors of those that do not compile."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._constraints: OrderedDict[Any, Future[Constraint | str]] = OrderedDict()
 
     def get(self, key: Any, make: Callable[[], Constraint]) -> Constraint:
-        """The one of this key; who asks for it while somebody makes it waits for that one."""
+        """The constraint of a key; waits for another thread that is compiling it."""
         with self._lock:
             found = self._constraints.get(key)
             makes = found is None
             if found is None:
                 found = self._constraints[key] = Future()
             self._constraints.move_to_end(key)
-            while len(self._constraints) > MAX_KEPT:
+            while len(self._constraints) > MAX_CACHED:
                 self._constraints.popitem(last=False)
         if makes:
             self._make(key, found, make)
@@ -163,24 +163,24 @@ class _Kept:
         return made
 
     def _make(
-        self, key: Any, kept: Future[Constraint | str], make: Callable[[], Constraint]
+        self, key: Any, result: Future[Constraint | str], make: Callable[[], Constraint]
     ) -> None:
         forgotten = True
         try:
-            kept.set_result(make())
+            result.set_result(make())
             forgotten = False
         except ConstraintError as error:
-            # Whether time was enough may be otherwise the next time.
+            # The next attempt may have enough time.
             forgotten = isinstance(error, UnfinishedError)
-            kept.set_result(str(error))
+            result.set_result(str(error))
         except BaseException as error:
-            kept.set_exception(error)
+            result.set_exception(error)
         if forgotten:
             with self._lock:
                 self._constraints.pop(key, None)
 
 
-_KEPT = _Kept()
+_CACHE = _Cache()
 
 
 def compile_constraint(
@@ -194,20 +194,18 @@ def compile_constraint(
 ) -> Constraint:
     """A constraint on the answers of a model with this tokenizer; exactly one must be given.
 
-    Compiled constraints are kept, the last `MAX_KEPT` of them. Any thread may call it; most take a
-    millisecond, the first for a tokenizer some tenths of a second, at worst ten seconds, in which
-    other threads run Python.
+    The last `MAX_CACHED` are cached. Thread-safe; while it compiles, other threads run Python.
 
     Args:
         json_schema: a JSON schema as a dict or a JSON text; True for any JSON object.
         regex: what the whole answer must match, in the syntax of Rust's `regex`.
         choice: texts, one of which is the answer.
         grammar: a Lark grammar as llguidance reads it, or llama.cpp's GBNF.
-        at_text_start: no text stands before the answer (an encoder-decoder's, or an empty
-            prompt), so that a tokenizer that begins texts with a space may.
+        at_text_start: no text comes before the answer (an encoder-decoder's, or an empty
+            prompt), so a tokenizer that begins texts with a space may do so.
 
     Raises:
-        ConstraintError: in one line what cannot be kept, and where.
+        ConstraintError: one line: what is unsupported or wrong, and where.
     """
     given: dict[Kind, Any] = {
         "json_schema": json_schema,
@@ -220,4 +218,4 @@ def compile_constraint(
     with task("compiling the grammar", level=logging.DEBUG):
         words = vocabulary(tokenizer)
         key = (words, source, leading_space)
-        return _KEPT.get(key, lambda: Constraint(source, words, leading_space=leading_space))
+        return _CACHE.get(key, lambda: Constraint(source, words, leading_space=leading_space))

@@ -1,4 +1,4 @@
-"""What a request gives, as the text that llguidance compiles."""
+"""Grammar sources: a request's constraint as the text that llguidance compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas before llguidance sees them: what cannot be kept is refused with its place.
+"""JSON schemas, prepared for llguidance: what it cannot enforce is an error with its location.
 
 Schemas are those of JSON Schema 2020-12 and of the older drafts where these agree. llguidance
 compiles most of them; this module finds what it would misread or only find out too late.

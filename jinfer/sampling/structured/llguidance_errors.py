@@ -1,4 +1,4 @@
-"""llguidance's messages, which may have many lines, in one line of jinfer's own."""
+"""llguidance's error messages, which may have many lines, as one line of jinfer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one answer stands in its constraint."""
+"""Matchers: the state of one answer in its constraint, and the masks of the next token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MAX_FORCED = 1 << 14
 class Matcher:
     """The tokens of one answer so far, and which may come next.
 
-    One thread at a time may use a matcher; different matchers may be used side by side. `mask` lets
-    other threads run Python while it computes, so that a worker thread makes masks while another
-    waits for the device. Matchers of the same constraint share an automaton and wait for one
-    another, for as long as a mask takes; only `finished` and `fork` never wait.
+    A matcher is not thread-safe; different matchers may be used in parallel. `mask` releases the
+    GIL, so a worker thread can compute masks while another waits for the device. Matchers of the
+    same constraint share an automaton and wait for one another, as long as a mask takes; only
+    `finished` and `fork` never wait.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Matcher:
         """Begins an answer; see `Constraint.start`.
 
         Args:
-            state: llguidance's matcher, at the beginning.
-            renew: makes such a one that shares nothing with others.
-            turns: of the matchers that share an automaton. llguidance has a lock of its own, but
-                keeps Python's while it waits for that.
+            state: llguidance's matcher, at the start.
+            renew: makes another one, with an automaton that it shares with no matcher yet.
+            turns: the lock of the matchers that share an automaton. llguidance has its own, but
+                holds the GIL while it waits for it.
         """
         self._kind = kind
         self._vocabulary = vocabulary
@@ -110,7 +110,7 @@ class Matcher:
             self._only_end = True
 
     def _compute(self) -> UInt[np.ndarray, " words"]:
-        """The mask as llguidance has it: perhaps with an end of sequence that is not a token."""
+        """llguidance's mask, whose end of sequence may be no token of the vocabulary."""
         if self._next is None:
             with self._turns:
                 try:
@@ -136,7 +136,7 @@ class Matcher:
         return mask
 
     def nothing_left(self, ids: Sequence[int], rules: Sequence[str]) -> ConstraintError:
-        """The error of an answer that the request's own rules let nobody go on with.
+        """The error of an answer that the request's own rules leave no token for.
 
         Args:
             ids: what the constraint allows next.
@@ -182,14 +182,14 @@ class Matcher:
             return bool(taken == 1)
 
     def forced(self) -> list[int]:
-        """The tokens that must come next whatever the model says; empty if there is a choice.
+        """The tokens that must come next, whatever the model; empty if several may.
 
         `mask` would allow each of them alone, one after the other. They are not part of the answer
         until `advance` takes them.
         """
         if self._state.is_stopped():
             return []
-        # A mask says whether there is a choice, and Python goes on while llguidance makes it.
+        # The mask tells whether several may, and is computed without the GIL.
         try:
             mask = self._compute()
         except ConstraintError:
@@ -200,7 +200,7 @@ class Matcher:
             return [int(token) for token in self._state.compute_ff_tokens()]
 
     def fork(self) -> Matcher:
-        """Another matcher with the same answer so far."""
+        """A copy of the matcher."""
         state = self._state.deep_copy()
         other = Matcher(self._kind, self._vocabulary, state, self._renew, self._turns)
         other._next = self._next
@@ -210,7 +210,7 @@ class Matcher:
         return other
 
     def rollback(self, n: int) -> None:
-        """Takes the last n tokens of the answer back.
+        """Removes the last n tokens of the answer.
 
         Raises:
             ValueError: the answer is not that long.
@@ -229,7 +229,7 @@ class Matcher:
                 self._rebuild(self._renew())
 
     def _rebuild(self, fresh: Any) -> None:
-        """Goes through the answer again with a matcher at the beginning."""
+        """Replays the answer in a matcher at the start."""
         self._state = fresh
         inside = self._tokens[: len(self._tokens) - self._after_end]
         for token in inside:

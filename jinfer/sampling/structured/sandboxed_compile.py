@@ -1,4 +1,4 @@
-"""Grammars whose compilation might not end are tried in another process first.
+"""Sandboxed compilation: grammars whose compilation might not end, in a child process first.
 
 llguidance bounds the work of a step, but not that of intersecting patterns or of divisibility by
 a great number: twenty patterns in an `allOf` take it hours. A thread cannot be stopped, a process
@@ -24,11 +24,11 @@ _CHILD = Path(__file__).with_name("sandboxed_compile_child.py")
 
 
 class UnfinishedError(ConstraintError):
-    """A compilation that was stopped, which on a less busy machine might have come to its end."""
+    """A compilation that was stopped; on a less busy machine it might have finished."""
 
 
-def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
-    """Compiles in a process that is stopped in time; takes about 0.1 s for a grammar that is fine.
+def compile_sandboxed(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
+    """Compiles grammars in a child process with limits on time and memory.
 
     Args:
         grammars: what llguidance reads.
@@ -38,9 +38,9 @@ def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
         llguidance's messages; empty where it has none.
 
     Raises:
-        UnfinishedError: the grammars need more time or memory than there is for them.
+        UnfinishedError: the grammars need more than `TRIAL_SECONDS` or `TRIAL_BYTES`.
     """
-    asked = {
+    job = {
         "grammars": grammars,
         "limits": dict(limits),
         "seconds": TRIAL_SECONDS,
@@ -49,7 +49,7 @@ def try_apart(grammars: list[str], limits: Mapping[str, Any]) -> list[str]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", str(_CHILD)],
-            input=json.dumps(asked),
+            input=json.dumps(job),
             capture_output=True,
             text=True,
             timeout=_WAIT_SECONDS,

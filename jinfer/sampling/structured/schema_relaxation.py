@@ -1,4 +1,4 @@
-"""JSON schemas less the keywords that cannot be kept, for callers that can say which were.
+"""Schema relaxation: JSON schemas without the keywords that cannot be enforced.
 
 A schema that a client asks an answer to keep to is refused where that cannot be promised
 (`schema.prepare_schema`). The schema of a tool is meant for the model first: keeping to most of it
@@ -21,7 +21,7 @@ type Relaxed = tuple[Any, list[str]]  # a schema, and JSON pointers to what was 
 
 
 def supported(schema: Any) -> Relaxed:
-    """A schema less the keywords that never can be kept.
+    """A schema without the keywords that llguidance never enforces.
 
     Raises:
         ConstraintError: it is no JSON.
@@ -40,7 +40,7 @@ def supported(schema: Any) -> Relaxed:
 
 
 def relaxed(schema: Any, compiles: Callable[[Any], bool]) -> Relaxed:
-    """A schema less what keeps it from being compiled, as far as that can be found.
+    """A schema without what prevents its compilation, as far as that can be found.
 
     Args:
         compiles: whether a schema can be compiled.

@@ -1,8 +1,8 @@
-"""A tokenizer as llguidance wants it: the bytes of each token in a trie.
+"""Token trie: a tokenizer as llguidance reads it, by the bytes of each token.
 
-A token may be chosen under a constraint if its bytes go on what the constraint began. So the trie
-has the same bytes that the detokenizer joins, and control tokens stand apart: no text matches them,
-only a grammar that names them (`<|im_end|>`) does.
+A constraint allows a token if the token's bytes continue the answer. So the trie has the bytes
+that the detokenizer joins. No text matches control tokens, only a grammar that names them
+(`<|im_end|>`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from jinfer.tokenizer import Tokenizer
 
 MAX_TOKEN_BYTES = 1000  # llguidance's trie is at most 1,024 deep
-MAX_TOKENIZERS = 4  # whose tries are kept
+MAX_TOKENIZERS = 4  # whose tries are cached
 
 _SPECIAL_MARK = b"\xff"  # no byte of UTF-8: before the name of a token that is not text
 _UTF8_BYTES = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
@@ -56,10 +56,7 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The trie of a tokenizer, built when first asked for (0.3 s for 49,000 tokens).
-
-    Any thread may call it.
-    """
+    """The trie of a tokenizer, built at first use; thread-safe."""
     with _LOCK:
         return _build(tokenizer)
 
@@ -87,7 +84,7 @@ def _build(tokenizer: Tokenizer) -> Vocabulary:
 
 @dataclass(frozen=True)
 class _Source:
-    """What `LLTokenizer` reads; the names are its own."""
+    """The attributes that `LLTokenizer` reads."""
 
     tokens: list[bytes]
     special_token_ids: list[int]

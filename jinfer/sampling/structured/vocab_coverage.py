@@ -1,4 +1,4 @@
-"""Whether a vocabulary without all single bytes can write any answer."""
+"""Vocabulary coverage: whether a vocabulary that lacks single bytes can write any answer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 500
 _CLOSING = b'}]")>,:.0123456789'  # what tends to end something, the likeliest first
-_ALIKE = 64  # candidates that are told apart by how often they were tried
+_ALIKE = 64  # candidates that are ordered by how often they were tried
 
 
 def find_answer(matcher: Matcher, vocabulary: Vocabulary) -> bool:
     """Looks for one answer that the vocabulary can write.
 
-    Depth first, short tokens that close something before others, those that were taken often
-    later. It may miss one that exists; where it finds none, hardly anything can be written.
+    Depth first: short closing tokens before others, tokens that were often tried last. It may miss
+    an answer that exists; where it finds none, hardly anything can be written.
     """
     rank = _ranked(vocabulary)
     words = np.zeros(-(-vocabulary.size // 32), np.uint32)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import (
     MOST_PARTS,
     Answer,
@@ -134,7 +134,7 @@ Verbosity = Annotated[
 ]
 
 
-class ChatRequest(Sampling, Rendering):
+class ChatRequest(SamplingFields, Rendering):
     """A request to /v1/chat/completions."""
 
     model: str | None = None

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import Answer, Prompts, StreamOptions, Timings, Usage
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """A request to /v1/completions."""
 
     prompt: Prompts

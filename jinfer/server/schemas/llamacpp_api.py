@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import Answer, No, Strict, Timings, Zero, refused
 
 
@@ -21,7 +21,7 @@ _Piece = str | int
 LlamaPrompt = str | LlamaText | list[_Piece] | list[str | LlamaText | list[_Piece]]
 
 
-class LlamaRequest(Sampling):
+class LlamaRequest(SamplingFields):
     """A request to /completion; a list that mixes texts and ids is one prompt."""
 
     prompt: LlamaPrompt
@@ -63,7 +63,7 @@ class LlamaAnswer(RootModel[LlamaOne | list[LlamaOne]]):
     """The response of /completion: one answer, or a list of several."""
 
 
-class InferflowRequest(Sampling):
+class InferflowRequest(SamplingFields):
     """A request to Inferflow's POST /."""
 
     text: str

@@ -13,7 +13,7 @@ from jinfer.server.schemas.chat import (
     Store,
     Verbosity,
 )
-from jinfer.server.schemas.sampling_fields import Sampling
+from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import (
     MOST_PARTS,
     Answer,
@@ -144,7 +144,7 @@ AnyFunctionTool = Annotated[
 _NOT_STORED = refused("nothing is stored here; send the whole conversation as input")
 
 
-class ResponseRequest(Sampling):
+class ResponseRequest(SamplingFields):
     """A request to /v1/responses."""
 
     input: str | Annotated[list[InputItem], Field(max_length=MOST_PARTS)]

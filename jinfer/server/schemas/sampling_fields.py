@@ -1,15 +1,19 @@
-"""How an answer is chosen: the fields that all routes which generate have in common.
+"""Sampling fields of requests, which all routes that generate have.
 
-`jinfer.server.request_params` says what becomes of each; docs/sampling.md what they do.
+`jinfer.server.request_params` makes `SamplingParams` of them; docs/sampling.md says what they do.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import functools
+from operator import or_
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
-from jinfer.server.schemas.parameter_groups import tell
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
+from jinfer.server.schemas.parameter_groups import describe
 from jinfer.server.schemas.schema_base import Ignored, Strict
 
 
@@ -40,86 +44,58 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
 
-class Sampling(Strict):
-    """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers."""
+def _json_type(annotation: Any) -> Any:
+    """A parameter's type in JSON: lists only, where Python takes tuples too; null is nothing."""
+    arms = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kept = [arm for arm in arms if get_origin(arm) is not tuple and arm is not NoneType]
+    return functools.reduce(or_, kept) | None
 
-    model_config = ConfigDict(json_schema_extra=tell)
 
-    # OpenAI
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+def _table_fields() -> dict[str, Any]:
+    """The fields of the table of sampling parameters, for `create_model`."""
+    types = get_type_hints(SamplingParams)
+    fields = [(field, p.name) for p in PARAMETERS.values() for field in p.fields]
+    return {field: (_json_type(types[name]), None) for field, name in fields}
+
+
+if TYPE_CHECKING:
+    _TableFields = Strict
+else:
+    _TableFields = create_model("_TableFields", __base__=Strict, **_table_fields())
+
+
+class SamplingFields(_TableFields):
+    """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers.
+
+    The fields of `SamplingParams` come from its table. Below are those whose JSON differs from
+    Python, those with a description of their own, those that routes read by name, and fields that
+    are no sampling parameters.
+    """
+
+    model_config = ConfigDict(json_schema_extra=describe)
+
+    strategy: str | None = None
+    top_k: int | None = Field(None, description="-1 and 0: all")
     logit_bias: dict[str, float | bool] | list[list[int | float | str | bool]] | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    grammar: str | None = Field(None, description="Lark, or llama.cpp's GBNF")
+    n_predict: int | None = Field(None, description="-1: up to the context's end")
+    speculation: bool | None = Field(None, description="false: no tokens are drafted")
+    n: int | None = None
+    best_of: int | None = None
+    n_probs: int | None = None
+    # OpenAI
     response_format: ResponseFormat | None = None
     # vLLM
-    top_k: int | None = Field(None, description="-1 and 0: all")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, description="keeps the last ones")
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, description="lower ones go first")
     return_token_ids: bool | None = None
     # llama.cpp
-    n_predict: int | None = Field(None, description="-1: up to the context's end")
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    typical_p: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str | int] | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    top_n_sigma: float | None = None
-    samplers: list[str] | None = None
-    grammar: str | None = Field(None, description="Lark, or llama.cpp's GBNF")
-    json_schema: dict[str, Any] | bool | None = None
     cache_prompt: bool | None = Field(None, description="false: the whole prompt is computed")
-    n_probs: int | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     id_slot: Annotated[int | None, Ignored("slots are chosen by what they hold", (-1,))] = None
     verbose: Annotated[bool | None, Ignored("/props and the log say more", (False,))] = None
-    # jinfer
-    strategy: str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    speculation: bool | None = Field(None, description="false: no tokens are drafted")
-    tfs_z: float | None = None
-    top_a: float | None = None
-    penalty_last_n: int | None = None
-    banned_token_ids: list[int] | None = None
-    bad_words_ids: list[list[int]] | None = None
-    fsd_alpha: float | None = None
-    fsd_k: int | None = None
-    fsd_n: int | None = None
-    fsd_beta: float | None = None
-    fsd_pool: int | None = None
-    random_fsd_tokens: int | None = None
-    random_fsd_probability: float | None = None
-    penalty_alpha: float | None = None
-    beams: int | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    best_of: int | None = None

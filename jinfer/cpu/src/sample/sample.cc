@@ -179,5 +179,13 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
 }  // namespace
 }  // namespace jinfer
 
+#define JINFER_NAME(name, text) text " "
+
+// The names of the numbers, of the counts and of the stages, a line each.
+extern "C" __attribute__((visibility("default"))) const char* jinfer_sampler_layout() {
+  return JINFER_SAMPLER_NUMBERS(JINFER_NAME) "\n" JINFER_SAMPLER_COUNTS(JINFER_NAME) "\n"
+      JINFER_SAMPLER_STAGES(JINFER_NAME);
+}
+
 JINFER_HANDLER(jinfer_sample, jinfer::sample);
 JINFER_HANDLER(jinfer_logprobs, jinfer::logprobs);

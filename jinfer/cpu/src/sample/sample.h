@@ -10,65 +10,68 @@
 
 namespace jinfer {
 
-// Columns of NUMBERS and COUNTS in jinfer/sampling/sampling_metadata.py, and STAGES of
-// jinfer/sampling/param_names.py.
-enum Number : int {
-  kScale,
-  kDynatempRange,
-  kDynatempExponent,
-  kTopP,
-  kMinP,
-  kTypicalP,
-  kTfsZ,
-  kTopA,
-  kTopNSigma,
-  kXtcProbability,
-  kXtcThreshold,
-  kMirostatTau,
-  kMirostatEta,
-  kRepetitionPenalty,
-  kPresencePenalty,
-  kFrequencyPenalty,
-  kDryMultiplier,
-  kDryBase,
-  kFsdAlpha,
-  kFsdBeta,
-  kRandomFsdProbability,
-  NUMBERS
-};
-enum Count : int {
-  kDraws,
-  kIgnoreEos,
-  kMinTokens,
-  kTopK,
-  kMirostat,
-  kPenaltyLastN,
-  kDryAllowedLength,
-  kDryPenaltyLastN,
-  kFsdK,
-  kFsdN,
-  kFsdPool,
-  kRandomFsdTokens,
-  COUNTS
-};
-enum Stage : int {
-  kRulesStage,
-  kPenaltiesStage,
-  kDryStage,
-  kTemperatureStage,
-  kDynatempStage,
-  kTopNSigmaStage,
-  kTopKStage,
-  kTfsZStage,
-  kTypicalPStage,
-  kTopPStage,
-  kMinPStage,
-  kTopAStage,
-  kXtcStage,
-  kMirostatStage,
-  kFsdStage,
-  STAGES
-};
+// What the stages read of a request and which stages there are, each by its name in jinfer/sampling.
+// Python asks for these names (`jinfer_sampler_layout`) and passes the columns in their order; a stage
+// that is not among them is left to XLA's operations.
+#define JINFER_SAMPLER_NUMBERS(X)                   \
+  X(Scale, "scale")                                 \
+  X(DynatempRange, "dynatemp_range")                \
+  X(DynatempExponent, "dynatemp_exponent")          \
+  X(TopP, "top_p")                                  \
+  X(MinP, "min_p")                                  \
+  X(TypicalP, "typical_p")                          \
+  X(TfsZ, "tfs_z")                                  \
+  X(TopA, "top_a")                                  \
+  X(TopNSigma, "top_n_sigma")                       \
+  X(XtcProbability, "xtc_probability")              \
+  X(XtcThreshold, "xtc_threshold")                  \
+  X(MirostatTau, "mirostat_tau")                    \
+  X(MirostatEta, "mirostat_eta")                    \
+  X(RepetitionPenalty, "repetition_penalty")        \
+  X(PresencePenalty, "presence_penalty")            \
+  X(FrequencyPenalty, "frequency_penalty")          \
+  X(DryMultiplier, "dry_multiplier")                \
+  X(DryBase, "dry_base")                            \
+  X(FsdAlpha, "fsd_alpha")                          \
+  X(FsdBeta, "fsd_beta")                            \
+  X(RandomFsdProbability, "random_fsd_probability")
+#define JINFER_SAMPLER_COUNTS(X)            \
+  X(Draws, "draws")                         \
+  X(TopK, "top_k")                          \
+  X(Mirostat, "mirostat")                   \
+  X(PenaltyLastN, "penalty_last_n")         \
+  X(DryAllowedLength, "dry_allowed_length") \
+  X(DryPenaltyLastN, "dry_penalty_last_n")  \
+  X(FsdK, "fsd_k")                          \
+  X(FsdN, "fsd_n")                          \
+  X(FsdPool, "fsd_pool")                    \
+  X(RandomFsdTokens, "random_fsd_tokens")   \
+  X(MinTokens, "min_tokens")                \
+  X(IgnoreEos, "ignore_eos")
+#define JINFER_SAMPLER_STAGES(X) \
+  X(Rules, "rules")              \
+  X(Penalties, "penalties")      \
+  X(Dry, "dry")                  \
+  X(Temperature, "temperature")  \
+  X(Dynatemp, "dynatemp")        \
+  X(TopNSigma, "top_n_sigma")    \
+  X(TopK, "top_k")               \
+  X(TfsZ, "tfs_z")               \
+  X(TypicalP, "typical_p")       \
+  X(TopP, "top_p")               \
+  X(MinP, "min_p")               \
+  X(TopA, "top_a")               \
+  X(Xtc, "xtc")                  \
+  X(Mirostat, "mirostat")        \
+  X(Fsd, "fsd")
+
+#define JINFER_COLUMN(name, text) k##name,
+#define JINFER_STAGE(name, text) k##name##Stage,
+enum Number : int { JINFER_SAMPLER_NUMBERS(JINFER_COLUMN) NUMBERS };
+enum Count : int { JINFER_SAMPLER_COUNTS(JINFER_COLUMN) COUNTS };
+enum Stage : int { JINFER_SAMPLER_STAGES(JINFER_STAGE) STAGES };
+#undef JINFER_COLUMN
+#undef JINFER_STAGE
 
 // Token ids; negative: none.
 struct Ids {
@@ -76,7 +79,7 @@ struct Ids {
   int64_t count;
 };
 
-// State of a row, as `Sampler`, `Progress` and `History` of jinfer/sampling.
+// State of a row, as `SamplingMetadata`, `SamplerState` and `History` of jinfer/sampling.
 struct Request {
   const float* numbers;
   const int32_t* counts;

@@ -1,0 +1,33 @@
+"""Layout of the sampler's custom call: the columns and stages that it knows, by name."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+from jinfer.cpu import build_library
+
+
+class Layout(NamedTuple):
+    """What the custom call knows, in its order.
+
+    Attributes:
+        numbers, counts: the columns of a request's parameters.
+        stages: of the sampler; a stage's number is its index here.
+    """
+
+    numbers: tuple[str, ...]
+    counts: tuple[str, ...]
+    stages: tuple[str, ...]
+
+
+@functools.cache
+def layout() -> Layout:
+    """The layout of the library, which must be loaded (`sample.available`)."""
+    library = build_library.opened_already()
+    if library is None:
+        raise RuntimeError("there are no custom calls on this machine")
+    library.jinfer_sampler_layout.restype = ctypes.c_char_p
+    names = library.jinfer_sampler_layout().decode().splitlines()
+    return Layout(*(tuple(line.split()) for line in names))
