@@ -39,7 +39,8 @@ def sample(
 
     Args:
         logits: float32.
-        parameters: the fields of `Sampler` and `Progress`, in their order, a row per request.
+        parameters: the fields of `SamplingMetadata`, with the columns and stages of `layout`, then
+            those of `SamplerState`; a row per request.
         history: token ids of sequences.
         lengths, prompts: each request's length so far, and the length of its prompt.
         requests, slots: each row's request, and the row of `history` that holds its sequence.

@@ -18,40 +18,41 @@ from jinfer.sampling.sampling_metadata import SamplerState
 
 @dataclass(eq=False)
 class Samplers:
-    """Those of all requests on their way.
+    """The sampler states of all running requests.
 
     Attributes:
-        choices: by request.
+        choices: sampling parameters by request, as rows of the device state.
     """
 
     choices: dict[int, SamplingRow] = field(default_factory=dict)
     _progress: dict[int, tuple[SamplerState, int, int]] = field(default_factory=dict)
 
     def note(self, request: int, launched: CallInFlight, step: int, row: int) -> None:
-        """Keeps in mind where a request's progress is, after a token that was read."""
+        """Records the output that has a request's state after the token that was read last."""
         self._progress[request] = (launched.output.progress, step, row)
 
     def forget(self, request: int) -> None:
-        """A request has ended."""
+        """Drops an ended request."""
         self.choices.pop(request, None)
         self._progress.pop(request, None)
 
     def clear(self) -> None:
-        """Lets arrays of the device go."""
+        """Drops references to arrays of the device."""
         self._progress.clear()
 
     def stages(self, sequences: Sequence[RunningSequence]) -> tuple[str, ...]:
-        """The stages of sampling that a program for these sequences needs."""
+        """The sampler stages of a program for these sequences."""
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return stage_sets()[0 if plain else -1]
 
     def row(
         self, sequence: RunningSequence, context: int, more: Sequence[int] = (), first: int = 0
     ) -> State:
-        """What is known of a sequence, for the device; and `more` tokens that may follow it.
+        """The device state's row of a sequence.
 
         Args:
-            first: the token that it begins with there.
+            more: tokens that may follow it.
+            first: index of its first token that the device holds.
         """
         request = sequence.request
         return state_row(
@@ -65,14 +66,14 @@ class Samplers:
         )
 
     def _progress_of(self, sequence: RunningSequence, more: int) -> SamplerState:
-        """What its sampler has come to, as far as its tokens were read."""
+        """Its sampler's state after the tokens that were read."""
         known = self._progress.get(sequence.request.id)
         if known is None:
             progress = self.choices[sequence.request.id].progress
         else:
             each, step, row = known
             progress = jax.tree.map(lambda part: np.asarray(part)[step, row][None], each)
-        # Tokens that were not drawn, because there was no choice, count all the same.
+        # Tokens that a grammar forced, and no sampler drew, count too.
         count = len(sequence.tokens) + more - len(sequence.request.prompt)
         drawn: Any = np.array([count], np.int32)
         return progress._replace(drawn=drawn)

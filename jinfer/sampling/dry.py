@@ -66,13 +66,13 @@ def _matches(
         length, alive, _ = state
         return (length < MAX_MATCH) & jnp.any(alive)
 
-    def one(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        length, alive, found = state
+    def compare(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        length, alive, matched = state
         places = positions - 1 - length
         wanted = lax.dynamic_slice_in_dim(end, length, 1, axis=1)
         alive = alive & (history.at(places) == wanted) & (places >= start[:, None])
-        return length + 1, alive, found + alive.astype(jnp.int32)
+        return length + 1, alive, matched + alive.astype(jnp.int32)
 
     alive = (positions < history.lengths[:, None]) & (end[:, :1] >= 0)
     none = jnp.zeros_like(positions)
-    return lax.while_loop(more, one, (jnp.int32(0), alive, none))[2]
+    return lax.while_loop(more, compare, (jnp.int32(0), alive, none))[2]

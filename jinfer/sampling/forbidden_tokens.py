@@ -95,14 +95,14 @@ class Forbidden:
         pairs = cast("tuple[tuple[int, float], ...]", self.params.logit_bias)
         biased = {id for id, bias in pairs if np.isneginf(bias)}
         now = set(self.now(tokens, self.least))
-        found = {
+        forbidden_by = {
             "banned_token_ids": ids & set(self.params.banned_token_ids),
             "logit_bias": ids & biased,
             "allowed_token_ids": ids - set(ids if allowed is None else allowed),
             "bad_words": ids & now,
             "min_tokens": ids & set(self.ends) if drawn < self.least else set(),
         }
-        return [name for name, own in found.items() if own]
+        return [name for name, matching in forbidden_by.items() if matching]
 
 
 def _follows(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:

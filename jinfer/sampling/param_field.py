@@ -1,7 +1,7 @@
-"""The fields of `SamplingParams` as rows of a table: what is said of each beside type and default.
+"""Fields of `SamplingParams` as rows of a table: what each has besides its type and default.
 
-From them come checks, other engines' names, columns of the device's arrays, fields of HTTP requests
-and flags.
+Checks, other engines' names, columns of the device's arrays, fields of HTTP requests and flags are
+made from the rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Parameter:
 
     Attributes:
         name, type, default: of the field; the type as it is written.
-        range: what it may be.
+        range: its valid values.
         group: its heading.
         aliases: other engines' names of it.
         fields: the fields of HTTP requests that set it, first the one that the page shows.
@@ -66,7 +66,7 @@ class Parameter:
         return "None" in self.type
 
     def read(self, value: Any) -> Any:
-        """A value in its one form. Raises `OutsideError`."""
+        """The normalized value. Raises `OutsideError`."""
         return self.range.none if value is None and self.optional else self.range.read(value)
 
 
@@ -94,14 +94,14 @@ def param(
 def parameters(table: Any) -> dict[str, Parameter]:
     """The rows of a dataclass whose fields `param` made, by name."""
     rows = {}
-    for one in fields(table):
-        row = Parameter(one.name, str(one.type), one.default, **one.metadata)
-        rows[one.name] = replace(row, fields=row.fields or (one.name,))
+    for each in fields(table):
+        row = Parameter(each.name, str(each.type), each.default, **each.metadata)
+        rows[each.name] = replace(row, fields=row.fields or (each.name,))
     return rows
 
 
 def by_name[T](table: type[T]) -> type[T]:
-    """A dataclass whose wrong names are a `RequestError` of one line, as its wrong values are."""
+    """Makes unknown names and positional arguments of a dataclass a `RequestError` of one line."""
     rows = parameters(table)
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
     init: Any = table.__init__

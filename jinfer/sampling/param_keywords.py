@@ -21,7 +21,7 @@ from jinfer.sampling.sampling_params import (
 class ChatKeywords(SamplingKeywords, total=False):
     """Keywords of `chat`: sampling parameters, and the usual variables of templates.
 
-    A template's own variables may be given too, by name or in `variables`.
+    Further variables of a template may be passed by name or in `variables`.
     """
 
     special: bool
@@ -58,14 +58,14 @@ class _Completed(Signature):
     def _whole(self) -> Signature:
         function = self._function
         del function.__signature__
-        own = signature(function)
-        *first, rest = own.parameters.values()
+        plain = signature(function)
+        *first, rest = plain.parameters.values()
         known = {name: hint for each in self._names.__mro__ for name, hint in _hints(each)}
         more = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=hint)
             for name, hint in known.items()
         ]
-        function.__signature__ = own.replace(parameters=[*first, *more, rest])
+        function.__signature__ = plain.replace(parameters=[*first, *more, rest])
         return cast("Signature", function.__signature__)
 
     @property
@@ -108,14 +108,14 @@ def merged(
     """
     if isinstance(params, SamplingParams):
         return replace(params, **canonical_names(changes)) if changes else params
-    given = {**canonical_names(params or {}), **canonical_names(changes)}
-    return SamplingParams(**over_defaults(canonical_names(defaults), given))
+    values = {**canonical_names(params or {}), **canonical_names(changes)}
+    return SamplingParams(**over_defaults(canonical_names(defaults), values))
 
 
-def over_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def over_defaults(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """A request's values over defaults; a default `min_tokens` gives way to its `max_tokens`."""
-    values = {**defaults, **given}
-    least, most = values.get("min_tokens"), given.get("max_tokens")
-    if "min_tokens" not in given and isinstance(least, int) and isinstance(most, int):
+    values = {**defaults, **request}
+    least, most = values.get("min_tokens"), request.get("max_tokens")
+    if "min_tokens" not in request and isinstance(least, int) and isinstance(most, int):
         values["min_tokens"] = min(least, max(0, most))
     return values

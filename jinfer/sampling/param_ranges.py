@@ -1,6 +1,6 @@
-"""Ranges of sampling parameters: what each may be, in which form it is stored, how errors say it.
+"""Ranges of sampling parameters: which values are valid, and how they are normalized.
 
-Each range has `read`, which gives a value in its one form (a tuple for a list, Python's numbers for
+Each range has `read`, which returns the normalized value (a tuple for a list, Python's numbers for
 NumPy's) or raises `OutsideError`.
 """
 
@@ -40,7 +40,7 @@ class OutsideError(ValueError):
 
 
 class ParamRange(Protocol):
-    """What a parameter may be.
+    """The valid values of a parameter.
 
     Attributes:
         none: what None becomes, for parameters that may be None.
@@ -49,7 +49,7 @@ class ParamRange(Protocol):
     none: ClassVar[Any] = None
 
     def read(self, value: Any) -> Any:
-        """The value in its one form. Raises `OutsideError`."""
+        """The normalized value. Raises `OutsideError`."""
         ...
 
 
@@ -60,7 +60,7 @@ class Range(ParamRange):
     Attributes:
         least, most: both may be taken, `least` not where `above`.
         whole: only whole numbers.
-        note: what the least one means.
+        note: what `least` means, for errors.
     """
 
     least: float
@@ -101,7 +101,7 @@ class OneOf(ParamRange):
     """One of some values, each of its own type: 1 is not True.
 
     Attributes:
-        expected: as errors say it.
+        expected: description for errors.
     """
 
     values: tuple[Any, ...]
@@ -119,7 +119,7 @@ class Instance(ParamRange):
     """Anything of some types.
 
     Attributes:
-        expected: as errors say it.
+        expected: description for errors.
         empty: whether it may be an empty text.
     """
 
@@ -140,7 +140,7 @@ class Items(ParamRange):
 
     Attributes:
         item: whether something may be in it.
-        expected: as errors say it.
+        expected: description for errors.
         most: items that it may have.
         empty: whether it may have none.
         single: whether a text alone stands for a list of one.
@@ -153,7 +153,7 @@ class Items(ParamRange):
     single: bool = False
 
     def read(self, value: Any) -> Any:
-        """The tuple; a text that stands for no list stays one, and is judged by its characters."""
+        """A tuple; a text where `single` is false stays a text, whose characters are the items."""
         if isinstance(value, str):
             value = (value,) if self.single else value
         elif isinstance(value, Iterable):
@@ -171,7 +171,7 @@ class Names(ParamRange):
     """Some of these names in any order, each once.
 
     Attributes:
-        plain: a name's own form.
+        plain: normalizes a name.
     """
 
     names: tuple[str, ...]

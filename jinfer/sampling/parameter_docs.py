@@ -12,8 +12,8 @@ def described() -> dict[tuple[str, ...], str]:
     """Names of parameters that are described together -> what they do."""
     attributes = inspect.getdoc(SamplingParams) or ""
     attributes = attributes.partition("Attributes:\n")[2].partition("\n\n")[0]
-    found: dict[tuple[str, ...], str] = {}
+    texts: dict[tuple[str, ...], str] = {}
     for entry in re.split(r"\n(?=    \S)", attributes):
         names, _, text = " ".join(entry.split()).partition(": ")
-        found[tuple(names.split(", "))] = text
-    return found
+        texts[tuple(names.split(", "))] = text
+    return texts

@@ -12,6 +12,6 @@ class ConstraintError(ValueError):
 
 
 def short(text: str, most: int = 80) -> str:
-    """A text in one line and at most so many characters, to be shown in an error."""
+    """A text as one line of at most `most` characters, for an error."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"

@@ -27,10 +27,10 @@ def noise(
 ) -> Float[Array, "rows vocab"]:
     """Gumbel noise for the token after `drawn` others."""
 
-    def one(key: Array, drawn: Array) -> Array:
+    def of_row(key: Array, drawn: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(_wrapped(key), drawn), (vocab,), jnp.float32)
 
-    return jax.vmap(one)(key, drawn)
+    return jax.vmap(of_row)(key, drawn)
 
 
 def uniform(
@@ -39,11 +39,11 @@ def uniform(
     """Uniform numbers from 0 to below 1 for a stage's own decision."""
     stream = jnp.full_like(drawn, _STREAMS[stage])
 
-    def one(key: Array, words: Array) -> Array:
+    def of_row(key: Array, words: Array) -> Array:
         return threefry_2x32(key, words)[0]
 
     words = jnp.stack([stream, drawn], axis=-1).astype(jnp.uint32)
-    bits = jax.vmap(one)(key, words)
+    bits = jax.vmap(of_row)(key, words)
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 

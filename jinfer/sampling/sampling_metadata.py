@@ -95,12 +95,12 @@ class StageContext(NamedTuple):
 def metadata_row(
     params: SamplingParams, end_ids: Iterable[int], vocab: int, encode: Encode | None = None
 ) -> SamplingMetadata:
-    """A batch of one, in NumPy's arrays.
+    """A batch of one request, in NumPy arrays.
 
     Args:
         end_ids: ids that end the sequence; forbidden until `min_tokens`.
         vocab: tokens of the vocabulary.
-        encode: a text's ids, without what the model wants around a text.
+        encode: a text's token ids, without special tokens.
 
     Raises:
         ValueError: an id outside the vocabulary; more ids than a row has room for; texts without

@@ -77,8 +77,8 @@ TABLE = (
 STAGES = tuple(stage.name for stage in TABLE)
 SAMPLERS = tuple(stage.name for stage in TABLE if not stage.fixed)
 FILTERS = tuple(stage for stage in TABLE if stage.filters)
-# The stages that most requests need no others than. Where XLA computes them, a program of these
-# alone compiles in a third of the time. (typical_p shares the function of top_p.)
+# The stages of most requests. Where XLA computes them, a program of these alone compiles in a third
+# of the time. (typical_p shares the function of top_p.)
 COMMON = ("rules", "temperature", "top_k", "typical_p", "top_p", "min_p")
 
 _ALIASES = {alias: stage.name for stage in TABLE for alias in stage.aliases.split()}
