@@ -11,6 +11,7 @@ import pytest
 from jinfer.sampling.sampling_params import RANGES, SamplingParams
 from jinfer.server.openapi import description
 from jinfer.server.page.static_files import files
+from jinfer.server.routes import ENDPOINTS
 from jinfer.server.schemas.parameter_groups import GROUPS, parameter_of
 from jinfer.server.serve_flags import options, settings_of
 from jinfer.server.server_settings import Settings, Source
@@ -135,7 +136,8 @@ def test_without_the_page() -> None:
 
 def asked() -> dict[str, Any]:
     """The schemas of a chat request's fields."""
-    properties: dict[str, Any] = description()["components"]["schemas"]["ChatRequest"]["properties"]
+    schemas = description(ENDPOINTS)["components"]["schemas"]
+    properties: dict[str, Any] = schemas["ChatRequest"]["properties"]
     return properties
 
 
