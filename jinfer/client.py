@@ -9,17 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinfer.cli.prog_name import program
+from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.remote import client_flags
-from jinfer.cli.remote.chat_request import CHAT, TEXT, body, raw, stream
-from jinfer.cli.remote.http_client import RemoteError, Server, objects
-from jinfer.cli.remote.remote_chat import RemoteChat, think
+from jinfer.cli.remote.chat_request import CHAT, TEXT, chat_body, completion_body, stream_answer
+from jinfer.cli.remote.http_client import RemoteError, ServerConnection, dicts_in
+from jinfer.cli.remote.remote_chat import RemoteChat, print_reasoning
 from jinfer.cli.terminal import INTERRUPTED
 from jinfer.cli.terminal.chat_loop import STOPPED
-from jinfer.cli.terminal.exit_status import leave, status_of
+from jinfer.cli.terminal.exit_status import exit_process, run_for_status
 from jinfer.cli.terminal.flag_conflicts import FlagError
 from jinfer.cli.terminal.generate_flags import sampling
-from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
@@ -27,9 +27,9 @@ from jinfer.progress import task
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    options = client_flags.parser(program(__spec__.name)).parse_args(arguments)
+    options = client_flags.make_parser(prog_of_module(__spec__.name)).parse_args(arguments)
     try:
-        return status_of(lambda: _run(options))
+        return run_for_status(lambda: _run(options))
     except (RequestError, FlagError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -39,7 +39,7 @@ def _run(options: argparse.Namespace) -> int:
     piped = sys.stdin is not None and not sys.stdin.isatty()
     chat = not options.question and not piped
     client_flags.check(options, chat)
-    server = client_flags.server(options, os.environ)
+    server = client_flags.server_of(options, os.environ)
     question = "" if chat else _question(" ".join(options.question), piped)
     model = options.model or os.environ.get("JINFER_MODEL") or _first(server)
     system: list[Message] = []
@@ -52,10 +52,10 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{model} at {server.url}", file=sys.stderr)
         return dialogue.run(None)
     if options.raw:
-        path, asked = TEXT, raw(question, sampling(options), model)
+        path, asked = TEXT, completion_body(question, sampling(options), model)
     else:
         messages: list[Message] = [*system, {"role": "user", "content": question}]
-        path, asked = CHAT, body(messages, sampling(options), model)
+        path, asked = CHAT, chat_body(messages, sampling(options), model)
     if options.json:
         with task(f"waiting for {server.url}"):
             whole = server.whole(path, asked)
@@ -65,8 +65,8 @@ def _run(options: argparse.Namespace) -> int:
         with task(f"waiting for {server.url}"):
             whole = server.whole(path, asked)
         return _several(whole)
-    screen = Screen()
-    answer = stream(server, asked, screen, think)
+    screen = WrappingWriter()
+    answer = stream_answer(server, asked, screen, print_reasoning)
     screen.end(STOPPED if answer.interrupted and sys.stdout.isatty() else "")
     if sys.stderr.isatty():
         print(answer.rates(), file=sys.stderr)
@@ -86,7 +86,7 @@ def _question(words: str, piped: bool) -> str:
     return question
 
 
-def _first(server: Server) -> str:
+def _first(server: ServerConnection) -> str:
     """The model that a server lists first."""
     names = server.models()
     if not names:
@@ -96,7 +96,7 @@ def _first(server: Server) -> str:
 
 def _several(whole: Mapping[str, Any]) -> int:
     """Prints several answers of one request."""
-    choices = objects(whole.get("choices"))
+    choices = dicts_in(whole.get("choices"))
     for number, choice in enumerate(choices, start=1):
         if len(choices) > 1:
             print(f"--- {number} of {len(choices)}")
@@ -105,4 +105,4 @@ def _several(whole: Mapping[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

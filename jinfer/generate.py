@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.exit_status import leave, status_of
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.exit_status import exit_process, run_for_status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    return status_of(lambda: _run(arguments))
+    return run_for_status(lambda: _run(arguments))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -20,8 +20,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     from jinfer.runtime.startup import importing
 
     with interrupts_raised():
-        from jinfer.cli.terminal.generate_flags import parser
-    options = parser(program(__spec__.name)).parse_args(arguments)
+        from jinfer.cli.terminal.generate_flags import make_parser
+    options = make_parser(prog_of_module(__spec__.name)).parse_args(arguments)
     take_warnings()
     with task("starting"), importing():
         from jinfer.cli.terminal.run_generate import run
@@ -29,4 +29,4 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

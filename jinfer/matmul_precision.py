@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def precision_of(x: Array) -> lax.Precision | None:
+def matmul_precision(x: Array) -> lax.Precision | None:
     """The `precision` argument for products of x: HIGHEST for float32, else the default."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def product(a: Array, b: Array) -> Array:
+def matmul(a: Array, b: Array) -> Array:
     """a @ b, in full precision for float32."""
-    return jnp.matmul(a, b, precision=precision_of(a))
+    return jnp.matmul(a, b, precision=matmul_precision(a))

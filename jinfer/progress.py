@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
 
-_AFTER, _LOGGED = 0.3, 1.0  # seconds after which a task is shown, and logged
-_EVERY = {"terminal": 0.1, "notebook": 1.0}  # seconds between updates; a notebook saves each one
+_SHOW_SECONDS, _LOG_SECONDS = 0.3, 1.0  # seconds after which a task is shown, and logged
+_UPDATE_SECONDS = {
+    "terminal": 0.1,
+    "notebook": 1.0,
+}  # seconds between updates; a notebook saves each one
 _BAR, _LEAST = 20, 12  # columns of a bar; columns below which nothing is shown
 NO_ROOM = sys.maxsize  # cursor column that means: show nothing on this line
 _ERASE = "\x1b[K"
@@ -125,7 +128,7 @@ def task(
         _end(one)
 
 
-def each[T](
+def track[T](
     items: Iterable[T],
     what: str,
     *,
@@ -176,11 +179,11 @@ def line(text: str) -> None:
 @contextmanager
 def throughout(what: str) -> Iterator[None]:
     """Shows a program's own task while no other is shown; the program may print."""
-    with task(what), redirect_stdout(cast("TextIO", _Beside(sys.stdout))):
+    with task(what), redirect_stdout(cast("TextIO", _StdoutBesideProgress(sys.stdout))):
         yield
 
 
-class _Beside:
+class _StdoutBesideProgress:
     """Standard output on the terminal that progress is shown on."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -200,7 +203,7 @@ class _Beside:
         return getattr(self._stream, name)
 
 
-class _Lines(logging.Handler):
+class _ProgressHandler(logging.Handler):
     """Writes log records to standard error, erasing shown progress first."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -209,7 +212,7 @@ class _Lines(logging.Handler):
 
 def take_warnings() -> None:
     """Has a command's warnings without another log handler written by `line`."""
-    logging.lastResort = cast("Any", _Lines(logging.WARNING))
+    logging.lastResort = cast("Any", _ProgressHandler(logging.WARNING))
 
 
 def _begin(one: Task) -> None:
@@ -245,13 +248,13 @@ def _watch() -> None:
                 return
             now = time.monotonic()
             for one in _tasks:
-                if not one.logged and now - one.begun > _LOGGED:
+                if not one.logged and now - one.begun > _LOG_SECONDS:
                     one.logged = True
                     _log.log(one.level, "%s", one.what)
             shown = [one for one in _tasks if one.is_shown]
-            if shown and (_drawn or _bar is not None or now - shown[0].begun > _AFTER):
+            if shown and (_drawn or _bar is not None or now - shown[0].begun > _SHOW_SECONDS):
                 (_draw_bar if where == "notebook" else _draw)(shown[-1])
-        for _ in range(round(_EVERY[where] / 0.1)):
+        for _ in range(round(_UPDATE_SECONDS[where] / 0.1)):
             time.sleep(0.1)
             if not _tasks:
                 break

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinfer.distributed.job_config import Job, find_job
+from jinfer.distributed.job_config import JobConfig, find_job
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.progress import task
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until a signal stops it; returns the exit status. Errors are one line."""
     try:
         with gc_paused():
-            from jinfer.server.serve_flags import options
-        settings = options(arguments, os.environ)
+            from jinfer.server.serve_flags import parse_options
+        settings = parse_options(arguments, os.environ)
         job = find_job(settings, os.environ)
         with task("starting"), importing():
             from jinfer.server.run_server import serve
@@ -40,18 +40,20 @@ def _refused(error: Exception) -> int:
     return 2
 
 
-def _serve_in_job(job: Job, settings: Mapping[str, Any]) -> int:
+def _serve_in_job(job: JobConfig, settings: Mapping[str, Any]) -> int:
     # Imported here, since a single process does not need it.
-    from jinfer.api.job_processes import follow, run_job
+    from jinfer.api.job_processes import run_job, run_worker
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.server.run_server import serve
-    from jinfer.server.serve_flags import sources_of
+    from jinfer.server.serve_flags import model_sources_of
 
-    source, *others = sources_of(settings)
+    source, *others = model_sources_of(settings)
     if others:
         raise SourceError(f"{job.size} processes serve one model; leave out {others[0].path}")
     try:
-        return run_job(job, lambda: serve(settings), lambda: follow(source.path, source.overrides))
+        return run_job(
+            job, lambda: serve(settings), lambda: run_worker(source.path, source.overrides)
+        )
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,12 +8,12 @@ which runs a kernel without a GPU.
 
 import warnings
 
-from kernels_pallas.attention.batch import Queries, Scores
-from kernels_pallas.attention.kv_layout import Kept
+from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.attention.paged_attention import attend
-from kernels_pallas.matmul.grouped_quantized import expert_matmul
+from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import matmul
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.triton_ops import Backend
 
 # Known: `backend` is there to change it.
@@ -21,11 +21,11 @@ warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", Dep
 
 __all__ = [
     "Backend",
-    "Kept",
-    "Packed",
-    "Queries",
-    "Scores",
+    "PackedKV",
+    "PackedMatrix",
+    "QueryBatch",
+    "ScoreModifiers",
     "attend",
-    "expert_matmul",
+    "grouped_quantized_matmul",
     "matmul",
 ]

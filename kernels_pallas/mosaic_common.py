@@ -13,7 +13,7 @@ _SHARED = 231_000  # bytes per multiprocessor (SM)
 _MOST_STAGES = 4
 
 
-def call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: bool) -> Any:
+def mosaic_call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: bool) -> Any:
     """A kernel of one warp group per program, as a function of arrays.
 
     Args:
@@ -32,7 +32,7 @@ def call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: b
     )
 
 
-def order(columns: int, bits: int) -> tuple[Any, ...]:
+def shared_memory_transforms(columns: int, bits: int) -> tuple[Any, ...]:
     """Shared-memory transforms (tiling, swizzle) of rows of this width.
 
     Both operands of a matmul need the same ones.
@@ -41,7 +41,7 @@ def order(columns: int, bits: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def stages(each: int, beside: int) -> int:
+def pipeline_stages(each: int, beside: int) -> int:
     """Pipeline stages of `each` bytes that fit into shared memory beside `beside` bytes.
 
     Sized for two resident programs if possible; fewer than two if not even one program has room.
@@ -53,6 +53,6 @@ def stages(each: int, beside: int) -> int:
     return 1
 
 
-def wide(row: jax.Array, columns: int) -> jax.Array:
+def broadcast_columns(row: jax.Array, columns: int) -> jax.Array:
     """A column vector broadcast to all columns."""
     return jax.lax.broadcast_in_dim(row, (row.shape[0], columns), (0,))

@@ -20,7 +20,7 @@ mgpu: Any = mosaic_gpu
 
 
 @contextmanager
-def assembled() -> Iterator[None]:
+def mosaic_assembler() -> Iterator[None]:
     """Within the context `unpack` emits its PTX for a Mosaic kernel."""
     token = unpack.ASSEMBLER.set(ptx)
     try:

@@ -29,7 +29,7 @@ _PIECES = 32  # of a row
 _OF_A_WARP = 1024  # numbers
 
 
-def least(
+def mass_threshold(
     order: UInt[Array, "rows numbers"],
     weights: Float[Array, "rows numbers"],
     mass: Float[Array, " rows"],

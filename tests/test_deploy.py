@@ -14,18 +14,18 @@ import pytest
 import yaml
 
 from jinfer.distributed.connection import KEY
-from jinfer.distributed.initialize import PATIENCE
-from jinfer.distributed.job_config import PORT, Job, find_job
+from jinfer.distributed.initialize import JOIN_SECONDS_VARIABLE
+from jinfer.distributed.job_config import PORT, JobConfig, find_job
 from jinfer.server.routes import ENDPOINTS
-from jinfer.server.serve_flags import FLAGS, options, settings_of, sources_of
+from jinfer.server.serve_flags import FLAGS, model_sources_of, parse_options, server_settings_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 VARIABLES = {flag.variable for flag in FLAGS} | {"JINFER_CACHE", "JINFER_SOURCE"}
-VARIABLES |= {KEY, PATIENCE}
+VARIABLES |= {KEY, JOIN_SECONDS_VARIABLE}
 PUBLIC = {path for one in ENDPOINTS if one.public for path in one.paths}
-STOP = options(["m"], {})["stop_timeout"]
+STOP = parse_options(["m"], {})["stop_timeout"]
 
 
 def text(name: str) -> str:
@@ -68,7 +68,7 @@ def test_the_unit_starts_the_service() -> None:
     service = unit()["Service"]
     program, word, *flags = shlex.split(service["ExecStart"])
     assert (Path(program).name, word) == ("jinfer", "serve")
-    assert options([*flags, "m"], {})["api_key_file"] == "${CREDENTIALS_DIRECTORY}/keys"
+    assert parse_options([*flags, "m"], {})["api_key_file"] == "${CREDENTIALS_DIRECTORY}/keys"
     assert service["LoadCredential"].split(":")[0] == "keys"
     assert int(service["TimeoutStopSec"]) > STOP
     assert service["RestartPreventExitStatus"] == "2"
@@ -92,9 +92,9 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 def test_the_environment_of_the_unit() -> None:
     (block,) = re.findall(r"```ini\n(.*?)```", PAGE, re.DOTALL)
     given = dict(line.split("=", 1) for line in block.splitlines())
-    found = options([], given)
+    found = parse_options([], given)
     assert (found["port"], found["ctx_size"]) == (8080, 4096)
-    assert [one.name for one in sources_of(found)] == ["model"]
+    assert [one.name for one in model_sources_of(found)] == ["model"]
 
 
 def test_the_manifest_and_the_image_are_one() -> None:
@@ -107,10 +107,10 @@ def test_the_manifest_and_the_image_are_one() -> None:
     assert entry == ["jinfer", "serve"]
     inside = dict(pair.split("=", 1) for pair in image["ENV"].split())
     environment = {**inside, **{each["name"]: each["value"] for each in container["env"]}}
-    found = options(container["args"], environment)
+    found = parse_options(container["args"], environment)
     assert (found["host"], found["queue"]) == ("0.0.0.0", 64)
     assert found["port"] == container["ports"][0]["containerPort"] == int(image["EXPOSE"])
-    assert [one.path for one in sources_of(found)] == ["/models/model.gguf"]
+    assert [one.path for one in model_sources_of(found)] == ["/models/model.gguf"]
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + found["stop_timeout"]
     assert pod["securityContext"]["runAsUser"] == int(image["USER"])
@@ -140,7 +140,9 @@ def test_parts_of_the_manifest_find_one_another(tmp_path: Path) -> None:
     assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     keys = tmp_path / "keys"
     keys.write_text(found["Secret"]["stringData"]["keys"])
-    assert settings_of(options(["m", "--api-key-file", str(keys)], {})).keys == ("change-me",)
+    assert server_settings_of(parse_options(["m", "--api-key-file", str(keys)], {})).keys == (
+        "change-me",
+    )
 
 
 def test_the_job_of_several_pods() -> None:
@@ -155,16 +157,16 @@ def test_the_job_of_several_pods() -> None:
     told = {one["name"]: one.get("value", "1") for one in container["env"]}
     size = job["spec"]["completions"]
     assert job["spec"]["parallelism"] == size
-    assert find_job({}, told) == Job(f"{name}-0.{pod['subdomain']}", PORT, size, 1)
-    options_ = options(container["args"], told)
-    assert [one.path for one in sources_of(options_)] == ["/models/model.gguf"]
+    assert find_job({}, told) == JobConfig(f"{name}-0.{pod['subdomain']}", PORT, size, 1)
+    options_ = parse_options(container["args"], told)
+    assert [one.path for one in model_sources_of(options_)] == ["/models/model.gguf"]
     assert options_["port"] == container["ports"][0]["containerPort"]
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounts.keys() == {each["name"] for each in pod["volumes"]}
     keys = found["Secret"]["stringData"].keys()
     assert {"job", "keys"} == set(keys)
     devices = int(container["resources"]["limits"]["nvidia.com/gpu"])
-    (source,) = sources_of(options_)
+    (source,) = model_sources_of(options_)
     assert len(re.findall(r"\d+", source.overrides["partition"]["devices"])) == size * devices
 
 
@@ -175,7 +177,7 @@ def test_the_script_for_slurm() -> None:
     (line,) = (line for line in script.splitlines() if line.startswith("exec srun"))
     words = shlex.split(line)
     assert words[3:5] == ["jinfer", "serve"]
-    (source,) = sources_of(options(words[5:], {}))
+    (source,) = model_sources_of(parse_options(words[5:], {}))
     wanted = int(said["nodes"]) * int(said["gpus-per-node"])
     assert len(re.findall(r"\d+", source.overrides["partition"]["devices"])) == wanted
     assert subprocess.run(["sh", "-n", str(DEPLOY / "jinfer.sbatch")], check=False).returncode == 0
@@ -190,7 +192,7 @@ def test_load_balancers() -> None:
     manager = chain["filters"][0]["typed_config"]
     (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
     assert route["route"]["cluster"] == cluster["name"]
-    ping = options(["m"], {})["ping"]
+    ping = parse_options(["m"], {})["ping"]
     assert float(manager["stream_idle_timeout"].removesuffix("s")) > ping
     nginx = text("nginx.conf")
     assert braces(nginx) == 0
@@ -202,7 +204,7 @@ def test_load_balancers() -> None:
         assert re.search(rf"^map \S+ \${name} ", nginx, re.MULTILINE), name
     most = re.search(r"client_max_body_size (\d+)m;", nginx)
     assert most
-    assert int(most[1]) << 20 == options(["m"], {})["max_body"]
+    assert int(most[1]) << 20 == parse_options(["m"], {})["max_body"]
 
 
 def test_the_beginning_that_nginx_hashes() -> None:

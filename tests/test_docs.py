@@ -29,9 +29,9 @@ from jinfer import LLM
 from jinfer.cli import main
 from jinfer.cli.command_registry import COMMANDS
 from jinfer.cpu import build_library
-from jinfer.modelspec.view.model_svg import draw
+from jinfer.modelspec.view.model_svg import draw_model
 from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import Source
+from jinfer.server.server_settings import ModelSource
 from tests.cli.listening import listen
 from tests.server.running import serving
 from tools.bench_models import LlamaShape, make_up
@@ -218,7 +218,7 @@ def folder(
 @pytest.fixture(scope="module")
 def service(tiny: Path) -> Iterator[str]:
     """Where a server is that answers."""
-    with serving([Source("tiny", str(tiny), {"generation.max_tokens": 24})]) as running:
+    with serving([ModelSource("tiny", str(tiny), {"generation.max_tokens": 24})]) as running:
         yield running.url
 
 
@@ -417,7 +417,7 @@ def test_the_wiring_is_the_models_and_the_drawing_is_of_it() -> None:
     for overrides in ({}, tomllib.loads(block)):
         spec = describe("smollm2_135m_instruct", overrides).spec
         assert spec is not None
-        assert draw(spec) == (ROOT / "docs/llama.svg").read_text(encoding="utf-8")
+        assert draw_model(spec) == (ROOT / "docs/llama.svg").read_text(encoding="utf-8")
 
 
 def wanted_answer() -> str:

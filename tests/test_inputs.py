@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, AsyncLLM, RequestError, SamplingParams, TokenLogprob
-from jinfer.api.prompt_inputs import Prompt, messages, parameters, prompt, prompts
+from jinfer.api.prompt_inputs import (
+    Prompt,
+    parse_messages,
+    parse_params,
+    parse_prompt,
+    parse_prompts,
+)
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingKeywords
 
 ROOT = Path(__file__).parents[1]
@@ -38,24 +44,24 @@ def llm() -> Iterator[LLM]:
     ids=["list", "tuple", "numpy", "uint8", "jax", "range"],
 )
 def test_ids_however_they_are_held(given: Any) -> None:
-    found = prompt(given)
+    found = parse_prompt(given)
     assert found == [int(id) for id in given]
     assert all(type(id) is int for id in found)
-    assert prompts(given) == [found]
-    assert prompts([given, "text"]) == [found, "text"]
+    assert parse_prompts(given) == [found]
+    assert parse_prompts([given, "text"]) == [found, "text"]
 
 
 def test_members_of_arrays_are_ids() -> None:
-    assert prompt(list(np.array(IDS))) == IDS
-    assert prompts(list(jnp.array(IDS))) == [IDS]
-    assert prompts(list(np.array([IDS, IDS]))) == [IDS, IDS]
+    assert parse_prompt(list(np.array(IDS))) == IDS
+    assert parse_prompts(list(jnp.array(IDS))) == [IDS]
+    assert parse_prompts(list(np.array([IDS, IDS]))) == [IDS, IDS]
 
 
 def test_one_or_several() -> None:
-    assert prompts("a") == ["a"]
-    assert prompts(["a", "b"]) == ["a", "b"]
-    assert prompts([HELLO]) == [[HELLO]]
-    assert prompts([[HELLO], "a", IDS]) == [[HELLO], "a", IDS]
+    assert parse_prompts("a") == ["a"]
+    assert parse_prompts(["a", "b"]) == ["a", "b"]
+    assert parse_prompts([HELLO]) == [[HELLO]]
+    assert parse_prompts([[HELLO], "a", IDS]) == [[HELLO], "a", IDS]
 
 
 @pytest.mark.parametrize(
@@ -94,17 +100,19 @@ def test_one_or_several() -> None:
 )
 def test_what_is_no_prompt(given: Any, message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}") as caught:
-        prompts(given)
+        parse_prompts(given)
     assert "\n" not in str(caught.value)
 
 
 def test_messages_of_parts_and_texts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}, "three"]
-    assert messages("Hello") == [HELLO]
-    assert messages((HELLO,)) == [HELLO]
-    assert messages([{**HELLO, "content": parts}]) == [{**HELLO, "content": "one\ntwo\nthree"}]
+    assert parse_messages("Hello") == [HELLO]
+    assert parse_messages((HELLO,)) == [HELLO]
+    assert parse_messages([{**HELLO, "content": parts}]) == [
+        {**HELLO, "content": "one\ntwo\nthree"}
+    ]
     calls: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
-    assert messages([HELLO, calls]) == [HELLO, calls]
+    assert parse_messages([HELLO, calls]) == [HELLO, calls]
 
 
 @pytest.mark.parametrize(
@@ -130,24 +138,24 @@ def test_messages_of_parts_and_texts() -> None:
 )
 def test_what_is_no_conversation(given: Any, message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}") as caught:
-        messages(given)
+        parse_messages(given)
     assert "\n" not in str(caught.value)
 
 
 def test_keywords_lie_over_parameters_and_these_over_defaults() -> None:
     defaults: dict[str, Any] = {"temperature": 0.5, "top_k": 5, "max_tokens": 9}
-    assert parameters(defaults, None, {}) == SamplingParams(**defaults)
-    changed = parameters(defaults, None, {"top_k": 7})
+    assert parse_params(defaults, None, {}) == SamplingParams(**defaults)
+    changed = parse_params(defaults, None, {"top_k": 7})
     assert changed == SamplingParams(temperature=0.5, top_k=7, max_tokens=9)
-    of_both = parameters(defaults, {"top_k": 7, "top_p": 0.5}, {"top_p": 0.6})
+    of_both = parse_params(defaults, {"top_k": 7, "top_p": 0.5}, {"top_p": 0.6})
     assert of_both == SamplingParams(temperature=0.5, top_k=7, top_p=0.6, max_tokens=9)
-    own = parameters(defaults, SamplingParams(seed=1), {"max_tokens": 3})
+    own = parse_params(defaults, SamplingParams(seed=1), {"max_tokens": 3})
     assert own == SamplingParams(seed=1, max_tokens=3)
     # Other engines' names are names of the same parameter.
-    assert parameters({"max_new_tokens": 9}, None, {"max_tokens": 3}).max_tokens == 3
-    assert parameters(defaults, {"repeat_penalty": 1.5}, {}).repetition_penalty == 1.5
+    assert parse_params({"max_new_tokens": 9}, None, {"max_tokens": 3}).max_tokens == 3
+    assert parse_params(defaults, {"repeat_penalty": 1.5}, {}).repetition_penalty == 1.5
     # A strategy brings its own filter, and not that of the one it takes the place of.
-    assert parameters({"strategy": "top_p"}, None, {"strategy": "min_p"}).top_p == 1.0
+    assert parse_params({"strategy": "top_p"}, None, {"strategy": "min_p"}).top_p == 1.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_keywords_lie_over_parameters_and_these_over_defaults() -> None:
 )
 def test_wrong_parameters(params: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parameters({}, params, changes)
+        parse_params({}, params, changes)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 

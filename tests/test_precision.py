@@ -14,8 +14,8 @@ from jax import lax
 from jinfer import LLM
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.matmul_precision import precision_of, product
-from jinfer.ops.backend import target
+from jinfer.matmul_precision import matmul, matmul_precision
+from jinfer.ops.backend import target_platform
 
 GOLDENS = Path(__file__).parent / "goldens"
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -43,7 +43,7 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(GOLDENS / name, dtype="float32") as llm:
         made = llm.frontend.engine.programs
         programs = CompiledPrograms(made.model, made.sizes)
-        with target("gpu"):
+        with target_platform("gpu"):
             function, _, arguments = programs.step_function(StepKey("logits", 8, 1))
             found = list(products(jax.make_jaxpr(function)(*arguments).jaxpr))
     assert len(found) > 8
@@ -51,8 +51,8 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_others_are_left_alone() -> None:
-    assert precision_of(jnp.zeros(3, jnp.bfloat16)) is None
+    assert matmul_precision(jnp.zeros(3, jnp.bfloat16)) is None
     square = jnp.ones((2, 2))
-    (one,) = products(jax.make_jaxpr(jax.jit(product))(square, square).jaxpr)
+    (one,) = products(jax.make_jaxpr(jax.jit(matmul))(square, square).jaxpr)
     assert one.params["precision"] == HIGHEST
     assert len(list(products(jax.make_jaxpr(jax.jit(jnp.matmul))(square, square).jaxpr))) == 1

@@ -42,8 +42,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     # Not in `sys` itself, where pytest puts its own before the test begins.
     monkeypatch.setattr(progress, "sys", _System(made))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "_AFTER", 0.0)
-    monkeypatch.setattr(progress, "_LOGGED", 0.0)
+    monkeypatch.setattr(progress, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
     return made
 
 
@@ -65,7 +65,7 @@ def test_steps_have_a_bar(screen: Screen) -> None:
     with progress.task("loading", 4e6, unit="B") as task:
         task.update(1e6)
         until(screen, r"loading 1\.0/4\.0 MB \|#####-{15}\| 0 s")
-    assert [*progress.each("abc", "reading", unit="file")] == ["a", "b", "c"]
+    assert [*progress.track("abc", "reading", unit="file")] == ["a", "b", "c"]
 
 
 def test_the_newest_is_shown_and_then_the_one_around_it(screen: Screen) -> None:
@@ -97,7 +97,7 @@ def test_behind_the_beginning_of_an_answer(screen: Screen, capsys: pytest.Captur
 
 
 def test_nothing_is_shown_of_what_is_short(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_AFTER", 60.0)
+    monkeypatch.setattr(progress, "_SHOW_SECONDS", 60.0)
     with progress.task("blinking"):
         time.sleep(0.15)
     assert screen.getvalue() == ""

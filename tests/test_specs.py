@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import (
     families,
     format_table,
@@ -24,7 +24,7 @@ HUB = re.compile(r"hf://[\w.-]+/[\w.-]+(/[\w./-]+\.(gguf|bin))?")
 
 
 @cache
-def checkpoints() -> dict[str, Facts]:
+def checkpoints() -> dict[str, CheckpointFacts]:
     """A small checkpoint, as published ones describe themselves, for every family."""
     return {case.family: case.facts for case in cases()}
 

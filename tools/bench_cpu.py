@@ -30,8 +30,8 @@ from typing import Any
 import jinfer
 from jinfer import progress
 from jinfer.checkpoint import open_checkpoint
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cpu.cores import usable_cores
 from jinfer.opening.open_model import open_files
 
@@ -46,7 +46,7 @@ _ROOT = Path(jinfer.__path__[0]).parent
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What is measured: decoding of several sequences, greedy or sampled, or the prefill of one."""
 
     kind: str
@@ -59,14 +59,14 @@ class Task:
 
 
 TASKS = tuple(
-    Task(kind, n)
+    BenchTask(kind, n)
     for kind, sizes in (("decode", (1, 4, 8, 16)), ("sample", (1, 8)), ("prefill", (64, 512)))
     for n in sizes
 )
 
 
 @dataclass(frozen=True)
-class Side:
+class EngineUnderTest:
     """An engine under test.
 
     Attributes:
@@ -84,10 +84,10 @@ class Side:
     model: str | None = None
 
 
-class Worker:
+class BenchWorker:
     """An engine in its own process, which measures one task at a time."""
 
-    def __init__(self, side: Side, model: str) -> None:
+    def __init__(self, side: EngineUnderTest, model: str) -> None:
         # Only jinfer's own processes need to find its folder.
         root = side.folder or (_ROOT if side.name == OWN else None)
         found = {} if root is None else {"PYTHONPATH": str(root)}
@@ -102,7 +102,7 @@ class Worker:
         )
         self.started = self._answer()
 
-    def measure(self, task: Task) -> float:
+    def measure(self, task: BenchTask) -> float:
         """Tokens per second."""
         assert self.process.stdin is not None, "the process reads its tasks"
         self.process.stdin.write(f"{task.kind} {task.size}\n")
@@ -135,17 +135,17 @@ class Worker:
 
 
 def compare(
-    model: str, sides: Sequence[Side], rounds: int, tasks: Sequence[Task]
+    model: str, sides: Sequence[EngineUnderTest], rounds: int, tasks: Sequence[BenchTask]
 ) -> dict[str, Any]:
     """Measures all engines on a model, in turns; ratios are relative to the first.
 
     Older checkouts that cannot sample would measure greedy decoding instead: tasks that an engine
     does not announce are left out.
     """
-    workers: list[Worker] = []
+    workers: list[BenchWorker] = []
     try:
         for side in sides:
-            workers.append(Worker(side, model))
+            workers.append(BenchWorker(side, model))
         known = [worker.started.get("kinds", ("decode", "prefill")) for worker in workers]
         unknown = [task for task in tasks if any(task.kind not in kinds for kinds in known)]
         tasks = [task for task in tasks if task not in unknown]
@@ -153,7 +153,7 @@ def compare(
             task.name: {side.name: [] for side in sides} for task in tasks
         }
         bandwidth: dict[str, list[float]] = {task.name: [] for task in tasks}
-        for task in progress.each(tasks, Path(model).name, unit="task"):
+        for task in progress.track(tasks, Path(model).name, unit="task"):
             for worker in workers:  # once unmeasured: programs compile, caches warm
                 worker.measure(task)
             decodes = task.kind != "prefill"
@@ -270,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Measures jinfer on a CPU, beside llama.cpp or another version of jinfer.",
     )
     add = parser.add_argument
@@ -341,7 +341,7 @@ def _file(source: str) -> str:
     return str(path.resolve())
 
 
-def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[Side]:
+def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[EngineUnderTest]:
     """The engines under test, our own first.
 
     Args:
@@ -349,24 +349,24 @@ def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[Side]:
     """
     python, passed = sys.executable, tuple(word for text in options.set for word in ("--set", text))
     own = (python, "-P", "-m", "jinfer", "bench", "cpu", "--worker", OWN)
-    sides = [Side(OWN, own, passed)]
+    sides = [EngineUnderTest(OWN, own, passed)]
     peer = options.peer_python or (python if find_spec("llama_cpp") else None)
     if options.peer_type and not peer:
         raise OSError("--peer-type: no Python with llama_cpp makes it; name one by --peer-python")
     if peer:
-        theirs = Side(PEER, tuple(command(peer)), (str(usable_cores()),))
+        theirs = EngineUnderTest(PEER, tuple(command(peer)), (str(usable_cores()),))
         for kind in options.peer_type:
             made = str(folder / f"{kind}.gguf")
             ask(peer, {"quantize": [model, made, kind]})
             sides.append(replace(theirs, name=f"{PEER} {kind}", model=made))
         if not options.peer_type:
             sides.append(theirs)
-    if options.beside:
-        other = options.beside.resolve()
+    if options.in_thread:
+        other = options.in_thread.resolve()
         if not (other / "tools" / "bench_cpu.py").is_file():
-            raise OSError(f"--beside {options.beside}: is no checkout of jinfer")
+            raise OSError(f"--beside {options.in_thread}: is no checkout of jinfer")
         there = (python, "-m", "tools.bench_cpu", "--worker", OWN)
-        sides.append(Side(f"{OWN} in {other.name}", there, passed, other))
+        sides.append(EngineUnderTest(f"{OWN} in {other.name}", there, passed, other))
     return sides
 
 

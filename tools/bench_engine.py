@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Chunk, SamplingParams, Usage
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 
 from .run_main import run
 
@@ -47,7 +47,7 @@ _SCHEMA: dict[str, Any] = {
 
 
 @dataclass
-class Stream:
+class BenchStream:
     """A request and the arrival times of its tokens, in seconds from its start."""
 
     prompt: list[int]
@@ -57,7 +57,7 @@ class Stream:
     usage: Usage | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, llm: LLM) -> Stream:
+    def start(self, llm: LLM) -> BenchStream:
         """Submits it: greedy, ignoring end-of-text."""
         params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
         (prepared,) = llm.frontend.prepare(self.prompt, params)
@@ -74,7 +74,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Gaps:
+class StreamGaps:
     """A long prompt beside streams, in seconds.
 
     Attributes:
@@ -90,7 +90,7 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedPrefix:
     """A prefix shared by several requests.
 
     Attributes:
@@ -108,7 +108,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedStreams:
     """Tokens per second of many streams together, and of one alone."""
 
     streams: int
@@ -120,21 +120,21 @@ def _prompt(rng: random.Random, vocab: int, length: int) -> list[int]:
     return [rng.randrange(3, vocab) for _ in range(length)]
 
 
-def _wait(streams: Sequence[Stream]) -> None:
+def _wait(streams: Sequence[BenchStream]) -> None:
     for stream in streams:
         stream.done.wait()
 
 
-def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[Gaps, list[Stream]]:
+def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[StreamGaps, list[BenchStream]]:
     """A prompt of 1,500 tokens arrives while four streams decode."""
     vocab = llm.spec.dims["vocab"]
-    alone = Stream(_prompt(rng, vocab, _LONG), 2).start(llm)
+    alone = BenchStream(_prompt(rng, vocab, _LONG), 2).start(llm)
     _wait([alone])
-    streams = [Stream(_prompt(rng, vocab, 16), tokens).start(llm) for _ in range(4)]
+    streams = [BenchStream(_prompt(rng, vocab, 16), tokens).start(llm) for _ in range(4)]
     while min(len(stream.times) for stream in streams) < tokens // 3:
         time.sleep(0.005)
     arrived = time.perf_counter()
-    long = Stream(_prompt(rng, vocab, _LONG), 2).start(llm)
+    long = BenchStream(_prompt(rng, vocab, _LONG), 2).start(llm)
     _wait([*streams, long])
     before: list[float] = []
     during: list[float] = []
@@ -146,14 +146,17 @@ def gaps(llm: LLM, rng: random.Random, tokens: int) -> tuple[Gaps, list[Stream]]
                 during.append(b - a)
     # A tiny model's streams may have ended before the prompt was looked at.
     usual = statistics.median(before or during or [long.times[0]])
-    return Gaps(usual, max(during, default=usual), long.times[0], alone.times[0]), [*streams, long]
+    return StreamGaps(usual, max(during, default=usual), long.times[0], alone.times[0]), [
+        *streams,
+        long,
+    ]
 
 
-def shared(llm: LLM, rng: random.Random) -> Shared:
+def shared(llm: LLM, rng: random.Random) -> SharedPrefix:
     """16 requests with the same first 1,000 tokens arrive at once."""
     vocab = llm.spec.dims["vocab"]
     begin = _prompt(rng, vocab, _COMMON)
-    streams = [Stream([*begin, *_prompt(rng, vocab, 20)], 4) for _ in range(16)]
+    streams = [BenchStream([*begin, *_prompt(rng, vocab, 20)], 4) for _ in range(16)]
     before = llm.stats()
     for stream in streams:
         stream.start(llm)
@@ -161,28 +164,28 @@ def shared(llm: LLM, rng: random.Random) -> Shared:
     after = llm.stats()
     asked = after.prompt_tokens - before.prompt_tokens
     computed = asked - (after.cached_tokens - before.cached_tokens)
-    late = Stream([*begin, *_prompt(rng, vocab, 20)], 4).start(llm)
+    late = BenchStream([*begin, *_prompt(rng, vocab, 20)], 4).start(llm)
     _wait([late])
-    own = Stream(_prompt(rng, vocab, 20), 4).start(llm)
+    own = BenchStream(_prompt(rng, vocab, 20), 4).start(llm)
     _wait([own])
-    return Shared(computed, asked, streams[0].times[0], late.times[0], own.times[0])
+    return SharedPrefix(computed, asked, streams[0].times[0], late.times[0], own.times[0])
 
 
-def mixed(llm: LLM, rng: random.Random, tokens: int) -> Mixed:
+def mixed(llm: LLM, rng: random.Random, tokens: int) -> MixedStreams:
     """Streams of mixed lengths that arrive over time."""
     vocab = llm.spec.dims["vocab"]
-    one = Stream(_prompt(rng, vocab, 16), tokens).start(llm)
+    one = BenchStream(_prompt(rng, vocab, 16), tokens).start(llm)
     _wait([one])
     alone = (tokens - 1) / (one.times[-1] - one.times[0])
     begun = time.perf_counter()
     streams = []
     for _ in range(24):
         length, new = rng.choice([8, 40, 200]), rng.choice([tokens // 4, tokens // 2, tokens])
-        streams.append(Stream(_prompt(rng, vocab, length), new).start(llm))
+        streams.append(BenchStream(_prompt(rng, vocab, length), new).start(llm))
         time.sleep(rng.expovariate(1 / (tokens / alone / 16)))
     _wait(streams)
     together = sum(stream.tokens for stream in streams) / (time.perf_counter() - begun)
-    return Mixed(len(streams), together, alone)
+    return MixedStreams(len(streams), together, alone)
 
 
 def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
@@ -209,7 +212,7 @@ def schema(llm: LLM, count: int, rounds: int) -> tuple[float, list[float]]:
     return rate, [without / under for without, under in both]
 
 
-def drawing(streams: Sequence[Stream], path: str) -> None:
+def drawing(streams: Sequence[BenchStream], path: str) -> None:
     """Arrival times of the tokens of each stream, as an SVG or PNG."""
     import matplotlib as mpl
 
@@ -285,8 +288,8 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Measures what streams feel of one another: gaps, first tokens, rates.",
     )
     parser.add_argument(

@@ -24,21 +24,31 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
-from jinfer.quant.gguf_blocks import KEPT
-from jinfer.quant.kv_vectors import zeros
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS
+from jinfer.quant.kv_vectors import zero_vectors
 from jinfer.quant.quantized_tensor import SUPER
-from kernels_pallas import Backend, Kept, Packed, Queries, Scores, attend, matmul
+from kernels_pallas import (
+    Backend,
+    PackedKV,
+    PackedMatrix,
+    QueryBatch,
+    ScoreModifiers,
+    attend,
+    matmul,
+)
 from kernels_pallas.attention.kv_layout import TOKENS
 
-from .run_main import check_places, run
+from .run_main import check_writable, run
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
 BLOCKS = ("Q4_K", "Q6_K", "IQ4_XS", "MXFP4")  # of GGUF files, by default
-OF_WEIGHTS: dict[str, QuantFormat] = {width: QuantFormat(width) for width in WIDTHS} | dict(KEPT)
+OF_WEIGHTS: dict[str, QuantFormat] = {width: QuantFormat(width) for width in WIDTHS} | dict(
+    REPACKED_FORMATS
+)
 SHAPES = {  # outputs, inputs
     "8B q": (4096, 4096),
     "8B k": (1024, 4096),
@@ -50,7 +60,7 @@ SHAPES = {  # outputs, inputs
     "7B (2) down": (3584, 18944),
 }
 ROWS = (1, 8, 64, 512)
-CACHES = (*PLAIN, *FORMATS)
+CACHES = (*FLOAT_DTYPES, *FORMATS)
 # Sequences that decode a token each, and tokens of a prompt beside them.
 ATTENTION_BATCHES = ((1, 0), (4, 0), (16, 0), (0, 8), (0, 512), (8, 504))
 _STACK_BYTES = 1 << 30
@@ -91,7 +101,7 @@ def matmul_rate() -> float:
     return times * 2 * size**3 / seconds(lambda: products(a))
 
 
-def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> Packed:
+def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> PackedMatrix:
     """Matrices of random codes."""
     superblocks = -(-inputs // 1024)
     lead = (count, outputs, superblocks)
@@ -105,7 +115,7 @@ def random_stack(format: QuantFormat, count: int, outputs: int, inputs: int) -> 
     else:
         scales = jnp.full(blocks, 20, jnp.int8)
         steps = jnp.full((*lead, 1, 1024 // SUPER, format.numbers), 5e-4, jnp.float16)
-    return Packed(words, scales, format.levels, format.block, inputs, steps, format.codebook)
+    return PackedMatrix(words, scales, format.levels, format.block, inputs, steps, format.codebook)
 
 
 def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, backend: str) -> float:
@@ -116,7 +126,7 @@ def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, back
     x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
 
     @jax.jit
-    def products(x: Array, stack: Packed) -> Array:
+    def products(x: Array, stack: PackedMatrix) -> Array:
         def step(i: Array, x: Array) -> Array:
             index = jnp.reshape(i, (1,)).astype(jnp.int32)
             (y,) = matmul(x, [stack], index=index, backend=backend)  # type: ignore[arg-type]
@@ -128,12 +138,12 @@ def time_product(format: QuantFormat, outputs: int, inputs: int, rows: int, back
     return seconds(lambda: products(x, stack)) / count
 
 
-def filled_pool(kind: str, shape: tuple[int, ...]) -> Kept:
+def filled_pool(kind: str, shape: tuple[int, ...]) -> PackedKV:
     """Keys or values [blocks, kv_heads, TOKENS, dim] of zeros."""
-    if kind in PLAIN:
-        return Kept(jnp.zeros(shape, PLAIN[kind]))
-    rows = zeros(shape, FORMATS[kind])
-    return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
+    if kind in FLOAT_DTYPES:
+        return PackedKV(jnp.zeros(shape, FLOAT_DTYPES[kind]))
+    rows = zero_vectors(shape, FORMATS[kind])
+    return PackedKV(rows.words, rows.scales, rows.format.levels, rows.width)
 
 
 def scattered_tables(rows: int, length: int) -> Array:
@@ -165,10 +175,10 @@ def time_attention(
     last = jnp.where(token < decoding, context - 1, context - count + token)
 
     @jax.jit
-    def attentions(q: Array, keys: Kept, values: Kept) -> Array:
+    def attentions(q: Array, keys: PackedKV, values: PackedKV) -> Array:
         def step(i: Array, q: Array) -> Array:
-            at = Queries(row + i * sequences, last, jnp.zeros_like(last), last, tables)
-            out = attend(q, keys, values, at, Scores(dim**-0.5), backend=backend)
+            at = QueryBatch(row + i * sequences, last, jnp.zeros_like(last), last, tables)
+            out = attend(q, keys, values, at, ScoreModifiers(dim**-0.5), backend=backend)
             # The next must wait for this one.
             return q + (out * 1e-9).astype(q.dtype)
 
@@ -225,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Times the kernels of a GPU, beside its memory and its tensor cores.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
@@ -248,7 +258,7 @@ def check(file: Path | None) -> None:
     """Raises `OSError` without a GPU, and `SourceError` where figures cannot be written."""
     if jax.default_backend() != "gpu":
         raise OSError(f"this needs a GPU; JAX found {jax.default_backend()}")
-    check_places(None if file is None else str(file))
+    check_writable(None if file is None else str(file))
 
 
 def write(file: Path | None, figures: Mapping[str, Any]) -> None:

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.matmul.matmul import linear
-from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty
+from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty_tensor
 
 from .run_main import run
 
@@ -38,7 +38,7 @@ def _matrices(
     rng = np.random.default_rng(0)
 
     def one() -> QuantizedTensor:
-        tensor = empty(shape, format)  # in the memory that a model's weights are in
+        tensor = empty_tensor(shape, format)  # in the memory that a model's weights are in
         tensor.words[...] = rng.integers(0, 2**32, tensor.words.shape, np.uint32)
         if format.per_code == 2:  # pairs are below 121
             tensor.words[...] &= np.uint32(0x3F3F3F3F)
@@ -71,8 +71,8 @@ def _measure(weights: list[QuantizedTensor], rows: int, seconds: float) -> float
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table, and writes it as JSON if asked; returns the exit status."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Measures products with quantized matrices, by width, shape and rows.",
     )
     add = parser.add_argument

@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.ops.matmul.matmul import linear
-from jinfer.parallel.cost_model import Link
-from jinfer.parallel.device_groups import Site
+from jinfer.parallel.cost_model import Interconnect
+from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.layer_bytes import nbytes
-from jinfer.parallel.sharding_rules import AXIS
+from jinfer.parallel.sharding_rules import TENSOR_AXIS
 
 _BYTES = 256 << 20  # of all matrices, more than caches hold
 _MOST = 64  # of them
@@ -30,7 +30,7 @@ _RUNS, _MESSAGES = 15, 200
 _LARGE = 64  # times a token's vector: what tells a link's rate from its latency
 
 
-class Products:
+class MatmulRates:
     """Matmuls with many matrices one after the other, as in a model's layers."""
 
     def __init__(self, parameter: Any) -> None:
@@ -56,7 +56,7 @@ class Products:
         x = jnp.ones((rows, self._inputs), jnp.float32)
         return median_seconds(lambda: compiled(x, self._weights).block_until_ready(), _SECONDS)
 
-    def before_sums(self, site: Site, numbers: int) -> float:
+    def before_sums(self, site: DeviceGroup, numbers: int) -> float:
         """Seconds of a matmul followed by an all-reduce of so many numbers."""
 
         @jax.jit
@@ -65,7 +65,7 @@ class Products:
             total = jnp.zeros(numbers or 1, jnp.float32)
             for weight in weights:
                 one = linear(x + total[0], weight)[0, 0].astype(jnp.float32) * jnp.float32(0)
-                total = jax.lax.psum(total + one, AXIS) if numbers else total + one
+                total = jax.lax.psum(total + one, TENSOR_AXIS) if numbers else total + one
             return total
 
         given = (
@@ -113,7 +113,7 @@ def median_seconds(run: Callable[[], Any], seconds: float) -> float:
     return statistics.median(taken)
 
 
-def sum_link(size: int, products: Products) -> Link:
+def sum_link(size: int, products: MatmulRates) -> Interconnect:
     """The all-reduce link among all devices of a job, one per process.
 
     All-reduces after matmuls, as in a layer, take longer than repeated ones: processes arrive at
@@ -123,12 +123,12 @@ def sum_link(size: int, products: Products) -> Link:
         size: numbers of a token's vector.
         products: the matmuls before each all-reduce.
     """
-    site = Site(tuple(jax.devices()))
+    site = DeviceGroup(tuple(jax.devices()))
     count = len(site.devices)
     alone, small, large = (products.before_sums(site, n * size) for n in (0, 1, _LARGE))
     # A sum is two messages and 2 (T - 1) / T of the vector.
     found = _link(small - alone, large - alone, 4 * size * 2 * (count - 1) / count)
-    return Link(found.rate, found.latency / 2)
+    return Interconnect(found.rate, found.latency / 2)
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -137,7 +137,7 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def pass_link(group: Group, size: int) -> Link:
+def pass_link(group: ProcessGroup, size: int) -> Interconnect:
     """The point-to-point link of stages 0 and 1 (pipeline parallelism); called in all processes.
 
     Args:
@@ -148,7 +148,7 @@ def pass_link(group: Group, size: int) -> Link:
     return _link(small, large, 4 * size)
 
 
-def _passing(group: Group, sender: ThreadPoolExecutor, name: int, numbers: int) -> float:
+def _passing(group: ProcessGroup, sender: ThreadPoolExecutor, name: int, numbers: int) -> float:
     """Seconds to send a vector from a device of one process to one of the other."""
     x = jax.device_put(np.ones((1, numbers), np.float32), jax.local_devices()[0])
 
@@ -170,7 +170,7 @@ def _passing(group: Group, sender: ThreadPoolExecutor, name: int, numbers: int) 
     return (time.perf_counter() - begun) / (_MESSAGES - _MESSAGES // 4) / 2
 
 
-def _link(small: float, large: float, size: float) -> Link:
+def _link(small: float, large: float, size: float) -> Interconnect:
     """Latency and bandwidth from the times of a message and of one `_LARGE` times its size."""
     rate = (_LARGE - 1) * size / max(large - small, 1e-9)
-    return Link(rate, max(small - size / rate, 0.0))
+    return Interconnect(rate, max(small - size / rate, 0.0))

@@ -17,8 +17,8 @@ import numpy as np
 from gguf.quants import QuantError, quantize
 
 from jinfer.checkpoint import CheckpointError, open_checkpoint
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.opening.open_model import open_files
 
 from .run_main import run
@@ -162,8 +162,8 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Writes a .gguf to measure with, all its matrices in one type.",
     )
     add = parser.add_argument

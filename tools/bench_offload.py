@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.cli.prog_name import program
+from jinfer.cli.prog_name import prog_of_module
 
 from .bench_kernels import write
-from .run_main import check_places, run
+from .run_main import check_writable, run
 
 PROMPT = 150  # tokens
 ANSWER = 64
@@ -131,7 +131,7 @@ def compare(source: str, layers: int, dtype: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
-        prog=program(__spec__.name),
+        prog=prog_of_module(__spec__.name),
         description="Compares splits between a GPU and its host with the GPU alone.",
     )
     parser.add_argument("source", help="a model")
@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.split is not None:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0
-    check_places(None if options.json is None else str(options.json))
+    check_writable(None if options.json is None else str(options.json))
     from jinfer.opening.open_model import open_files
     from jinfer.opening.resolve_model import resolve_model
 

@@ -24,13 +24,19 @@ import jax
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.parallel.cost_model import MACHINES, Machine, Work, estimate, layouts
-from jinfer.parallel.pipeline_programs import StagedPrograms
-from jinfer.parallel.timeline import Busy, Timeline, together
+from jinfer.parallel.cost_model import (
+    HARDWARE,
+    Hardware,
+    ModelCost,
+    device_layouts,
+    estimate_decode,
+)
+from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.timeline import StageCall, Timeline, overlap_fraction
 
 from .bench_process_splits import compare
 from .bench_split_worker import work
@@ -46,7 +52,7 @@ _COLOURS = ("#3d5a80", "#c8553d", "#7fa677", "#b8a468", "#6b8fb5", "#8a5a83", "#
 
 
 @dataclass(frozen=True)
-class Measured:
+class SplitResult:
     """Results of a split.
 
     Attributes:
@@ -73,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name), description="Measures splits of a model over devices."
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures splits of a model over devices."
     )
     add = parser.add_argument
     add("source", nargs="?", help="a spec (.toml), a checkpoint folder or file, ...")
@@ -110,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))
-    every, busy = list[Measured](), list[Busy]()
+    every, busy = list[SplitResult](), list[StageCall]()
     for devices in options.devices or ["0"]:
         found, busy = _measure(options, overrides, devices)
         every.append(found)
@@ -142,7 +148,7 @@ def _processes(options: argparse.Namespace) -> int:
 
 def _measure(
     options: argparse.Namespace, overrides: dict[str, Any], devices: str
-) -> tuple[Measured, list[Busy]]:
+) -> tuple[SplitResult, list[StageCall]]:
     plan = view(options.source, overrides, devices, "a100")
     keys = merge(overrides, {"partition": {"devices": devices}})
     with LLM(options.source, **{"engine.slots": options.requests, **keys}) as llm:
@@ -158,7 +164,7 @@ def _measure(
         llm.generate(prompts[:1], params)
         latency = (time.perf_counter() - begun) / options.tokens
         programs = llm.frontend.engine.programs
-        assert isinstance(programs, StagedPrograms), "devices are named"
+        assert isinstance(programs, PipelinePrograms), "devices are named"
         programs.timeline = timeline = Timeline()
         begun = time.perf_counter()
         llm.generate(prompts, params)
@@ -166,14 +172,14 @@ def _measure(
         programs.timeline = None
         busy = timeline.close()
     return (
-        Measured(
+        SplitResult(
             devices,
             max(stage.weights for stage in plan.stages),
             _exchanges(plan),
             plan.moved * (len(plan.stages) - 1),
             latency,
             rate,
-            together(busy),
+            overlap_fraction(busy),
         ),
         busy,
     )
@@ -183,7 +189,7 @@ def _exchanges(plan: PlanView) -> int:
     return sum(sum(stage.collectives.values()) for stage in plan.stages)
 
 
-def to_text(every: Sequence[Measured]) -> str:
+def to_text(every: Sequence[SplitResult]) -> str:
     """The splits as a table."""
     virtual = jax.default_backend() == "cpu"
     heads = ["devices", "weights of one", "exchanges", "passed on", "stages together"]
@@ -211,7 +217,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def to_svg(busy: Sequence[Busy]) -> str:
+def to_svg(busy: Sequence[StageCall]) -> str:
     """When each stage was busy, in the colour of its micro-batch."""
     width, height, left = 860.0, 26.0, 70.0
     begin, end = min(call.begin for call in busy), max(call.end for call in busy)
@@ -245,12 +251,12 @@ def predictions() -> list[str]:
         for bits, word in ((16.0, "16 bits"), (4.5, "3.5 bits with their blocks' numbers")):
             heads = ["", *(f"{devices}" for devices in count)]
             rows = [
-                [model, *(_cell(shape.work(bits), MACHINES[name], n) for n in count)]
+                [model, *(_cell(shape.work(bits), HARDWARE[name], n) for n in count)]
                 for model, shape in SHAPES.items()
             ]
             tables.append("\n".join([f"{name}, {word}:", "", *_table(heads, rows)]))
     four = SHAPES["Llama-2-13B"].work(16)
-    found = [estimate(four, MACHINES["v100"], *each) for each in layouts(4)]
+    found = [estimate_decode(four, HARDWARE["v100"], *each) for each in device_layouts(4)]
     rows = [
         [f"{each.pipe}x{each.tensor}", f"{each.step * 1e3:.0f} ms", f"{1 / each.step:.0f}",
          f"{each.tokens:.0f}"]
@@ -261,14 +267,14 @@ def predictions() -> list[str]:
     return tables
 
 
-def _cell(work: Work, machine: Machine, devices: int) -> str:
+def _cell(work: ModelCost, machine: Hardware, devices: int) -> str:
     """The fastest split of so many devices for one sequence, and the one of highest throughput."""
     fitting = [
         found
-        for pipe, tensor in layouts(devices)
+        for pipe, tensor in device_layouts(devices)
         if pipe <= work.layers
         and tensor <= 64
-        and (found := estimate(work, machine, pipe, tensor, context=4096)).device
+        and (found := estimate_decode(work, machine, pipe, tensor, context=4096)).device
         <= 0.9 * machine.memory
     ]
     if not fitting:

@@ -24,11 +24,17 @@ from typing import Any
 import jax.numpy as jnp
 
 import jinfer
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.parallel.cost_model import Estimate, Link, Machine, Work, estimate
-from jinfer.parallel.layer_bytes import weigh
-from jinfer.parallel.placement import plan_of, work_of
+from jinfer.parallel.cost_model import (
+    CostEstimate,
+    Hardware,
+    Interconnect,
+    ModelCost,
+    estimate_decode,
+)
+from jinfer.parallel.layer_bytes import model_bytes
+from jinfer.parallel.placement import model_cost, partition_plan
 from jinfer.weights.plan_weights import plan_weights
 
 from .llama_peer import PROMPT, STEPS
@@ -40,11 +46,11 @@ _BOUND = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); "
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-_NO_LINK = Link(float("inf"), 0.0)
+_NO_LINK = Interconnect(float("inf"), 0.0)
 
 
 @dataclass
-class Side:
+class SplitJob:
     """A job of processes that compute a model together.
 
     Attributes:
@@ -88,7 +94,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Compared:
+class SplitComparison:
     """A split beside a single process.
 
     Attributes:
@@ -131,11 +137,11 @@ def compare(options: argparse.Namespace, keys: Mapping[str, Any], command: Seque
     groups = [cores[i * share : (i + 1) * share] for i in range(count)]
     numbers = [str(i) for i in range(count)]
     layouts = {"": (1, 1), ";".join(numbers): (count, 1), "&".join(numbers): (1, count)}
-    sides = list[Side]()
+    sides = list[SplitJob]()
     try:
         for devices, (pipe, tensor) in layouts.items():
             own = _started(devices, groups if devices else [cores], command)
-            sides.append(Side(devices, pipe, tensor, own))
+            sides.append(SplitJob(devices, pipe, tensor, own))
             sides[-1].figures = sides[-1].answer()
             sides[-1].answer()  # that the model is loaded
         for rows in dict.fromkeys((1, options.requests)):
@@ -158,7 +164,7 @@ def compare(options: argparse.Namespace, keys: Mapping[str, Any], command: Seque
         }
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     said = "what others did is not known here" if beside is None else str(beside)
-    heads = [json.dumps(machine()), said, *_told(sides, len(cores), share)]
+    heads = [json.dumps(machine()), said, *_measured_machine(sides, len(cores), share)]
     return "\n".join([*heads, "", *table(found)])
 
 
@@ -189,16 +195,18 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _compared(sides: Sequence[Side], source: str, keys: Mapping[str, Any]) -> list[Compared]:
+def _compared(
+    sides: Sequence[SplitJob], source: str, keys: Mapping[str, Any]
+) -> list[SplitComparison]:
     """The splits relative to the single process, which is the first."""
     single, *splits = sides
-    found = list[Compared]()
+    found = list[SplitComparison]()
     for rows, rates in single.rates.items():
         for side in splits:
             ratios = [a / b for a, b in zip(side.rates[rows], rates, strict=True)]
             predicted = predict(single, side, rows, *_model(source, keys, side.devices))
             found.append(
-                Compared(
+                SplitComparison(
                     side.devices,
                     rows,
                     statistics.median(side.rates[rows]),
@@ -212,20 +220,24 @@ def _compared(sides: Sequence[Side], source: str, keys: Mapping[str, Any]) -> li
     return found
 
 
-def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[Work, list[float]]:
+def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[ModelCost, list[float]]:
     """The model's work for the cost model, and the share of the bytes each stage reads."""
     opened = open_model(source, {**keys, "partition.devices": devices})
     spec, dtype = opened.spec, jnp.dtype(opened.dtype)
-    model = plan_weights(build(spec, dtype), spec, opened.checkpoint, opened.activations).model
-    weight = weigh(spec, model)
-    work = work_of(spec, model, weight, dtype, opened.kv_cache)
-    plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache, imagined=True)
+    model = plan_weights(
+        build_abstract_model(spec, dtype), spec, opened.checkpoint, opened.activations
+    ).model
+    weight = model_bytes(spec, model)
+    work = model_cost(spec, model, weight, dtype, opened.kv_cache)
+    plan = partition_plan(spec, model, opened.context, dtype, opened.kv_cache, dry_run=True)
     read = work.weights - work.tables
     shares = [(weight.of(row.slice) - row.slice.first * work.tables) / read for row in plan.stages]
     return work, shares
 
 
-def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[float]) -> float:
+def predict(
+    single: SplitJob, side: SplitJob, rows: int, work: ModelCost, shares: Sequence[float]
+) -> float:
     """Predicted tokens per second of so many sequences.
 
     Args:
@@ -233,7 +245,7 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
         shares: the share of the bytes each stage reads.
     """
     own, found = single.figures, side.figures
-    alone = Machine(0.0, own["read"], own["flops"], _NO_LINK, _NO_LINK, 0.0)
+    alone = Hardware(0.0, own["read"], own["flops"], _NO_LINK, _NO_LINK, 0.0)
     lanes = min(side.pipe, rows)
     batch = -(-rows // lanes)
     apart = {
@@ -242,8 +254,8 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
     }
     few, many = min(apart), max(apart)
     part = (batch - few) / max(1, many - few)
-    sums, passes = (Link(*found[name]) for name in ("sums", "passes"))
-    machine = Machine(
+    sums, passes = (Interconnect(*found[name]) for name in ("sums", "passes"))
+    machine = Hardware(
         memory=0.0,
         read=found["read"],
         flops=found["flops"],
@@ -260,18 +272,18 @@ def predict(single: Side, side: Side, rows: int, work: Work, shares: Sequence[fl
 
 
 def _of(
-    work: Work,
-    machine: Machine,
+    work: ModelCost,
+    machine: Hardware,
     pipe: int,
     tensor: int,
     batch: int,
     shares: Sequence[float] = (),
-) -> Estimate:
+) -> CostEstimate:
     context = PROMPT + STEPS // 2
-    return estimate(work, machine, pipe, tensor, batch=batch, context=context, shares=shares)
+    return estimate_decode(work, machine, pipe, tensor, batch=batch, context=context, shares=shares)
 
 
-def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
+def _measured_machine(sides: Sequence[SplitJob], cores: int, share: int) -> list[str]:
     """The measurements, as machine parameters of the cost model."""
     single, *splits = sides
     lines = [
@@ -288,7 +300,7 @@ def _told(sides: Sequence[Side], cores: int, share: int) -> list[str]:
     return lines
 
 
-def table(every: Sequence[Compared]) -> list[str]:
+def table(every: Sequence[SplitComparison]) -> list[str]:
     """The splits as Markdown."""
     heads = [
         "devices",

@@ -26,18 +26,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import families
-from jinfer.modelspec.spec_values import Missing
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.modelspec.spec_values import MissingKey
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.quant import parse_format
-from jinfer.quant.gguf_blocks import KEPT
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.quantized_tensor import abstract
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import metadata_row
@@ -105,15 +105,17 @@ def abstract_model(family: str, sizes: Mapping[str, Any], format: str) -> Abstra
 
     def lookup(key: str) -> Any:
         if key not in sizes:
-            raise Missing(key)
+            raise MissingKey(key)
         return sizes[key]
 
     path = families()[family]
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    model = build(resolve([table], str(path), Facts(lookup=lookup), {}), jnp.bfloat16)
+    model = build_abstract_model(
+        resolve([table], str(path), CheckpointFacts(lookup=lookup), {}), jnp.bfloat16
+    )
     if format == "bf16":
         return model
-    kept = KEPT[format] if format in KEPT else parse_format(format)
+    kept = REPACKED_FORMATS[format] if format in REPACKED_FORMATS else parse_format(format)
     parameters = tuple(
         one if role == "plain" else abstract(one.shape, kept, columns_here(kept))
         for one, role in zip(model.parameters, model.roles, strict=True)
@@ -292,8 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Times the programs of a model of a well-known shape on a GPU.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
@@ -318,7 +320,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _format(word: str) -> str:
-    if word != "bf16" and word not in KEPT:
+    if word != "bf16" and word not in REPACKED_FORMATS:
         try:
             parse_format(word)
         except ValueError as error:

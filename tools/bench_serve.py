@@ -18,12 +18,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.progress import throughout
 
-from .bench_serve_load import Mix, Work, arrivals, conversation
-from .bench_serve_stats import Answered, Figures, Limits, drawing, figures, record, table
+from .bench_serve_load import LengthMix, Workload, arrivals, conversation
+from .bench_serve_stats import (
+    AnswerTimes,
+    LatencyLimits,
+    LoadResult,
+    drawing,
+    figures,
+    record,
+    table,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -57,7 +65,7 @@ class Target:
         """Seconds since the start of the load."""
         return time.perf_counter() - self.begun
 
-    async def ask(self, said: Sequence[Mapping[str, str]], tokens: int) -> tuple[Answered, str]:
+    async def ask(self, said: Sequence[Mapping[str, str]], tokens: int) -> tuple[AnswerTimes, str]:
         """An answer's times, and its text."""
         import httpx
 
@@ -67,7 +75,7 @@ class Target:
             path, asked["messages"] = "/v1/chat/completions", list(said)
         else:
             path, asked["prompt"] = "/v1/completions", "\n\n".join(each["content"] for each in said)
-        answer, texts = Answered(self.now()), list[str]()
+        answer, texts = AnswerTimes(self.now()), list[str]()
         try:
             async with self.client.stream("POST", path, json=asked) as reply:
                 if reply.status_code != 200:
@@ -84,7 +92,7 @@ class Target:
         answer.tokens = answer.tokens or len(answer.times)
         return answer, "".join(texts)
 
-    def _take(self, answer: Answered, texts: list[str], event: Mapping[str, Any]) -> None:
+    def _take(self, answer: AnswerTimes, texts: list[str], event: Mapping[str, Any]) -> None:
         if "error" in event:
             error = event["error"]
             answer.error = str(error.get("message") if isinstance(error, dict) else error)[:200]
@@ -112,7 +120,9 @@ def _reason(reply: httpx.Response) -> str:
         return reply.text[:200]
 
 
-async def talk(target: Target, work: Work, number: int, take: Callable[[Answered], None]) -> None:
+async def talk(
+    target: Target, work: Workload, number: int, take: Callable[[AnswerTimes], None]
+) -> None:
     """One user's conversation; it ends where an answer fails."""
     said: list[dict[str, str]] = []
     for turn in conversation(work, number):
@@ -124,9 +134,9 @@ async def talk(target: Target, work: Work, number: int, take: Callable[[Answered
         said.append({"role": "assistant", "content": text})
 
 
-async def open_loop(target: Target, work: Work, rate: float, users: int) -> list[Answered]:
+async def open_loop(target: Target, work: Workload, rate: float, users: int) -> list[AnswerTimes]:
     """Users come by chance, and do not wait for one another."""
-    answers: list[Answered] = []
+    answers: list[AnswerTimes] = []
 
     async def come(number: int, at: float) -> None:
         await asyncio.sleep(at - target.now())
@@ -137,9 +147,11 @@ async def open_loop(target: Target, work: Work, rate: float, users: int) -> list
     return answers
 
 
-async def closed_loop(target: Target, work: Work, clients: int, users: int) -> list[Answered]:
+async def closed_loop(
+    target: Target, work: Workload, clients: int, users: int
+) -> list[AnswerTimes]:
     """So many at a time; the next comes when one has gone."""
-    answers: list[Answered] = []
+    answers: list[AnswerTimes] = []
     waiting = iter(range(users))
 
     async def serve() -> None:
@@ -150,13 +162,15 @@ async def closed_loop(target: Target, work: Work, clients: int, users: int) -> l
     return answers
 
 
-async def measure(options: argparse.Namespace) -> list[Figures]:
+async def measure(options: argparse.Namespace) -> list[LoadResult]:
     """The figures of each load, one after another. Raises `BenchError`."""
     import httpx
 
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    work = Work(options.prompt, options.answer, options.shared, options.turns, options.seed)
-    limits = Limits(*(each and each / 1e3 for each in (options.first_limit, options.between_limit)))
+    work = Workload(options.prompt, options.answer, options.shared, options.turns, options.seed)
+    limits = LatencyLimits(
+        *(each and each / 1e3 for each in (options.first_limit, options.between_limit))
+    )
     url = options.url.rstrip("/").removesuffix("/v1")
     rows = []
     async with httpx.AsyncClient(
@@ -200,7 +214,7 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
         raise BenchError(f"{url}: lists no model; --model says which to ask") from None
 
 
-def report(options: argparse.Namespace, rows: Sequence[Figures]) -> int:
+def report(options: argparse.Namespace, rows: Sequence[LoadResult]) -> int:
     """Prints the results, and writes the requested files; 1 if nothing was answered."""
     print(table(rows))
     for row in rows:
@@ -220,9 +234,10 @@ def report(options: argparse.Namespace, rows: Sequence[Figures]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = Parser(
-        prog=program(__spec__.name), description="Measures how a server with OpenAI's interface "
-        "stands load: first tokens, time between tokens, rates, answers within limits."
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
+        description="Measures how a server with OpenAI's interface stands load: "
+        "first tokens, time between tokens, rates, answers within limits."
     )  # fmt: skip
     add = parser.add_argument
     add("url", help="of the server, such as http://127.0.0.1:8080")
@@ -232,8 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                       help="users at a time (closed loop; 1,4,8,16)")  # fmt: skip
     add("--users", type=_count, default=32, help="of each load (32)")
     add("--turns", type=_count, default=1, help="questions of a user (1)")
-    add("--prompt", type=Mix.parse, default="64", metavar="MIX", help="words: 64, or 32:3,512:1")
-    add("--answer", type=Mix.parse, default="64", metavar="MIX", help="tokens at most (64)")
+    add(
+        "--prompt",
+        type=LengthMix.parse,
+        default="64",
+        metavar="MIX",
+        help="words: 64, or 32:3,512:1",
+    )
+    add("--answer", type=LengthMix.parse, default="64", metavar="MIX", help="tokens at most (64)")
     add("--shared", type=int, default=0, metavar="N", help="words that all users begin with (0)")
     add("--text", action="store_true", help="ask /v1/completions, without a chat template")
     add("--model", help="which of the server's models (the first that it lists)")

@@ -13,7 +13,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class Mix:
+class LengthMix:
     """A distribution of lengths.
 
     Attributes:
@@ -25,7 +25,7 @@ class Mix:
     weights: tuple[float, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Mix:
+    def parse(cls, text: str) -> LengthMix:
         """`128`, or `32:3,512:1`: 32 three times as often as 512. Raises `ValueError`."""
         lengths, weights = [], []
         for part in text.split(","):
@@ -42,7 +42,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """The requests of users.
 
     Attributes:
@@ -53,22 +53,22 @@ class Work:
         seed: of the random generator.
     """
 
-    prompt: Mix
-    answer: Mix
+    prompt: LengthMix
+    answer: LengthMix
     shared: int = 0
     turns: int = 1
     seed: int | str = 0
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A question, and the max length of its answer."""
 
     question: str
     tokens: int
 
 
-def conversation(work: Work, number: int) -> list[Turn]:
+def conversation(work: Workload, number: int) -> list[ChatTurn]:
     """The turns of one user; the same for each run with the same seed."""
     rng = random.Random(f"{work.seed}/{number}")
     begin = words(random.Random(f"{work.seed}/shared"), work.shared)
@@ -76,7 +76,7 @@ def conversation(work: Work, number: int) -> list[Turn]:
     for turn in range(work.turns):
         own = words(rng, work.prompt.draw(rng))
         before = f"{begin}\n\n" if begin and turn == 0 else ""
-        turns.append(Turn(before + own, work.answer.draw(rng)))
+        turns.append(ChatTurn(before + own, work.answer.draw(rng)))
     return turns
 
 

@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass
-class Answered:
+class AnswerTimes:
     """One answer, in seconds from the start of its load.
 
     Attributes:
@@ -42,13 +42,13 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """Service level objectives, in seconds; None: unlimited."""
 
     first: float | None = None
     between: float | None = None
 
-    def kept(self, answer: Answered) -> bool:
+    def kept(self, answer: AnswerTimes) -> bool:
         """Whether an answer meets them."""
         return answer.first <= (self.first or math.inf) and answer.between <= (
             self.between or math.inf
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Figures:
+class LoadResult:
     """A load and its results.
 
     Attributes:
@@ -89,7 +89,9 @@ class Figures:
     errors: Mapping[str, int]
 
 
-def figures(load: str, offered: float, answers: Sequence[Answered], limits: Limits) -> Figures:
+def figures(
+    load: str, offered: float, answers: Sequence[AnswerTimes], limits: LatencyLimits
+) -> LoadResult:
     """The results of one load."""
     done = [each for each in answers if each.error is None and each.times]
     errors: dict[str, int] = {}
@@ -100,7 +102,7 @@ def figures(load: str, offered: float, answers: Sequence[Answered], limits: Limi
     begun = min((each.begun for each in answers), default=0.0)
     seconds = max((each.times[-1] for each in done), default=begun) - begun or math.inf
     prompts = sum(each.prompt for each in done)
-    return Figures(
+    return LoadResult(
         load,
         offered,
         len(done),
@@ -128,7 +130,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[Figures]) -> str:
+def table(rows: Sequence[LoadResult]) -> str:
     """A row for each load."""
     heads = ["load", "answers", "failed", "requests/s", "good/s", "tokens/s", "prompt tokens/s"]
     heads += ["cached", "first token p50 / p95 / p99 ms", "between tokens p50 / p95 / p99 ms"]
@@ -145,12 +147,12 @@ def _three(found: Mapping[str, float]) -> str:
     return " / ".join(f"{1e3 * found[name]:.1f}" for name in ("p50", "p95", "p99"))
 
 
-def record(rows: Sequence[Figures], about: Mapping[str, Any]) -> dict[str, Any]:
+def record(rows: Sequence[LoadResult], about: Mapping[str, Any]) -> dict[str, Any]:
     """All results as JSON values."""
     return {**about, "loads": [asdict(row) for row in rows]}
 
 
-def drawing(rows: Sequence[Figures], path: str, unit: str) -> None:
+def drawing(rows: Sequence[LoadResult], path: str, unit: str) -> None:
     """Throughput and latency over load, as an SVG or PNG."""
     import matplotlib as mpl
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Completion, SamplingParams
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
@@ -32,7 +32,7 @@ from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.replay_drafter import ReplayDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
-from .bench_speculate_plot import Gain, drawing
+from .bench_speculate_plot import DraftGain, drawing
 from .run_main import run
 
 _PASSAGE = (
@@ -48,7 +48,7 @@ _PROMPTS = {
 }
 
 
-class Turns:
+class PairedRuns:
     """Prompts that are answered with and without drafts in turn."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]], tokens: int, rounds: int) -> None:
@@ -71,7 +71,7 @@ class Turns:
         speculation: SpeculativeDecoder,
         accuracy: float | None = None,
         formula: float | None = None,
-    ) -> Gain:
+    ) -> DraftGain:
         """Measures; the first round is a warm-up."""
         for future in speculation.announce(self.llm.frontend.engine):
             future.result()
@@ -86,7 +86,7 @@ class Turns:
         uses = [one.usage for one in answers]
         new = sum(one.completion_tokens - 1 for one in uses)
         accepted = sum(one.accepted_tokens for one in uses)
-        return Gain(
+        return DraftGain(
             name,
             len(answers),
             ratios[1:],
@@ -100,7 +100,7 @@ class Turns:
         )
 
 
-def replayed(turns: Turns, accuracy: float, nodes: int | None) -> Gain:
+def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain:
     """Drafts that are right with a given probability."""
     prompts = [tuple(prompt) for prompt in turns.prompts]
     answers = dict(zip(prompts, (one.token_ids for one in turns.answers), strict=True))
@@ -119,14 +119,14 @@ def measure(options: argparse.Namespace) -> int:
     for text in options.set or ():
         overrides = merge(overrides, parse_override(text))
     most = max(options.streams)
-    found: list[Gain] = []
+    found: list[DraftGain] = []
     print("| drafts | streams | tokens a call | formula | right | times plain decoding |")
     print("|---|---|---|---|---|---|")
     with LLM(options.source, progress=True, **merge({"engine": {"slots": most}}, overrides)) as llm:
         vocab = llm.spec.dims["vocab"]
         for streams in options.streams:
             prompts = [[(7 * i + 3 * j) % (vocab - 3) + 3 for j in range(32)] for i in range(most)]
-            turns = Turns(llm, prompts[:streams], options.tokens, options.rounds)
+            turns = PairedRuns(llm, prompts[:streams], options.tokens, options.rounds)
             for accuracy in options.accuracy:
                 for nodes in options.nodes:
                     found.append(replayed(turns, accuracy, nodes or None))
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> int:
         tokens = min(options.tokens, _COPIED)
         if llm.can_chat:
             for name, text in _PROMPTS.items():
-                turns = Turns(llm, [llm.encode_chat(text)], tokens, options.rounds)
+                turns = PairedRuns(llm, [llm.encode_chat(text)], tokens, options.rounds)
                 speculation = SpeculativeDecoder([PromptLookup(branches=2)])
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
@@ -148,7 +148,9 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = Parser(prog=program(__spec__.name), description="Measures what drafts of tokens gain.")
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures what drafts of tokens gain."
+    )
     add = parser.add_argument
     add("source", help="a model, as everywhere")
     chances = [0.0, 0.6, 0.7, 0.8, 0.9]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Gain:
+class DraftGain:
     """A way of drafting relative to plain decoding.
 
     Attributes:
@@ -47,7 +47,7 @@ class Gain:
         return f"| {self.name} | {self.streams} | {rate:.2f} | {formula} | {right} | {gain} |"
 
 
-def drawing(gains: Sequence[Gain], path: str, title: str = "") -> None:
+def drawing(gains: Sequence[DraftGain], path: str, title: str = "") -> None:
     """Replayed drafts as lines with the rounds' extremes, all others as bars; an SVG or PNG."""
     import matplotlib as mpl
 

@@ -10,17 +10,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from jinfer import progress
-from jinfer.api.job_processes import follow, run_job
+from jinfer.api.job_processes import run_job, run_worker
 from jinfer.distributed.job_config import find_job
-from jinfer.distributed.process_group import current
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.distributed.process_group import current_group
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.parallel.cost_model import Link
+from jinfer.parallel.cost_model import Interconnect
 from jinfer.parallel.layer_bytes import nbytes
 from jinfer.weights.plan_weights import plan_weights
 
 from .bench_engine_worker import TimedEngine
-from .bench_links import Products, pass_link, sum_link
+from .bench_links import MatmulRates, pass_link, sum_link
 from .llama_peer import answer_tasks
 
 
@@ -44,16 +44,16 @@ def _lead(options: argparse.Namespace, keys: Mapping[str, Any]) -> int:
 
 def _follow(options: argparse.Namespace, keys: Mapping[str, Any]) -> None:
     _figures(options, keys)
-    follow(options.source, keys)
+    run_worker(options.source, keys)
 
 
 def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The rates of this process's cores, and in a job the links and all cores together."""
     opened = open_model(options.source, dict(keys))
-    plain = build(opened.spec, jnp.dtype(opened.dtype))
+    plain = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
-    matrices, hidden, group = matrices_of(model), opened.spec.dims["hidden"], current()
-    found, products = dict[str, Any](), Products(matrices[-1])
+    matrices, hidden, group = matrices_of(model), opened.spec.dims["hidden"], current_group()
+    found, products = dict[str, Any](), MatmulRates(matrices[-1])
     if group is None or group.rank == 0:
         found = {"read": products.read(), "flops": products.flops(options.requests)}
     if group is None:
@@ -62,9 +62,11 @@ def _figures(options: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, 
     group.broadcast(True)  # and begin
     found["together"] = sum(group.gather(products.read()))
     # One of a layer's sums follows a matrix of middle size, attention's, one the largest ones.
-    after = [sum_link(hidden, each) for each in (Products(matrices[len(matrices) // 2]), products)]
+    after = [
+        sum_link(hidden, each) for each in (MatmulRates(matrices[len(matrices) // 2]), products)
+    ]
     rate = len(after) / sum(1 / link.rate for link in after)
-    sums = Link(rate, sum(link.latency for link in after) / len(after))
+    sums = Interconnect(rate, sum(link.latency for link in after) / len(after))
     for name, link in (("sums", sums), ("passes", pass_link(group, hidden))):
         found[name] = [link.rate, link.latency]
     return found

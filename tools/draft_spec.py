@@ -10,7 +10,7 @@ from typing import Any
 from jinfer.checkpoint import Tensor
 from jinfer.opening.model_files import ModelFiles
 
-from .guess_roles import Line, is_ignorable, module_of, roles_of, state_modules
+from .guess_roles import ProposedLine, is_ignorable, module_of, roles_of, state_modules
 
 # jinfer's word -> the words that config files have for it, and what holds without any.
 _DIMS = {
@@ -226,7 +226,7 @@ def _tensors(
     for module, role in roles.items():
         if role:
             matrix = "{i}" in role and len(modules[module].shape) == 2
-            lines.append(str(Line(role, module, turned and matrix)))
+            lines.append(str(ProposedLine(role, module, turned and matrix)))
     return "\n".join(lines)
 
 

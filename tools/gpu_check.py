@@ -20,10 +20,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jinfer.cli.prog_name import program
+from jinfer.cli.prog_name import prog_of_module
 
 from .bench_kernels import write
-from .run_main import check_places, run
+from .run_main import check_writable, run
 
 SMALL_CARD = 24 * 1024  # MiB
 _TESTS = "tests/kernels_pallas/test_gpu.py"
@@ -31,7 +31,7 @@ _COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)")
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckPart:
     """A process of the check and its limits.
 
     Attributes:
@@ -58,18 +58,18 @@ _MADE_UP = "{folder}/made_up.gguf"
 _PYTEST = "pytest -q -n auto -p no:cacheprovider -p no:benchmark --no-header -rf"
 _SEVERAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the device
 PARTS = (
-    Part(
+    CheckPart(
         "programs",
         _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-16 sampled-1 prompt-512"),
         150,
     ),
-    Part(
+    CheckPart(
         "yi_34b",
         _words(f"{_PROGRAMS} --shape yi_34b --slots 1 --formats q3.5 --tasks decode-1 prompt-512"),
         100,
         SMALL_CARD,
     ),
-    Part(
+    CheckPart(
         "falcon_40b",
         _words(
             f"{_PROGRAMS} --shape falcon_40b --slots 1 --formats q3.5_b64 "
@@ -78,9 +78,9 @@ PARTS = (
         100,
         SMALL_CARD,
     ),
-    Part("kernel_tests", _words(f"{_PYTEST} -m gpu {_TESTS}"), 300, environment=_SEVERAL),
-    Part("goldens", _words(f"{_PYTEST} tests/test_goldens.py"), 300, environment=_SEVERAL),
-    Part(
+    CheckPart("kernel_tests", _words(f"{_PYTEST} -m gpu {_TESTS}"), 300, environment=_SEVERAL),
+    CheckPart("goldens", _words(f"{_PYTEST} tests/test_goldens.py"), 300, environment=_SEVERAL),
+    CheckPart(
         "made_up",
         _words(
             f"tools.bench_models {_MADE_UP} --shape 1.1b --type Q4_0 "
@@ -88,11 +88,11 @@ PARTS = (
         ),
         60,
     ),
-    Part("offload", _words(f"tools.bench_offload {_MADE_UP} --json {{json}}"), 240),
+    CheckPart("offload", _words(f"tools.bench_offload {_MADE_UP} --json {{json}}"), 240),
 )
 
 
-def run_part(part: Part, folder: Path, total: int, seconds: float) -> dict[str, Any]:
+def run_part(part: CheckPart, folder: Path, total: int, seconds: float) -> dict[str, Any]:
     """Runs a part and returns its results, or its last lines of output."""
     figures = folder / f"{part.name}.json"
     command = [word.format(json=figures, folder=folder) for word in part.command]
@@ -137,7 +137,7 @@ def device() -> tuple[str, int]:
     return name.strip(), int(memory)
 
 
-def check(out: Path, seconds: float, parts: Sequence[Part] = PARTS) -> dict[str, Any]:
+def check(out: Path, seconds: float, parts: Sequence[CheckPart] = PARTS) -> dict[str, Any]:
     """Runs the parts that there is time for, and writes their results after each."""
     begun = time.monotonic()
     name, total = device()
@@ -160,7 +160,7 @@ def check(out: Path, seconds: float, parts: Sequence[Part] = PARTS) -> dict[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
     parser = argparse.ArgumentParser(
-        prog=program(__spec__.name), description="Checks and measures jinfer on a GPU."
+        prog=prog_of_module(__spec__.name), description="Checks and measures jinfer on a GPU."
     )
     parser.add_argument("out", type=Path, help="a JSON file with all figures")
     parser.add_argument("--seconds", type=float, default=600, help="that all parts have together")
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_places(str(options.out))
+    check_writable(str(options.out))
     chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
     found = check(options.out, options.seconds, chosen)
     return 0 if all(row["status"] == 0 for row in found["parts"].values()) else 1

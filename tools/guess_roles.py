@@ -11,7 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.modelspec.resolve_spec import STACKS
 
 from .fold_names import numbered
-from .inspect_rows import Missing
+from .inspect_rows import MissingParameter
 
 # Position of a module in a layer, by a word anywhere in its name; the first match.
 _AREAS = {
@@ -73,7 +73,7 @@ type Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class ProposedLine:
     """A proposed line of a `[tensors]` table.
 
     Attributes:
@@ -194,7 +194,7 @@ def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     return roles
 
 
-def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
+def propose(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[ProposedLine]:
     """Lines for tensors that match a missing parameter, by name or else by shape."""
     wanted: dict[str, dict[str, Shape]] = {}
     for each in missing:
@@ -204,12 +204,12 @@ def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
     state = state_modules(unused)
     for tensor in (each for each in unused if module_of(each) not in state):
         modules.setdefault(module_of(tensor), {}).setdefault(leaf_of(tensor.name), tensor)
-    lines: dict[str, Line] = {}
+    lines: dict[str, ProposedLine] = {}
     only = only_stack(modules)
     for module, tensors in modules.items():
         role = role_of(next(iter(tensors.values())), modules, only)
         if role in wanted and (fit := _fits(tensors, wanted[role], "{e}" in module)):
-            lines[role] = Line(role, module, fit == "transposed")
+            lines[role] = ProposedLine(role, module, fit == "transposed")
     by_shape: dict[tuple[Shape, bool], list[str]] = {}
     for parameter, shapes in wanted.items():
         if parameter not in lines:
@@ -219,7 +219,7 @@ def propose(unused: list[Tensor], missing: Iterable[Missing]) -> list[Line]:
     for (shape, in_layer), parameters in by_shape.items():
         alike = [m for m, own in free.items() if own == shape and ("{i}" in m) == in_layer]
         if len(alike) == len(parameters) == 1:
-            lines[parameters[0]] = Line(parameters[0], alike[0], reason="by its shape")
+            lines[parameters[0]] = ProposedLine(parameters[0], alike[0], reason="by its shape")
     return list(lines.values())
 
 

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.modelspec.view.model_svg import draw
+from jinfer.modelspec.view.model_svg import draw_model
 from jinfer.opening.model_files import ModelFiles
-from jinfer.parallel.cost_model import MACHINES
+from jinfer.parallel.cost_model import HARDWARE
 
 from .draft_spec import draft
 from .inspect_report import to_html, to_json, to_text
@@ -37,15 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Prints what a checkpoint is and which tensor is which parameter.",
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--partition", metavar="DEVICES", help='show who has what: "0&1;2&3", "auto"')
-    add("--on", choices=sorted(MACHINES), default="a100", help="estimate steps for this (a100)")
+    add("--on", choices=sorted(HARDWARE), default="a100", help="estimate steps for this (a100)")
     add("--draft", metavar="FILE", help="write a first draft of a specification (.toml)")
     add("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
     add("--svg", metavar="FILE", help="write a drawing of the wiring")
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
         text = json.dumps(to_json(found), ensure_ascii=False, indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     if options.svg and found.spec is not None:
-        Path(options.svg).write_text(draw(found.spec), encoding="utf-8")
+        Path(options.svg).write_text(draw_model(found.spec), encoding="utf-8")
     if options.html:
         Path(options.html).write_text(to_html(found), encoding="utf-8")
     return 0

@@ -13,20 +13,22 @@ from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.weights.tensor_mapping import by_name, lookup_origin
 
-from .inspect_rows import Missing, Row, Rows
+from .inspect_rows import CheckpointRows, MissingParameter, TensorRow
 
 
-def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint) -> Rows:
+def match_converted(
+    spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint
+) -> CheckpointRows:
     """A row for each stored parameter, however many arrays it consists of."""
     held = _held(checkpoint)
-    rows = {name: Row(tensor) for name, tensor in held.items()}
+    rows = {name: TensorRow(tensor) for name, tensor in held.items()}
     sources = _sources(spec, model, checkpoint)
-    missing, wrong = list[Missing](), list[str]()
+    missing, wrong = list[MissingParameter](), list[str]()
     for name, parameter in zip(model.names, model.parameters, strict=True):
         first = checkpoint.same.get(name, name)
         row = rows.get(first)
         if row is None:
-            missing.append(Missing(name, parameter.shape, (first,)))
+            missing.append(MissingParameter(name, parameter.shape, (first,)))
             continue
         row.parameters.append(name)
         if row.tensor.shape != parameter.shape:
@@ -37,7 +39,7 @@ def match_converted(spec: ModelSpec, model: AbstractModel, checkpoint: NativeChe
             row.note = f"was {sources[name]}"
     for row in rows.values():
         row.note = row.note if row.parameters else "unused"
-    return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))
+    return CheckpointRows(tuple(rows.values()), tuple(missing), tuple(wrong))
 
 
 def _held(checkpoint: NativeCheckpoint) -> dict[str, Tensor]:

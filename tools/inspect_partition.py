@@ -19,16 +19,16 @@ from jinfer.engine.scheduling.cache_size import block_bytes
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import CHARACTER
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import Opened, open_model
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, empty
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, zero_cache
 from jinfer.parallel import stage_forward
-from jinfer.parallel.cost_model import MACHINES, Estimate, estimate
-from jinfer.parallel.layer_bytes import nbytes, weigh
+from jinfer.parallel.cost_model import HARDWARE, CostEstimate, estimate_decode
+from jinfer.parallel.layer_bytes import model_bytes, nbytes
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import plan_of, stage_models, work_of
-from jinfer.parallel.sharding_rules import AXIS
+from jinfer.parallel.placement import model_cost, partition_plan, stage_models
+from jinfer.parallel.sharding_rules import TENSOR_AXIS
 from jinfer.parallel.stage_model import StageModel
 from jinfer.weights.model_size import bytes_text
 from jinfer.weights.plan_weights import plan_weights
@@ -71,7 +71,7 @@ class PlanView:
     moved: int
     context: int
     machine: str
-    estimate: Estimate
+    estimate: CostEstimate
     memory: MemoryPlan
 
 
@@ -80,31 +80,33 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
 
     Args:
         devices: as `partition.devices`.
-        machine: one of `MACHINES`.
+        machine: one of `HARDWARE`.
 
     Raises:
         SpecError, LoadError, ...: one line each.
     """
     opened = open_model(source, merge(dict(overrides), {"partition": {"devices": devices}}))
     dtype = jnp.dtype(opened.dtype)
-    plain = build(opened.spec, dtype)
+    plain = build_abstract_model(opened.spec, dtype)
     model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
-    plan = plan_of(opened.spec, model, opened.context, dtype, opened.kv_cache, imagined=True)
+    plan = partition_plan(opened.spec, model, opened.context, dtype, opened.kv_cache, dry_run=True)
     stages = stage_models(plan, opened.spec, model, dtype)
-    work = work_of(opened.spec, model, weigh(opened.spec, model), dtype, opened.kv_cache)
+    work = model_cost(opened.spec, model, model_bytes(opened.spec, model), dtype, opened.kv_cache)
     views = tuple(
         _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.stages, strict=True)
     )
     kind, context = opened.kv_cache, opened.context
     memory = memory_plan(plan, opened.spec, model, dtype, kind, context, free_of(machine))
     tensor = max(len(row.devices) for row in plan.stages)
-    found = estimate(work, MACHINES[machine], len(plan.stages), tensor, context=opened.context)
+    found = estimate_decode(
+        work, HARDWARE[machine], len(plan.stages), tensor, context=opened.context
+    )
     return PlanView(views, int(work.hidden), opened.context, machine, found, memory)
 
 
 def free_of(machine: str) -> Callable[[str], float]:
     """Bytes available for weights and cache, by device name; unlimited for the host."""
-    most = _FREE * MACHINES[machine].memory
+    most = _FREE * HARDWARE[machine].memory
     return lambda name: float("inf") if name in (CPU, HOST) else most
 
 
@@ -134,16 +136,16 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     given: tuple[Any, ...]
     if opened.spec.decoder is None:
         texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        run: Any = partial(stage_forward.read, stage, ("hidden", "logits"))
+        run: Any = partial(stage_forward.encoder_forward, stage, ("hidden", "logits"))
         given = (None if stage.slice.first else x, texts, texts, ints)
         several = False
     else:
         shapes = stage.model.caches
-        pools = jax.eval_shape(lambda: empty(shapes, 1, opened.kv_cache))
+        pools = jax.eval_shape(lambda: zero_cache(shapes, 1, opened.kv_cache))
         tables = {shape.group: jax.ShapeDtypeStruct((1, 1), jnp.int32) for shape in shapes.values()}
         tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
         places = FlatBatch(ints, ints, ints, ints, ints)
-        run = partial(stage_forward.flow, stage, ("logits",))
+        run = partial(stage_forward.decoder_forward, stage, ("logits",))
         given = (pools, None if stage.slice.first else x, places, tables, None)
         several = True
 
@@ -151,7 +153,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         return run(jax.tree.unflatten(tree, leaves), *rest)
 
     out = (P(), P()) if several else P()
-    mesh = AbstractMesh((stage.devices,), (AXIS,))
+    mesh = AbstractMesh((stage.devices,), (TENSOR_AXIS,))
     shared = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False)
     counted = Counter(_exchanges(jax.make_jaxpr(shared)(leaves, *given).jaxpr))
     return dict(counted)

@@ -9,22 +9,22 @@ from typing import Any
 
 from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.view.model_html import table as html_table
+from jinfer.modelspec.view.model_html import table_html as html_table
 from jinfer.modelspec.view.model_html import written
-from jinfer.modelspec.view.model_svg import draw, layer_sorts, numbers_text
+from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
 from jinfer.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
 from .draft_spec import SAYS_NOTHING, draft
 from .fold_names import fold, fold_names, pattern_of
-from .guess_roles import Line, is_ignorable, leaf_of, module_of, propose, roles_of
+from .guess_roles import ProposedLine, is_ignorable, leaf_of, module_of, propose, roles_of
 from .inspect_native import converted_facts
-from .match_checkpoint import Description
+from .match_checkpoint import CheckpointMatch
 
 _WIDTH_HEADS = ("bits", "stored", "embeddings", "all else", "together")
 _TENSOR_HEADS = ("tensor", "shape", "type")
 
 
-def facts(found: Description) -> list[tuple[str, str]]:
+def facts(found: CheckpointMatch) -> list[tuple[str, str]]:
     """Header lines: (word, value)."""
     opened = found.opened
     lines = [("specification", str(opened.path))] if opened.path != opened.weights else []
@@ -57,17 +57,17 @@ def facts(found: Description) -> list[tuple[str, str]]:
     ]
 
 
-def _stored(found: Description) -> Mapping[str, Tensor]:
+def _stored(found: CheckpointMatch) -> Mapping[str, Tensor]:
     """The file's contents: for a native checkpoint its arrays, not the source's tensors."""
     checkpoint = found.opened.checkpoint
     return checkpoint.parts if isinstance(checkpoint, NativeCheckpoint) else checkpoint.tensors
 
 
-def _stored_bytes(found: Description) -> int:
+def _stored_bytes(found: CheckpointMatch) -> int:
     return sum(tensor.nbytes for tensor in _stored(found).values())
 
 
-def _cache(found: Description) -> str:
+def _cache(found: CheckpointMatch) -> str:
     assert found.sizes is not None
     assert found.spec is not None
     per_token, context = found.sizes.cache_per_token, found.spec.dims.get("context", 0)
@@ -78,7 +78,7 @@ def _cache(found: Description) -> str:
     return text
 
 
-def memory(found: Description) -> list[tuple[str, ...]]:
+def memory(found: CheckpointMatch) -> list[tuple[str, ...]]:
     """A row for each width: bits, stored bits per weight, embeddings, all else, total."""
     sizes = found.sizes
     return [
@@ -94,7 +94,7 @@ def memory(found: Description) -> list[tuple[str, ...]]:
     ]
 
 
-def tensors(found: Description) -> list[tuple[str, ...]]:
+def tensors(found: CheckpointMatch) -> list[tuple[str, ...]]:
     """The file's tensors, equal layers on one line: name, shape, type, role.
 
     Without a specification the role is guessed from the name.
@@ -129,21 +129,21 @@ def _likely(roles: Mapping[str, str], tensor: Tensor) -> str:
     return f"{role}.{leaf_of(tensor.name)}".rstrip(".") if role else "?"
 
 
-def _tensor_heads(found: Description) -> tuple[str, ...]:
+def _tensor_heads(found: CheckpointMatch) -> tuple[str, ...]:
     return (*_TENSOR_HEADS, "parameter" if found.spec else "by its name")
 
 
-def wiring(found: Description) -> Iterator[str]:
+def wiring(found: CheckpointMatch) -> Iterator[str]:
     """The formulas of all stacks, as in the specification."""
     for stack in found.spec.stacks if found.spec else ():
         parts = [("stem", stack.stem.text)]
-        parts += [(f"layer {numbers_text(n)}", s.wiring.text) for s, n in layer_sorts(stack)]
+        parts += [(f"layer {numbers_text(n)}", s.wiring.text) for s, n in distinct_layers(stack)]
         for name, text in [*parts, ("head", stack.head.text)]:
             yield f"{stack.name} {name}:"
             yield from (f"    {line.strip()}" for line in text.strip().splitlines())
 
 
-def missing(found: Description) -> list[str]:
+def missing(found: CheckpointMatch) -> list[str]:
     """Parameters without a tensor, folded, with the names looked for."""
     groups = fold(
         found.missing,
@@ -158,7 +158,7 @@ def missing(found: Description) -> list[str]:
     return lines
 
 
-def unread(found: Description) -> list[str]:
+def unread(found: CheckpointMatch) -> list[str]:
     """Unused configuration keys, those known to change the computation first."""
     known = found.consequences
     rest = {key: value for key, value in found.unread.items() if key not in known}
@@ -168,7 +168,7 @@ def unread(found: Description) -> list[str]:
     return [*lines, f"of no consequence: {', '.join(plain)}"] if plain else lines
 
 
-def _unchanging(found: Description) -> dict[str, tuple[Any, str | None]]:
+def _unchanging(found: CheckpointMatch) -> dict[str, tuple[Any, str | None]]:
     return {key: (value, None) for key, value in found.unread.items()}
 
 
@@ -177,12 +177,12 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def proposals(found: Description) -> list[Line]:
+def proposals(found: CheckpointMatch) -> list[ProposedLine]:
     """Proposed lines of `[tensors]` for missing parameters."""
     return propose(found.unused, found.missing) if found.spec else []
 
 
-def to_text(found: Description, drafted: str = "") -> str:
+def to_text(found: CheckpointMatch, drafted: str = "") -> str:
     """The whole report; `drafted` is the file with the draft, if any."""
     width = max(len(word) for word, _ in facts(found))
     parts = ["\n".join(f"{word:<{width}}  {value}" for word, value in facts(found))]
@@ -211,7 +211,7 @@ def to_text(found: Description, drafted: str = "") -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
-def _problems(found: Description) -> dict[str, list[str]]:
+def _problems(found: CheckpointMatch) -> dict[str, list[str]]:
     unplaced = fold_names(tensor.name for tensor in found.unused)
     return {
         "Keys that nothing read": unread(found),
@@ -233,7 +233,7 @@ def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]], right: bool = 
     return "\n".join(lines)
 
 
-def to_json(found: Description) -> dict[str, Any]:
+def to_json(found: CheckpointMatch) -> dict[str, Any]:
     """The whole report as plain values, unfolded."""
     spec, sizes = found.spec, found.sizes
     return {
@@ -276,11 +276,11 @@ def to_json(found: Description) -> dict[str, Any]:
     }
 
 
-def to_html(found: Description) -> str:
+def to_html(found: CheckpointMatch) -> str:
     """The whole report as an HTML page."""
     parts = [html_table(("", ""), facts(found))]
     if found.spec:
-        parts += [draw(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]
+        parts += [draw_model(found.spec), f"<h2>Memory</h2><p>{WIDTHS_NOTE}</p>"]
         parts.append(html_table(_WIDTH_HEADS, memory(found)))
         parts.append(f"<h2>Wiring</h2><pre>{escape(chr(10).join(wiring(found)))}</pre>")
     parts += ["<h2>Tensors</h2>", html_table(_tensor_heads(found), tensors(found))]

@@ -9,7 +9,7 @@ from jinfer.checkpoint import Tensor
 
 
 @dataclass
-class Row:
+class TensorRow:
     """A tensor of the file.
 
     Attributes:
@@ -24,7 +24,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingParameter:
     """A parameter without a tensor; `names` are those looked for, empty if unmapped."""
 
     parameter: str
@@ -32,9 +32,9 @@ class Missing:
     names: tuple[str, ...]
 
 
-class Rows(NamedTuple):
+class CheckpointRows(NamedTuple):
     """Tensors, parameters without one, and tensors of a wrong shape, one clause each."""
 
-    rows: tuple[Row, ...]
-    missing: tuple[Missing, ...]
+    rows: tuple[TensorRow, ...]
+    missing: tuple[MissingParameter, ...]
     wrong: tuple[str, ...]

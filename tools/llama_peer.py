@@ -180,7 +180,7 @@ def _tokenize(request: dict[str, Any]) -> None:
         json.dump(answer, file)
 
 
-class Engine(Protocol):
+class BenchEngine(Protocol):
     """The interface of an engine under test."""
 
     def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
@@ -190,7 +190,7 @@ class Engine(Protocol):
         """Seconds of the decoding alone, or of the prefill if there are no steps."""
 
 
-def answer_tasks(start: Callable[[], Engine]) -> int:
+def answer_tasks(start: Callable[[], BenchEngine]) -> int:
     """Measures the tasks of standard input, one per line, such as "decode 4"."""
     begun = time.time() - time.process_time()
     engine = start()
@@ -222,7 +222,7 @@ def peak_memory() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-class Peer:
+class LlamaPeer:
     """llama.cpp, used like its own batched benchmark."""
 
     def __init__(self, model: str, threads: int) -> None:
@@ -264,7 +264,7 @@ def main() -> int:
 
     try:
         if len(sys.argv) > 1:
-            return answer_tasks(lambda: Peer(sys.argv[1], int(sys.argv[2])))
+            return answer_tasks(lambda: LlamaPeer(sys.argv[1], int(sys.argv[2])))
         request = json.loads(sys.stdin.read())
         if "quantize" in request:
             silence(llama_cpp)

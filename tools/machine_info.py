@@ -17,7 +17,7 @@ import numpy as np
 
 from jinfer.cpu import read_bandwidth
 from jinfer.cpu.cores import usable_cores
-from jinfer.quant.quantized_tensor import in_large_pages
+from jinfer.quant.quantized_tensor import copy_to_huge_pages
 
 # By each thread, many times what caches hold: of twice as much a fifth still came from there.
 _READ_BYTES = 256 << 20
@@ -59,7 +59,7 @@ def read_rate(cores: int, repeats: int = 10) -> float:
     seconds, in which other machines use the same memory.
     """
     nbytes = min(_READ_BYTES, _READ_MOST // cores)
-    arrays = [in_large_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
+    arrays = [copy_to_huge_pages(np.ones(nbytes // 8, np.int64)) for _ in range(cores)]
     ways: list[Callable[[np.ndarray], Any]] = [np.bitwise_or.reduce]
     if read_bandwidth.available():
         ways = [partial(read_bandwidth.read, ahead=ahead) for ahead in read_bandwidth.AHEAD]
@@ -74,7 +74,7 @@ def read_rate(cores: int, repeats: int = 10) -> float:
 
 
 @dataclass(frozen=True)
-class Counters:
+class CPUCounters:
     """CPU time counters since boot, in seconds.
 
     Attributes:
@@ -90,7 +90,7 @@ class Counters:
     own: float
 
 
-def counters(stat: Path = _STAT) -> Counters | None:
+def counters(stat: Path = _STAT) -> CPUCounters | None:
     """Reads the counters; None if the system has none."""
     try:
         name, *words = stat.read_text(encoding="utf-8").split("\n", 1)[0].split()
@@ -102,13 +102,13 @@ def counters(stat: Path = _STAT) -> Counters | None:
     user, nice, system, _, _, irq, softirq, stolen = ticks[:8]
     unit = os.sysconf("SC_CLK_TCK")
     own = sum(os.times()[:4])
-    return Counters(
+    return CPUCounters(
         time.monotonic(), (user + nice + system + irq + softirq) / unit, stolen / unit, own
     )
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherLoad:
     """Load by others during a run.
 
     Attributes:
@@ -132,11 +132,11 @@ class Others:
         return text if self.quiet else f"{text}: trust no figure, and ratios only roughly"
 
 
-def others(before: Counters | None, after: Counters | None) -> Others | None:
+def others(before: CPUCounters | None, after: CPUCounters | None) -> OtherLoad | None:
     """The load by others between two readings; None if unknown."""
     if before is None or after is None or after.clock <= before.clock:
         return None
     seconds = after.clock - before.clock
     busy = after.busy - before.busy - (after.own - before.own)
     stolen = (after.stolen - before.stolen) / seconds / (os.cpu_count() or 1)
-    return Others(max(0.0, busy / seconds), max(0.0, stolen))
+    return OtherLoad(max(0.0, busy / seconds), max(0.0, stolen))

@@ -11,7 +11,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.model_files import ModelFiles
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_model import family_of, resolve_model
@@ -27,11 +27,11 @@ from jinfer.weights.tensor_mapping import (
 )
 
 from .inspect_native import match_converted
-from .inspect_rows import Missing, Row, Rows
+from .inspect_rows import CheckpointRows, MissingParameter, TensorRow
 
 
 @dataclass(frozen=True)
-class Description:
+class CheckpointMatch:
     """Everything known of a checkpoint.
 
     Attributes:
@@ -50,8 +50,8 @@ class Description:
     problem: str = ""
     spec: ModelSpec | None = None
     sizes: Sizes | None = None
-    rows: tuple[Row, ...] = ()
-    missing: tuple[Missing, ...] = ()
+    rows: tuple[TensorRow, ...] = ()
+    missing: tuple[MissingParameter, ...] = ()
     wrong: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
     consequences: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -73,29 +73,29 @@ class Description:
         return bool(self.consequences and self.spec and self.spec.trust_config == "refuse")
 
 
-def describe(source: str | Path, overrides: Mapping[str, Any]) -> Description:
+def describe(source: str | Path, overrides: Mapping[str, Any]) -> CheckpointMatch:
     """Describes a checkpoint as far as it is understood.
 
     Raises:
         SourceError, CheckpointError, SpecError: there is no checkpoint that can be opened.
     """
     opened = open_files(source, overrides)
-    bare = tuple(Row(tensor) for tensor in opened.checkpoint.tensors.values())
+    bare = tuple(TensorRow(tensor) for tensor in opened.checkpoint.tensors.values())
     family, how = "", ""
     try:
         family, how = _family(opened, overrides)
         spec, left = resolve_model(opened, overrides)
     except SpecError as error:
         problem = str(error).removeprefix(f"{opened.path}: ")
-        return Description(opened, family, how, problem, rows=bare)
-    model = build(spec, "float32")
+        return CheckpointMatch(opened, family, how, problem, rows=bare)
+    model = build_abstract_model(spec, "float32")
     if isinstance(opened.checkpoint, NativeCheckpoint):
         rows, missing, wrong = match_converted(spec, model, opened.checkpoint)
     else:
         rows, missing, wrong = _match(opened, spec, model)
     sizes = sizes_of(spec, model)
     known = consequences(left, opened.config, spec)
-    return Description(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
+    return CheckpointMatch(opened, family, how, "", spec, sizes, rows, missing, wrong, left, known)
 
 
 def _family(opened: ModelFiles, overrides: Mapping[str, Any]) -> tuple[str, str]:
@@ -113,13 +113,13 @@ def _family(opened: ModelFiles, overrides: Mapping[str, Any]) -> tuple[str, str]
     return found, f"found by {key} = {', '.join(opened.architectures)}"
 
 
-def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Rows:
+def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> CheckpointRows:
     checkpoint = opened.checkpoint
-    rows = {name: Row(tensor) for name, tensor in checkpoint.tensors.items()}
+    rows = {name: TensorRow(tensor) for name, tensor in checkpoint.tensors.items()}
     files = by_name(checkpoint, spec.tensors)
     shapes = {n: p.shape for n, p in zip(model.names, model.parameters, strict=True)}
     origins: list[Origin] = []
-    missing: list[Missing] = []
+    missing: list[MissingParameter] = []
     wrong: list[str] = []
     for name, shape in shapes.items():
         place = spec.tensors.place(name)
@@ -127,7 +127,7 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Rows:
             lookup_origin(name, shape, place, files, checkpoint) if place else (None, ())
         )
         if origin is None:
-            missing.append(Missing(name, shape, absent))
+            missing.append(MissingParameter(name, shape, absent))
             continue
         origins.append(origin)
         for e, file in enumerate(origin.files):
@@ -148,4 +148,4 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Rows:
     for name, row in rows.items():
         if not row.parameters and not row.note:
             row.note = "unused" if name in left else "ignored"
-    return Rows(tuple(rows.values()), tuple(missing), tuple(wrong))
+    return CheckpointRows(tuple(rows.values()), tuple(missing), tuple(wrong))

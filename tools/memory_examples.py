@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import AUTO, PartitionSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import find_family, format_table, with_families
 from jinfer.modelspec.toml_tables import nested
-from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.ops.backend import target
-from jinfer.parallel.auto_plan import options, told
-from jinfer.parallel.cost_model import MACHINES
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.ops.backend import target_platform
+from jinfer.parallel.auto_plan import explain_choice, offload_options
+from jinfer.parallel.cost_model import HARDWARE
 from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import plan_of
+from jinfer.parallel.placement import partition_plan
 from jinfer.weights.storage_plan import choose_storages, stored
 
 from .inspect_partition import free_of
@@ -61,12 +61,12 @@ def _config(name: str) -> dict[str, Any]:
 def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
     """The model as it would be stored on a GPU."""
     config = _config(name)
-    facts = Facts("safetensors", lookup_in(config), source=name)
+    facts = CheckpointFacts("safetensors", lookup_in(config), source=name)
     family = find_family(facts, config["architectures"], Path(name)).stem
     tables = with_families({"family": family, **nested("quantization.weights", bits)}, Path(name))
     spec = resolve(tables, name, facts, format_table("safetensors"))
-    model = build(spec, jnp.bfloat16)
-    with target("gpu"):
+    model = build_abstract_model(spec, jnp.bfloat16)
+    with target_platform("gpu"):
         return spec, stored(model, choose_storages(model, spec.quantization, {}, "float", name))
 
 
@@ -82,10 +82,10 @@ def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]
             chosen: Mapping[str, Any] = keys
             if keys.get("devices") == AUTO:
                 given = (spec, model, _CONTEXT, _TYPE, _TYPE)
-                found = options(*given, MACHINES[_MACHINE], 1, free)
-                why, chosen = told(found, 1), found[0].keys
+                found = offload_options(*given, HARDWARE[_MACHINE], 1, free)
+                why, chosen = explain_choice(found, 1), found[0].keys
             own = replace(spec, partition=PartitionSpec(**chosen))
-            plan = plan_of(own, model, _CONTEXT, _TYPE, _TYPE, imagined=True)
+            plan = partition_plan(own, model, _CONTEXT, _TYPE, _TYPE, dry_run=True)
             yield name, keys, why, memory_plan(plan, own, model, _TYPE, _TYPE, _CONTEXT, free)
 
 

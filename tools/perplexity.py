@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jinfer import LLM
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.progress import task
 
-from .run_main import check_places, run
+from .run_main import check_writable, run
 
 Definition = Literal["halves", "whole"]
 
@@ -110,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog=program(__spec__.name), description="Measures the perplexity of a text.")
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures the perplexity of a text."
+    )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
     add("--text", required=True, metavar="FILE", help="the text, UTF-8")
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_places(options.json)
+    check_writable(options.json)
     if options.length < 4 or (options.stride is not None and options.stride < 1):
         print("error: --length must be at least 4 and --stride at least 1", file=sys.stderr)
         return 2

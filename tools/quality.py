@@ -23,15 +23,15 @@ from typing import Any, get_args
 import numpy as np
 
 from jinfer import LLM
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.progress import each
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.progress import track
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize_matrix import Method
 
 from .llama_peer import ask
 from .perplexity import Window, perplexity, summary, text_windows
-from .run_main import check_places, run, width
+from .run_main import check_writable, run, width
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
@@ -40,7 +40,7 @@ PEER_TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """Results of one quantization.
 
     Attributes:
@@ -117,7 +117,7 @@ def counted_logits(llm: LLM, parts: Sequence[Window]) -> np.ndarray:
     return np.concatenate([llm.logits([part.ids])[0][part.first - 1 : -1] for part in parts])
 
 
-def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Reference, Row]:
+def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Reference, QualityRow]:
     """The source in float32."""
     keys: dict[str, Any] = {"dtype": "float32", "quantization.weights": "plain"}
     keys["engine.context"] = context
@@ -131,13 +131,13 @@ def reference(source: str, parts: Sequence[Window], context: int) -> tuple[Refer
     }
     logits = counted_logits(llm, parts[:2])
     found = perplexity(llm, parts, progress=sys.stderr.isatty())
-    row = Row("jinfer", "f32", 32.0, 0.0, found.value, found.error, 0.0, 1.0)
+    row = QualityRow("jinfer", "f32", 32.0, 0.0, found.value, found.error, 0.0, 1.0)
     return Reference(weights, logits), row
 
 
 def measure(
     source: str, name: str, keys: dict[str, Any], parts: Sequence[Window], wanted: Reference
-) -> Row:
+) -> QualityRow:
     """The results of one quantization."""
     llm = LLM(source, **keys)
     apart, same = divergence(counted_logits(llm, parts[:2]), wanted.logits)
@@ -145,12 +145,12 @@ def measure(
     bits, rmse = bits_per_weight(llm), weight_error(llm, wanted.weights)
     del llm
     gc.collect()
-    return Row("jinfer", name, bits, rmse, found.value, found.error, apart, same)
+    return QualityRow("jinfer", name, bits, rmse, found.value, found.error, apart, same)
 
 
 def peer_rows(
     python: str, gguf: str, types: Sequence[str], parts: Sequence[Window], wanted: Reference
-) -> Iterator[Row]:
+) -> Iterator[QualityRow]:
     """Results of llama.cpp's types, made from a GGUF file."""
     matrices = sum(weight.size for weight in wanted.weights.values())
     with tempfile.TemporaryDirectory() as folder:
@@ -166,10 +166,10 @@ def peer_rows(
                 apart, same = divergence(found["logits"], wanted.logits)
                 bits = 8 * float(found["size"]) / matrices
             Path(model).unlink()
-            yield Row("llama.cpp", name, bits, None, score.value, score.error, apart, same)
+            yield QualityRow("llama.cpp", name, bits, None, score.value, score.error, apart, same)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[QualityRow]) -> str:
     """The rows as Markdown."""
     lines = [
         "| engine | weights | bits/weight | error | perplexity | divergence | same token |",
@@ -184,7 +184,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], file: str) -> None:
+def draw(rows: Sequence[QualityRow], file: str) -> None:
     """Perplexity, divergence and error against bits per weight, as SVG or PNG."""
     import matplotlib
 
@@ -193,7 +193,7 @@ def draw(rows: Sequence[Row], file: str) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5))
     plain = next((row for row in rows if row.bits >= 32), None)
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[QualityRow]] = {}
     for row in rows:
         if row.bits < 32:
             kind = row.name.partition(" ")[2] or "as it is"
@@ -225,8 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name), description="Measures quality against bits per weight."
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name), description="Measures quality against bits per weight."
     )
     add = parser.add_argument
     add("source", help="unquantized: a spec (.toml), a checkpoint folder or file")
@@ -251,7 +251,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.svg and find_spec("matplotlib") is None:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
-    check_places(options.json, options.svg)
+    check_writable(options.json, options.svg)
     text = Path(options.text).read_text(encoding="utf-8-sig")
     first = LLM(options.source, **{"engine.context": options.length})
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]
@@ -259,7 +259,7 @@ def _run(options: argparse.Namespace) -> int:
     begun = time.perf_counter()
     wanted, row = reference(options.source, parts, options.length)
     rows = [row]
-    for name, source, keys in each(list(_ways(options)), "measuring", unit="way"):
+    for name, source, keys in track(list(_ways(options)), "measuring", unit="way"):
         keys = {"engine.context": options.length, **keys}
         rows.append(measure(source, name, keys, parts, wanted))
         print(table(rows[-1:]).splitlines()[-1])

@@ -25,19 +25,19 @@ from jinfer.checkpoint import CheckpointError
 from jinfer.checkpoint.mapped_file import release
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
 from jinfer.checkpoint.orbax import orbax_api
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.model_files import tokenizer_path
 from jinfer.opening.open_model import open_files, open_model
 from jinfer.opening.resolve_model import resolve_model
 from jinfer.opening.unused_config import check_followed
 from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method
 from jinfer.weights.calibration_texts import TOKENS, default_texts
 from jinfer.weights.choose_method import gptq_names, obstacle, with_gptq, without_gptq
@@ -51,8 +51,8 @@ from jinfer.weights.storage_plan import choose_storages, stored_types, with_type
 from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 
 from .calibration_text import text_windows
-from .quantize_table import Done, Measured, Row, done, summary, to_text, total
-from .run_main import check_places, run, width
+from .quantize_table import ErrorSums, FormatRow, WrittenParameter, done, summary, to_text, total
+from .run_main import check_writable, run, width
 from .write_native import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
@@ -66,7 +66,7 @@ def convert(
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
     orbax: bool = False,
-) -> list[Row]:
+) -> list[FormatRow]:
     """Writes a native checkpoint; returns one row for each format.
 
     Memory holds no more than one of its files, and a decoded tensor per thread; if the model reads
@@ -96,7 +96,7 @@ def convert(
         spec, left = resolve_model(files, overrides)
         check_followed(left, files.config, spec)
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
-        model = build(spec, "float32" if spec.dtype == "auto" else spec.dtype)
+        model = build_abstract_model(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         origins = find_origins(model, checkpoint, spec.tensors)
         model = with_types(model, stored_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
@@ -106,7 +106,7 @@ def convert(
         if hindered:
             print(f"{hindered}; weights are quantized without error feedback", file=sys.stderr)
             storages = without_gptq(storages)
-        measured = defaultdict[str, Measured](Measured)
+        measured = defaultdict[str, ErrorSums](ErrorSums)
         parameters: Iterable[tuple[str, Any]]
         plan = WeightPlan(model, spec, checkpoint, origins, storages)
         if gptq_names(storages) or calibration is not None:
@@ -122,7 +122,7 @@ def convert(
         else:
             parameters = _separately(plan, origins, measured, progress)
         writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
-        packed, rows = dict[str, PackedFormat](), list[Done]()
+        packed, rows = dict[str, PackedFormat](), list[WrittenParameter]()
         for name, tensor in parameters:
             writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
             if isinstance(tensor, QuantizedTensor | OutlierTensor):
@@ -151,7 +151,7 @@ def _given(value: Any) -> Any:
 def _separately(
     plan: WeightPlan,
     origins: Mapping[str, Origin],
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, ErrorSums],
     progress: bool,
 ) -> Iterator[tuple[str, Any]]:
     """Each parameter as stored, independently of the others; with a bar."""
@@ -163,7 +163,7 @@ def _separately(
     with task("quantizing", total, unit="%", shown=progress or None) as bar:
 
         def read(name: str) -> Any:
-            def watch(piece: Any, values: np.ndarray, inputs: Inputs | None) -> None:
+            def watch(piece: Any, values: np.ndarray, inputs: InputStats | None) -> None:
                 measured[name].add(piece, values, inputs)
                 bar.update(rates[name] * values.size)
 
@@ -197,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Writes a quantized checkpoint that loads at once.",
     )
     add = parser.add_argument
@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_places(options.json)
+    check_writable(options.json)
     overrides: dict[str, Any] = {}
     for text in options.set:
         overrides = merge(overrides, parse_override(text))

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantized_tensor import to_codes
-from jinfer.quant.round_to_nearest import decoded, in_blocks
+from jinfer.quant.round_to_nearest import dequantize, split_into_blocks
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin
 
@@ -28,7 +28,7 @@ UNKNOWN = (
 
 
 @dataclass(frozen=True)
-class Row:
+class FormatRow:
     """Parameters of the same format.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass
-class Measured:
+class ErrorSums:
     """Sums of squares over all pieces of a quantized parameter.
 
     Attributes:
@@ -70,7 +70,7 @@ class Measured:
         self,
         tensor: QuantizedTensor | OutlierTensor,
         values: np.ndarray,
-        inputs: Inputs | None = None,
+        inputs: InputStats | None = None,
     ) -> None:
         """Adds a tensor, and the values it was quantized from."""
         rounded = tensor.rounded if isinstance(tensor, OutlierTensor) else tensor
@@ -96,7 +96,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Done:
+class WrittenParameter:
     """A parameter that was written.
 
     Attributes:
@@ -108,21 +108,25 @@ class Done:
     format: str
     weights: int
     nbytes: int
-    measured: Measured | None = field(default=None)
+    measured: ErrorSums | None = field(default=None)
 
 
-def done(tensor: Any, storage: Storage | None, origin: Origin, measured: Measured) -> Done:
+def done(
+    tensor: Any, storage: Storage | None, origin: Origin, measured: ErrorSums
+) -> WrittenParameter:
     """The report of a written parameter."""
     if storage is None:
-        return Done(str(tensor.dtype), tensor.size, tensor.nbytes)
+        return WrittenParameter(str(tensor.dtype), tensor.size, tensor.nbytes)
     count = math.prod(tensor.shape)
     if storage.as_in_file:
-        return Done(f"{origin.files[0].type} as it was", count, tensor.nbytes, Measured(1.0))
+        return WrittenParameter(
+            f"{origin.files[0].type} as it was", count, tensor.nbytes, ErrorSums(1.0)
+        )
     label = storage.format.name + (" and outliers" if isinstance(tensor, OutlierTensor) else "")
-    return Done(label, count, tensor.nbytes, measured)
+    return WrittenParameter(label, count, tensor.nbytes, measured)
 
 
-def summary(rows: Sequence[Done]) -> list[Row]:
+def summary(rows: Sequence[WrittenParameter]) -> list[FormatRow]:
     """A row for each format, the quantized ones first."""
     formats = dict.fromkeys(row.format for row in sorted(rows, key=lambda row: not row.measured))
     found = []
@@ -137,7 +141,7 @@ def summary(rows: Sequence[Done]) -> list[Row]:
         ]
         count = sum(weights for weights, _ in known)
         found.append(
-            Row(
+            FormatRow(
                 format,
                 len(alike),
                 sum(row.weights for row in alike),
@@ -149,7 +153,7 @@ def summary(rows: Sequence[Done]) -> list[Row]:
     return found
 
 
-def to_text(rows: Sequence[Row]) -> str:
+def to_text(rows: Sequence[FormatRow]) -> str:
     """A table of all formats and the total, with an explanation of its columns."""
     head = f"{'format':<20}{'parameters':>11}{'weights':>15}{'MiB':>10}{'bits':>8}"
     lines = [f"{head}{'error':>9}{'outputs':>9}"]
@@ -166,17 +170,19 @@ def to_text(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def total(rows: Sequence[Row]) -> Row:
+def total(rows: Sequence[FormatRow]) -> FormatRow:
     """The sum over all parameters."""
     parameters, weights = sum(row.parameters for row in rows), sum(row.weights for row in rows)
-    return Row("all", parameters, weights, sum(row.nbytes for row in rows), None)
+    return FormatRow("all", parameters, weights, sum(row.nbytes for row in rows), None)
 
 
 def _values(matrix: QuantizedTensor) -> np.ndarray:
     """A dequantized matrix of NumPy arrays, without compiling anything."""
     codes, numbers, _ = to_codes(matrix)
     base = None if matrix.format.symmetric else numbers[..., 1]
-    blocks = decoded(in_blocks(codes, matrix.format.block), numbers[..., 0], base, matrix.format)
+    blocks = dequantize(
+        split_into_blocks(codes, matrix.format.block), numbers[..., 0], base, matrix.format
+    )
     return blocks.reshape(codes.shape)[:, : matrix.inputs]
 
 

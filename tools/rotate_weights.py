@@ -19,8 +19,8 @@ import gguf
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.opening.open_model import open_files
 from jinfer.opening.sources import SourceError
 
@@ -111,8 +111,8 @@ def write(checkpoint: Checkpoint, out: Path, seed: int, type_name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. Errors are one line, never a traceback."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Writes a model of the same function whose weights lie on no grid.",
     )
     parser.add_argument("source", help="a .gguf with RMS norms before its blocks")

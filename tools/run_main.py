@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.cli.prog_name import program
+from jinfer.cli.prog_name import prog_of_module
 from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout
 
 
-def check_places(*files: str | None) -> None:
+def check_writable(*files: str | None) -> None:
     """Raises `SourceError` if a file cannot be written, before any long work."""
     for file in filter(None, files):
         folder = Path(file).absolute().parent
@@ -33,7 +33,7 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
     """
     take_warnings()
     try:
-        with throughout(program(work.__module__)):
+        with throughout(prog_of_module(work.__module__)):
             return work(options)
     except BrokenPipeError:
         raise  # a closed pipe is not an error

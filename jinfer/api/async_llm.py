@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from jinfer.api.base_llm import Loaded
-from jinfer.api.generation_requests import requested, streamed
+from jinfer.api.base_llm import BaseLLM
+from jinfer.api.generation_requests import build_requests, build_stream_request
 from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Prepared
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Types = Sequence[Sequence[int]]
 
 
-class AsyncLLM(Loaded):
+class AsyncLLM(BaseLLM):
     """A loaded model for an event loop. Cancelling a task or closing an iterator ends its request.
 
     It has all of `LLM`'s methods, with the same parameters. Those that compute are coroutines,
@@ -63,9 +63,9 @@ class AsyncLLM(Loaded):
         **sampling: Unpack[SamplingKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
-        requests = await _aside(
+        requests = await _call_beside_loop(
             [sampling, *(params if isinstance(params, list | tuple) else [params])],
-            requested,
+            build_requests,
             self.frontend,
             prompts,
             params,
@@ -102,9 +102,9 @@ class AsyncLLM(Loaded):
         **sampling: Unpack[SamplingKeywords],
     ) -> AsyncGenerator[Chunk]:
         """As `LLM.stream`."""
-        prepared = await _aside(
+        prepared = await _call_beside_loop(
             [sampling, params],
-            streamed,
+            build_stream_request,
             self.frontend,
             prompt,
             params,
@@ -233,7 +233,7 @@ class AsyncLLM(Loaded):
             self.frontend.thread.cancel(prepared.request.id)
 
 
-async def _aside[**P, T](
+async def _call_beside_loop[**P, T](
     given: Sequence[Any], make: Callable[P, T], *arguments: P.args, **more: P.kwargs
 ) -> T:
     """Calls a function, in another thread if it has a constraint (grammar) to compile.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinfer.engine.output.generation import Usage
 
 
-class Loaded:
+class BaseLLM:
     """An open model.
 
     Attributes:
@@ -130,12 +130,12 @@ class Loaded:
 
     def _repr_html_(self) -> str:
         """The notebook display: the model's line, and folded below its wiring and sizes."""
-        from jinfer.modelspec.view.model_html import folded
+        from jinfer.modelspec.view.model_html import details_html
 
         title = "wiring and sizes"
         if self.spec.decoder is not None:
             title = f"{self.frontend.cache_report()}; {title}"
-        return folded(repr(self), title, self.spec._repr_html_())
+        return details_html(repr(self), title, self.spec._repr_html_())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

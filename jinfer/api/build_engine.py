@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jinfer.distributed.process_group import current
+from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.model_runner import flat_sizes
@@ -18,7 +18,7 @@ from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
-from jinfer.guard.disk_cache import Shelf
+from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.open_model import Opened
@@ -29,11 +29,11 @@ from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan
 
 if TYPE_CHECKING:
-    from jinfer.distributed.distributed_programs import HostedPrograms
-    from jinfer.parallel.pipeline_programs import StagedPrograms
+    from jinfer.distributed.distributed_programs import DistributedPrograms
+    from jinfer.parallel.pipeline_programs import PipelinePrograms
 
 
-def build_engine(opened: Opened, model: AbstractModel, shelf: Shelf | None = None) -> Engine:
+def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None = None) -> Engine:
     """An engine whose weights are yet to be loaded.
 
     Args:
@@ -86,12 +86,14 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
 
 def _kind(opened: Opened) -> str:
     """Which programs a model runs by: a key of `_PROGRAMS`."""
-    if current() is not None:
+    if current_group() is not None:
         return "processes"
     return "one device" if opened.spec.partition.is_plain else "stages"
 
 
-def _on_one_device(opened: Opened, model: AbstractModel, shelf: Shelf | None) -> CompiledPrograms:
+def _on_one_device(
+    opened: Opened, model: AbstractModel, shelf: DiskCache | None
+) -> CompiledPrograms:
     spec = opened.spec.engine
     blocks = cache_blocks(
         model.caches,
@@ -105,40 +107,40 @@ def _on_one_device(opened: Opened, model: AbstractModel, shelf: Shelf | None) ->
     return CompiledPrograms(model, _sizes(opened, blocks), shelf)
 
 
-def _in_stages(opened: Opened, model: AbstractModel, _: Shelf | None) -> StagedPrograms:
+def _in_stages(opened: Opened, model: AbstractModel, _: DiskCache | None) -> PipelinePrograms:
     # Here: one device needs none of this, nor the modules that it imports.
-    from jinfer.parallel.auto_plan import settled
+    from jinfer.parallel.auto_plan import resolve_auto
     from jinfer.parallel.memory_plan import memory_plan
-    from jinfer.parallel.microbatches import Lanes
-    from jinfer.parallel.pipeline_programs import StagedPrograms
-    from jinfer.parallel.placement import free_of, make_stages, plan_of
+    from jinfer.parallel.microbatches import MicroBatches
+    from jinfer.parallel.pipeline_programs import PipelinePrograms
+    from jinfer.parallel.placement import free_memory_of, make_stages, partition_plan
 
     context, kind = opened.context, opened.kv_cache
     dtype = np.dtype(opened.dtype)
-    spec, why = settled(opened.spec, model, context, dtype, kind)
-    plan = plan_of(spec, model, context, dtype, kind)
-    memory = memory_plan(plan, spec, model, dtype, kind, context, free_of(plan, spec))
+    spec, why = resolve_auto(opened.spec, model, context, dtype, kind)
+    plan = partition_plan(spec, model, context, dtype, kind)
+    memory = memory_plan(plan, spec, model, dtype, kind, context, free_memory_of(plan, spec))
     if memory.problem:
         raise SpecError(spec.path, "partition", memory.problem)
-    return StagedPrograms(
+    return PipelinePrograms(
         model=model,
         sizes=_sizes(opened, dict(memory.blocks.total)),
         stages=make_stages(plan, spec, model, dtype),
-        lanes=Lanes(plan.lanes, spec.engine.slots),
+        lanes=MicroBatches(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
         memory=f"{why}\n\n{memory}" if why else str(memory),
     )
 
 
-def _in_processes(opened: Opened, model: AbstractModel, _: Shelf | None) -> HostedPrograms:
-    from jinfer.distributed.build_programs import hosted_programs
+def _in_processes(opened: Opened, model: AbstractModel, _: DiskCache | None) -> DistributedPrograms:
+    from jinfer.distributed.build_programs import build_distributed_programs
 
-    group = current()
+    group = current_group()
     assert group is not None, "the process has joined a job"
-    return hosted_programs(group, model, opened, partial(_sizes, opened))
+    return build_distributed_programs(group, model, opened, partial(_sizes, opened))
 
 
-_PROGRAMS: dict[str, Callable[[Opened, AbstractModel, Shelf | None], CompiledPrograms]] = {
+_PROGRAMS: dict[str, Callable[[Opened, AbstractModel, DiskCache | None], CompiledPrograms]] = {
     "one device": _on_one_device,
     "stages": _in_stages,
     "processes": _in_processes,

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from jinfer.api.prompt_inputs import prompts
+from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import NO_HEAD, Frontend
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
@@ -19,7 +19,7 @@ from jinfer.nn.abstract_model import Want
 Result = Literal["logits", "hidden", "pooled", "score"]
 
 
-def results(
+def forward_results(
     frontend: Frontend,
     given: object,
     want: Result,
@@ -39,7 +39,7 @@ def results(
     if spec.decoder is None:
         if want not in {"hidden", *spec.stacks[0].head.results}:
             raise RequestError(f"the model has no head that gives {want}")
-        types = _types(texts, token_type_ids, spec.dims.get("types"))
+        types = _token_types(texts, token_type_ids, spec.dims.get("types"))
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
         arrays = frontend.thread.run(job)
         return [array[-1] for array in arrays] if last else arrays
@@ -58,7 +58,7 @@ def results(
     return [frontend.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
 
 
-def _types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
+def _token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
     """Validates token type ids; zeros where none are passed.
 
     Args:
@@ -78,7 +78,7 @@ def _types(texts: list[list[int]], given: object, known: int | None) -> list[lis
 
 
 def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
-    encoded = [frontend.encode(prompt) for prompt in prompts(given)]
+    encoded = [frontend.encode(prompt) for prompt in parse_prompts(given)]
     for ids in encoded:
         frontend.check_text(ids)
     return encoded

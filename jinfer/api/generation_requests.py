@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinfer.api.prompt_inputs import Ids, Params, Prompt, prompts
+from jinfer.api.prompt_inputs import Ids, Params, Prompt, parse_prompts
 from jinfer.api.session import Frontend, Prepared
 from jinfer.engine.requests import RequestError
-from jinfer.modelspec.spec_errors import show
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.sampling.sampling_params import SamplingParams
 
 
-def requested(
+def build_requests(
     frontend: Frontend,
     given: object,
     params: Params | Sequence[Params] | None,
@@ -29,16 +29,16 @@ def requested(
     Raises:
         RequestError: a request is not possible, or prompts and parameters differ in number.
     """
-    every = prompts(given)
+    every = parse_prompts(given)
     listed: list[Any] = [*params] if isinstance(params, list | tuple) else [params] * len(every)
     if len(listed) != len(every):
         raise RequestError(f"{len(every)} prompts, but {len(listed)} sampling parameters")
     if type(priority) is not int:
         raise RequestError(
-            f"priority is {show(priority)}; give a whole number, lower ones go first"
+            f"priority is {show_value(priority)}; give a whole number, lower ones go first"
         )
     if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-        raise RequestError(f"timeout is {show(timeout)}; give a number of seconds, or None")
+        raise RequestError(f"timeout is {show_value(timeout)}; give a number of seconds, or None")
     if (len(decoder_prefix) or language) and not frontend.engine.model.has_cross_attention:
         raise RequestError(
             "decoder_prefix and language are for a model with an encoder and a decoder; "
@@ -61,7 +61,7 @@ def requested(
     ]
 
 
-def streamed(
+def build_stream_request(
     frontend: Frontend,
     prompt: Prompt,
     params: Params | None,
@@ -74,7 +74,7 @@ def streamed(
         RequestError: the request is not possible, or its answer cannot be streamed.
     """
     ids = [frontend.encode(prompt, special=more.get("special"))]
-    ((prepared, resolved),) = requested(frontend, ids, params, sampling, **more)
+    ((prepared, resolved),) = build_requests(frontend, ids, params, sampling, **more)
     if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")
     if len(prepared) > 1:

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from jinfer.api.build_engine import build_engine, load
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.distributed_programs import HostedPrograms
-from jinfer.distributed.initialize import join
-from jinfer.distributed.job_config import Job
-from jinfer.distributed.process_group import LOST, Group, current
-from jinfer.distributed.worker import follow_calls
+from jinfer.distributed.distributed_programs import DistributedPrograms
+from jinfer.distributed.initialize import join_job
+from jinfer.distributed.job_config import JobConfig
+from jinfer.distributed.process_group import LOST, ProcessGroup, current_group
+from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.ops.platforms import start
 from jinfer.weights.plan_weights import plan_weights
@@ -27,7 +27,7 @@ from jinfer.weights.plan_weights import plan_weights
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 
 
-def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool = False) -> None:
+def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bool = False) -> None:
     """Worker: computes this rank's share of what rank 0 does with an `LLM` of the same source.
 
     To be called on every rank but 0 after `join_job`. Returns when rank 0 closes its model; when
@@ -36,22 +36,22 @@ def follow(source: str | Path, overrides: Mapping[str, Any], *, progress: bool =
     Raises:
         SourceError, SpecError, CheckpointError, LoadError, TokenizerError: as `LLM`.
     """
-    group = current()
+    group = current_group()
     assert group is not None, "the process has joined a job"
     start()
     shelf = use_persistent_cache()
     opened = open_model(source, overrides)
-    model = build(opened.spec, jnp.dtype(opened.dtype), shelf)
+    model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype), shelf)
     plan = plan_weights(
         model, opened.spec, opened.checkpoint, opened.activations, kv_cache=opened.kv_cache
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)
-    assert isinstance(engine.programs, HostedPrograms), "it has joined"
-    follow_calls(group, engine.programs, engine.leaves)
+    assert isinstance(engine.programs, DistributedPrograms), "it has joined"
+    worker_loop(group, engine.programs, engine.leaves)
 
 
-def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> int:
+def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None]) -> int:
     """Joins a job, and runs one function on rank 0 and another on the other ranks.
 
     Args:
@@ -64,17 +64,17 @@ def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> in
     Raises:
         SourceError: the job cannot be joined.
     """
-    group = join(job)
+    group = join_job(job)
     try:
         if group.rank:
-            _heed_nobody()
+            _ignore_signals()
             follow()
-            group.hear(0)  # the end, which ends the process
+            group.receive_from(0)  # the end, which ends the process
         status = lead()
-        group.parting = True
+        group.is_leaving = True
         close_all()  # before the job ends: running requests need the other ranks
     except KeyboardInterrupt:
-        group.parting = True
+        group.is_leaving = True
         close_all()
         group.end()
         raise
@@ -84,18 +84,18 @@ def run_job(job: Job, lead: Callable[[], int], follow: Callable[[], None]) -> in
     except BaseException as error:
         group.end(LOST, f"process {group.rank} failed: {type(error).__name__}: {error}")
         raise
-    _end(group, status)
+    _end_job(group, status)
     return status
 
 
-def _end(group: Group, status: int) -> None:
+def _end_job(group: ProcessGroup, status: int) -> None:
     if status in (0, _INTERRUPTED):
         group.end()
     else:
         group.end(status, f"process 0 ended with status {status}, and says why")
 
 
-def _heed_nobody() -> None:
+def _ignore_signals() -> None:
     """Ignores SIGINT and SIGTERM on a worker: rank 0 handles them, and ends the others."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

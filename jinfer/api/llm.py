@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jinfer.api.base_llm import Loaded
-from jinfer.api.forward_results import Result, results
-from jinfer.api.generation_requests import requested, streamed
+from jinfer.api.base_llm import BaseLLM
+from jinfer.api.forward_results import Result, forward_results
+from jinfer.api.generation_requests import build_requests, build_stream_request
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
 from jinfer.api.session import Frontend, Prepared
-from jinfer.api.text_embeddings import tokens_of, vectors
+from jinfer.api.text_embeddings import embed_texts, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Prompts = Prompt | Sequence[Prompt]
 
 
-class LLM(Loaded):
+class LLM(BaseLLM):
     """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:
@@ -137,7 +137,7 @@ class LLM(Loaded):
             RequestError: a prompt is empty or too long, a text without a tokenizer, or an invalid
                 parameter.
         """
-        requests = requested(
+        requests = build_requests(
             self.frontend,
             prompts,
             params,
@@ -177,7 +177,7 @@ class LLM(Loaded):
         Closing the iterator cancels the request. Raises `RequestError` like `generate`, before the
         first iteration.
         """
-        prepared = streamed(
+        prepared = build_stream_request(
             self.frontend,
             prompt,
             params,
@@ -298,9 +298,9 @@ class LLM(Loaded):
         Raises:
             RequestError: there is no such prompt; the checkpoint is not for embeddings.
         """
-        return vectors(
+        return embed_texts(
             self.frontend,
-            tokens_of(self.frontend, texts, prompt_name),
+            tokenize_texts(self.frontend, texts, prompt_name),
             pooling=pooling,
             normalize=normalize,
             token_type_ids=token_type_ids,
@@ -355,4 +355,4 @@ class LLM(Loaded):
         token_type_ids: Sequence[Sequence[int]] | None,
         last: bool = False,
     ) -> list[np.ndarray]:
-        return results(self.frontend, prompts, want, encoder_ids, token_type_ids, last)
+        return forward_results(self.frontend, prompts, want, encoder_ids, token_type_ids, last)

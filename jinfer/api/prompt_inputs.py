@@ -9,7 +9,7 @@ import numpy as np
 
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import show
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import is_parameter, merged
 from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingKeywords, SamplingParams
@@ -26,7 +26,7 @@ _GIVE = "give a text, a list of token ids, or a list of messages"
 _MESSAGE = "write {'role': 'user', 'content': '...'}"
 
 
-def prompts(given: object) -> list[str | list[int] | list[Message]]:
+def parse_prompts(given: object) -> list[str | list[int] | list[Message]]:
     """One prompt or several, normalized to a list.
 
     Raises:
@@ -39,10 +39,10 @@ def prompts(given: object) -> list[str | list[int] | list[Message]]:
         raise RequestError(f"there is no prompt; {_GIVE}, or several of them in a list")
     if _is_number(listed[0]) or isinstance(listed[0], Mapping):
         return [_one(listed)]
-    return [prompt(each) for each in listed]
+    return [parse_prompt(each) for each in listed]
 
 
-def prompt(given: object) -> str | list[int] | list[Message]:
+def parse_prompt(given: object) -> str | list[int] | list[Message]:
     """Normalizes one prompt. Raises `RequestError` for anything else."""
     if isinstance(given, str):
         return given
@@ -55,7 +55,7 @@ def prompt(given: object) -> str | list[int] | list[Message]:
     return _one(listed)
 
 
-def messages(given: object) -> list[Message]:
+def parse_messages(given: object) -> list[Message]:
     """Normalizes a conversation: contents become strings, and a string becomes a user message.
 
     Raises:
@@ -76,7 +76,7 @@ def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]
     return bool(given) and isinstance(given[0], Mapping)
 
 
-def without_decoder(spec: ModelSpec) -> str:
+def no_decoder_error(spec: ModelSpec) -> str:
     """The error for text generation with an encoder-only model: names the methods it has."""
     results = spec.stacks[0].head.results
     further = [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
@@ -84,7 +84,7 @@ def without_decoder(spec: ModelSpec) -> str:
     return f"the model has no decoder; use {', '.join(uses[:-1])} or {uses[-1]}"
 
 
-def parameters(
+def parse_params(
     defaults: Mapping[str, Any], params: object, changes: Mapping[str, Any]
 ) -> SamplingParams:
     """A request's sampling parameters: `params`, with keywords taking precedence.
@@ -98,8 +98,8 @@ def parameters(
     """
     if not (params is None or isinstance(params, SamplingParams | Mapping)):
         raise RequestError(
-            f"params is {show(params)}; give SamplingParams(...), a dictionary of its fields, or "
-            "keywords such as max_tokens=50"
+            f"params is {show_value(params)}; give SamplingParams(...), a dictionary of its "
+            "fields, or keywords such as max_tokens=50"
         )
     named = params if isinstance(params, Mapping) else {}
     for name in (*named, *changes):
@@ -120,7 +120,9 @@ def _listed(given: object) -> list[Any]:
     if isinstance(given, Sequence):
         return list(given)
     if given is None or _is_number(given) or not hasattr(given, "__array__"):
-        what = show(given) if given is None or _is_number(given) else f"a {type(given).__name__}"
+        what = (
+            show_value(given) if given is None or _is_number(given) else f"a {type(given).__name__}"
+        )
         raise RequestError(f"a prompt is {what}; {_GIVE}")
     array = np.asarray(given)
     if array.ndim != 1:
@@ -135,7 +137,7 @@ def _listed(given: object) -> list[Any]:
 
 def _one(listed: list[Any]) -> list[int] | list[Message]:
     if is_conversation(listed):
-        return messages(listed)
+        return parse_messages(listed)
     return [_id(each) for each in listed]
 
 
@@ -150,7 +152,9 @@ def _id(value: Any) -> int:
     plain = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(plain, int) and not isinstance(plain, bool):
         return plain
-    raise RequestError(f"{show(plain)} is no token id; they are whole numbers, as in [1, 15043]")
+    raise RequestError(
+        f"{show_value(plain)} is no token id; they are whole numbers, as in [1, 15043]"
+    )
 
 
 def _message(given: object, number: int) -> Message:
@@ -163,7 +167,7 @@ def _message(given: object, number: int) -> Message:
         return {**given, "content": "\n".join(_part(part, number) for part in content)}
     silent = content is None and not given.keys() <= {"role", "content"}  # a tool call
     if not isinstance(content, str) and not silent:
-        what = "no content" if content is None else f"content that is {show(content)}"
+        what = "no content" if content is None else f"content that is {show_value(content)}"
         raise RequestError(f"message {number} has {what}; {_MESSAGE}")
     return given
 
@@ -175,7 +179,7 @@ def _part(part: object, number: int) -> str:
     text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
     if not isinstance(text, str):
         raise RequestError(
-            f"message {number} has a part of type {show(kind)}, which is not read; give parts like "
-            "{'type': 'text', 'text': '...'}"
+            f"message {number} has a part of type {show_value(kind)}, which is not read; "
+            "give parts like {'type': 'text', 'text': '...'}"
         )
     return text

@@ -20,12 +20,12 @@ from jinfer.api.prompt_inputs import (
     Params,
     Prompt,
     is_conversation,
-    messages,
-    parameters,
-    prompt,
-    without_decoder,
+    no_decoder_error,
+    parse_messages,
+    parse_params,
+    parse_prompt,
 )
-from jinfer.distributed.process_group import lead
+from jinfer.distributed.process_group import refuse_on_worker
 from jinfer.engine import fork_guard
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import Request, RequestError
@@ -34,17 +34,17 @@ from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.search.search_registry import make_driver
-from jinfer.modelspec.spec_errors import nearest, show
-from jinfer.nn.abstract_model import build
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.chat_prompt import CONTINUE, Message
 from jinfer.opening.describe import family, stored_as, title
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK
-from jinfer.ops.disable_kernels import turned_off
-from jinfer.ops.gpu_backend import asked_for
+from jinfer.ops.disable_kernels import disabled_kernels
+from jinfer.ops.gpu_backend import requested_backend
 from jinfer.ops.platforms import start
-from jinfer.ops.thread_limit import bound
-from jinfer.progress import each
+from jinfer.ops.thread_limit import limit_threads
+from jinfer.progress import track
 from jinfer.sampling.param_keywords import is_parameter
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
@@ -97,18 +97,20 @@ class Frontend:
             raise RequestError(f"threads is {threads!r}; give how many cores may compute, from 1")
         fork_guard.note_opened()
         # Environment variables with unknown values are refused before anything is read.
-        turned_off()
-        asked_for()
-        lead()
+        disabled_kernels()
+        requested_backend()
+        refuse_on_worker()
         shelf = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
-        self._lift = weakref.finalize(self, bound(threads) if threads is not None else _nothing)
+        self._lift = weakref.finalize(
+            self, limit_threads(threads) if threads is not None else _nothing
+        )
         start()
         opened = open_model(source, overrides)
         asked = _drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened
         plan = plan_weights(
-            build(opened.spec, np.dtype(opened.dtype), shelf),
+            build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf),
             opened.spec,
             opened.checkpoint,
             opened.activations,
@@ -150,7 +152,7 @@ class Frontend:
         futures = self.engine.programs.announce(all_shapes(self.engine))
         if self.engine.speculator is not None:
             futures += self.engine.speculator.announce(self.engine)
-        for future in each(futures, "compiling", unit="program", shown=progress):
+        for future in track(futures, "compiling", unit="program", shown=progress):
             future.result()
 
     def described(self) -> str:
@@ -189,7 +191,7 @@ class Frontend:
 
     def encode(self, given: Prompt, *, special: bool | None = None) -> list[int]:
         """As `LLM.encode`."""
-        asked = prompt(given)
+        asked = parse_prompt(given)
         if isinstance(asked, str):
             return self.tokenizer.encode(asked, parse_special=special is not False)
         if is_conversation(asked):
@@ -203,7 +205,7 @@ class Frontend:
 
     def encode_chat(self, given: str | Sequence[Message], **variables: Any) -> list[int]:
         """As `LLM.encode_chat`."""
-        return self.opened.conversation.encode(self.tokenizer, messages(given), **variables)
+        return self.opened.conversation.encode(self.tokenizer, parse_messages(given), **variables)
 
     def chat(
         self, given: str | Sequence[Message], params: Params | None, keywords: Mapping[str, Any]
@@ -216,7 +218,9 @@ class Frontend:
         changes, variables = {}, dict(keywords)
         named = variables.pop("variables", {})
         if not isinstance(named, Mapping) or named.keys() & {"messages", "tokenizer", "special"}:
-            raise RequestError(f"variables is {show(named)}; give the chat template's own, by name")
+            raise RequestError(
+                f"variables is {show_value(named)}; give the chat template's own, by name"
+            )
         conversation = self.opened.conversation
         if variables.get("tools") or named.get("tools"):
             conversation = conversation.for_tools()
@@ -224,15 +228,16 @@ class Frontend:
             if is_parameter(name):
                 changes[name] = variables.pop(name)
             elif name != CONTINUE and not conversation.reads(name):
-                hint = ABSENT.get(name) or nearest(name, (*PARAMETERS, "special", "variables"))
+                hint = ABSENT.get(name) or nearest_hint(name, (*PARAMETERS, "special", "variables"))
                 raise RequestError(
-                    f"neither sampling nor the model's chat template knows {show(name)}; {hint}"
+                    "neither sampling nor the model's chat template knows "
+                    f"{show_value(name)}; {hint}"
                 )
         return self.encode_chat(given, **{**variables, **named}), self.sampling(params, changes)
 
     def sampling(self, params: object, changes: Mapping[str, Any]) -> SamplingParams:
         """Parameters of a request, overridden by keywords. Raises `RequestError`."""
-        return parameters(self.opened.defaults, params, changes)
+        return parse_params(self.opened.defaults, params, changes)
 
     def params(self, **changes: Any) -> SamplingParams:
         """As `LLM.params`."""
@@ -267,7 +272,7 @@ class Frontend:
         """
         sampling = params if params is not None else self.params()
         if self.opened.spec.decoder is None:
-            raise RequestError(without_decoder(self.opened.spec))
+            raise RequestError(no_decoder_error(self.opened.spec))
         if not self.opened.spec.generates:
             raise RequestError(f"{NO_HEAD}; use embed or hidden")
         encoder: tuple[int, ...] = ()

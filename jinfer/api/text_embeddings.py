@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.api.forward_results import results
-from jinfer.api.prompt_inputs import Prompt, prompts
+from jinfer.api.forward_results import forward_results
+from jinfer.api.prompt_inputs import Prompt, parse_prompts
 from jinfer.api.session import Frontend
 from jinfer.engine.requests import RequestError
-from jinfer.modelspec.spec_errors import nearest, show
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.opening.pooling_config import (
     POOLINGS,
     Pooling,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class EmbeddingTokens:
     """A tokenized text to be embedded.
 
     Attributes:
@@ -40,35 +40,39 @@ class Tokens:
     skipped: int = 0
 
 
-def limit(frontend: Frontend) -> int:
+def max_text_tokens(frontend: Frontend) -> int:
     """The most tokens of a text; longer ones are truncated."""
     opened = frontend.opened
     return min(opened.context, opened.pooling.max_tokens or opened.context)
 
 
-def tokens_of(frontend: Frontend, given: object, prompt_name: str | None) -> list[Tokens]:
+def tokenize_texts(
+    frontend: Frontend, given: object, prompt_name: str | None
+) -> list[EmbeddingTokens]:
     """Tokenizes one text or several, truncated to `max_text_tokens`; arguments as `LLM.embed`.
 
     Raises:
         RequestError: an unknown prompt name, or a prompt name for token ids; as `LLM.encode`.
     """
-    prompt, skipped = prompt_of(frontend, prompt_name)
-    most = limit(frontend)
-    return [_tokens(frontend, one, prompt, skipped, prompt_name, most) for one in prompts(given)]
+    prompt, skipped = embedding_prompt(frontend, prompt_name)
+    most = max_text_tokens(frontend)
+    return [
+        _tokens(frontend, one, prompt, skipped, prompt_name, most) for one in parse_prompts(given)
+    ]
 
 
 def _tokens(
     frontend: Frontend, given: Prompt, prompt: str, skipped: int, name: str | None, most: int
-) -> Tokens:
+) -> EmbeddingTokens:
     if isinstance(given, str):
         ids = cut(frontend.encode(frontend.opened.pooling.text(given, prompt)), most)
-        return Tokens(ids, min(skipped, len(ids) - 1))
+        return EmbeddingTokens(ids, min(skipped, len(ids) - 1))
     if name is not None:
         raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
-    return Tokens(cut(frontend.encode(given), most))
+    return EmbeddingTokens(cut(frontend.encode(given), most))
 
 
-def prompt_of(frontend: Frontend, name: str | None) -> tuple[str, int]:
+def embedding_prompt(frontend: Frontend, name: str | None) -> tuple[str, int]:
     """A prompt's text, and how many tokens at the beginning pooling leaves out for it.
 
     Raises:
@@ -89,9 +93,9 @@ def prompt_of(frontend: Frontend, name: str | None) -> tuple[str, int]:
     return prompt, next(begins, 0) + len(bare)
 
 
-def vectors(
+def embed_texts(
     frontend: Frontend,
-    texts: Sequence[Tokens],
+    texts: Sequence[EmbeddingTokens],
     *,
     pooling: str | None = None,
     normalize: bool | None = None,
@@ -104,7 +108,7 @@ def vectors(
         raise RequestError(f"{config.refusal}; use hidden, or give pooling, such as 'mean'")
     if config.layers and len(take) != len(config.take):
         raise RequestError(f"pooling has to be the model's own, {' + '.join(config.take)}, here")
-    hidden = results(frontend, [text.ids for text in texts], "hidden", None, token_type_ids)
+    hidden = forward_results(frontend, [text.ids for text in texts], "hidden", None, token_type_ids)
     pooled = pool(hidden, take, [text.skipped for text in texts])
     for layer in config.layers:
         pooled = layer(pooled)
@@ -114,7 +118,7 @@ def vectors(
 
 def _pooling(name: Any) -> Pooling:
     if name not in POOLINGS:
-        raise RequestError(f"pooling is {show(name)}; {nearest(str(name), POOLINGS)}")
+        raise RequestError(f"pooling is {show_value(name)}; {nearest_hint(str(name), POOLINGS)}")
     return name
 
 

@@ -2,7 +2,7 @@
 
 from jinfer.checkpoint import CheckpointError
 from jinfer.engine.requests import EngineError, RequestError
-from jinfer.guard.process_limits import LimitError
+from jinfer.guard.process_limits import ProcessLimitError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
@@ -15,7 +15,7 @@ USER_ERRORS = (
     CheckpointError,
     EngineError,
     ConstraintError,
-    LimitError,
+    ProcessLimitError,
     LoadError,
     RequestError,
     SourceError,

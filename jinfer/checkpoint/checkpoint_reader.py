@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
 
@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
         self.reason = reason
         self.offset = offset
         where = f"{path}" if offset is None else f"{path}, byte {offset}"
-        super().__init__(shown(f"{where}: {reason}"))
+        super().__init__(sanitized(f"{where}: {reason}"))
 
 
 @dataclass(frozen=True)

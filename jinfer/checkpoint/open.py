@@ -17,7 +17,7 @@ from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.shards import open_index, open_shards
 from jinfer.checkpoint.wrappers import unwrapped
-from jinfer.guard.safe_files import dangling
+from jinfer.guard.safe_files import dangling_link
 
 Reader = Callable[[Path], Checkpoint]
 
@@ -173,7 +173,7 @@ def _refuse_dangling(folder: Path) -> None:
     """Names weights that are links to nothing, as caches have them that were emptied by halves."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in _SUFFIXES or path.name.endswith(".index.json")
-        if weights and (told := dangling(path)):
+        if weights and (told := dangling_link(path)):
             raise CheckpointError(path, told)
 
 

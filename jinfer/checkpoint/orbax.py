@@ -35,7 +35,7 @@ from jinfer.checkpoint.native_checkpoint import (
     parse_native,
 )
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.safe_files import read_regular
+from jinfer.guard.safe_files import read_regular_file
 
 if TYPE_CHECKING:
     import jax
@@ -220,7 +220,7 @@ def describe_file(path: Path) -> list[int | None]:
     size = path.stat().st_size
     if size > _LARGE and path.is_file():
         return [size, None]
-    return [size, zlib.crc32(read_regular(path, _LARGE))]
+    return [size, zlib.crc32(read_regular_file(path, _LARGE))]
 
 
 def _check_files(path: Path, folder: Path, files: Mapping[str, Any]) -> None:

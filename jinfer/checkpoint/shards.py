@@ -10,7 +10,7 @@ from typing import Any
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped_file import MappedFile
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
-from jinfer.guard.safe_files import dangling
+from jinfer.guard.safe_files import dangling_link
 
 _MAX_NAME = 255  # bytes, as file systems have it
 
@@ -30,7 +30,7 @@ def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
     files = sorted(set(weight_map.values()))
     for name in files:
         if not (folder / name).is_file():
-            told = dangling(folder / name) or "is not in the folder"
+            told = dangling_link(folder / name) or "is not in the folder"
             raise CheckpointError(index, f"names the shard {name!r}, which {told}")
     shards = {name: reader(folder / name) for name in files}
     for tensor, name in weight_map.items():

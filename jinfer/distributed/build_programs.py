@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jinfer.distributed.consistency_check import agree
-from jinfer.distributed.coordinator import LeadingPrograms
-from jinfer.distributed.distributed_programs import HostedPrograms
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.consistency_check import check_consistency
+from jinfer.distributed.coordinator import CoordinatorPrograms
+from jinfer.distributed.distributed_programs import DistributedPrograms
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.unsupported import check_spec, check_stages
 from jinfer.engine.runner.step_key import Sizes
 from jinfer.engine.scheduling.cache_size import cache_blocks, free_memory
@@ -18,14 +18,17 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.open_model import Opened
 from jinfer.parallel.layer_bytes import nbytes
-from jinfer.parallel.microbatches import Lanes
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.placement import make_stages, plan_of
+from jinfer.parallel.microbatches import MicroBatches
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.placement import make_stages, partition_plan
 
 
-def hosted_programs(
-    group: Group, model: AbstractModel, opened: Opened, sizes: Callable[[dict[str, int]], Sizes]
-) -> HostedPrograms:
+def build_distributed_programs(
+    group: ProcessGroup,
+    model: AbstractModel,
+    opened: Opened,
+    sizes: Callable[[dict[str, int]], Sizes],
+) -> DistributedPrograms:
     """This rank's programs; on rank 0 the coordinator's, which an engine calls.
 
     Args:
@@ -36,24 +39,26 @@ def hosted_programs(
         SourceError: another rank has opened something else.
     """
     check_spec(group, opened)
-    agree(group, opened)
+    check_consistency(group, opened)
     dtype = jnp.dtype(opened.dtype)
-    spec = _planned(group, model, opened)
-    plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
+    spec = _with_devices(group, model, opened)
+    plan = partition_plan(spec, model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, spec, model, dtype)
     check_stages(group, stages, spec.path)
-    local_blocks = _blocks([stage for stage in stages if stage.device_group.local], opened)
-    programs = LeadingPrograms if group.rank == 0 else HostedPrograms
+    local_blocks = _local_cache_blocks(
+        [stage for stage in stages if stage.device_group.local], opened
+    )
+    programs = CoordinatorPrograms if group.rank == 0 else DistributedPrograms
     return programs(
         group=group,
         model=model,
-        sizes=sizes(_least(group, local_blocks)),
+        sizes=sizes(_common_cache_blocks(group, local_blocks)),
         stages=stages,
-        lanes=Lanes(plan.lanes, spec.engine.slots),
+        lanes=MicroBatches(plan.lanes, spec.engine.slots),
     )
 
 
-def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
+def _local_cache_blocks(stages: Sequence[PipelineStage], opened: Opened) -> dict[str, int]:
     """The KV cache blocks of each group that every stage of this rank has room for."""
     blocks: dict[str, int] = {}
     engine = opened.spec.engine
@@ -75,22 +80,22 @@ def _blocks(stages: Sequence[Stage], opened: Opened) -> dict[str, int]:
     return blocks
 
 
-def _planned(group: Group, model: AbstractModel, opened: Opened) -> ModelSpec:
+def _with_devices(group: ProcessGroup, model: AbstractModel, opened: Opened) -> ModelSpec:
     """The specification with the devices that rank 0 chooses for "auto", by its free memory."""
     spec = opened.spec
     dtype, named = jnp.dtype(opened.dtype), spec.partition.devices
     if named is None or named.strip() != "auto":
         return spec
     if group.rank == 0:
-        plan = plan_of(spec, model, opened.context, dtype, opened.kv_cache)
+        plan = partition_plan(spec, model, opened.context, dtype, opened.kv_cache)
         named = ";".join("&".join(stage.devices) for stage in plan.stages)
     return replace(spec, partition=replace(spec.partition, devices=group.broadcast(named)))
 
 
-def _least(group: Group, own: dict[str, int]) -> dict[str, int]:
+def _common_cache_blocks(group: ProcessGroup, local_blocks: dict[str, int]) -> dict[str, int]:
     """The blocks of each group that every rank has room for: all share the block tables."""
     least: dict[str, int] = {}
-    for blocks in group.gather(own):
+    for blocks in group.gather(local_blocks):
         for name, count in blocks.items():
             least[name] = min(count, least.get(name, count))
     return dict(group.broadcast(least))

@@ -32,10 +32,10 @@ def listen_at(host: str) -> str:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if _INTERFACE not in os.environ and (name := interface_of(host)):
         os.environ[_INTERFACE] = f"={name}"
-    return "" if _tell_gloo(host) else misleading(host)
+    return "" if _tell_gloo(host) else hostname_problem(host)
 
 
-def misleading(host: str) -> str:
+def hostname_problem(host: str) -> str:
     """An error if this machine's hostname does not resolve to `host`; "": it does."""
     name = socket.gethostname()
     try:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from jinfer.distributed.message_schemas import Hello, read_hello
-from jinfer.distributed.wire_format import HEAD, FrameError, lengths, packed, unpacked
+from jinfer.distributed.wire_format import HEAD, FrameError, deserialize, parse_header, serialize
 
 KEY = "JINFER_JOB_KEY"  # environment variable
 _MAGIC = b"jinfer 1"
@@ -52,7 +52,7 @@ class Link:
         self._socket = connection
         self._lock = threading.Lock()
         self._until: float | None = None
-        self.where = _shown(connection)
+        self.where = _peer(connection)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -72,7 +72,7 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Sends a message. Raises `LinkError`."""
-        content = packed(message)
+        content = serialize(message)
         try:
             with self._lock:
                 self._socket.sendall(content)
@@ -90,10 +90,10 @@ class Link:
             MessageError: the message cannot be read.
         """
         try:
-            text, data = lengths(bytes(self._exactly(HEAD)))
+            text, data = parse_header(bytes(self._exactly(HEAD)))
             if most is not None and text + data > most:
                 raise FrameError(f"a message of {text + data} bytes")
-            return unpacked(bytes(self._exactly(text)), memoryview(self._exactly(data)))
+            return deserialize(bytes(self._exactly(text)), memoryview(self._exactly(data)))
         except FrameError as error:
             raise MessageError(str(error)) from None
 
@@ -149,7 +149,7 @@ def has_key() -> bool:
     return bool(_key())
 
 
-def known(connection: socket.socket, *, called: bool, seconds: float) -> Link:
+def authenticate(connection: socket.socket, *, called: bool, seconds: float) -> Link:
     """A link, after both ends have proved that they know the key.
 
     Args:
@@ -187,7 +187,7 @@ def known(connection: socket.socket, *, called: bool, seconds: float) -> Link:
     return link
 
 
-def hello(link: Link) -> Hello:
+def receive_hello(link: Link) -> Hello:
     """Receives a caller's `Hello`. Raises `LinkError`."""
     try:
         return read_hello(link.receive(_HELLO))
@@ -203,6 +203,6 @@ def _key() -> bytes:
     return os.environ.get(KEY, "").encode()
 
 
-def _shown(connection: socket.socket) -> str:
+def _peer(connection: socket.socket) -> str:
     host, port, *_ = connection.getpeername()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

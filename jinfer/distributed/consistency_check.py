@@ -9,7 +9,7 @@ from dataclasses import replace
 from jinfer.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.mapped_file import release
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import SourceError
 from jinfer.weights.storage_plan import as_whole_numbers
@@ -25,7 +25,7 @@ _REMEDY = {
 }
 
 
-def agree(group: Group, opened: Opened) -> None:
+def check_consistency(group: ProcessGroup, opened: Opened) -> None:
     """Compares what this rank has opened with the other ranks.
 
     Raises:

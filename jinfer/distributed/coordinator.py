@@ -10,38 +10,38 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.distributed.distributed_programs import LOGITS, PAST, ROWS, HostedPrograms
-from jinfer.distributed.futures import later
-from jinfer.distributed.wire_format import Ref
-from jinfer.distributed.worker_state import DONE, as_leaves
+from jinfer.distributed.distributed_programs import LOGITS, PAST, ROWS, DistributedPrograms
+from jinfer.distributed.futures import remote_arrays
+from jinfer.distributed.wire_format import ResultRef
+from jinfer.distributed.worker_state import DONE, numpy_leaves
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.engine.runner.step_key import StepKey
 
 # How many of a program's first arguments are parameters, cache and state: each rank has its own.
-_OWN = {"logits": 3, "decode": 3, "sample": 1, "copy_blocks": 1, "set_slot": 1}
-_OWN |= dict.fromkeys(
+_RANK_LOCAL_ARGUMENTS = {"logits": 3, "decode": 3, "sample": 1, "copy_blocks": 1, "set_slot": 1}
+_RANK_LOCAL_ARGUMENTS |= dict.fromkeys(
     ("forward", "score", "beam", "contrastive", "fill_cross_attention", "encode"), 2
 )
-_HERE = object()  # stands for a cache or a state, of which each rank has its own
+_ON_EACH_RANK = object()  # stands for a cache or a state, of which each rank has its own
 
 
-class Kept:
+class RemoteReference:
     """A reference to a result that stays on the rank that computed it, for a later call."""
 
-    def __init__(self, ref: Ref, shape: tuple[int, ...] = (), lane: int = 0) -> None:
+    def __init__(self, ref: ResultRef, shape: tuple[int, ...] = (), lane: int = 0) -> None:
         self.ref, self.shape, self.lane = ref, shape, lane
 
 
 @dataclass(kw_only=True)
-class LeadingPrograms(HostedPrograms):
+class CoordinatorPrograms(DistributedPrograms):
     """The coordinator's programs, with the interface that the engine calls."""
 
     _dropped: deque[int] = field(default_factory=deque)
 
     def release(self) -> None:
         """As `CompiledPrograms.release`, on all ranks."""
-        self.group.tell_all(release=True)
+        self.group.send_to_all(release=True)
         super().release()
 
     def allocate_kv_cache(self) -> Any:
@@ -53,18 +53,20 @@ class LeadingPrograms(HostedPrograms):
         return self._reset("state")
 
     def _reset(self, what: str) -> Any:
-        self.group.tell_all(reset=what)
+        self.group.send_to_all(reset=what)
         self.worker.reset(what)
-        return _HERE
+        return _ON_EACH_RANK
 
     def _compile(self, shape: StepKey) -> Program:
         # The workers compile theirs at the same time.
-        self.group.tell_all(announce=asdict(shape))
+        self.group.send_to_all(announce=asdict(shape))
         local = super()._compile(shape)
 
         def program(*arguments: Any) -> Any:
-            self.worker.leaves = arguments[0] if _OWN[shape.kind] > 1 else self.worker.leaves
-            return self._called(shape, local, arguments[_OWN[shape.kind] :])
+            self.worker.leaves = (
+                arguments[0] if _RANK_LOCAL_ARGUMENTS[shape.kind] > 1 else self.worker.leaves
+            )
+            return self._called(shape, local, arguments[_RANK_LOCAL_ARGUMENTS[shape.kind] :])
 
         return program
 
@@ -77,40 +79,42 @@ class LeadingPrograms(HostedPrograms):
         """
         call, kind = next(self.group.calls), shape.kind
         if kind == "set_slot":
-            given = (as_leaves(given[0]), *given[1:])
-        arguments = [_sent(argument) for argument in given]
+            given = (numpy_leaves(given[0]), *given[1:])
+        arguments = [_serializable(argument) for argument in given]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self.group.tell_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
+        self.group.send_to_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
         self.worker.drop(dropped)
-        coming = self.worker.results.expect(call, DONE) if kind in _GIVING else None
+        coming = self.worker.results.expect(call, DONE) if kind in _RETURNING else None
         own(call, *arguments)
         match kind:
             case "logits":
                 lane, _ = self.lanes.of_slots(given[0])
-                logits = self._keeping(Kept(Ref(call, LOGITS), (shape.chosen, self.width)))
-                return _HERE, logits, Kept(Ref(call, ROWS), lane=lane)
+                logits = self._keeping(
+                    RemoteReference(ResultRef(call, LOGITS), (shape.chosen, self.width))
+                )
+                return _ON_EACH_RANK, logits, RemoteReference(ResultRef(call, ROWS), lane=lane)
             case "fill_cross_attention" | "copy_blocks" | "set_slot":
-                return _HERE
+                return _ON_EACH_RANK
         assert coming is not None, "other kinds have returned above"
 
         def result(like: Any) -> Any:
-            return later(coming, like, self.group.fail)
+            return remote_arrays(coming, like, self.group.fail)
 
         match kind:
             case "sample":
-                return _HERE, result(self._chosen)
+                return _ON_EACH_RANK, result(self._chosen)
             case "decode":
-                return _HERE, _HERE, result(self._chosen)
+                return _ON_EACH_RANK, _ON_EACH_RANK, result(self._chosen)
             case "encode":
                 return result(0)
             case "contrastive":
-                past = self._keeping(Kept(Ref(call, PAST)))
-                return _HERE, past, *result((0,) * 3)
+                past = self._keeping(RemoteReference(ResultRef(call, PAST)))
+                return _ON_EACH_RANK, past, *result((0,) * 3)
             case "beam":
-                return _HERE, *result((0,) * 3)
+                return _ON_EACH_RANK, *result((0,) * 3)
             case "score":
-                return _HERE, result((0,) * 3)
-        return _HERE, result(0)
+                return _ON_EACH_RANK, result((0,) * 3)
+        return _ON_EACH_RANK, result(0)
 
     @property
     def _chosen(self) -> Any:
@@ -118,23 +122,23 @@ class LeadingPrograms(HostedPrograms):
         progress = jax.tree.map(lambda _: 0, self.compiler.state.progress)
         return SamplerOutput(*(0,) * 4, progress)  # type: ignore[arg-type]
 
-    def _keeping(self, kept: Kept) -> Kept:
+    def _keeping(self, kept: RemoteReference) -> RemoteReference:
         """Has a call's results dropped on their rank once the reference is garbage-collected."""
         weakref.finalize(kept, self._dropped.append, kept.ref.call).atexit = False
         return kept
 
 
-_GIVING = ("sample", "decode", "encode", "contrastive", "beam", "score", "forward")
+_RETURNING = ("sample", "decode", "encode", "contrastive", "beam", "score", "forward")
 
 
-def _sent(given: Any) -> Any:
+def _serializable(given: Any) -> Any:
     """An argument as it is sent: NumPy arrays, and references to results on other ranks."""
-    if isinstance(given, Kept):
+    if isinstance(given, RemoteReference):
         if given.ref.name == ROWS:
             return {"lane": given.lane, "rows": given.ref}
         return given.ref
     if isinstance(given, dict):
-        return {name: _sent(value) for name, value in given.items()}
+        return {name: _serializable(value) for name, value in given.items()}
     if isinstance(given, list):
         return given
     return np.asarray(given)

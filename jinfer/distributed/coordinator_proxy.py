@@ -23,8 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinfer.distributed.connection import known
-from jinfer.distributed.incoming_connections import HEARD, Callers
+from jinfer.distributed.connection import authenticate
+from jinfer.distributed.incoming_connections import HELLO_SECONDS, IncomingConnections
 from jinfer.distributed.message_schemas import Hello
 
 _NAME, _LOCK = "jinfer-job-", "lock"  # prefix of folder names, and the lock file in each
@@ -38,7 +38,7 @@ _AGAIN = 0.05
 _HELD = 15.0
 
 
-class Passage:
+class CoordinatorProxy:
     """This process's end of the proxy.
 
     Attributes:
@@ -50,7 +50,7 @@ class Passage:
         where = tempfile.gettempdir()
         if len(where.encode()) > _LONGEST - len(f"/{_NAME}01234567/jax"):
             where = "/tmp"
-        _clear(Path(where))
+        _remove_stale_folders(Path(where))
         self._folder = Path(tempfile.mkdtemp(prefix=_NAME, dir=where))
         self._lock = (self._folder / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # for as long as this process lives
@@ -60,17 +60,17 @@ class Passage:
 
     def lead(self, listener: socket.socket, size: int) -> None:
         """Rank 0: forwards authenticated connections to the service. Takes over the listener."""
-        callers = Callers(listener)
+        callers = IncomingConnections(listener)
 
         def serve() -> None:
             while True:
                 link, said = callers.next(math.inf)
                 if said.processes != size:
-                    callers.turn_away(link, "it is not of this job")
+                    callers.reject(link, "it is not of this job")
                     continue
-                _beside(_to_service, link.socket(), self.path)
+                _in_thread(_forward_to_service, link.socket(), self.path)
 
-        _beside(serve)
+        _in_thread(serve)
 
     def call(self, where: tuple[str, int], mine: Hello) -> None:
         """Another rank: forwards the connections of JAX's client to rank 0."""
@@ -85,15 +85,16 @@ class Passage:
                 except OSError:  # out of file descriptors
                     time.sleep(_AGAIN)
                     continue
-                _beside(_to_passage, client, where, mine)
+                _in_thread(_forward_to_rank0, client, where, mine)
 
-        _beside(serve)
+        _in_thread(serve)
 
-    def farewell(self, reason: str) -> None:
+    def remove_at_exit(self, reason: str) -> None:
         """Removes the socket of a process that ends at once.
 
         One that is not there yet may be about to be bound by JAX in another thread, which crashes
-        where its folder has gone: that folder is removed by the next job, see `_clear`.
+        where its folder has gone: that folder is removed by the next job
+        (`_remove_stale_folders`).
         """
         if os.path.exists(self.path):
             self.close()
@@ -104,7 +105,7 @@ class Passage:
         self._lock.close()
 
 
-def _clear(where: Path) -> None:
+def _remove_stale_folders(where: Path) -> None:
     """Removes the folders that killed processes have left behind."""
     for folder in where.glob(f"{_NAME}*"):
         with suppress(OSError):
@@ -116,7 +117,7 @@ def _clear(where: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def _to_service(connection: socket.socket, path: str) -> None:
+def _forward_to_service(connection: socket.socket, path: str) -> None:
     """Forwards a connection to JAX's service, which may not have started yet."""
     deadline = time.monotonic() + _STARTING
     with connection, socket.socket(socket.AF_UNIX) as service:
@@ -128,34 +129,38 @@ def _to_service(connection: socket.socket, path: str) -> None:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_AGAIN)
-        _joined(connection, service)
+        _forward_both_ways(connection, service)
 
 
-def _to_passage(own: socket.socket, where: tuple[str, int], mine: Hello) -> None:
+def _forward_to_rank0(own: socket.socket, where: tuple[str, int], mine: Hello) -> None:
     """Forwards a connection of this process's JAX client to rank 0."""
     with own:
         try:
-            link = known(socket.create_connection(where, timeout=HEARD), called=True, seconds=HEARD)
+            link = authenticate(
+                socket.create_connection(where, timeout=HELLO_SECONDS),
+                called=True,
+                seconds=HELLO_SECONDS,
+            )
             link.send(asdict(mine))
         except OSError:
             time.sleep(_HELD)
             return
         with link.socket() as far:
-            back = threading.Thread(target=_copied, args=(own, far), daemon=True)
+            back = threading.Thread(target=_forward, args=(own, far), daemon=True)
             back.start()
-            _copied(far, own, told=False)
+            _forward(far, own, told=False)
             back.join(_HELD)
-            _end(own, far)
+            _shut_down(own, far)
 
 
-def _joined(one: socket.socket, other: socket.socket) -> None:
+def _forward_both_ways(one: socket.socket, other: socket.socket) -> None:
     """Forwards in both directions until one side ends."""
-    _beside(_copied, one, other)
-    _copied(other, one)
-    _end(one, other)
+    _in_thread(_forward, one, other)
+    _forward(other, one)
+    _shut_down(one, other)
 
 
-def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) -> None:
+def _forward(source: socket.socket, target: socket.socket, *, told: bool = True) -> None:
     """Forwards in one direction until one side ends.
 
     Args:
@@ -169,12 +174,12 @@ def _copied(source: socket.socket, target: socket.socket, *, told: bool = True) 
             target.shutdown(socket.SHUT_WR)
 
 
-def _end(*connections: socket.socket) -> None:
+def _shut_down(*connections: socket.socket) -> None:
     """Shuts connections down, which also wakes threads that wait for them."""
     for connection in connections:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _beside(work: Callable[..., None], *given: Any) -> None:
+def _in_thread(work: Callable[..., None], *given: Any) -> None:
     threading.Thread(target=work, args=given, name="passage", daemon=True).start()

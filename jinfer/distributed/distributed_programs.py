@@ -16,25 +16,25 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.distributed.futures import Values
-from jinfer.distributed.process_group import Group
-from jinfer.distributed.wire_format import Ref
-from jinfer.distributed.worker_state import DONE, OUT, PLACES, Part
+from jinfer.distributed.futures import ResultFuture
+from jinfer.distributed.process_group import ProcessGroup
+from jinfer.distributed.wire_format import ResultRef
+from jinfer.distributed.worker_state import DONE, OUT, PLACES, WorkerState
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel import finish_steps
-from jinfer.parallel.device_groups import first_copy
-from jinfer.parallel.pipeline_programs import StagedPrograms
-from jinfer.parallel.stage_programs import float32, int32
+from jinfer.parallel.device_groups import first_replica
+from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.stage_programs import abstract_float32, abstract_int32
 
 LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"  # names of calls' results
 
 
 @dataclass(kw_only=True)
-class HostedPrograms(StagedPrograms):
+class DistributedPrograms(PipelinePrograms):
     """A rank's programs. Each takes the call's number and arguments, and returns nothing.
 
     Results are delivered through the worker state.
@@ -44,11 +44,11 @@ class HostedPrograms(StagedPrograms):
         worker: this rank's stages, caches and states.
     """
 
-    group: Group
-    worker: Part = field(init=False)
+    group: ProcessGroup
+    worker: WorkerState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.worker = Part(group=self.group, compiler=self.compiler, lanes=self.lanes)
+        self.worker = WorkerState(group=self.group, compiler=self.compiler, lanes=self.lanes)
 
     @cached_property
     def state(self) -> Any:
@@ -77,7 +77,7 @@ class HostedPrograms(StagedPrograms):
 
         return run
 
-    def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: Values) -> None:
+    def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: ResultFuture) -> None:
         """Has home compute a flat batch's places for all ranks, and the rows to sample for."""
         worker = self.worker
 
@@ -91,7 +91,7 @@ class HostedPrograms(StagedPrograms):
     def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
         """Queues `finish` at home, with the last stage's results."""
         worker = self.worker
-        if worker.is_home:
+        if worker.samples_here:
             coming = worker.results.expect(call, OUT)
             worker.queue_at_home(lane, lambda: finish(coming.result()))
 
@@ -103,7 +103,7 @@ class HostedPrograms(StagedPrograms):
         worker = self.worker
         program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
-        def run(call: int, logits: Ref, given: Any, mask: Any, masked: Any) -> None:
+        def run(call: int, logits: ResultRef, given: Any, mask: Any, masked: Any) -> None:
             # Rows that only home knows come as a reference, with the micro-batch's number.
             by_reference = isinstance(given, dict)
             lane, rows = (
@@ -132,7 +132,7 @@ class HostedPrograms(StagedPrograms):
         def run(call: int, slots: Any, tables: Any, *_: Any) -> None:
             # The other arguments are for several steps in one call, and for interrupts.
             lane, rows = self.lanes.of_slots(slots)
-            sampled_rows: Values = Future()
+            sampled_rows: ResultFuture = Future()
             self._begin(call, lane, begin, (rows, newest, every), sampled_rows)
             worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), every)
 
@@ -151,16 +151,20 @@ class HostedPrograms(StagedPrograms):
 
     def _score(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_score
-        return self._passed(shape, ("logits",), finish, int32(shape.tokens))
+        return self._passed(shape, ("logits",), finish, abstract_int32(shape.tokens))
 
     def _beam(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_beam(self.model)
-        return self._passed(shape, ("logits",), finish, float32(shape.tokens))
+        return self._passed(shape, ("logits",), finish, abstract_float32(shape.tokens))
 
     def _contrastive(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_contrastive(self.model)
-        more = (float32(self.sizes.context, self.hidden), float32(shape.tokens), float32())
-        passed = self._passed(shape, ("logits", "hidden"), finish, int32(), *more)
+        more = (
+            abstract_float32(self.sizes.context, self.hidden),
+            abstract_float32(shape.tokens),
+            abstract_float32(),
+        )
+        passed = self._passed(shape, ("logits", "hidden"), finish, abstract_int32(), *more)
 
         def run(call: int, tokens: Any, rows: Any, at: Any, *rest: Any) -> None:
             passed(call, tokens, rows, at, *rest[:3], at[0], *rest[3:])
@@ -277,4 +281,4 @@ class HostedPrograms(StagedPrograms):
 
 
 def _float32(array: Array) -> np.ndarray:
-    return np.asarray(first_copy(array)).astype(np.float32)
+    return np.asarray(first_replica(array)).astype(np.float32)

@@ -11,22 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 
-type Values = Future[Any]
+type ResultFuture = Future[Any]
 
 
 @dataclass(eq=False)
-class Results:
+class PendingResults:
     """Futures of calls' results, by the call's number and the result's name.
 
     Call numbers are unique in a job, across its models: a result may arrive before this rank
     knows of the model. An entry is dropped when both the result and its consumer have come.
     """
 
-    _waiting: dict[tuple[int, str], Values] = field(default_factory=dict)
-    _early: dict[tuple[int, str], Values] = field(default_factory=dict)
+    _waiting: dict[tuple[int, str], ResultFuture] = field(default_factory=dict)
+    _early: dict[tuple[int, str], ResultFuture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def expect(self, call: int, name: str) -> Values:
+    def expect(self, call: int, name: str) -> ResultFuture:
         """The future of a result; to be called once for each."""
         with self._lock:
             future = self._early.pop((call, name), None)
@@ -43,10 +43,10 @@ class Results:
         future.set_result(value)
 
 
-class Whole:
+class RemoteResult:
     """The future of a result with several arrays, each of which is a `RemoteArray`."""
 
-    def __init__(self, coming: Values, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, coming: ResultFuture, failed: Callable[[BaseException], None]) -> None:
         """
         Args:
             failed: called with an error of the computation, which shows only when waiting for it.
@@ -62,10 +62,10 @@ class Whole:
             raise
 
 
-class Later:
+class RemoteArray:
     """An array that may still be computed, or be on another rank; conversion to NumPy waits."""
 
-    def __init__(self, whole: Whole, index: int) -> None:
+    def __init__(self, whole: RemoteResult, index: int) -> None:
         self._whole, self._index = whole, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -76,8 +76,8 @@ class Later:
         return int(np.asarray(self))
 
 
-def later(coming: Values, like: Any, failed: Callable[[BaseException], None]) -> Any:
+def remote_arrays(coming: ResultFuture, like: Any, failed: Callable[[BaseException], None]) -> Any:
     """The arrays of a future result, in the structure of `like`; `failed` as of `RemoteResult`."""
     leaves, tree = jax.tree.flatten(like)
-    whole = Whole(coming, failed)
-    return jax.tree.unflatten(tree, [Later(whole, index) for index in range(len(leaves))])
+    whole = RemoteResult(coming, failed)
+    return jax.tree.unflatten(tree, [RemoteArray(whole, index) for index in range(len(leaves))])

@@ -14,18 +14,18 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from jinfer import progress
-from jinfer.distributed.connection import Link, LinkError, hello, known
+from jinfer.distributed.connection import Link, LinkError, authenticate, receive_hello
 from jinfer.distributed.message_schemas import Hello
 from jinfer.opening.sources import SourceError
 
-HEARD = 10.0  # seconds in which a caller has to authenticate and send its `Hello`
+HELLO_SECONDS = 10.0  # seconds in which a caller has to authenticate and send its `Hello`
 _MOST = 64  # unauthenticated callers at a time; the oldest is dropped for another one
 _SAID = 20  # rejected callers that are reported
 _LONGEST = 3600.0  # seconds of one wait
 _AGAIN = 0.05  # seconds until another try, where file descriptors or threads are used up
 
 
-class Callers:
+class IncomingConnections:
     """Callers of a listening socket, each returned when it has authenticated and said `Hello`."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -57,7 +57,7 @@ class Callers:
                 except (OSError, RuntimeError):
                     time.sleep(_AGAIN)
 
-    def turn_away(self, link: Link, reason: str, *, told: bool = False) -> None:
+    def reject(self, link: Link, reason: str, *, told: bool = False) -> None:
         """Closes a caller's connection, and prints why.
 
         Args:
@@ -73,7 +73,7 @@ class Callers:
         """Closes the connections of all callers that `next` has not returned."""
         with self._lock:
             for connection in self._pending:
-                _end(connection)
+                _shut_down(connection)
             self._pending.clear()
         with suppress(Empty):
             while True:
@@ -87,7 +87,7 @@ class Callers:
             if len(self._pending) >= _MOST:
                 first = next(iter(self._pending))
                 del self._pending[first]
-                _end(first)
+                _shut_down(first)
             self._pending[connection] = None
         try:
             threading.Thread(target=self._known, args=(connection,), daemon=True).start()
@@ -98,11 +98,11 @@ class Callers:
 
     def _known(self, connection: socket.socket) -> None:
         """Authenticates a caller, in a thread of its own."""
-        where = _shown(connection)
+        where = _peer(connection)
         try:
-            link = known(connection, called=False, seconds=HEARD)
+            link = authenticate(connection, called=False, seconds=HELLO_SECONDS)
             try:
-                said = hello(link)
+                said = receive_hello(link)
             except LinkError:
                 link.close()
                 raise
@@ -111,7 +111,7 @@ class Callers:
                 self._say(where, str(error))
             return
         if self._done(connection):
-            link.wait(HEARD)
+            link.wait(HELLO_SECONDS)
             self._heard.put((link, said))
             with suppress(OSError):  # `close` was called meanwhile
                 self._wake.send(b"1")
@@ -132,7 +132,7 @@ class Callers:
             progress.line(f"jinfer: a caller at {where} was turned away: {reason}{more}")
 
 
-def address(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -152,7 +152,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener = listen("", port)
         except OSError:
-            where = address(host, port)
+            where = format_address(host, port)
             reason = f"process 0 cannot wait at {where}: {error.strerror}; is another job there?"
             raise SourceError(reason) from None
     with listener:
@@ -167,14 +167,14 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family, backlog=256)
 
 
-def _end(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shuts a connection down, which also wakes the thread that reads from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _shown(connection: socket.socket) -> str:
+def _peer(connection: socket.socket) -> str:
     try:
-        return address(*connection.getpeername()[:2])
+        return format_address(*connection.getpeername()[:2])
     except OSError:
         return "an unknown address"

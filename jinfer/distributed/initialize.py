@@ -24,22 +24,29 @@ from jinfer.distributed.connection import (
     LinkError,
     MessageError,
     StrangerError,
+    authenticate,
     has_key,
-    known,
 )
-from jinfer.distributed.coordinator_proxy import Passage
-from jinfer.distributed.incoming_connections import Callers, address, listen, listening
-from jinfer.distributed.job_config import Job
-from jinfer.distributed.message_schemas import Hello, Welcome, place, read_welcome
-from jinfer.distributed.process_group import Group, become
-from jinfer.distributed.shared_compile_cache import keep_programs
+from jinfer.distributed.coordinator_proxy import CoordinatorProxy
+from jinfer.distributed.incoming_connections import (
+    IncomingConnections,
+    format_address,
+    listen,
+    listening,
+)
+from jinfer.distributed.job_config import JobConfig
+from jinfer.distributed.message_schemas import Hello, Welcome, parse_address, read_welcome
+from jinfer.distributed.process_group import ProcessGroup, set_current_group
+from jinfer.distributed.shared_compile_cache import cache_on_every_rank
 from jinfer.distributed.wire_format import FrameError
 from jinfer.opening.sources import SourceError
 from jinfer.progress import task
 from jinfer.version import __version__
 
-PATIENCE = "JINFER_JOIN_SECONDS"  # environment variable: how long the other ranks may take to start
-SECONDS = 300.0  # its default
+JOIN_SECONDS_VARIABLE = (
+    "JINFER_JOIN_SECONDS"  # environment variable: how long the other ranks may take to start
+)
+JOIN_SECONDS = 300.0  # its default
 _PAUSE, _ANSWER = 0.25, 20.0  # seconds between connection attempts, and for an answer
 _TRIES = 3  # connections that may break before the other side has authenticated
 # JAX's heartbeat timeout, in effect off: `ProcessGroup` has its own heartbeats, and a process that
@@ -47,39 +54,43 @@ _TRIES = 3  # connections that may break before the other side has authenticated
 _NEVER = 30 * 86_400
 
 
-def join(job: Job) -> Group:
+def join_job(job: JobConfig) -> ProcessGroup:
     """Joins a job; to be called before JAX initializes its devices.
 
     Raises:
         SourceError: a rank cannot be reached, or does not belong to this job.
     """
-    deadline = time.monotonic() + _patience()
+    deadline = time.monotonic() + _join_seconds()
     links: dict[int, Link] = {}
-    passage = Passage()
+    passage = CoordinatorProxy()
     try:
-        (_call if job.rank else _lead)(job, deadline, links, passage)
+        (_connect_to_ranks if job.rank else _accept_ranks)(job, deadline, links, passage)
     except BaseException:
         for link in links.values():
             link.close()
         passage.close()
         raise
-    _aside()
-    keep_programs()
+    _redirect_stdout()
+    cache_on_every_rank()
     for link in links.values():
         link.wait(None)
     mute = listen_at(links[1 if job.rank == 0 else 0].host)
     # Before JAX waits for all ranks, so that the loss of one is noticed meanwhile.
-    group = Group(job.rank, job.size, links, mute=mute, farewells=[passage.farewell])
+    group = ProcessGroup(
+        job.rank, job.size, links, no_collectives=mute, exit_callbacks=[passage.remove_at_exit]
+    )
     try:
         _initialize(job, passage.service)
     except BaseException:
-        group.forsake()
+        group.abandon()
         raise
-    become(group)
+    set_current_group(group)
     return group
 
 
-def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
+def _accept_ranks(
+    job: JobConfig, deadline: float, links: dict[int, Link], passage: CoordinatorProxy
+) -> None:
     """Rank 0: waits for all other ranks; sends them each other's and JAX's service's addresses."""
     addresses: dict[int, str] = {}
     turned = ""  # why a caller was turned away, which may explain a missing rank
@@ -98,7 +109,7 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
 
     with (
         listening(job.host, job.port) as listener,
-        _heard(listener) as callers,
+        _accepting(listener) as callers,
         task(f"waiting for {missing()}") as waiting,
     ):
         while len(links) < job.size - 1:
@@ -110,8 +121,8 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
                 reason = f"{missing()} did not join in time; see whether they run{more}"
                 raise refuse(reason) from None
             if not said.at:  # a caller of the coordinator proxy, which does not listen yet
-                callers.turn_away(link, "it does not say where it waits")
-            elif not (reason := _wrong(job, said, links)):
+                callers.reject(link, "it does not say where it waits")
+            elif not (reason := _mismatch(job, said, links)):
                 if said.process in links:  # it was restarted
                     links[said.process].close()
                 links[said.process], addresses[said.process] = link, said.at
@@ -119,12 +130,12 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
                 raise refuse(reason, link)
             else:  # without a key anybody may call, and may not end the job
                 turned = reason
-                callers.turn_away(link, reason, told=True)
+                callers.reject(link, reason, told=True)
         proxy = listen(listener.getsockname()[0], 0)
         passage.lead(proxy, job.size)
     for rank, link in links.items():
         # This host's address as that rank sees it.
-        service = address(link.host, proxy.getsockname()[1])
+        service = format_address(link.host, proxy.getsockname()[1])
         before = {str(other): at for other, at in addresses.items() if other < rank}
         try:
             link.wait(_ANSWER)
@@ -133,7 +144,7 @@ def _lead(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
             raise refuse(f"process {rank} at {link.where} ended before all had joined") from None
 
 
-def _wrong(job: Job, said: Hello, links: dict[int, Link]) -> str:
+def _mismatch(job: JobConfig, said: Hello, links: dict[int, Link]) -> str:
     """Why a caller does not belong to the job; "": it does."""
     rank, size = said.process, said.processes
     if size != job.size:
@@ -146,15 +157,17 @@ def _wrong(job: Job, said: Hello, links: dict[int, Link]) -> str:
     return ""
 
 
-def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -> None:
+def _connect_to_ranks(
+    job: JobConfig, deadline: float, links: dict[int, Link], passage: CoordinatorProxy
+) -> None:
     """Another rank: connects to rank 0 and to lower ranks, and waits for higher ones."""
-    first = links[0] = _reached(job.host, job.port, deadline, "process 0")
-    with listening(first.host, 0) as listener, _heard(listener) as callers:
-        at = address(*listener.getsockname()[:2])
+    first = links[0] = _connect(job.host, job.port, deadline, "process 0")
+    with listening(first.host, 0) as listener, _accepting(listener) as callers:
+        at = format_address(*listener.getsockname()[:2])
         mine = Hello(job.rank, job.size, **_versions())
-        told = _welcomed(first, replace(mine, at=at), deadline)
+        told = _receive_welcome(first, replace(mine, at=at), deadline)
         for other, where in sorted(told.before.items()):
-            link = _reached(*place(where), deadline, f"process {other}")
+            link = _connect(*parse_address(where), deadline, f"process {other}")
             links[int(other)] = link
             with suppress(LinkError):  # the process group will notice the loss
                 link.send(asdict(mine))
@@ -165,13 +178,13 @@ def _call(job: Job, deadline: float, links: dict[int, Link], passage: Passage) -
                 missing = ", ".join(str(n) for n in range(job.size) if n not in {*links, job.rank})
                 raise SourceError(f"process {missing} of {job.size} did not call in time") from None
             if said.processes != job.size or said.process in links or said.process <= job.rank:
-                callers.turn_away(link, "it is not of this job")
+                callers.reject(link, "it is not of this job")
             else:
                 links[said.process] = link
-    passage.call(place(told.service), mine)
+    passage.call(parse_address(told.service), mine)
 
 
-def _welcomed(first: Link, mine: Hello, deadline: float) -> Welcome:
+def _receive_welcome(first: Link, mine: Hello, deadline: float) -> Welcome:
     """Rank 0's answer, which comes when all ranks have called. Raises `SourceError`."""
     try:
         first.wait(_ANSWER)
@@ -189,34 +202,36 @@ def _welcomed(first: Link, mine: Hello, deadline: float) -> Welcome:
 
 
 @contextmanager
-def _heard(listener: socket.socket) -> Iterator[Callers]:
-    callers = Callers(listener)
+def _accepting(listener: socket.socket) -> Iterator[IncomingConnections]:
+    callers = IncomingConnections(listener)
     try:
         yield callers
     finally:
         callers.close()
 
 
-def _patience() -> float:
-    given = os.environ.get(PATIENCE, str(SECONDS))
+def _join_seconds() -> float:
+    given = os.environ.get(JOIN_SECONDS_VARIABLE, str(JOIN_SECONDS))
     try:
         return float(given)
     except ValueError:
-        raise SourceError(f"{PATIENCE}={given!r}: write seconds, such as {SECONDS:g}") from None
+        raise SourceError(
+            f"{JOIN_SECONDS_VARIABLE}={given!r}: write seconds, such as {JOIN_SECONDS:g}"
+        ) from None
 
 
 def _versions() -> dict[str, str]:
     return {"jinfer": __version__, "jax": jax.__version__}
 
 
-def _reached(host: str, port: int, deadline: float, who: str) -> Link:
+def _connect(host: str, port: int, deadline: float, who: str) -> Link:
     """Connects to a process that may not have started yet. Raises `SourceError`."""
-    broken, where = 0, address(host, port)
+    broken, where = 0, format_address(host, port)
     with task(f"waiting for {who} at {where}"):
         while True:
             try:
                 connection = socket.create_connection((host, port), timeout=_ANSWER)
-                return known(connection, called=True, seconds=_ANSWER)
+                return authenticate(connection, called=True, seconds=_ANSWER)
             except LinkError as error:
                 # A listener with many callers drops the oldest ones: try again.
                 broken += 1
@@ -229,14 +244,14 @@ def _reached(host: str, port: int, deadline: float, who: str) -> Link:
             time.sleep(_PAUSE)
 
 
-def _aside() -> None:
+def _redirect_stdout() -> None:
     """Redirects file descriptor 1 to stderr, since gloo prints to it; Python's stdout stays."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", buffering=1)
     os.dup2(2, 1)
 
 
-def _initialize(job: Job, service: str) -> None:
+def _initialize(job: JobConfig, service: str) -> None:
     """Starts JAX's distributed runtime. Raises `SourceError`."""
     # The preemption service would handle SIGTERM, which the server handles.
     jax.config.update("jax_enable_preemption_service", False)

@@ -25,7 +25,7 @@ _NEIGHBOURS = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
-class Job:
+class JobConfig:
     """A process of a distributed job.
 
     Attributes:
@@ -42,18 +42,18 @@ class Job:
     devices: tuple[int, ...] | None = None
 
 
-def find_job(given: Mapping[str, Any], environment: Mapping[str, str]) -> Job | None:
+def find_job(flags: Mapping[str, Any], environment: Mapping[str, str]) -> JobConfig | None:
     """The job that this process belongs to; None for a single process.
 
     Args:
-        given: values of the flags in `FLAGS`; None for a flag that was not passed.
+        flags: values of the flags in `FLAGS`; None for a flag that was not passed.
         environment: the environment variables.
 
     Raises:
         SourceError: the settings are incomplete, or contradict each other.
     """
     named = {
-        name: given.get(name) if given.get(name) is not None else environment.get(_variable(name))
+        name: flags.get(name) if flags.get(name) is not None else environment.get(_variable(name))
         for name in FLAGS
     }
     if any(value is not None for value in named.values()):
@@ -71,7 +71,7 @@ def _variable(name: str) -> str:
     return f"JINFER_{name.upper()}"
 
 
-def _named(values: Mapping[str, Any]) -> Job | None:
+def _named(values: Mapping[str, Any]) -> JobConfig | None:
     if missing := [name for name, value in values.items() if value is None]:
         one = missing[0]
         raise SourceError(
@@ -86,13 +86,13 @@ def _named(values: Mapping[str, Any]) -> Job | None:
     return _job(str(values["coordinator"]), size, rank, None)
 
 
-def _job(where: str, size: int, rank: int, devices: tuple[int, ...] | None) -> Job | None:
+def _job(where: str, size: int, rank: int, devices: tuple[int, ...] | None) -> JobConfig | None:
     host, port = where, str(PORT)
     if where.startswith("[") or where.count(":") == 1:
         host, _, port = where.rpartition(":") if not where.endswith("]") else (where, "", port)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise SourceError(f"--coordinator {where}: write HOST:PORT, such as 10.0.0.1:{PORT}")
-    return Job(host.strip("[]"), int(port), size, rank, devices) if size > 1 else None
+    return JobConfig(host.strip("[]"), int(port), size, rank, devices) if size > 1 else None
 
 
 def _count(name: str, value: Any) -> int:
@@ -101,7 +101,7 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
-def _detected(environment: Mapping[str, str]) -> Job | None:
+def _detected(environment: Mapping[str, str]) -> JobConfig | None:
     """The job that JAX detects from the cluster and its own environment variables."""
     try:
         from jax._src.clusters import ClusterEnv

@@ -69,7 +69,7 @@ def read_hello(message: Any) -> Hello:
     if not 0 <= said.process < said.processes:
         raise FrameError(f"process {said.process} of {said.processes}")
     if said.at:
-        place(said.at)
+        parse_address(said.at)
     for version in (said.jinfer, said.jax):
         if not version.isprintable() or len(version) > _LONGEST:
             raise FrameError("a version that is none")
@@ -82,15 +82,15 @@ def read_welcome(message: Any) -> Welcome:
     told = Welcome(**message)
     if told.refused:
         return told
-    place(told.service)
+    parse_address(told.service)
     for other, where in told.before.items():
         if not isinstance(other, str) or not other.isdecimal() or not isinstance(where, str):
             raise FrameError("a number of a process that is none")
-        place(where)
+        parse_address(where)
     return told
 
 
-def kind(message: Any) -> str:
+def message_kind(message: Any) -> str:
     """The name of a message, after a check of its fields. Raises `FrameError`."""
     if isinstance(message, dict):
         for name, types in _FIELDS.items():
@@ -100,7 +100,7 @@ def kind(message: Any) -> str:
     raise FrameError(f"no message has {_shown(message)}")
 
 
-def place(where: str) -> tuple[str, int]:
+def parse_address(where: str) -> tuple[str, int]:
     """Parses HOST:PORT. Raises `FrameError`."""
     host, _, port = where.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 
-class Threads:
+class NamedThreads:
     """Runs work in threads chosen by name, in order within each thread.
 
     Collectives between devices of several ranks run in launch order, which has to be the same on

@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from jinfer.distributed.connection import Link, LinkError, MessageError
-from jinfer.distributed.futures import Results
-from jinfer.distributed.message_schemas import kind
+from jinfer.distributed.futures import PendingResults
+from jinfer.distributed.message_schemas import message_kind
 from jinfer.distributed.wire_format import FrameError
 from jinfer.opening.sources import SourceError
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("jinfer")
 
 
 @dataclass(eq=False)
-class Group:
+class ProcessGroup:
     """The processes of a job, as one of them sees them.
 
     Attributes:
@@ -48,11 +48,11 @@ class Group:
     size: int
     links: Mapping[int, Link]
     inboxes: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
-    results: Results = field(default_factory=Results)
+    results: PendingResults = field(default_factory=PendingResults)
     calls: Iterator[int] = field(default_factory=count)
-    mute: str = ""
-    parting: bool = False
-    farewells: list[Callable[[str], object]] = field(default_factory=list)
+    no_collectives: str = ""
+    is_leaving: bool = False
+    exit_callbacks: list[Callable[[str], object]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _gone: dict[int, threading.Event] = field(default_factory=dict)
     _one_gone: threading.Event = field(default_factory=threading.Event)
@@ -76,12 +76,12 @@ class Group:
         except LinkError:
             self._lost(other)
 
-    def tell_all(self, **message: Any) -> None:
+    def send_to_all(self, **message: Any) -> None:
         """Sends a message to all other ranks."""
         for other in self.links:
             self.send(other, **message)
 
-    def hear(self, other: int) -> Any:
+    def receive_from(self, other: int) -> Any:
         """The next message of another rank; waits for it."""
         return self.inboxes[other].get()
 
@@ -101,13 +101,13 @@ class Group:
         if self.rank:
             self.send(0, value=value)
             return [value]
-        return [value, *(self.hear(other)["value"] for other in range(1, self.size))]
+        return [value, *(self.receive_from(other)["value"] for other in range(1, self.size))]
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast: rank 0's value on all ranks."""
         if self.rank:
-            return self.hear(0)["value"]
-        self.tell_all(value=value)
+            return self.receive_from(0)["value"]
+        self.send_to_all(value=value)
         return value
 
     def end(self, status: int = 0, reason: str = "") -> None:
@@ -131,7 +131,7 @@ class Group:
         """Ends this process at once, with a line on stderr."""
         if reason:
             print(f"error: {reason}", file=sys.stderr, flush=True)
-        for farewell in self.farewells:
+        for farewell in self.exit_callbacks:
             with suppress(Exception):  # the process ends in any case
                 farewell(reason)
         sys.stdout.flush()
@@ -149,7 +149,7 @@ class Group:
         self.end(LOST, reason)
         self.leave(LOST, reason)
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         """The rendezvous has failed: the loss of a rank no longer ends this process."""
         with self._lock:
             self._ending = True
@@ -160,7 +160,7 @@ class Group:
         while True:
             try:
                 message = link.receive()
-                what = kind(message)
+                what = message_kind(message)
             except (LinkError, FrameError) as error:
                 self._gone[other].set()
                 self._one_gone.set()
@@ -186,7 +186,7 @@ class Group:
         for number in count():
             if self._gone[other].wait(_BEAT):
                 return
-            if self.parting and self.seconds_silent(other) > SILENT:
+            if self.is_leaving and self.seconds_silent(other) > SILENT:
                 self.leave(LOST, f"{self._named(other)} does not answer; the job ends without it")
             # Two checks in a row, since this process may itself have been stopped.
             missed = missed + 1 if self.seconds_silent(other) > SILENT else 0
@@ -234,15 +234,15 @@ class Group:
         return f"process {other} of {self.size} at {self.links[other].where}"
 
 
-_current: Group | None = None
+_current: ProcessGroup | None = None
 
 
-def current() -> Group | None:
+def current_group() -> ProcessGroup | None:
     """The job that this process has joined, if any."""
     return _current
 
 
-def lead() -> None:
+def refuse_on_worker() -> None:
     """Raises `SourceError` on a worker: only rank 0 may open a model by itself."""
     if _current is not None and _current.rank:
         raise SourceError(
@@ -251,7 +251,7 @@ def lead() -> None:
         )
 
 
-def become(group: Group | None) -> None:
+def set_current_group(group: ProcessGroup | None) -> None:
     """Sets the job that this process belongs to."""
     global _current
     _current = group

@@ -10,7 +10,7 @@ import jax
 _log = logging.getLogger("jinfer")
 
 
-def keep_programs() -> None:
+def cache_on_every_rank() -> None:
     """Has JAX write this rank's compiled programs to its persistent cache, if that is enabled.
 
     JAX assumes a folder shared by all hosts, and writes on rank 0 only, so that the others would

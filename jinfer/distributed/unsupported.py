@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.modelspec.partition_table import AUTO, CPU, device_groups
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_model import Opened
-from jinfer.parallel.pipeline_stage import Stage
+from jinfer.parallel.pipeline_stage import PipelineStage
 
 
-def check_spec(group: Group, opened: Opened) -> None:
+def check_spec(group: ProcessGroup, opened: Opened) -> None:
     """Raises `SpecError` where a specification asks for what several processes do not support."""
     spec, several = opened.spec, f"with {group.size} processes"
     part, path = spec.partition, spec.path
@@ -38,7 +38,7 @@ def check_spec(group: Group, opened: Opened) -> None:
             raise SpecError(path, f"partition.{key}", f"cannot be had {several}; leave it out")
 
 
-def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
+def check_stages(group: ProcessGroup, stages: tuple[PipelineStage, ...], path: object) -> None:
     """Raises `SpecError` where a rank has no device, or a stage's collectives are not possible."""
     owners = {device.process_index for stage in stages for device in stage.device_group.devices}
     if idle := sorted(set(range(group.size)) - owners):
@@ -53,5 +53,7 @@ def check_stages(group: Group, stages: tuple[Stage, ...], path: object) -> None:
         and stage.device_group.devices[0].platform == CPU
         for stage in stages
     )
-    if shared and group.mute:
-        raise SpecError(path, "partition.devices", f"divides a stage among hosts, and {group.mute}")
+    if shared and group.no_collectives:
+        raise SpecError(
+            path, "partition.devices", f"divides a stage among hosts, and {group.no_collectives}"
+        )

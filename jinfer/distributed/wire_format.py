@@ -39,7 +39,7 @@ class FrameError(ValueError):
 
 
 @dataclass(frozen=True)
-class Ref:
+class ResultRef:
     """A reference to a result that stays on the rank that computed it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ref:
     name: str
 
 
-def packed(message: Any) -> bytes:
+def serialize(message: Any) -> bytes:
     """Serializes a message of dictionaries, lists, strings, numbers, `ResultRef` and arrays."""
     arrays: list[np.ndarray] = []
     text = json.dumps(_coded(message, arrays)).encode()
@@ -62,7 +62,7 @@ def packed(message: Any) -> bytes:
     return b"".join([len(text).to_bytes(4, "little"), at.to_bytes(8, "little"), *parts])
 
 
-def lengths(head: bytes) -> tuple[int, int]:
+def parse_header(head: bytes) -> tuple[int, int]:
     """Parses a header: the bytes of JSON and of arrays. Raises `FrameError`."""
     text, data = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:], "little")
     if text > _TEXT or data > _DATA:
@@ -70,10 +70,10 @@ def lengths(head: bytes) -> tuple[int, int]:
     return text, data
 
 
-def unpacked(text: bytes, data: memoryview) -> Any:
+def deserialize(text: bytes, data: memoryview) -> Any:
     """Parses a message, whose arrays are views of `data`. Raises `FrameError`."""
     try:
-        return _decoded(json.loads(text), _Reading(data))
+        return _decoded(json.loads(text), _ArrayReader(data))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:_LONGEST]
         raise FrameError(f"a message that cannot be read: {reason}") from None
@@ -87,7 +87,7 @@ def _coded(tree: Any, arrays: list[np.ndarray]) -> Any:
     match tree:
         case None | bool() | int() | float() | str():
             return tree
-        case Ref():
+        case ResultRef():
             return {"ref": [tree.call, tree.name]}
         case dict():
             return {"dict": [[key, _coded(value, arrays)] for key, value in tree.items()]}
@@ -102,7 +102,7 @@ def _coded(tree: Any, arrays: list[np.ndarray]) -> Any:
     raise TypeError(f"a {type(tree).__name__} cannot be sent")
 
 
-class _Reading:
+class _ArrayReader:
     """Reads arrays from a buffer, one after the other."""
 
     def __init__(self, data: memoryview) -> None:
@@ -121,7 +121,7 @@ class _Reading:
         return array
 
 
-def _decoded(coded: Any, reading: _Reading) -> Any:
+def _decoded(coded: Any, reading: _ArrayReader) -> Any:
     if isinstance(coded, list):
         return [_decoded(value, reading) for value in coded]
     if not isinstance(coded, dict):
@@ -131,7 +131,7 @@ def _decoded(coded: Any, reading: _Reading) -> Any:
     ((kind, parts),) = coded.items()
     match kind, parts:
         case "ref", [int(call), str(name)]:
-            return Ref(call, name)
+            return ResultRef(call, name)
         case "dict", list():
             return dict(_pair(each, reading) for each in parts)
         case "array", [name, *shape]:
@@ -139,7 +139,7 @@ def _decoded(coded: Any, reading: _Reading) -> Any:
     raise FrameError(f"a part {kind!r} that cannot be read")
 
 
-def _pair(coded: Any, reading: _Reading) -> tuple[str | int, Any]:
+def _pair(coded: Any, reading: _ArrayReader) -> tuple[str | int, Any]:
     match coded:
         case [str() | int() as key, value]:
             return key, _decoded(value, reading)

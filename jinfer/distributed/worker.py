@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jinfer.distributed.distributed_programs import HostedPrograms
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.distributed_programs import DistributedPrograms
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.engine.runner.step_key import StepKey
 
 
-def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) -> None:
+def worker_loop(group: ProcessGroup, programs: DistributedPrograms, leaves: Sequence[Any]) -> None:
     """Computes the coordinator's calls until it releases the model.
 
     Args:
@@ -19,7 +19,7 @@ def follow_calls(group: Group, programs: HostedPrograms, leaves: Sequence[Any]) 
     worker = programs.worker
     worker.leaves = leaves
     while True:
-        match group.hear(0):
+        match group.receive_from(0):
             case {"announce": shape}:
                 programs.announce([_shape(shape)])
             case {"reset": what}:

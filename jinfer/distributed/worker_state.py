@@ -21,25 +21,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.distributed.futures import Results, Values
-from jinfer.distributed.named_threads import Threads
-from jinfer.distributed.process_group import Group
-from jinfer.distributed.wire_format import Ref
+from jinfer.distributed.futures import PendingResults, ResultFuture
+from jinfer.distributed.named_threads import NamedThreads
+from jinfer.distributed.process_group import ProcessGroup
+from jinfer.distributed.wire_format import ResultRef
 from jinfer.engine.runner.flat_batch import FlatBatch
-from jinfer.parallel.device_groups import first_copy
-from jinfer.parallel.microbatches import Lanes
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.stage_programs import Made, Making
+from jinfer.parallel.device_groups import first_replica
+from jinfer.parallel.microbatches import MicroBatches
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.stage_programs import CompiledStage, StageCompiler
 
 # Names of a call's results.
-X = "x {}"  # hidden states for the stage of this number
+HIDDEN = "x {}"  # hidden states for the stage of this number
 OUT = "out"  # the last stage's results, for home
 PLACES = "places"  # the flat batch's places, for all ranks
 DONE = "done"  # the call's result, for rank 0
 
 
 @dataclass(eq=False, kw_only=True)
-class Part:
+class WorkerState:
     """A rank's state of a model, and its share of each call.
 
     "Home" is the rank that has the sampling states and samples tokens: the last stage's first.
@@ -53,21 +53,21 @@ class Part:
         states: the state of each micro-batch, at home.
     """
 
-    group: Group
-    compiler: Making
-    lanes: Lanes
+    group: ProcessGroup
+    compiler: StageCompiler
+    lanes: MicroBatches
     leaves: Sequence[Any] = ()
     caches: dict[int, Any] = field(default_factory=dict)
     states: dict[int, Any] = field(default_factory=dict)
-    _stored: dict[int, dict[str, Values]] = field(default_factory=dict)
+    _stored: dict[int, dict[str, ResultFuture]] = field(default_factory=dict)
 
     @property
-    def results(self) -> Results:
+    def results(self) -> PendingResults:
         """Results of calls that this rank waits for."""
         return self.group.results
 
     @cached_property
-    def threads(self) -> Threads:
+    def threads(self) -> NamedThreads:
         """The threads that launch programs and send results."""
         # Stages that this rank shares with others: their collectives need one common order.
         shared = [
@@ -75,15 +75,15 @@ class Part:
             for s in self.stages
             if s.device_group.local and len(s.device_group.local) < len(s.device_group.devices)
         ]
-        return Threads(self.group.fail, together=len(shared) > 1)
+        return NamedThreads(self.group.fail, together=len(shared) > 1)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[PipelineStage, ...]:
         """All stages, of all ranks."""
         return self.compiler.stages
 
     @cached_property
-    def local_stages(self) -> dict[int, Stage]:
+    def local_stages(self) -> dict[int, PipelineStage]:
         """The stages with devices of this rank, by their numbers."""
         return {
             number: stage for number, stage in enumerate(self.stages) if stage.device_group.local
@@ -95,7 +95,7 @@ class Part:
         return self.compiler.home.devices[0].process_index
 
     @property
-    def is_home(self) -> bool:
+    def samples_here(self) -> bool:
         """Whether this rank is home."""
         return self.home == self.group.rank
 
@@ -105,7 +105,7 @@ class Part:
 
     def queue_at_home(self, lane: int, work: Callable[[], None]) -> None:
         """Queues work for a micro-batch at home; does nothing on other ranks."""
-        if self.is_home:
+        if self.samples_here:
             self.threads.add(f"lane {lane}", work)
 
     def deliver(self, call: int, name: str, value: Any, to: set[int], sender: str) -> None:
@@ -125,19 +125,19 @@ class Part:
         for other in others:
             self.group.send(other, result=name, call=call, value=on_host)
 
-    def store(self, call: int, name: str) -> Values:
+    def store(self, call: int, name: str) -> ResultFuture:
         """A future for a result that stays at home for later calls, which name it by a `ResultRef`.
 
         It stays until it is dropped.
         """
-        future: Values = Future()
-        if self.is_home:
+        future: ResultFuture = Future()
+        if self.samples_here:
             self._stored.setdefault(call, {})[name] = future
         return future
 
     def resolve(self, given: Any) -> Callable[[], Any]:
         """A function that returns an argument; at home it resolves a `ResultRef`, and waits."""
-        if not isinstance(given, Ref) or not self.is_home:
+        if not isinstance(given, ResultRef) or not self.samples_here:
             return lambda: given
         return self._stored[given.call][given.name].result
 
@@ -155,7 +155,7 @@ class Part:
         for lane in range(self.lanes.count):
             self.queue_at_home(lane, partial(self._fresh, lane))
 
-    def _empty(self, number: int, stage: Stage) -> None:
+    def _empty(self, number: int, stage: PipelineStage) -> None:
         self.caches.pop(number, None)
         self.caches[number] = self.compiler.empty_cache(stage)
 
@@ -165,7 +165,7 @@ class Part:
     def run_decoder(
         self,
         call: int,
-        made: tuple[Made, ...],
+        made: tuple[CompiledStage, ...],
         places: FlatBatch | None,
         tables: Mapping[str, Any],
         last: Any,
@@ -189,7 +189,7 @@ class Part:
 
         self._stages(call, run)
 
-    def run_encoder(self, call: int, made: tuple[Made | None, ...], *texts: Any) -> None:
+    def run_encoder(self, call: int, made: tuple[CompiledStage | None, ...], *texts: Any) -> None:
         """Queues an encoder's forward pass of all local stages; home gets `OUT`."""
 
         def run(number: int, x: Any) -> Any:
@@ -203,18 +203,18 @@ class Part:
 
     def _stages(self, call: int, run: Callable[[int, Any], Any]) -> None:
         for number in self.local_stages:
-            coming = self.results.expect(call, X.format(number)) if number else None
+            coming = self.results.expect(call, HIDDEN.format(number)) if number else None
             self.threads.add(f"stage {number}", partial(self._stage, call, number, coming, run))
 
     def _stage(
-        self, call: int, number: int, coming: Values | None, run: Callable[[int, Any], Any]
+        self, call: int, number: int, coming: ResultFuture | None, run: Callable[[int, Any], Any]
     ) -> None:
         """Runs a stage, and delivers the result to the ranks of the next one."""
         out = run(number, None if coming is None else coming.result())
         owners, sender = self.owners(number), f"stage {number}"
         if self.stages[number].last:
-            if self.is_home:
-                self.deliver(call, OUT, jax.tree.map(first_copy, out), {self.home}, sender)
+            if self.samples_here:
+                self.deliver(call, OUT, jax.tree.map(first_replica, out), {self.home}, sender)
             return
         following = self.owners(number + 1)
         # A rank with devices of both stages passes it on locally; the lowest rank of this stage
@@ -222,9 +222,9 @@ class Part:
         to = following & {self.group.rank}
         if self.group.rank == min(owners):
             to = to | (following - owners)
-        value = out if to <= {self.group.rank} else first_copy(out)
+        value = out if to <= {self.group.rank} else first_replica(out)
         if to:
-            self.deliver(call, X.format(number + 1), value, to, sender)
+            self.deliver(call, HIDDEN.format(number + 1), value, to, sender)
 
     def all_ranks(self) -> set[int]:
         """All ranks."""
@@ -236,6 +236,6 @@ class Part:
         return out
 
 
-def as_leaves(tree: Any) -> list[np.ndarray]:
+def numpy_leaves(tree: Any) -> list[np.ndarray]:
     """A tree's leaves as NumPy arrays, to be sent."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]

@@ -20,7 +20,7 @@ from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.runner.sampler_output import CALL_SECONDS, SamplerOutput
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.engine.sampler_state import Samplers
+from jinfer.engine.sampler_state import SamplerStates
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 
@@ -41,7 +41,7 @@ class EngineCore(ModelRunner, ABC):
     call_seconds: float = 0.0
     step_seconds: float = CALL_SECONDS
     drafted: DraftCounts = field(default_factory=DraftCounts)
-    samplers: Samplers = field(default_factory=Samplers)
+    samplers: SamplerStates = field(default_factory=SamplerStates)
     _sequences: dict[int, RunningSequence] = field(default_factory=dict)
     _in_flight: deque[CallInFlight] = field(default_factory=deque)
 

@@ -17,7 +17,7 @@ from jinfer.sampling.sampling_metadata import SamplerState
 
 
 @dataclass(eq=False)
-class Samplers:
+class SamplerStates:
     """The sampler states of all running requests.
 
     Attributes:

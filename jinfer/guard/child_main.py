@@ -29,11 +29,11 @@ def serve(module: str, memory: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
     ):
-        _bound(bound, limit)
+        _set_limit(bound, limit)
     while len(head := source.read(8)) == 8:
         seconds, question = json.loads(source.read(int.from_bytes(head, "little")))
         # RLIMIT_CPU has whole seconds and kills the process, so one more.
-        _bound(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds) + 1)
+        _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds) + 1)
         try:
             said = {"value": answer(question)}
         except MemoryError:
@@ -46,7 +46,7 @@ def serve(module: str, memory: int) -> None:
         target.flush()
 
 
-def _bound(kind: int, value: int) -> None:
+def _set_limit(kind: int, value: int) -> None:
     """Sets a soft limit, and never raises a lower outer one."""
     _, hard = resource.getrlimit(kind)
     within = value if hard == resource.RLIM_INFINITY else min(value, hard)

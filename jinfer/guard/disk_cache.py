@@ -22,7 +22,7 @@ _HASH = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
-class Shelf:
+class DiskCache:
     """Entries by key.
 
     Attributes:
@@ -32,7 +32,7 @@ class Shelf:
     """
 
     folder: Path
-    maker: str
+    versions: str
     limit: int = 4 << 30
 
     def get(self, key: str) -> bytes | None:
@@ -72,7 +72,7 @@ class Shelf:
 
     def _hash(self, key: str, content: bytes) -> bytes:
         digest = hashlib.sha256()
-        for part in (self.maker.encode(), key.encode(), content):
+        for part in (self.versions.encode(), key.encode(), content):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from jinfer.guard.safe_files import FileRefused, read_regular
+from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 
 HEAD = 512  # bytes that are enough to detect one
 MAX_ANSWER = 4096  # bytes of an error message
@@ -35,11 +35,11 @@ def failed_download(data: bytes, size: int) -> str:
     return f"is a server's answer, {said[:100]!r}, not the file itself: fetch it again" * bool(said)
 
 
-def read_downloaded(path: Path, most: int) -> bytes:
+def read_downloaded(path: Path, limit: int) -> bytes:
     """As `read_regular_file`; rejects a failed download too."""
-    data = read_regular(path, most)
+    data = read_regular_file(path, limit)
     if told := failed_download(data, len(data)):
-        raise FileRefused(told)
+        raise FileRefusedError(told)
     return data
 
 

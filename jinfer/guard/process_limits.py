@@ -21,31 +21,31 @@ _FEW = 4096  # threads; a higher limit need not be checked
 _PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 
 
-class LimitError(RuntimeError):
+class ProcessLimitError(RuntimeError):
     """The process limits are too low; says which, and how to raise it."""
 
 
-def check() -> None:
+def check_process_limits() -> None:
     """Checks that XLA can start. Raises `ProcessLimitError`."""
     own = getattr(os, "sched_getaffinity", None)
     cores = len(own(0)) if own is not None else os.cpu_count() or 1
     needed = _ADDRESSES + _ADDRESSES_EACH * cores
     allowed = _soft_limit("RLIMIT_AS")
     if allowed is not None and allowed < needed:
-        raise LimitError(
+        raise ProcessLimitError(
             f"this process may have {allowed / 1e9:.1f} GB of address space (ulimit -v), and a"
             f" model needs {needed / 1e9:.1f} GB beside its weights; raise it, or bound memory with"
             " a container instead"
         )
     threads = _THREADS + _THREADS_EACH * cores
     if min(_thread_limits(), default=_FEW) < _FEW and not _can_start(threads):
-        raise LimitError(
+        raise ProcessLimitError(
             f"this process cannot start {threads} threads, which a model needs on {cores}"
             " processors; raise ulimit -u, or the container's limit on processes (pids)"
         )
 
 
-def reason(error: BaseException) -> str | None:
+def limit_reason(error: BaseException) -> str | None:
     """A one-line reason if an error is due to such limits, else None."""
     text = str(error)
     if isinstance(error, RuntimeError) and "can't start new thread" in text:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 WALL_SECONDS = 60.0  # a limit on waiting that uses no CPU time; generous, for busy machines
-_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
+_INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # Parent packages are imported as bare folders, because their own code imports much that is not
 # needed.
@@ -40,11 +40,11 @@ serve(module, *map(int, sys.argv[2:]))
 """
 
 
-class ChildError(Exception):
+class SandboxError(Exception):
     """The child process ended, or was killed, before it answered; the message is the reason."""
 
 
-class Child:
+class SandboxedProcess:
     """Calls a function of a module in a process of its own.
 
     The first question starts the process, which is then reused; questions of several threads are
@@ -100,10 +100,10 @@ class Child:
             raise self._died() from None
         size = int.from_bytes(self._read(8, deadline), "little")
         if size > self._most:
-            raise ChildError(f"gives more than {self._most} bytes")
+            raise SandboxError(f"gives more than {self._most} bytes")
         said: Mapping[str, Any] = json.loads(self._read(size, deadline))
         if "error" in said:
-            raise ChildError(str(said["error"])[:300])
+            raise SandboxError(str(said["error"])[:300])
         return said["value"]
 
     def _read(self, count: int, deadline: float) -> bytes:
@@ -114,19 +114,19 @@ class Child:
         poll.register(descriptor, select.POLLIN)
         while len(data) < count:
             if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-                raise ChildError(f"takes more than {WALL_SECONDS:g} s")
+                raise SandboxError(f"takes more than {WALL_SECONDS:g} s")
             piece = os.read(descriptor, min(count - len(data), 1 << 20))
             if not piece:
                 raise self._died()
             data += piece
         return bytes(data)
 
-    def _died(self) -> ChildError:
+    def _died(self) -> SandboxError:
         assert self._process is not None
         code = self._process.wait()
         if code == -24:  # killed by SIGXCPU
-            return ChildError("takes too long")
-        return ChildError("needs too much memory or makes a library fail")
+            return SandboxError("takes too long")
+        return SandboxError("needs too much memory or makes a library fail")
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -134,7 +134,7 @@ class Child:
         self._stop()
         folder = str(Path(__file__).resolve().parents[1])
         start = json.dumps([[path or os.getcwd() for path in sys.path], folder, self._module])
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         self._process = process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _START, start, str(self._memory)],
             stdin=subprocess.PIPE,

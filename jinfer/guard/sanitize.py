@@ -6,11 +6,11 @@ _MOST = 2000  # characters
 _END = 300  # characters at the end, which often say what to do
 
 
-def shown(text: str, most: int = _MOST) -> str:
+def sanitized(text: str, limit: int = _MOST) -> str:
     """A text as one line without control characters; a long one is cut in the middle.
 
     A name in a file may contain line breaks or terminal escape sequences.
     """
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return text if len(text) <= most else f"{text[: most - _END - 5]} ... {text[-_END:]}"
+    return text if len(text) <= limit else f"{text[: limit - _END - 5]} ... {text[-_END:]}"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
-from jinfer.modelspec.position_blocks import Alibi, Disentangled, Relative, Rope
+from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class QKNorm:
+class QKNormSpec:
     """Normalization of queries and keys before the rotary embedding (arXiv 2010.04245).
 
     over: "head": each head, with one weight shared by all heads; "heads": each head, with its own
@@ -33,7 +33,7 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionSpec:
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
     bias: which projections have a bias: true or false for all, or letters of "qkvo".
@@ -52,11 +52,11 @@ class Attention:
     heads: int = dim("heads")
     kv_heads: int = dim("kv_heads")
     head_dim: int = dim("head_dim")
-    position: Rope | Alibi | Relative | Disentangled | None = None
+    position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | None = None
     bias: bool | str = False
     window: Size | None = None
     scale: Positive | None = None
-    qk_norm: QKNorm | None = None
+    qk_norm: QKNormSpec | None = None
     softcap: Positive | None = None
     clip: Positive | None = None
     sinks: bool = False
@@ -66,7 +66,7 @@ class Attention:
             return "kv_heads", f"{self.kv_heads} does not divide heads = {self.heads}"
         if wrong := _check_bias(self.bias):
             return wrong
-        if isinstance(self.position, Rope) and self.position.dim > self.head_dim:
+        if isinstance(self.position, RopeSpec) and self.position.dim > self.head_dim:
             return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
         return None
 
@@ -76,7 +76,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossAttention:
+class CrossAttentionSpec:
     """Cross-attention of a decoder over the encoder's output: `cross(x, encoded)`.
 
     encoded: width of the encoder's output.
@@ -101,7 +101,7 @@ class CrossAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttentionSpec:
     """Multi-head latent attention, MLA (arXiv 2405.04434).
 
     latent_rank: width of the cached latent (kv_lora_rank).
@@ -116,7 +116,7 @@ class LatentAttention:
     """
 
     kind: Literal["latent_attention"]
-    position: Rope
+    position: RopeSpec
     inputs: int = dim("hidden")
     heads: int = dim("heads")
     latent_rank: int = dim("latent_rank")

@@ -11,61 +11,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jinfer.modelspec.attention_blocks import Attention, CrossAttention, LatentAttention, QKNorm
+from jinfer.modelspec.attention_blocks import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    QKNormSpec,
+)
 from jinfer.modelspec.bounded_types import NotNegative, dim
 from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
-    MLP,
     Activation,
-    ActivationBlock,
+    ActivationSpec,
     GatedActivation,
-    GatedMLP,
-    MixtureOfExperts,
+    GatedMLPSpec,
+    MLPSpec,
+    MoESpec,
 )
 from jinfer.modelspec.position_blocks import (
-    Alibi,
-    Disentangled,
-    LearnedPositions,
-    Relative,
-    Rope,
-    Scaling,
-    SinusoidalPositions,
+    AlibiSpec,
+    DisentangledSpec,
+    LearnedPositionsSpec,
+    RelativeBiasSpec,
+    RopeScalingSpec,
+    RopeSpec,
+    SinusoidalPositionsSpec,
 )
 
 __all__ = [
     "ACTIVATION_ALIASES",
     "LOOKUPS",
-    "MLP",
     "Activation",
-    "ActivationBlock",
-    "Alibi",
-    "Attention",
+    "ActivationSpec",
+    "AlibiSpec",
+    "AttentionSpec",
     "Block",
-    "Concat",
-    "CrossAttention",
-    "Disentangled",
-    "Embedding",
+    "ConcatSpec",
+    "CrossAttentionSpec",
+    "DisentangledSpec",
+    "EmbeddingSpec",
     "GatedActivation",
-    "GatedMLP",
-    "Head",
-    "LatentAttention",
-    "LayerNorm",
-    "LearnedPositions",
-    "Linear",
-    "MixtureOfExperts",
-    "Pool",
-    "QKNorm",
-    "RMSNorm",
-    "Relative",
-    "Rope",
-    "Scaling",
-    "SinusoidalPositions",
-    "Spread",
+    "GatedMLPSpec",
+    "HeadSpec",
+    "LatentAttentionSpec",
+    "LayerNormSpec",
+    "LearnedPositionsSpec",
+    "LinearSpec",
+    "MLPSpec",
+    "MoESpec",
+    "PoolSpec",
+    "QKNormSpec",
+    "RMSNormSpec",
+    "RelativeBiasSpec",
+    "RopeScalingSpec",
+    "RopeSpec",
+    "SinusoidalPositionsSpec",
+    "SpreadSpec",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedding:
+class EmbeddingSpec:
     """An embedding table of `size` rows: `embed(tokens)`."""
 
     kind: Literal["embedding"]
@@ -74,7 +79,7 @@ class Embedding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMSNorm:
+class RMSNormSpec:
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
 
     plus_one: the factor is 1 + weight.
@@ -87,7 +92,7 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm:
+class LayerNormSpec:
     """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
 
     weight: whether there is a weight.
@@ -104,7 +109,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearSpec:
     """A dense projection, weight [outputs, inputs]."""
 
     kind: Literal["linear"]
@@ -114,14 +119,14 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Concat:
+class ConcatSpec:
     """Concatenation of two vectors: `concat(a, b)`."""
 
     kind: Literal["concat"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class SpreadSpec:
     """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
     The parameter `offsets` is the difference of each token's id and its index in the reduced
@@ -134,7 +139,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class HeadSpec:
     """The vocabulary head: a projection to logits (lm_head).
 
     tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
@@ -160,7 +165,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool:
+class PoolSpec:
     """Pooling: one vector for a whole text, in the head of an encoder.
 
     take: the vector of the "first" or the "last" token, or the "mean" of all.
@@ -171,24 +176,24 @@ class Pool:
 
 
 Block = (
-    Embedding
-    | LearnedPositions
-    | SinusoidalPositions
-    | RMSNorm
-    | LayerNorm
-    | Linear
-    | Concat
-    | Spread
-    | Head
-    | ActivationBlock
-    | Pool
-    | Attention
-    | CrossAttention
-    | LatentAttention
-    | MLP
-    | GatedMLP
-    | MixtureOfExperts
+    EmbeddingSpec
+    | LearnedPositionsSpec
+    | SinusoidalPositionsSpec
+    | RMSNormSpec
+    | LayerNormSpec
+    | LinearSpec
+    | ConcatSpec
+    | SpreadSpec
+    | HeadSpec
+    | ActivationSpec
+    | PoolSpec
+    | AttentionSpec
+    | CrossAttentionSpec
+    | LatentAttentionSpec
+    | MLPSpec
+    | GatedMLPSpec
+    | MoESpec
 )
 
 # Modules that are lookups by token or position; all others take hidden vectors.
-LOOKUPS = (Embedding, LearnedPositions, SinusoidalPositions)
+LOOKUPS = (EmbeddingSpec, LearnedPositionsSpec, SinusoidalPositionsSpec)

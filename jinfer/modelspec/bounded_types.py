@@ -18,9 +18,9 @@ class Bounds:
 # Sizes end at JAX's 32-bit indices; other numbers stay well inside float32.
 Size = Annotated[int, Bounds(1, 2**31 - 1, "a whole number from 1 to 2^31 - 1")]
 Count = Annotated[int, Bounds(0, 2**31 - 1, "a whole number from 0 to 2^31 - 1")]
-Layers = Annotated[int, Bounds(1, 10000, "a whole number from 1 to 10000")]
+LayerCount = Annotated[int, Bounds(1, 10000, "a whole number from 1 to 10000")]
 Positive = Annotated[float, Bounds(1e-30, 1e30, "a number above 0")]
-Share = Annotated[float, Bounds(0, 1, "a number from 0 to 1")]
+Fraction = Annotated[float, Bounds(0, 1, "a number from 0 to 1")]
 NotNegative = Annotated[float, Bounds(0, 1e30, "a number from 0 on")]
 
 # Default context length: a cache for the whole context of a modern model would fill the memory.

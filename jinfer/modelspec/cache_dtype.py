@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 # Storage type of cached keys and values.
 type Kind = DTypeLike | QuantFormat
 
-PLAIN = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+FLOAT_DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
-def parse_kind(name: str) -> Kind:
+def parse_cache_dtype(name: str) -> Kind:
     """Parses "f32", "bf16", "f16" or a width: "q8", "q6", "q5", "q4", "q3.5", "q3", "q2".
 
     Raises:
         ValueError: there is no such type.
     """
-    kind = PLAIN.get(name) or FORMATS.get(name)
+    kind = FLOAT_DTYPES.get(name) or FORMATS.get(name)
     if kind is None:
-        known = ", ".join([*PLAIN, *FORMATS])
+        known = ", ".join([*FLOAT_DTYPES, *FORMATS])
         raise ValueError(f"no kind of cache {name!r}; there are {known}")
     return kind

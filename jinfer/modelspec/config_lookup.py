@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jinfer.modelspec.spec_values import Missing
+from jinfer.modelspec.spec_values import MissingKey
 
 # Transformers 5 writes these into the table `rope_parameters`, older files at the top level. Keys
 # in a table take precedence.
@@ -17,21 +17,21 @@ _ROTARY = ("rope_theta", "partial_rotary_factor")
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
 
 
-class WatchedTable(Mapping[str, Any]):
+class RecordingTable(Mapping[str, Any]):
     """A table of a config.json that records each key read in `keys_read`, as a dotted path.
 
     Keys with null or an empty table count as absent.
     """
 
-    def __init__(self, table: Mapping[str, Any], key: str, asked: set[str]) -> None:
+    def __init__(self, table: Mapping[str, Any], key: str, keys_read: set[str]) -> None:
         self._table = {name: value for name, value in table.items() if not _is_absent(value)}
-        self._key, self._asked = key, asked
+        self._key, self._asked = key, keys_read
 
     def __getitem__(self, name: str) -> Any:
         value = self._table[name]
         key = f"{self._key}.{name}" if self._key else name
         if isinstance(value, Mapping):
-            return WatchedTable(value, key, self._asked)
+            return RecordingTable(value, key, self._asked)
         self._asked.add(key)
         return value
 
@@ -48,7 +48,7 @@ class WatchedTable(Mapping[str, Any]):
         return repr(self._table)
 
 
-def lookup_in(table: Mapping[str, Any], asked: set[str] | None = None) -> Callable[[str], Any]:
+def lookup_in(table: Mapping[str, Any], keys_read: set[str] | None = None) -> Callable[[str], Any]:
     """Makes a lookup of dotted keys in nested tables (config.json) that raises `MissingKey`.
 
     `$rope_scaling` falls back to the table `rope_parameters`, and `$rope_theta` and
@@ -58,7 +58,7 @@ def lookup_in(table: Mapping[str, Any], asked: set[str] | None = None) -> Callab
     Args:
         keys_read: set to which the keys read are added.
     """
-    top = WatchedTable(table, "", set() if asked is None else asked)
+    top = RecordingTable(table, "", set() if keys_read is None else keys_read)
     rotary = next((name for name in _ROTARY_TABLES if name in top and _is_flat(table[name])), None)
 
     def lookup(key: str) -> Any:
@@ -76,7 +76,7 @@ def _inside(table: Mapping[str, Any], key: str, asked_for: str) -> Any:
     result: Any = table
     for part in key.split("."):
         if not isinstance(result, Mapping) or part not in result:
-            raise Missing(asked_for)
+            raise MissingKey(asked_for)
         result = result[part]
     return result
 

@@ -16,9 +16,9 @@ from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.layer_spec import FollowSpec, LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table, check_keys
 
 FOLLOW_KEYS = ("layers", "width", "hidden")
@@ -28,14 +28,14 @@ _MOST = 16  # layers whose hidden states a head takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tap:
+class TapSpec:
     """Caches the hidden states of a layer, for a draft head."""
 
     kind: Literal["tap"] = "tap"
     width: int
 
 
-def read_follows(written: Any, hidden: Formula, values: Values, key: str) -> FollowSpec:
+def read_follows(written: Any, hidden: Formula, values: SpecValues, key: str) -> FollowSpec:
     """Reads a head's `follows` table. Raises `SpecError`.
 
     Args:
@@ -46,13 +46,14 @@ def read_follows(written: Any, hidden: Formula, values: Values, key: str) -> Fol
     listed = found if isinstance(found, list | tuple) else [found]
     right = ((type(one) is int and abs(one) < 10_000) or one == MIDDLE for one in listed)
     if not 0 < len(listed) <= _MOST or not all(right):
-        reason = f'{show(found)} is no list of layers, from 0 on, from the end -1 on, or "{MIDDLE}"'
+        layers = f'no list of layers, from 0 on, from the end -1 on, or "{MIDDLE}"'
+        reason = f"{show_value(found)} is {layers}"
         raise SpecError(values.path, f"{key}.layers", reason)
-    width = read(Size, table.get("width", "hidden"), values, f"{key}.width")
+    width = read_value(Size, table.get("width", "hidden"), values, f"{key}.width")
     return FollowSpec(tuple(listed), width, hidden)
 
 
-def layers_of(follows: FollowSpec, count: int) -> tuple[int, ...] | None:
+def target_layers(follows: FollowSpec, count: int) -> tuple[int, ...] | None:
     """The target layers that a head takes, for a model of `count` layers; None: it has too few."""
     found = sorted(
         count // 2 - 1 if one == MIDDLE else int(one) + (count if int(one) < 0 else 0)
@@ -62,7 +63,7 @@ def layers_of(follows: FollowSpec, count: int) -> tuple[int, ...] | None:
     return tuple(found) if fits else None
 
 
-def tapped(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+def add_taps(spec: ModelSpec, layers: Sequence[int]) -> ModelSpec:
     """The model with taps that cache the hidden states of some decoder layers."""
     width = int(spec.dims["hidden"])
 
@@ -85,10 +86,10 @@ def _tapped(layer: LayerSpec, width: int) -> LayerSpec:
     ]
     text = "\n".join([*filter(None, written), f"x = {TAP}({ast.unparse(value)})"])
     wiring = replace(layer.wiring, text=text, calls=(*layer.wiring.calls, TAP))
-    modules: Any = (*layer.modules, (TAP, Tap(width=width)))
+    modules: Any = (*layer.modules, (TAP, TapSpec(width=width)))
     return replace(layer, wiring=wiring, modules=modules)
 
 
-def taps(caches: Mapping[str, Any]) -> tuple[str, ...]:
+def tap_names(caches: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a model's tap caches, in the order of layers."""
     return tuple(name for name in caches if name.rpartition(".")[2] == TAP)

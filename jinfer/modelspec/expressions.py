@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
-from jinfer.modelspec.spec_errors import show
+from jinfer.modelspec.spec_errors import show_value
 
 MAX_LENGTH = 4096  # characters
 MAX_DEPTH = 64
@@ -107,7 +107,7 @@ def syntax_tree(text: str, mode: Literal["eval", "exec"]) -> Any:
         with warnings.catch_warnings(action="ignore"):  # SyntaxWarnings
             return ast.parse(text, mode=mode)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = f"cannot be read as an expression: {show(text)}"
+        reason = f"cannot be read as an expression: {show_value(text)}"
         if reserved := sorted(set(re.findall(r"\w+", text)) & _RESERVED):
             reason += f"; {reserved[0]!r} can only stand in quotes"
         raise ExpressionError(reason) from error
@@ -128,13 +128,13 @@ def check(tree: ast.AST, allowed: Nodes) -> None:
 def _check_node(node: ast.AST, allowed: Nodes) -> None:
     operators = [c for c in ast.iter_child_nodes(node) if isinstance(c, _OPERATORS)]
     if not all(isinstance(part, allowed) for part in (node, *operators)):
-        raise ExpressionError(f"{show(ast.unparse(node))} is not allowed in this expression")
+        raise ExpressionError(f"{show_value(ast.unparse(node))} is not allowed in this expression")
     if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
-        raise ExpressionError(f"{show(ast.unparse(node))}: a call is name(argument, ...)")
+        raise ExpressionError(f"{show_value(ast.unparse(node))}: a call is name(argument, ...)")
     if isinstance(node, ast.Constant):
         text = str in _constant_types(allowed)
         if not isinstance(node.value, _constant_types(allowed)):
-            raise ExpressionError(f"{show(node.value)} is not a number{' or a text' * text}")
+            raise ExpressionError(f"{show_value(node.value)} is not a number{' or a text' * text}")
         _bounded(node.value)
 
 
@@ -181,13 +181,13 @@ def _evaluate(node: ast.expr, scope: Scope) -> Any:
             return _list([evaluate(element, scope) for element in node.elts])
         case ast.Subscript():
             return evaluate(node.value, scope)[evaluate(node.slice, scope)]
-    raise ExpressionError(f"{show(ast.unparse(node))} is not allowed in this expression")
+    raise ExpressionError(f"{show_value(ast.unparse(node))} is not allowed in this expression")
 
 
 def _bounded(value: Any) -> Any:
     """`value`, unless it is NaN or too large."""
     if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
-        raise ExpressionError(f"{show(value)} is beyond what numbers may be here")
+        raise ExpressionError(f"{show_value(value)} is beyond what numbers may be here")
     return value
 
 
@@ -199,7 +199,7 @@ def _binary(op: ast.operator, left: Any, right: Any) -> Any:
         raise ExpressionError(f"a power above {MAX_POWER:.0f} is not allowed")
     value = _ARITHMETIC[type(op)](left, right)
     if isinstance(value, complex):
-        raise ExpressionError(f"{show(left)} ** {show(right)} is not a real number")
+        raise ExpressionError(f"{show_value(left)} ** {show_value(right)} is not a real number")
     return value
 
 

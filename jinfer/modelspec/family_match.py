@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Missing, Values
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import MissingKey, SpecValues
 from jinfer.modelspec.toml_tables import check_keys, check_text, check_texts
 
 _KEYS = ("architectures", "gguf", "llama2c", "when")
@@ -18,7 +18,9 @@ def check_match(table: Any, path: object) -> None:
     for key in ("architectures", "gguf"):
         check_texts(table.get(key, []), path, f"match.{key}")
     if not isinstance(table.get("llama2c", False), bool):
-        raise SpecError(path, "match.llama2c", f"{show(table['llama2c'])} is not true or false")
+        raise SpecError(
+            path, "match.llama2c", f"{show_value(table['llama2c'])} is not true or false"
+        )
     check_text(table.get("when", ""), path, "match.when")
 
 
@@ -57,10 +59,10 @@ def matches(
         def found(name: str) -> Any:
             try:
                 return find(name)
-            except Missing:
+            except MissingKey:
                 return False
 
         return found
 
-    values = Values(path, {}, or_false(lookup), has, rows=or_false(rows))
+    values = SpecValues(path, {}, or_false(lookup), has, rows=or_false(rows))
     return bool(values.value(table["when"], "match.when"))

@@ -11,7 +11,7 @@ from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
 GatedActivation = Literal[Activation, "clamped_swiglu"]
-ALPHA, LIMIT = 1.702, 7.0  # of clamped_swiglu, from gpt-oss's model card
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu, from gpt-oss's model card
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -23,7 +23,7 @@ ACTIVATION_ALIASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationBlock:
+class ActivationSpec:
     """An activation function alone."""
 
     kind: Literal["activation"]
@@ -31,7 +31,7 @@ class ActivationBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLP:
+class MLPSpec:
     """down(activation(up(x))), the plain feed-forward network (MLP)."""
 
     kind: Literal["mlp"]
@@ -42,7 +42,7 @@ class MLP:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedMLP:
+class GatedMLPSpec:
     """down(activation(gate(x)) * up(x)), a gated linear unit such as SwiGLU (arXiv 2002.05202).
 
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within
@@ -58,15 +58,15 @@ class GatedMLP:
     width: int = dim("intermediate")
     activation: GatedActivation = "silu"
     bias: bool | Literal["down"] = False
-    alpha: Positive = ALPHA
-    limit: Positive = LIMIT
+    alpha: Positive = SWIGLU_ALPHA
+    limit: Positive = SWIGLU_LIMIT
 
     def check(self) -> tuple[str, str] | None:
         return _unused_clamp(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts:
+class MoESpec:
     """Mixture of experts: a router selects `top_k` of them for each token (arXiv 1701.06538).
 
     The output is the weighted sum of the selected experts' outputs. An expert is a `gated`
@@ -101,8 +101,8 @@ class MixtureOfExperts:
     width: int = dim("expert_intermediate")
     gated: bool = True
     activation: GatedActivation = "silu"
-    alpha: Positive = ALPHA
-    limit: Positive = LIMIT
+    alpha: Positive = SWIGLU_ALPHA
+    limit: Positive = SWIGLU_LIMIT
     bias: bool = False
     router_bias: bool = False
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -131,9 +131,9 @@ class MixtureOfExperts:
         return _unused_clamp(self)
 
 
-def _unused_clamp(block: GatedMLP | MixtureOfExperts) -> tuple[str, str] | None:
+def _unused_clamp(block: GatedMLPSpec | MoESpec) -> tuple[str, str] | None:
     """The error for numbers of an activation that the block does not have."""
-    for name, usual in (("alpha", ALPHA), ("limit", LIMIT)):
+    for name, usual in (("alpha", SWIGLU_ALPHA), ("limit", SWIGLU_LIMIT)):
         if block.activation != "clamped_swiglu" and getattr(block, name) != usual:
             return name, f"is of clamped_swiglu, but the activation is {block.activation}"
     return None

@@ -23,10 +23,10 @@ from jinfer.modelspec.expressions import (
     syntax_tree,
 )
 from jinfer.modelspec.feed_forward_blocks import Activation
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 # Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output.
-Sort = Literal["vectors", "indices", "encoded"]
+ArrayKind = Literal["vectors", "indices", "encoded"]
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
 
 
@@ -63,12 +63,12 @@ class Formula:
             inputs: values of its inputs ("x", "tokens", "positions", ...).
             call: `call(module, arguments)` applies a module.
         """
-        scope = _Running({**dict(self.constants), **inputs}, call)
+        scope = _EvaluationScope({**dict(self.constants), **inputs}, call)
         return _run(self.text, scope), scope.variables
 
 
 @dataclass(frozen=True)
-class _Running:
+class _EvaluationScope:
     variables: dict[str, Any]
     module: Callable[[str, list[Any]], Any]
 
@@ -79,10 +79,12 @@ class _Running:
         return FUNCTIONS[name](*arguments) if name in FUNCTIONS else self.module(name, arguments)
 
 
-def called(text: Any, path: object, key: str) -> list[str]:
+def modules_called(text: Any, path: object, key: str) -> list[str]:
     """The modules that a formula calls, once for every call. Raises `SpecError` for bad syntax."""
     if not isinstance(text, str):
-        reason = "is missing; write the formula" if text is None else f"{show(text)} is no formula"
+        reason = (
+            "is missing; write the formula" if text is None else f"{show_value(text)} is no formula"
+        )
         raise SpecError(path, key, reason)
     try:
         names = [name for _, expression in _statements(text) for name in calls(expression)]
@@ -96,9 +98,9 @@ def compile_formula(
     *,
     path: object,
     key: str,
-    inputs: Mapping[str, Sort],
+    inputs: Mapping[str, ArrayKind],
     modules: Iterable[str],
-    takes: Callable[[str], tuple[Sort, ...]],
+    argument_kinds: Callable[[str], tuple[ArrayKind, ...]],
     constant: Callable[[str], Any],
     sizes: Collection[str] = (),
     absent: Collection[str] = (),
@@ -121,9 +123,13 @@ def compile_formula(
             arguments, arithmetic without a value, or a formula whose value is not a vector.
     """
     text = _without(text, absent, path, key, head=ends is None)
-    names = called(text, path, key)
-    scope = _Checking(
-        {n: _Array(n, sort) for n, sort in inputs.items()}, modules, takes, constant, sizes
+    names = modules_called(text, path, key)
+    scope = _CheckingScope(
+        {n: _AbstractArray(n, sort) for n, sort in inputs.items()},
+        modules,
+        argument_kinds,
+        constant,
+        sizes,
     )
     try:
         value, target = _run(text, scope), _statements(text)[-1][0]
@@ -131,7 +137,7 @@ def compile_formula(
             raise ExpressionError(
                 f"ends by assigning {target}: end it with an expression, or assign x"
             )
-        if not isinstance(value, _Array) or value.sort != "vectors":
+        if not isinstance(value, _AbstractArray) or value.sort != "vectors":
             raise ExpressionError("has no vectors as its value, but numbers or what modules take")
     except ExpressionError as error:
         raise SpecError(path, key, str(error)) from error
@@ -146,7 +152,7 @@ def _without(text: str, absent: Collection[str], path: object, key: str, head: b
     If a head has no such line, the absent module's argument becomes the result `hidden`: a decoder
     stored without its vocabulary head still has hidden states.
     """
-    if not absent or not set(called(text, path, key)) & set(absent):
+    if not absent or not set(modules_called(text, path, key)) & set(absent):
         return text
     lines = [
         f"{target} = {ast.unparse(expression)}" if target else ast.unparse(expression)
@@ -170,14 +176,14 @@ def _without(text: str, absent: Collection[str], path: object, key: str, head: b
 _SHOWN = 24  # names that an error lists
 
 
-class _Checking:
+class _CheckingScope:
     """A scope for checking: arrays are abstract, and every name and call is checked."""
 
     def __init__(
         self,
         variables: dict[str, Any],
         modules: Iterable[str],
-        takes: Callable[[str], tuple[Sort, ...]],
+        takes: Callable[[str], tuple[ArrayKind, ...]],
         constant: Callable[[str], Any],
         sizes: Collection[str],
     ) -> None:
@@ -197,13 +203,13 @@ class _Checking:
 
     def _instead_of(self, name: str) -> str:
         """The nearest name, the arrays and the sizes: a clause for an error."""
-        near, word, _ = nearest(name, [*self.variables, *self._sizes]).partition("allowed: ")
+        near, word, _ = nearest_hint(name, [*self.variables, *self._sizes]).partition("allowed: ")
         arrays, sizes = (", ".join(sorted(n)[:_SHOWN]) for n in (self.variables, self._sizes))
         return f"{near}{word}{arrays}" + (f"; of [dims]: {sizes}" if sizes else "")
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name in FUNCTIONS:
-            if any(isinstance(argument, _Array) for argument in arguments):
+            if any(isinstance(argument, _AbstractArray) for argument in arguments):
                 raise ExpressionError(f"{name} takes numbers, not arrays")
             return FUNCTIONS[name](*arguments)
         if name not in self._modules:
@@ -213,37 +219,37 @@ class _Checking:
                     f'{{ kind = "activation", function = "{name}" }}'
                 )
             known = [*self._modules, *FUNCTIONS]
-            raise ExpressionError(f"calls {name!r}; {nearest(name, known)}")
+            raise ExpressionError(f"calls {name!r}; {nearest_hint(name, known)}")
         sorts = self._takes(name)
         if len(arguments) != len(sorts):
             s = "" if len(sorts) == 1 else "s"
             raise ExpressionError(f"{name} takes {len(sorts)} argument{s}, not {len(arguments)}")
         for argument, sort in zip(arguments, sorts, strict=True):
-            if not isinstance(argument, _Array) or argument.sort != sort:
-                given = argument if isinstance(argument, _Array) else show(argument)
+            if not isinstance(argument, _AbstractArray) or argument.sort != sort:
+                given = argument if isinstance(argument, _AbstractArray) else show_value(argument)
                 raise ExpressionError(f"{name} takes {_EXAMPLES[sort]}, not {given}")
-        return _Array(f"{name}(...)", "vectors")
+        return _AbstractArray(f"{name}(...)", "vectors")
 
 
-class _Array:
+class _AbstractArray:
     """An abstract array."""
 
-    def __init__(self, text: str, sort: Sort) -> None:
+    def __init__(self, text: str, sort: ArrayKind) -> None:
         self.text, self.sort = text, sort
 
     def __str__(self) -> str:
         return self.text
 
-    def _combined(self, other: Any) -> _Array:
+    def _combined(self, other: Any) -> _AbstractArray:
         for operand in (self, other):
-            if isinstance(operand, _Array) and operand.sort != "vectors":
+            if isinstance(operand, _AbstractArray) and operand.sort != "vectors":
                 raise ExpressionError(f"{operand}: arithmetic takes vectors and numbers only")
-        return _Array("vectors", "vectors")
+        return _AbstractArray("vectors", "vectors")
 
-    def _signed(self) -> _Array:
+    def _signed(self) -> _AbstractArray:
         return self._combined(0)
 
-    def _refused(self, other: Any) -> _Array:
+    def _refused(self, other: Any) -> _AbstractArray:
         raise ExpressionError("//, % and ** take numbers only, not arrays")
 
     __add__ = __sub__ = __mul__ = __truediv__ = _combined
@@ -253,7 +259,7 @@ class _Array:
     __rpow__ = __rmod__ = __rfloordiv__ = _refused
 
 
-def _run(text: str, scope: _Running | _Checking) -> Any:
+def _run(text: str, scope: _EvaluationScope | _CheckingScope) -> Any:
     """Evaluates a formula's lines in `scope`, assigning its variables; returns the last value."""
     value = None
     for target, expression in _statements(text):

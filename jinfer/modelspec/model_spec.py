@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.modelspec.blocks import Block, Head, Rope, Scaling
+from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
@@ -105,7 +105,7 @@ class ModelSpec:
         """Whether a decoder's head gives logits: embedding models are often stored without one."""
         called = self.decoder.head.calls if self.decoder else ()
         blocks = (*self.shared, *(self.decoder.modules if self.decoder else ()))
-        return any(isinstance(block, Head) and name in called for name, block in blocks)
+        return any(isinstance(block, HeadSpec) and name in called for name, block in blocks)
 
     @property
     def type(self) -> str:
@@ -120,7 +120,7 @@ class ModelSpec:
         return spec_html(self)
 
     @property
-    def stretch(self) -> float:
+    def dynamic_factor(self) -> float:
         """The factor by which "dynamic" RoPE scaling can extend the trained context."""
         return max((scaling.factor for scaling in self._dynamic), default=1.0)
 
@@ -131,8 +131,8 @@ class ModelSpec:
         return min(lengths, default=None)
 
     @property
-    def _dynamic(self) -> Iterator[Scaling]:
+    def _dynamic(self) -> Iterator[RopeScalingSpec]:
         layers = (layer for stack in self.stacks for layer in stack.layers)
         ropes = (getattr(block, "position", None) for layer in layers for _, block in layer.modules)
-        scalings = (rope.scaling for rope in ropes if isinstance(rope, Rope) and rope.scaling)
+        scalings = (rope.scaling for rope in ropes if isinstance(rope, RopeSpec) and rope.scaling)
         return (scaling for scaling in scalings if scaling.rope_type == "dynamic")

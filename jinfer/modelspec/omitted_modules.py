@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
-from jinfer.modelspec.tensor_names import LeftOut, TensorMap
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.tensor_names import OmittedModule, TensorMap
 
 
-def left_out(whole: Mapping[str, Any], tensors: TensorMap, values: Values) -> tuple[LeftOut, ...]:
+def omitted_modules(
+    merged: Mapping[str, Any], tensors: TensorMap, values: SpecValues
+) -> tuple[OmittedModule, ...]:
     """The modules whose condition is false and that `[tensors]` has names for.
 
     Args:
@@ -19,20 +21,20 @@ def left_out(whole: Mapping[str, Any], tensors: TensorMap, values: Values) -> tu
     """
     found = []
     for stack in ("", "encoder.", "decoder."):
-        table = whole.get(stack.rstrip("."), {}) if stack else whole
+        table = merged.get(stack.rstrip("."), {}) if stack else merged
         for name, module in table.get("modules", {}).items():
             when = module.get("when") if isinstance(module, Mapping) else None
             key = f"{stack}modules.{name}.when"
             if isinstance(when, str) and _is_false(when, key, values):
                 owned = (f"{stack}{name}", f"{stack}{{i}}.{name}")
                 names = tuple(name for each in owned for name in _names(each, tensors))
-                found += [LeftOut(key, when, names)] if names else []
+                found += [OmittedModule(key, when, names)] if names else []
     return tuple(found)
 
 
-def _is_false(when: str, key: str, values: Values) -> bool:
+def _is_false(when: str, key: str, values: SpecValues) -> bool:
     try:
-        return not read(bool, when, values, key)
+        return not read_value(bool, when, values, key)
     except SpecError:  # it depends on the layer
         return False
 

@@ -7,16 +7,16 @@ from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import fields, read
-from jinfer.modelspec.toml_tables import same_kind
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import fields, read_value
+from jinfer.modelspec.toml_tables import is_partial_override
 
 _BUILT = ("modules", "encoder", "decoder")
 
 
 @dataclass(frozen=True)
-class Leftover:
+class LostKey:
     """A key of a replaced table that the new table does not have.
 
     Attributes:
@@ -30,7 +30,7 @@ class Leftover:
     kind: Any
 
 
-def leftovers(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Leftover]:
+def lost_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[LostKey]:
     """The keys of modules that are lost when `new` is merged over `old`."""
     for name in _BUILT:
         if isinstance(old.get(name), Mapping) and isinstance(new.get(name), Mapping):
@@ -39,19 +39,19 @@ def leftovers(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Leftov
 
 def _lost(
     path: tuple[str, ...], old: Mapping[str, Any], new: Mapping[str, Any], kind: Any
-) -> Iterator[Leftover]:
+) -> Iterator[LostKey]:
     """Those below `path`; `kind` is that of the replacing table, None if nothing replaced it."""
     for key, value in old.items():
         over = new.get(key)
         if isinstance(value, Mapping) and isinstance(over, Mapping):
-            changed = kind if same_kind(value, over) else over["kind"]
+            changed = kind if is_partial_override(value, over) else over["kind"]
             yield from _lost((*path, key), value, over, changed)
         elif key not in new and kind is not None and key not in ("kind", "when"):
-            yield Leftover((*path, key), value, kind)
+            yield LostKey((*path, key), value, kind)
 
 
-def check_leftovers(
-    found: Iterable[Leftover], whole: Mapping[str, Any], spec: ModelSpec, values: Values
+def check_lost_keys(
+    lost_keys: Iterable[LostKey], merged: Mapping[str, Any], spec: ModelSpec, values: SpecValues
 ) -> None:
     """Raises `SpecError` for a lost key that the new module also has, with another value.
 
@@ -59,8 +59,8 @@ def check_leftovers(
         merged: the merged tables.
         spec: the specification resolved from them.
     """
-    for lost in found:
-        if _is_written(lost.path, whole):
+    for lost in lost_keys:
+        if _is_written(lost.path, merged):
             continue
         for block in _blocks(lost.path, spec):
             _check(lost, block, values)
@@ -92,7 +92,7 @@ def _blocks(path: tuple[str, ...], spec: ModelSpec) -> Iterator[Any]:
             yield part
 
 
-def _check(lost: Leftover, block: Any, values: Values) -> None:
+def _check(lost: LostKey, block: Any, values: SpecValues) -> None:
     name, cls = lost.path[-1], block.__class__
     if name not in fields(cls):
         return
@@ -105,7 +105,7 @@ def _check(lost: Leftover, block: Any, values: Values) -> None:
     if now != usual:  # a variant sets it
         return
     try:
-        before = read(hint, lost.value, values, key)
+        before = read_value(hint, lost.value, values, key)
         same = replace(block, **{name: before}) == block
     except SpecError:  # the value is invalid for the new kind
         return
@@ -113,6 +113,6 @@ def _check(lost: Leftover, block: Any, values: Values) -> None:
         raise SpecError(
             values.path,
             key,
-            f"was {show(before)}, but kind = {show(lost.kind)} replaces the module and leaves it "
-            f"behind, so it would be {show(now)}; say which it is",
+            f"was {show_value(before)}, but kind = {show_value(lost.kind)} replaces the module and "
+            f"leaves it behind, so it would be {show_value(now)}; say which it is",
         )

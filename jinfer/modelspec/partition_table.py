@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinfer.modelspec.bounded_types import Count, Share, Size
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.bounded_types import Count, Fraction, Size
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table
 
 AUTO, CPU = "auto", "cpu"
@@ -56,7 +56,7 @@ class PartitionSpec:
     layers: tuple[Count, ...] | None = None
     cpu_layers: Count = 0
     host_embeddings: bool = False
-    host_kv_cache: Share = 0.0
+    host_kv_cache: Fraction = 0.0
     streamed_layers: Count = 0
     lanes: Size | None = None
 
@@ -77,17 +77,17 @@ class PartitionSpec:
         return not (named or on_host or self.host_kv_cache or self.streamed_layers)
 
 
-def read_partition(written: Any, values: Values) -> PartitionSpec:
+def read_partition(written: Any, values: SpecValues) -> PartitionSpec:
     """Reads the table. Raises `SpecError`."""
     table = dict(as_table(written, values.path, "partition"))
     devices = table.pop("devices", None)
     if type(devices) is int:
         devices = str(devices)
     if devices is not None and not isinstance(devices, str):
-        reason = f"{show(devices)} is not a text; {_EXAMPLE}"
+        reason = f"{show_value(devices)} is not a text; {_EXAMPLE}"
         raise SpecError(values.path, "partition.devices", reason)
     # Inferflow's bars are not alternatives of a value.
-    spec: PartitionSpec = read(PartitionSpec, table, values, "partition")
+    spec: PartitionSpec = read_value(PartitionSpec, table, values, "partition")
     whole = replace(spec, devices=devices)
     if wrong := whole.check():
         raise SpecError(values.path, f"partition.{wrong[0]}", wrong[1])
@@ -103,7 +103,7 @@ def device_groups(devices: str, path: object) -> tuple[tuple[str, ...], ...]:
     """
 
     def wrong(reason: str) -> SpecError:
-        return SpecError(path, "partition.devices", f"{show(devices)} {reason}; {_EXAMPLE}")
+        return SpecError(path, "partition.devices", f"{show_value(devices)} {reason}; {_EXAMPLE}")
 
     if devices.strip() == AUTO:
         return ()
@@ -112,7 +112,9 @@ def device_groups(devices: str, path: object) -> tuple[tuple[str, ...], ...]:
         names = tuple(name.strip().lower() for name in re.split("[&|]", part))
         for name in names:
             if name != CPU and not re.fullmatch(r"[0-9]{1,5}", name):
-                raise wrong(f"has {show(name)}, which is neither the number of a device nor cpu")
+                raise wrong(
+                    f"has {show_value(name)}, which is neither the number of a device nor cpu"
+                )
         groups.append(tuple(name if name == CPU else str(int(name)) for name in names))
     every = [name for group in groups for name in group]
     twice = next((name for name in every if every.count(name) > 1), None)

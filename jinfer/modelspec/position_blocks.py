@@ -12,7 +12,7 @@ _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class RopeScalingSpec:
     """RoPE scaling: rotary frequencies for contexts longer than the trained one.
 
     The keys are those of `rope_scaling` in a config.json, which can be used here as a whole.
@@ -81,7 +81,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rope:
+class RopeSpec:
     """Rotary position embedding, RoPE (arXiv 2104.09864), on the first `dim` dimensions of a head.
 
     pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1).
@@ -92,7 +92,7 @@ class Rope:
     theta: Positive = 10000.0
     pairs: Literal["halves", "adjacent"] = "halves"
     dim: int = dim("head_dim")
-    scaling: Scaling | None = None
+    scaling: RopeScalingSpec | None = None
     factors: bool = False
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alibi:
+class AlibiSpec:
     """ALiBi: attention with linear biases (arXiv 2108.12409).
 
     max_bias: the exponents of the slopes' series end there.
@@ -130,7 +130,7 @@ class Alibi:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relative:
+class RelativeBiasSpec:
     """Relative position bias, learned per head and bucket of distance (T5, arXiv 1910.10683).
 
     buckets: rows of the table.
@@ -148,7 +148,7 @@ class Relative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disentangled:
+class DisentangledSpec:
     """Disentangled attention of DeBERTa: learned vectors of relative positions (arXiv 2006.03654).
 
     The score of query q and key k is increased by q . K(r) and Q(r) . k, where r is the vector of
@@ -172,7 +172,7 @@ class Disentangled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedPositions:
+class LearnedPositionsSpec:
     """A learned table of absolute positions: `position(positions)`.
 
     offset: added to a position to find its row; the table has that many extra rows.
@@ -185,7 +185,7 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinusoidalPositions:
+class SinusoidalPositionsSpec:
     """Fixed sinusoidal positions, sines followed by cosines: `position(positions)`.
 
     If the checkpoint has a tensor of that name with other values, it is a learned table.

@@ -87,19 +87,19 @@ class QuantFormat:
     @property
     def name(self) -> str:
         """The shortest name that `parse_format` reads, if the format can be requested."""
-        default = FORMATS.get(f"q{self.width}", WIDE)
+        default = FORMATS.get(f"q{self.width}", F16_AS_INT)
         block = "" if self.block == default.block else f"_b{self.block}"
         kind = "_sym" if self.symmetric else "_affine"
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
 
 
 # F16 weights as integers, where float32 is slower: see `jinfer.quant.f16_as_int`.
-WIDE = QuantFormat("16", 64, symmetric=True)
+F16_AS_INT = QuantFormat("16", 64, symmetric=True)
 # Formats that can be requested.
 FORMATS = {
     f"q{width}": QuantFormat(width, symmetric=width == "8")  # type: ignore[arg-type]
     for width in _WIDTHS
-    if width != WIDE.width
+    if width != F16_AS_INT.width
 }
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, NotNegative
-from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.cache_dtype import parse_cache_dtype
 from jinfer.modelspec.quant_format import parse_format
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table
 
 AUTO, PLAIN = "auto", "plain"
@@ -87,7 +87,7 @@ class QuantizationSpec:
             if name is not None and (wrong := _wrong_format(key, name)):
                 return wrong
         try:
-            parse_kind(self.kv_cache if self.kv_cache != AUTO else "f32")
+            parse_cache_dtype(self.kv_cache if self.kv_cache != AUTO else "f32")
         except ValueError as error:
             return "kv_cache", f'{error}; or "auto"'
         return None
@@ -109,24 +109,24 @@ def _wrong_format(key: str, name: str) -> tuple[str, str] | None:
     return None
 
 
-def read_quantization(written: Any, values: Values) -> QuantizationSpec:
+def read_quantization(written: Any, values: SpecValues) -> QuantizationSpec:
     """Reads the table. Raises `SpecError`."""
     table = dict(as_table(written, values.path, "quantization"))
     rules = table.pop("rules", [])
     if not isinstance(rules, list | tuple):
-        reason = f"{show(rules)} is not a list of tables {{ match = ..., weights = ... }}"
+        reason = f"{show_value(rules)} is not a list of tables {{ match = ..., weights = ... }}"
         raise SpecError(values.path, "quantization.rules", reason)
-    spec = read(QuantizationSpec, table, values, "quantization")
+    spec = read_value(QuantizationSpec, table, values, "quantization")
     return replace(
         spec,
         rules=tuple(
-            read(RuleSpec, as_table(rule, values.path, key), values, key)
+            read_value(RuleSpec, as_table(rule, values.path, key), values, key)
             for key, rule in ((f"quantization.rules[{i}]", rule) for i, rule in enumerate(rules))
         ),
     )
 
 
-def usual_word(spec: QuantizationSpec, role: Role) -> str:
+def default_format(spec: QuantizationSpec, role: Role) -> str:
     """The format of a weight that no rule matches."""
     if role == "table" and spec.embedding is not None:
         return spec.embedding

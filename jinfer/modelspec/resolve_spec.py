@@ -11,15 +11,21 @@ from jinfer.modelspec.blocks import Block
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.family_match import check_match
 from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
-from jinfer.modelspec.omitted_modules import left_out
-from jinfer.modelspec.override_conflicts import Leftover, check_leftovers, leftovers
+from jinfer.modelspec.omitted_modules import omitted_modules
+from jinfer.modelspec.override_conflicts import LostKey, check_lost_keys, lost_keys
 from jinfer.modelspec.partition_table import read_partition
 from jinfer.modelspec.quantization_table import read_quantization
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.modelspec.spec_values import KEY, Missing, Values, no_rows
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
+from jinfer.modelspec.spec_values import KEY, MissingKey, SpecValues, no_rows
 from jinfer.modelspec.speculation_table import read_speculation
-from jinfer.modelspec.stack_spec import check_called, check_tied, read_shared, read_stack, used
-from jinfer.modelspec.table_reader import fields, read
+from jinfer.modelspec.stack_spec import (
+    check_called,
+    check_tied,
+    read_shared,
+    read_stack,
+    used_shared,
+)
+from jinfer.modelspec.table_reader import fields, read_value
 from jinfer.modelspec.tensor_names import FORMATS, read_tensor_map
 from jinfer.modelspec.toml_tables import (
     as_table,
@@ -28,19 +34,28 @@ from jinfer.modelspec.toml_tables import (
     check_plain,
     check_text,
     merge,
-    texts_in,
+    strings_in,
 )
 
 STACKS = ("encoder", "decoder")
-_BUILT = ("dims", "modules", *STACKS)  # tables that define the model
+_MODEL_TABLES = ("dims", "modules", *STACKS)  # tables that define the model
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
 _TRUST = ("trust", "trust_config")
-TOP = (*_TEXTS, *_TRUST, "parameters", *_BUILT, *FORMATS, "match", "tensors", *_SETTINGS)
+TOP_KEYS = (
+    *_TEXTS,
+    *_TRUST,
+    "parameters",
+    *_MODEL_TABLES,
+    *FORMATS,
+    "match",
+    "tensors",
+    *_SETTINGS,
+)
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointFacts:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -59,11 +74,11 @@ class Facts:
 
 
 def _no_key(key: str) -> Any:
-    raise Missing(key)
+    raise MissingKey(key)
 
 
 def resolve(
-    tables: Sequence[Mapping[str, Any]], path: str, facts: Facts, base: Mapping[str, Any]
+    tables: Sequence[Mapping[str, Any]], path: str, facts: CheckpointFacts, base: Mapping[str, Any]
 ) -> ModelSpec:
     """Resolves a specification.
 
@@ -79,14 +94,14 @@ def resolve(
     """
     for table in (base, *tables):
         _check_shape(table, path)
-    whole, lost = merge(merge(tables[0], base), tables[0].get(facts.format, {})), list[Leftover]()
+    whole, lost = merge(merge(tables[0], base), tables[0].get(facts.format, {})), list[LostKey]()
     for over in (part for table in tables[1:] for part in (table, table.get(facts.format, {}))):
-        lost += leftovers(whole, over)
+        lost += lost_keys(whole, over)
         whole = merge(whole, over)
     dims = whole.get("dims", {})
-    values = Values(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
+    values = SpecValues(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
     table = as_table(whole.get("engine", {}), path, "engine")
-    engine = read(EngineSpec, table, values, "engine")
+    engine = read_value(EngineSpec, table, values, "engine")
     values.engine_context = engine.context
     stacks = [name for name in STACKS if name in whole]
     if not stacks:
@@ -100,25 +115,25 @@ def resolve(
         called |= shared_calls
     own = _own_modules(tables, facts.format)
     check_called([name for name in shared if name in own], called, path, "modules")
-    shared = used(shared, built)
+    shared = used_shared(shared, built)
     for stack in built:
         check_tied(stack, shared, path)
     tensors = read_tensor_map(
         [layer.get("tensors", {}) for layer in (base, *tables)], facts.format, values
     )
-    tensors = replace(tensors, left_out=left_out(whole, tensors, values))
+    tensors = replace(tensors, omitted=omitted_modules(whole, tensors, values))
     _check_dims(tables, base, values)
     sizes = {name: values.dim(name, "dims") for name in sorted(values.used)}
     if "context" in values.dims:  # often no block uses it, and nothing else checks it
-        sizes["context"] = read(Size | None, values.dims["context"], values, "dims.context")
+        sizes["context"] = read_value(Size | None, values.dims["context"], values, "dims.context")
     spec = ModelSpec(
         path=path,
         dims=sizes,
         shared=tuple(shared.items()),
         stacks=tuple(built),
         tensors=tensors,
-        dtype=_word("dtype", whole, values),
-        trust_config=_word("trust_config", whole, values),
+        dtype=_enumerated("dtype", whole, values),
+        trust_config=_enumerated("trust_config", whole, values),
         prompt=_prompt(whole.get("prompt", {}), values),
         engine=engine,
         quantization=read_quantization(whole.get("quantization", {}), values),
@@ -126,21 +141,21 @@ def resolve(
         speculation=read_speculation(whole.get("speculation", {}), values),
         generation=whole.get("generation", {}),
     )
-    check_leftovers(lost, whole, spec, values)
+    check_lost_keys(lost, whole, spec, values)
     return spec
 
 
-def _word(name: str, whole: Mapping[str, Any], values: Values) -> Any:
+def _enumerated(name: str, merged: Mapping[str, Any], values: SpecValues) -> Any:
     """A top-level key that is one of a few words."""
     field, hint = fields(ModelSpec)[name]
-    return read(hint, whole.get(name, field.default), values, name)
+    return read_value(hint, merged.get(name, field.default), values, name)
 
 
-def _prompt(table: Mapping[str, Any], values: Values) -> PromptSpec:
+def _prompt(table: Mapping[str, Any], values: SpecValues) -> PromptSpec:
     """`[prompt]`: the types were checked, but not the values of its enumerations."""
     types = {name: type_ for name, (_, type_) in fields(PromptSpec).items()}
     named = [name for name in ("tool_calls", "reasoning") if name in table]
-    words = {n: read(types[n], table[n], values, f"prompt.{n}") for n in named}
+    words = {n: read_value(types[n], table[n], values, f"prompt.{n}") for n in named}
     return PromptSpec(**{**table, **words})
 
 
@@ -153,31 +168,31 @@ def _own_modules(tables: Sequence[Mapping[str, Any]], format: str) -> set[str]:
 def _check_shape(table: Mapping[str, Any], path: str) -> None:
     """Checks the keys and types of a specification's tables, independent of the checkpoint."""
     check_plain(table, path)
-    check_keys(table, TOP, path, "")
+    check_keys(table, TOP_KEYS, path, "")
     check_match(table.get("match", {}), path)
     for name in _TEXTS:
         check_text(table.get(name, ""), path, name)
     check_parameters(table.get("parameters", "1B"), path)
     if not isinstance(table.get("trust", False), bool):
-        raise SpecError(path, "trust", f"{show(table['trust'])} is not true or false")
+        raise SpecError(path, "trust", f"{show_value(table['trust'])} is not true or false")
     for name, text in check_keys(
         table.get("prompt", {}), fields(PromptSpec), path, "prompt"
     ).items():
         check_text(text, path, f"prompt.{name}")
     as_table(table.get("generation", {}), path, "generation")
     for format in FORMATS:
-        check_keys(table.get(format, {}), _BUILT, path, format)
+        check_keys(table.get(format, {}), _MODEL_TABLES, path, format)
     for prefix, part in (("", table), *((f"{f}.", table.get(f, {})) for f in FORMATS)):
-        for name in _BUILT:
+        for name in _MODEL_TABLES:
             as_table(part.get(name, {}), path, prefix + name)
         for name, value in part.get("dims", {}).items():
             if not isinstance(value, int | float | str):
-                reason = f"{show(value)} is not a number or the text of an expression"
+                reason = f"{show_value(value)} is not a number or the text of an expression"
                 raise SpecError(path, f"{prefix}dims.{name}", reason)
 
 
 def _check_dims(
-    tables: Sequence[Mapping[str, Any]], base: Mapping[str, Any], values: Values
+    tables: Sequence[Mapping[str, Any]], base: Mapping[str, Any], values: SpecValues
 ) -> None:
     """Rejects unused dimensions, most likely misspelt, unless blocks have them as defaults.
 
@@ -188,15 +203,15 @@ def _check_dims(
         known = [field.metadata.get("dim") for field, _ in fields(block).values()]
         named |= {name for name in known if name is not None}
     dims = [table.get("dims", {}) for table in (base, *tables)]
-    texts = [text for table in dims for name in named for text in texts_in(table.get(name))]
+    texts = [text for table in dims for name in named for text in strings_in(table.get(name))]
     for table in (base, *tables):
         parts = [table[key] for key in table if key not in ("dims", "description")]
-        texts += [text for part in parts for text in texts_in(part)]
+        texts += [text for part in parts for text in strings_in(part)]
     while texts:
         words = {w for text in texts for w in re.findall(r"\w+", re.sub(KEY, "", text))} - named
         named |= words
-        texts = [text for word in words for table in dims for text in texts_in(table.get(word))]
+        texts = [text for word in words for table in dims for text in strings_in(table.get(word))]
     for name in (name for table in tables for name in table.get("dims", {})):
         if name not in named:
-            allowed = nearest(name, named & values.dims.keys())
+            allowed = nearest_hint(name, named & values.dims.keys())
             raise SpecError(values.path, f"dims.{name}", f"is used nowhere; {allowed}")

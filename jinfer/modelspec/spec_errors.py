@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 
 _SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=8, maxstring=100, maxother=100)
 
@@ -16,10 +16,10 @@ class SpecError(ValueError):
 
     def __init__(self, path: object, key: str, reason: str) -> None:
         self.path, self.key, self.reason = path, key, reason
-        super().__init__(shown(": ".join(str(part) for part in (path, key, reason) if part)))
+        super().__init__(sanitized(": ".join(str(part) for part in (path, key, reason) if part)))
 
 
-def nearest(word: object, allowed: Iterable[str]) -> str:
+def nearest_hint(word: object, allowed: Iterable[str]) -> str:
     """What is allowed in place of `word`, the nearest word first: a clause for an error."""
     options = sorted({str(option) for option in allowed})
     if not options:
@@ -31,7 +31,7 @@ def nearest(word: object, allowed: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}? {listing}" if close else listing
 
 
-def show(value: object) -> str:
+def show_value(value: object) -> str:
     """A value as written, shortened to one line of an error."""
     try:
         return _SHORT.repr(value)

@@ -9,10 +9,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import FileRefused, is_there, read_regular
+from jinfer.guard.safe_files import FileRefusedError, path_exists, read_regular_file
 from jinfer.modelspec.family_match import matches
-from jinfer.modelspec.resolve_spec import Facts
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.resolve_spec import CheckpointFacts
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import Table, check_plain, nested
 
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
@@ -36,8 +36,8 @@ def read_toml(path: Path) -> Table:
 
 def _content(path: Path) -> bytes:
     try:
-        return read_regular(path, MAX_BYTES)
-    except FileRefused as error:
+        return read_regular_file(path, MAX_BYTES)
+    except FileRefusedError as error:
         raise SpecError(path, "", str(error)) from None
 
 
@@ -83,17 +83,19 @@ def _family_file(name: Any, beside: Path) -> Path:
     if isinstance(name, str) and name in known:
         return known[name]
     if not isinstance(name, str) or not name.endswith(".toml"):
-        raise SpecError(beside, "family", f"unknown family {show(name)}; {nearest(name, known)}")
+        raise SpecError(
+            beside, "family", f"unknown family {show_value(name)}; {nearest_hint(name, known)}"
+        )
     try:
         return (beside.parent / name).resolve()
     except (OSError, ValueError) as error:  # a cycle of links, a null character
-        raise SpecError(beside, "family", f"{show(name)} is no file: {error}") from error
+        raise SpecError(beside, "family", f"{show_value(name)} is no file: {error}") from error
 
 
 def format_table(format: str) -> Table:
     """The defaults of a checkpoint format (`specs/formats`)."""
     path = specs_folder() / "formats" / f"{format}.toml"
-    return read_toml(path) if is_there(path) else {}
+    return read_toml(path) if path_exists(path) else {}
 
 
 def architecture_of(model_type: str) -> str | None:
@@ -102,7 +104,7 @@ def architecture_of(model_type: str) -> str | None:
     return known if isinstance(known, str) else None
 
 
-def find_family(facts: Facts, architectures: Sequence[str], source: Path) -> Path:
+def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Path) -> Path:
     """The family of a checkpoint without a specification.
 
     Args:

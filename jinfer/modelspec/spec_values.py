@@ -15,18 +15,18 @@ from typing import Any
 
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.expressions import FUNCTIONS, MAX_LENGTH, ExpressionError, evaluate, parse
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)"
 _QUOTED_OR_KEY = re.compile(r"'[^']*'|\"[^\"]*\"|" + KEY)
 _CONSTANTS = {"none": None, "true": True, "false": False, "True": True, "False": False}
 
 
-class Missing(LookupError):
+class MissingKey(LookupError):
     """A `$key` that the checkpoint does not have."""
 
 
-class MissingTensor(Missing):
+class MissingTensor(MissingKey):
     """A tensor that the checkpoint does not have."""
 
 
@@ -35,22 +35,22 @@ def no_rows(pattern: str) -> int:
     raise MissingTensor(pattern)
 
 
-def rows_in(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
+def row_counter(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
     """Counts the rows (output features) of a tensor, by its name or a pattern of names."""
 
     def rows(pattern: str) -> int:
         if not isinstance(pattern, str):
-            raise TypeError(f"{show(pattern)} is not the name of a tensor, in quotes")
+            raise TypeError(f"{show_value(pattern)} is not the name of a tensor, in quotes")
         names = [pattern] if pattern in shapes else [n for n in shapes if fnmatchcase(n, pattern)]
         if not names:
             raise MissingTensor(pattern)
         if any(not shapes[name] for name in names):
-            raise ValueError(f"{show(pattern)} is a single number, without rows")
+            raise ValueError(f"{show_value(pattern)} is a single number, without rows")
         found = sorted({shapes[name][-2:][0] for name in names})
         if len(found) > 1:
             counts = ", ".join(map(str, found[:8]))
             raise ValueError(
-                f"{len(names)} tensors match {show(pattern)}, with {counts} rows; name one"
+                f"{len(names)} tensors match {show_value(pattern)}, with {counts} rows; name one"
             )
         return found[0]
 
@@ -58,7 +58,7 @@ def rows_in(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], int]:
 
 
 @dataclass
-class Values:
+class SpecValues:
     """Evaluates the values of one specification.
 
     Attributes:
@@ -104,7 +104,8 @@ class Values:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
-            reason = f"{show(value)} ({show(self.dims['context'])}) is not a whole number from 1 on"
+            written = show_value(self.dims["context"])
+            reason = f"{show_value(value)} ({written}) is not a whole number from 1 on"
             raise SpecError(self.path, "dims.context", reason)
         return int(min(value, DEFAULT_CONTEXT))
 
@@ -139,13 +140,13 @@ class Values:
             return written
         if len(written) > MAX_LENGTH:
             raise SpecError(self.path, key, f"is longer than {MAX_LENGTH} characters")
-        missing: list[Missing] = []
+        missing: list[MissingKey] = []
         for alternative in _alternatives(written):
             if words and not re.search(r"[$'\"(]", alternative):
                 return _CONSTANTS.get(alternative, alternative)
             try:
                 return self._evaluate(alternative, key, names or {})
-            except Missing as absent:
+            except MissingKey as absent:
                 # Its traceback would keep this list and its callers' frames, with all that is open,
                 # alive.
                 absent.__context__ = None
@@ -154,7 +155,7 @@ class Values:
         reason = f"{self._lacking(missing)}; set {where} or add a default: '| ...'"
         raise SpecError(self.path, key, reason)
 
-    def _lacking(self, missing: list[Missing]) -> str:
+    def _lacking(self, missing: list[MissingKey]) -> str:
         """What the checkpoint lacks, keys and then tensors: a clause for an error."""
         tensors = [f"'{each}'" for each in missing if isinstance(each, MissingTensor)]
         keys = [f"'{each}'" for each in missing if not isinstance(each, MissingTensor)]
@@ -176,7 +177,7 @@ class Values:
         expression = _QUOTED_OR_KEY.sub(placeholder, text)
         try:
             return evaluate(parse(expression), _ValueScope(self, key, keys, names))
-        except (Missing, SpecError):
+        except (MissingKey, SpecError):
             raise
         except ExpressionError as error:
             reason = str(error)
@@ -186,14 +187,14 @@ class Values:
         except RecursionError as error:  # a chain of dimensions with deep expressions
             raise SpecError(self.path, key, "is defined through too many others") from error
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise SpecError(self.path, key, f"{show(text)} has no value: {error}") from error
+            raise SpecError(self.path, key, f"{show_value(text)} has no value: {error}") from error
 
 
 @dataclass(frozen=True)
 class _ValueScope:
     """Names and functions of a value: `$keys` (as _key0, _key1, ...), dimensions, constants."""
 
-    values: Values
+    values: SpecValues
     key: str
     keys: list[str]
     names: Mapping[str, Any]
@@ -209,7 +210,7 @@ class _ValueScope:
         if name != number and number.isdecimal() and int(number) < len(self.keys):
             return self.values.lookup(self.keys[int(number)])
         known = [*self.values.dims, *self.names, "none", "true", "false"]
-        raise ExpressionError(f"unknown name {name!r}; {nearest(name, known)}")
+        raise ExpressionError(f"unknown name {name!r}; {nearest_hint(name, known)}")
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name == "has":
@@ -217,7 +218,7 @@ class _ValueScope:
         if name == "rows":
             return self.values.rows(*arguments)
         if name not in FUNCTIONS:
-            known = nearest(name, [*FUNCTIONS, "has", "rows"])
+            known = nearest_hint(name, [*FUNCTIONS, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
         return FUNCTIONS[name](*arguments)
 

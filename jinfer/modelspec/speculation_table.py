@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jinfer.modelspec.bounded_types import Count, Size
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table
 
 MOST_NODES = 64  # of a tree that is verified
@@ -86,7 +86,7 @@ class SpeculationSpec:
         return None
 
 
-def read_speculation(written: Any, values: Values) -> SpeculationSpec:
+def read_speculation(written: Any, values: SpecValues) -> SpeculationSpec:
     """Reads the table. Raises `SpecError`."""
     table = dict(as_table(written, values.path, "speculation"))
     draft = table.pop("draft", [])
@@ -95,21 +95,23 @@ def read_speculation(written: Any, values: Values) -> SpeculationSpec:
     for i, entry in enumerate(listed):
         key = "speculation.draft" if listed is not draft else f"speculation.draft[{i}]"
         if not isinstance(entry, str | Mapping) or entry == "":
-            reason = f'{show(entry)} is not "ngram", "suffix", a model, or a table {{ ... }}'
+            reason = f'{show_value(entry)} is not "ngram", "suffix", a model, or a table {{ ... }}'
             raise SpecError(values.path, key, reason)
         given = {"source": entry} if isinstance(entry, str) else entry
         found.append(_draft(given, values, key))
-    rest = read(SpeculationSpec, table, values, "speculation")
+    rest = read_value(SpeculationSpec, table, values, "speculation")
     return SpeculationSpec(tuple(found), rest.nodes, rest.expansion, rest.head)
 
 
-def _draft(given: Mapping[str, Any], values: Values, key: str) -> DraftSpec:
+def _draft(given: Mapping[str, Any], values: SpecValues, key: str) -> DraftSpec:
     """Reads an entry. Its source is a name, and is not looked up in the checkpoint's config."""
     table = dict(given)
     source = table.pop("source", None)
     if source is not None and (not isinstance(source, str) or not source):
-        raise SpecError(values.path, f"{key}.source", f"{show(source)} is not the name of a model")
-    read_ = read(_Own, table, values, key)
+        raise SpecError(
+            values.path, f"{key}.source", f"{show_value(source)} is not the name of a model"
+        )
+    read_ = read_value(_Own, table, values, key)
     spec = DraftSpec(source, read_.weights, read_.skip, read_.device)
     if wrong := spec.check():
         raise SpecError(values.path, f"{key}.{wrong[0]}", wrong[1])

@@ -10,39 +10,39 @@ from typing import Any
 from jinfer.modelspec import formula
 from jinfer.modelspec.blocks import (
     LOOKUPS,
-    Attention,
+    AttentionSpec,
     Block,
-    Concat,
-    CrossAttention,
-    Disentangled,
-    Embedding,
-    Head,
-    LatentAttention,
-    Pool,
+    ConcatSpec,
+    CrossAttentionSpec,
+    DisentangledSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+    PoolSpec,
 )
-from jinfer.modelspec.bounded_types import Layers
+from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
-from jinfer.modelspec.formula import Formula, Sort, compile_formula
+from jinfer.modelspec.formula import ArrayKind, Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
-from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, texts_in
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
+from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, strings_in
 
 STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
 # Levels of the module tree that the names of parameters omit.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
-_INPUTS: dict[str, dict[str, Sort]] = {
+_INPUTS: dict[str, dict[str, ArrayKind]] = {
     "stem": {"tokens": "indices", "positions": "indices", "token_types": "indices"},
     "layer": {"x": "vectors", "tokens": "indices", "positions": "indices"},
     "head": {"x": "vectors"},
     "follows.hidden": {"hidden": "vectors"},
 }
-_ATTENTIONS = (Attention, CrossAttention, LatentAttention)
+_ATTENTIONS = (AttentionSpec, CrossAttentionSpec, LatentAttentionSpec)
 
 
 def read_shared(
-    table: Mapping[str, Any], values: Values
+    table: Mapping[str, Any], values: SpecValues
 ) -> tuple[dict[str, Block], frozenset[str]]:
     """Reads `[modules]`, which every stack may call; and the names of those left out by `when`.
 
@@ -51,7 +51,7 @@ def read_shared(
     """
     _check_names(table, "modules", values.path)
     present, absent = _present(table, "modules", values)
-    shared = {name: read(Block, present[name], values, f"modules.{name}") for name in present}
+    shared = {name: read_value(Block, present[name], values, f"modules.{name}") for name in present}
     for name, block in shared.items():
         if isinstance(block, _ATTENTIONS):
             raise SpecError(values.path, f"modules.{name}", "belongs to the layers of a stack")
@@ -59,14 +59,14 @@ def read_shared(
 
 
 def _present(
-    table: Mapping[str, Any], key: str, values: Values
+    table: Mapping[str, Any], key: str, values: SpecValues
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """The modules that the model has, without their `when`; and the names of absent ones."""
     present, absent = {}, set()
     for name, module in table.items():
         if not isinstance(module, Mapping) or "when" not in module:
             present[name] = module
-        elif read(bool, module["when"], values, f"{key}.{name}.when"):
+        elif read_value(bool, module["when"], values, f"{key}.{name}.when"):
             present[name] = {field: value for field, value in module.items() if field != "when"}
         else:
             absent.add(name)
@@ -77,7 +77,7 @@ def read_stack(
     name: str,
     table: Any,
     shared: Mapping[str, Block],
-    values: Values,
+    values: SpecValues,
     absent: frozenset[str] = frozenset(),
     encoded: bool = False,
 ) -> tuple[StackSpec, set[str]]:
@@ -99,12 +99,12 @@ def read_stack(
     if written is None:
         raise SpecError(path, f"{name}.layers", "is missing; set it, or dims.layers")
     key = f"{name}.layers" if "layers" in table else "dims.layers"
-    count = read(Layers, written, values, key)
+    count = read_value(LayerCount, written, values, key)
     values.used |= {"layers"} & values.dims.keys()
     variants = _variants(table, f"{name}.variants", values)
     chosen = _pattern(table.get("pattern"), count, list(variants), values, f"{name}.pattern")
-    outer = _Wiring(name, "", own, shared, values, count, absent, {})
-    inner: dict[str, Sort] = {"encoded": "encoded"} if encoded else {}
+    outer = _FormulaScope(name, "", own, shared, values, count, absent, {})
+    inner: dict[str, ArrayKind] = {"encoded": "encoded"} if encoded else {}
     for content in variants.values():
         _check_names(content["modules"], where, path)
         for module in content["modules"]:
@@ -125,7 +125,9 @@ def read_stack(
         at = replace(values, names={"i": i, "layers": count})
         here = (variant, _own_values(content["modules"], at))
         if here not in made:
-            wiring = _Wiring(name, variant, content["modules"], shared, at, count, absent, inner)
+            wiring = _FormulaScope(
+                name, variant, content["modules"], shared, at, count, absent, inner
+            )
             layer = LayerSpec(*wiring.compile("layer", content["layer"]))
             made[here] = next((other for other in made.values() if other == layer), layer)
         layers.append(made[here])
@@ -139,11 +141,11 @@ def read_stack(
     )
     called = set[str]()
     for part in ("stem", "head"):
-        called |= set(formula.called(table[part], path, f"{name}.{part}"))
+        called |= set(formula.modules_called(table[part], path, f"{name}.{part}"))
     if follows is not None:
         called |= set(follows.hidden.calls)
     for variant, content in variants.items():
-        called |= set(formula.called(content["layer"], path, _layer_key(name, variant)))
+        called |= set(formula.modules_called(content["layer"], path, _layer_key(name, variant)))
     uncalled = {
         module: written
         for content in variants.values()
@@ -166,11 +168,11 @@ def check_called(declared: Iterable[str], called: Iterable[str], path: object, k
     for name in declared:
         if name not in called:
             raise SpecError(
-                path, f"{key}.{name}", f"is called by no formula; {nearest(name, called)}"
+                path, f"{key}.{name}", f"is called by no formula; {nearest_hint(name, called)}"
             )
 
 
-def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, Table]:
+def _variants(table: Mapping[str, Any], key: str, values: SpecValues) -> dict[str, Table]:
     """Layer formula and modules of every variant; a single unnamed variant is ""."""
     base = {"layer": table.get("layer"), "modules": table.get("modules", {})}
     variants = as_table(table.get("variants", {}), values.path, key)
@@ -180,12 +182,12 @@ def _variants(table: Mapping[str, Any], key: str, values: Values) -> dict[str, T
     return {name: merge(base, changes) for name, changes in variants.items()} or {"": base}
 
 
-def _own_values(modules: Mapping[str, Any], values: Values) -> Any:
+def _own_values(modules: Mapping[str, Any], values: SpecValues) -> Any:
     """What distinguishes a layer from others of its variant: the values that depend on its number.
 
     Most layers are equal, and reading each of them would be slow.
     """
-    texts = [text for text in texts_in(modules) if re.search(r"\bi\b", text)]
+    texts = [text for text in strings_in(modules) if re.search(r"\bi\b", text)]
     try:
         return repr([values.value(text, "", names=values.names) for text in texts])
     except SpecError:  # a plain word, or invalid: checked when it is read
@@ -197,28 +199,28 @@ def _layer_key(stack: str, variant: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Wiring:
+class _FormulaScope:
     """The names that the formulas of a stack, or of a layer variant, may use."""
 
     stack: str
     variant: str
     own: Mapping[str, Any]
     shared: Mapping[str, Block]
-    values: Values
+    values: SpecValues
     count: int
     absent: frozenset[str]
-    inputs: Mapping[str, Sort]
+    inputs: Mapping[str, ArrayKind]
 
     def compile(self, part: str, text: Any) -> tuple[Formula, tuple[tuple[str, Block], ...]]:
         """Compiles a formula; returns it with the stack's modules that it calls."""
         path = self.values.path
         key = _layer_key(self.stack, self.variant) if part == "layer" else f"{self.stack}.{part}"
         where = f"{self.stack}.modules"
-        names = dict.fromkeys(formula.called(text, path, key))
+        names = dict.fromkeys(formula.modules_called(text, path, key))
         own, absent = _present({n: self.own[n] for n in names if n in self.own}, where, self.values)
         absent |= self.absent
         modules = {
-            name: read(Block, own[name], self.values, f"{where}.{name}")
+            name: read_value(Block, own[name], self.values, f"{where}.{name}")
             for name in names
             if name in own
         }
@@ -229,14 +231,14 @@ class _Wiring:
             key=key,
             inputs={**_INPUTS[part], **self.inputs},
             modules=[*self.shared, *self.own],
-            takes=lambda name: _takes(known[name]),
+            argument_kinds=lambda name: _argument_kinds(known[name]),
             constant=lambda name: self._constant(name, key),
             sizes={"layers", *self.values.dims},
             absent=absent,
             ends=None if part == "head" else ("", "x"),
         )
         modules = {name: block for name, block in modules.items() if name in compiled.calls}
-        left = formula.called(compiled.text, path, key)
+        left = formula.modules_called(compiled.text, path, key)
         for name in compiled.calls:
             if reason := _misplaced(known[name], self.stack, part, left.count(name)):
                 raise SpecError(path, key, f"calls {name}, {reason}")
@@ -248,11 +250,11 @@ class _Wiring:
         return self.values.dim(name, key) if name in self.values.dims else None
 
 
-def _takes(block: Block) -> tuple[Sort, ...]:
+def _argument_kinds(block: Block) -> tuple[ArrayKind, ...]:
     """The kinds of a block's arguments."""
-    if isinstance(block, CrossAttention):
+    if isinstance(block, CrossAttentionSpec):
         return "vectors", "encoded"
-    if isinstance(block, Concat):
+    if isinstance(block, ConcatSpec):
         return "vectors", "vectors"
     return ("indices",) if isinstance(block, LOOKUPS) else ("vectors",)
 
@@ -263,18 +265,18 @@ def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
         return "an attention, which only the formula of a layer can: each has a cache of its own"
     if isinstance(block, _ATTENTIONS) and times > 1:
         return f"an attention, {times} times, but it has one cache: declare a module for each call"
-    if isinstance(block, LatentAttention) and stack != "decoder":
+    if isinstance(block, LatentAttentionSpec) and stack != "decoder":
         return "a latent attention, which only a decoder can: it needs a cache"
-    if isinstance(getattr(block, "position", None), Disentangled) and stack != "encoder":
+    if isinstance(getattr(block, "position", None), DisentangledSpec) and stack != "encoder":
         return "an attention with disentangled positions, which only an encoder can"
-    if isinstance(block, Head) and part != "head":
+    if isinstance(block, HeadSpec) and part != "head":
         return "a vocabulary head, which only the head formula can"
-    if isinstance(block, Pool) and (stack, part) != ("encoder", "head"):
+    if isinstance(block, PoolSpec) and (stack, part) != ("encoder", "head"):
         return "a pool, which only the head formula of an encoder can: it needs whole texts"
     return ""
 
 
-def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:
+def used_shared(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:
     """The shared modules that the model has: those that the remaining lines of formulas call."""
     names = {
         name
@@ -284,7 +286,7 @@ def used(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, 
     }
     blocks = [shared.get(name) for name in names]
     blocks += [block for stack in stacks for _, block in stack.modules]
-    if any(isinstance(block, Head) and block.tied for block in blocks):
+    if any(isinstance(block, HeadSpec) and block.tied for block in blocks):
         names.add("embed")
     return {name: block for name, block in shared.items() if name in names}
 
@@ -293,10 +295,10 @@ def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> N
     """Raises `SpecError` if a tied head has no embedding of its shape."""
     embed = shared.get("embed")
     for name, block in (*shared.items(), *stack.modules):
-        if not isinstance(block, Head) or not block.tied:
+        if not isinstance(block, HeadSpec) or not block.tied:
             continue
         key = f"modules.{name}" if name in shared else f"{stack.name}.modules.{name}"
-        if not isinstance(embed, Embedding):
+        if not isinstance(embed, EmbeddingSpec):
             raise SpecError(path, f"{key}.tied", "needs an embedding called embed in [modules]")
         if (embed.size, embed.width) != (block.outputs, block.inputs):
             raise SpecError(
@@ -306,7 +308,9 @@ def check_tied(stack: StackSpec, shared: Mapping[str, Block], path: object) -> N
             )
 
 
-def _pattern(written: Any, count: int, variants: list[str], values: Values, key: str) -> list[str]:
+def _pattern(
+    written: Any, count: int, variants: list[str], values: SpecValues, key: str
+) -> list[str]:
     """The variant of each layer: a repeated list, or an expression of the layer's i."""
     if written is None:
         if len(variants) > 1:
@@ -319,13 +323,15 @@ def _pattern(written: Any, count: int, variants: list[str], values: Values, key:
 
 
 def _variant_of(
-    i: int, written: Any, names: Mapping[str, str], count: int, values: Values, key: str
+    i: int, written: Any, names: Mapping[str, str], count: int, values: SpecValues, key: str
 ) -> str:
     value = values.value(written, key, names={**names, "i": i, "layers": count})
     if isinstance(value, list) and value:
         value = value[i % len(value)]
     if not isinstance(value, str) or value not in names:
         raise SpecError(
-            values.path, key, f"layer {i} would be {show(value)}; {nearest(value, names)}"
+            values.path,
+            key,
+            f"layer {i} would be {show_value(value)}; {nearest_hint(value, names)}",
         )
     return value

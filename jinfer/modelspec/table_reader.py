@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from jinfer.modelspec.blocks import ACTIVATION_ALIASES
 from jinfer.modelspec.bounded_types import Size
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
-from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
+from jinfer.modelspec.spec_values import SpecValues
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def read(cls: Any, written: Any, values: Values, key: str) -> Any:
+def read_value(cls: Any, written: Any, values: SpecValues, key: str) -> Any:
     """Reads the value at `key` as type `cls`.
 
     Args:
@@ -36,7 +36,7 @@ def union(cls: Any) -> tuple[Any, ...]:
     return get_args(cls) if get_origin(cls) in (Union, types.UnionType) else (cls,)
 
 
-def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
+def _typed(cls: Any, value: Any, written: Any, values: SpecValues, key: str) -> Any:
     """`value`, the evaluated `written`, as type `cls`."""
     options = union(cls)
     if value is None and type(None) in options:
@@ -48,7 +48,9 @@ def _typed(cls: Any, value: Any, written: Any, values: Values, key: str) -> Any:
         if (plain := _plain(option, value)) is not None:
             return plain
     origin = f" ({written})" if isinstance(written, str) and written != value else ""
-    raise SpecError(values.path, key, f"{show(value)}{origin} is not {_describe(options, value)}")
+    raise SpecError(
+        values.path, key, f"{show_value(value)}{origin} is not {_describe(options, value)}"
+    )
 
 
 def _plain(option: Any, value: Any) -> Any:
@@ -83,7 +85,7 @@ def _describe(options: tuple[Any, ...], value: Any) -> str:
         if get_origin(option) is Annotated:
             words.append(get_args(option)[1].text)
         elif get_origin(option) is Literal:
-            words.append(f"one of the words here; {nearest(value, get_args(option))}")
+            words.append(f"one of the words here; {nearest_hint(value, get_args(option))}")
         elif get_origin(option) is tuple:
             words.append("a list of numbers")
         elif dataclasses.is_dataclass(option):
@@ -93,17 +95,19 @@ def _describe(options: tuple[Any, ...], value: Any) -> str:
     return " or ".join(dict.fromkeys(words))
 
 
-def _pick(classes: list[Any], table: Mapping[str, Any], values: Values, key: str) -> Any:
+def _pick(classes: list[Any], table: Mapping[str, Any], values: SpecValues, key: str) -> Any:
     """The dataclass that a table's `kind` names; the only one if there is no choice."""
     if len(classes) == 1 and "kind" not in fields(classes[0]):
         return classes[0]
     kinds = {word: cls for cls in classes for word in get_args(fields(cls)["kind"][1])}
     if "kind" not in table:
-        raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest('', kinds)}")
+        raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest_hint('', kinds)}")
     kind = values.value(table["kind"], f"{key}.kind", words=True)
     if not isinstance(kind, str) or kind not in kinds:
         raise SpecError(
-            values.path, f"{key}.kind", f"unknown kind {show(kind)}; {nearest(kind, kinds)}"
+            values.path,
+            f"{key}.kind",
+            f"unknown kind {show_value(kind)}; {nearest_hint(kind, kinds)}",
         )
     return kinds[kind]
 
@@ -118,7 +122,7 @@ def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     }
 
 
-def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) -> Any:
+def _read_table(cls: Any, table: Mapping[str, Any], values: SpecValues, key: str) -> Any:
     known = fields(cls)
     aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
     names = [name for name in table if name not in ignored]  # ignored keys are read elsewhere
@@ -126,11 +130,13 @@ def _read_table(cls: Any, table: Mapping[str, Any], values: Values, key: str) ->
     given = {aliases.get(name, name): table[name] for name in names}
     for name in given:
         if name not in known:
-            raise SpecError(values.path, f"{key}.{name}", f"unknown key; {nearest(name, known)}")
+            raise SpecError(
+                values.path, f"{key}.{name}", f"unknown key; {nearest_hint(name, known)}"
+            )
     arguments = {}
     for name, (field, hint) in known.items():
         if name in given:
-            arguments[name] = read(hint, given[name], values, f"{key}.{name}")
+            arguments[name] = read_value(hint, given[name], values, f"{key}.{name}")
         elif "dim" in field.metadata:
             dim = field.metadata["dim"]
             value = values.dim(dim, f"{key}.{name}")

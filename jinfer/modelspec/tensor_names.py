@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 from jinfer.modelspec.bounded_types import Count, Size
-from jinfer.modelspec.spec_errors import SpecError, show
-from jinfer.modelspec.spec_values import Values
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.spec_errors import SpecError, show_value
+from jinfer.modelspec.spec_values import SpecValues
+from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
 
 FORMATS = ("gguf", "llama2c")
@@ -20,7 +20,7 @@ _GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One line of a `[tensors]` table.
 
     Attributes:
@@ -42,7 +42,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSource:
     """The tensor of a parameter: candidate names, and the parameters fused in it.
 
     Attributes:
@@ -59,19 +59,19 @@ class Place:
     groups: int = 1
     axis: int = 0
     transpose: bool = False
-    otherwise: Place | None = None
+    fallback: TensorSource | None = None
     table: str = "tensors"
 
-    def choices(self) -> Iterator[Place]:
+    def choices(self) -> Iterator[TensorSource]:
         """This source and its fallbacks, in order."""
-        place: Place | None = self
+        place: TensorSource | None = self
         while place is not None:
             yield place
-            place = place.otherwise
+            place = place.fallback
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class OmittedModule:
     """A module that the model does not have.
 
     Attributes:
@@ -100,26 +100,26 @@ class TensorMap:
         omitted: modules that have names here, but that the checkpoint lacks by their `when`.
     """
 
-    entries: tuple[tuple[str, Entry], ...]
+    entries: tuple[tuple[str, TensorEntry], ...]
     prefixes: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
     suffixes: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, tuple[str, ...]], ...] = ()
     first: int = 0
     table: str = "tensors"
-    left_out: tuple[LeftOut, ...] = ()
+    omitted: tuple[OmittedModule, ...] = ()
 
-    def owners_left_out(self, names: Iterable[str]) -> list[LeftOut]:
+    def omitted_owners(self, names: Iterable[str]) -> list[OmittedModule]:
         """The omitted modules to which some of these tensors belong."""
         bare = [name.removeprefix(p) for name in names for p in ("", *dict(self.prefixes))]
         result = []
-        for each in self.left_out:
+        for each in self.omitted:
             parts = "|".join(_regex(n).pattern for n in each.names).replace("(?P<i>", "(?:")
             if any(re.match(rf"(?:{parts})(?:\.|$)", name) for name in bare):
                 result.append(each)
         return result
 
-    def place(self, parameter: str) -> Place | None:
+    def place(self, parameter: str) -> TensorSource | None:
         """The tensor of a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
 
         The most specific table with a line for it decides. Of several lines there, one that names
@@ -129,13 +129,13 @@ class TensorMap:
         module, _, leaf = parameter.rpartition(".")
         found = [*self._find(parameter, ""), *self._find(module, "." + leaf)]
         last = max((table for table, _ in found), default=0)
-        place: Place | None = None
+        place: TensorSource | None = None
         for table, each in reversed(found):
             if table == last:
-                place = replace(each, otherwise=place)
+                place = replace(each, fallback=place)
         return place
 
-    def _find(self, name: str, leaf: str) -> Iterator[tuple[int, Place]]:
+    def _find(self, name: str, leaf: str) -> Iterator[tuple[int, TensorSource]]:
         for pattern, entry in self.entries:
             found = _regex(pattern).fullmatch(name)
             if not found:
@@ -145,7 +145,7 @@ class TensorMap:
             there = str(int(layer) + self.first) if layer else ""
             names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
             where = (entry.groups, entry.axis, entry.transpose)
-            yield entry.table, Place(names, parts, *where, table=self.table)
+            yield entry.table, TensorSource(names, parts, *where, table=self.table)
 
 
 @cache
@@ -159,7 +159,9 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(map(piece, re.split(r"(\{[^{}]*\})", pattern))))
 
 
-def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Values) -> TensorMap:
+def read_tensor_map(
+    layers: Sequence[Mapping[str, Any]], format: str, values: SpecValues
+) -> TensorMap:
     """Reads the `[tensors]` tables that apply to a checkpoint format.
 
     Args:
@@ -169,7 +171,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
     Raises:
         SpecError: an entry that does not follow docs/specs.md.
     """
-    entries: list[tuple[str, Entry]] = []
+    entries: list[tuple[str, TensorEntry]] = []
     ignore: list[str] = []
     prefixes: dict[str, str] = {}
     suffixes: dict[str, str] = {}
@@ -181,7 +183,7 @@ def read_tensor_map(layers: Sequence[Mapping[str, Any]], format: str, values: Va
         for name, written in _table_of(layer, format, values.path).items():
             key = f"{where}.{name}"
             if name == "first":
-                first = read(Count, written, values, key)
+                first = read_value(Count, written, values, key)
             elif name == "ignore":
                 for text in check_texts(written, values.path, key):
                     count = str(values.dim("layers", key)) if _LAYERS in text else ""
@@ -220,7 +222,7 @@ def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
     return {name: value for name, value in table.items() if name not in FORMATS}
 
 
-def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
+def _read_entry(pattern: str, written: Any, values: SpecValues, key: str) -> TensorEntry:
     path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
     check_keys(table, ("from", "groups", "axis", "transpose"), path, key)
@@ -237,7 +239,7 @@ def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
         known = _GROUP.sub("", text) if text is pattern else text
         if strange := re.search(r"\{[^{}]*\}?|\}", re.sub(r"\{[ie]\}", "", known)):
             what = "{i} and {e}" if text is not pattern else "{i} and one {a,b,...}"
-            reason = f"{show(strange[0])} in {show(text)} stands for nothing"
+            reason = f"{show_value(strange[0])} in {show_value(text)} stands for nothing"
             raise SpecError(path, key, f"{reason}; in braces there can be {what}")
     found = list(_GROUP.finditer(pattern))
     if len(found) > 1:
@@ -246,10 +248,10 @@ def _read_entry(pattern: str, written: Any, values: Values, key: str) -> Entry:
     if found:
         head, tail = pattern[: found[0].start()], pattern[found[0].end() :]
         parts = tuple(head + part + tail for part in found[0][1].split(","))
-    groups = read(Size, table.get("groups", 1), values, f"{key}.groups")
-    axis = read(Count, table.get("axis", 0), values, f"{key}.axis")
+    groups = read_value(Size, table.get("groups", 1), values, f"{key}.groups")
+    axis = read_value(Count, table.get("axis", 0), values, f"{key}.axis")
     for name, given in (("groups", groups > 1), ("axis", axis > 0)):
         if given and not parts:
             raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
-    transpose = read(bool, table.get("transpose", False), values, f"{key}.transpose")
-    return Entry(names, parts, groups, axis, transpose)
+    transpose = read_value(bool, table.get("transpose", False), values, f"{key}.transpose")
+    return TensorEntry(names, parts, groups, axis, transpose)

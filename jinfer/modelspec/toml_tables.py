@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 Table = dict[str, Any]
 _USES = ("embeddings", "matrices", "heads", "plain")
@@ -16,7 +16,7 @@ MAX_DEPTH = 16  # nesting of tables and lists; real specifications have about si
 def as_table(written: Any, path: object, key: str) -> Mapping[str, Any]:
     """`written` if it is a table. Raises `SpecError`."""
     if not isinstance(written, Mapping):
-        raise SpecError(path, key, f"{show(written)} is not a table")
+        raise SpecError(path, key, f"{show_value(written)} is not a table")
     return written
 
 
@@ -26,14 +26,14 @@ def check_keys(table: Any, allowed: Iterable[str], path: object, key: str) -> Ma
     for name in as_table(table, path, key):
         if name not in allowed:
             where = f"{key}.{name}" if key else name
-            raise SpecError(path, where, f"unknown key; {nearest(name, allowed)}")
+            raise SpecError(path, where, f"unknown key; {nearest_hint(name, allowed)}")
     return table
 
 
 def check_text(written: Any, path: object, key: str) -> str:
     """`written` if it is a string. Raises `SpecError`."""
     if not isinstance(written, str):
-        raise SpecError(path, key, f"{show(written)} is not a text")
+        raise SpecError(path, key, f"{show_value(written)} is not a text")
     return written
 
 
@@ -41,7 +41,9 @@ def check_count(written: Any, path: object, key: str) -> int:
     """The number in a text such as "6.7B" or "135M". Raises `SpecError`."""
     found = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)([KMBT])", check_text(written, path, key))
     if not found:
-        raise SpecError(path, key, f'{show(written)} is not a count, such as "6.7B" or "135M"')
+        raise SpecError(
+            path, key, f'{show_value(written)} is not a count, such as "6.7B" or "135M"'
+        )
     return round(float(found[1]) * 10 ** (3 * " KMBT".index(found[2])))
 
 
@@ -55,7 +57,9 @@ def check_parameters(written: Any, path: object) -> dict[str, int]:
         return {"matrices": check_count(written, path, "parameters")}
     for use, count in check_keys(written, _USES, path, "parameters").items():
         if type(count) is not int or not 0 <= count < 10**15:
-            raise SpecError(path, f"parameters.{use}", f"{show(count)} is not a number of weights")
+            raise SpecError(
+                path, f"parameters.{use}", f"{show_value(count)} is not a number of weights"
+            )
     return dict(written)
 
 
@@ -63,7 +67,7 @@ def check_texts(written: Any, path: object, key: str) -> tuple[str, ...]:
     """The strings of `written`, one or a list of them. Raises `SpecError`."""
     texts = [written] if isinstance(written, str) else written
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise SpecError(path, key, f"{show(written)} is not a text or a list of texts")
+        raise SpecError(path, key, f"{show_value(written)} is not a text or a list of texts")
     return tuple(texts)
 
 
@@ -74,7 +78,7 @@ def check_plain(table: Any, path: object) -> None:
         for inner in level:
             for key in inner if isinstance(inner, Mapping) else ():
                 if not isinstance(key, str):
-                    raise SpecError(path, show(key), "is not a text, so it cannot be a key")
+                    raise SpecError(path, show_value(key), "is not a text, so it cannot be a key")
         level = [child for inner in level for child in _children(inner)]
         if not level:
             return
@@ -86,14 +90,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and same_kind(old, value):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and is_partial_override(old, value)
+        ):
             merged[key] = merge(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def same_kind(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+def is_partial_override(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether a table changes parts of the table that it overrides, rather than replacing it."""
     return "kind" not in new or new["kind"] == old.get("kind")
 
@@ -108,13 +116,13 @@ def nested(key: str, value: Any) -> Table:
     return value
 
 
-def texts_in(written: Any) -> Iterator[str]:
+def strings_in(written: Any) -> Iterator[str]:
     """All strings in a table or list, without keys."""
     if isinstance(written, str):
         yield written
     elif isinstance(written, Mapping | list):
         for child in written.values() if isinstance(written, Mapping) else written:
-            yield from texts_in(child)
+            yield from strings_in(child)
 
 
 def _children(container: Any) -> list[Any]:

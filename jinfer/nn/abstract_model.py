@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.modelspec import blocks
-from jinfer.modelspec.draft_head import Tap
+from jinfer.modelspec.draft_head import TapSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
@@ -26,7 +26,7 @@ from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-    from jinfer.guard.disk_cache import Shelf
+    from jinfer.guard.disk_cache import DiskCache
     from jinfer.nn.transformer import Model
 
 # Results per token; "pooled" per text.
@@ -34,7 +34,7 @@ Want = Literal["logits", "hidden", "pooled"]
 
 
 @dataclass(eq=False)
-class Modules:
+class ModelModules:
     """The Flax modules of a specification, without parameters; built on first use."""
 
     spec: ModelSpec
@@ -85,7 +85,7 @@ class AbstractModel:
         rounded: whether activations multiplied with bfloat16 may be rounded to it.
     """
 
-    modules: Modules
+    modules: ModelModules
     names: tuple[str, ...]
     parameters: tuple[Any, ...]
     axes: tuple[tuple[str, ...], ...]
@@ -128,15 +128,17 @@ class AbstractModel:
         return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
 
 
-def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> AbstractModel:
+def build_abstract_model(
+    spec: ModelSpec, dtype: DTypeLike, kept: DiskCache | None = None
+) -> AbstractModel:
     """Builds the abstract model of a specification.
 
     Args:
         dtype: of the weights and of the computation; norms are float32.
         kept: cache of the modules' parameter descriptions, so that the next start needs no modules.
     """
-    modules = Modules(spec, dtype)
-    found = _kept_parameters(modules, kept) if kept is not None else _parameters(modules)
+    modules = ModelModules(spec, dtype)
+    found = _cached_parameters(modules, kept) if kept is not None else _parameters(modules)
     return AbstractModel(
         modules=modules,
         names=tuple(one.name for one in found),
@@ -145,7 +147,7 @@ def build(spec: ModelSpec, dtype: DTypeLike, kept: Shelf | None = None) -> Abstr
         normalized=frozenset(one.name for one in found if one.normalize),
         roles=tuple(one.role for one in found),
         caches=dict(_cache_shapes(spec)),
-        never=_never(spec),
+        never=_suppressed_tokens(spec),
         vocab=spec.dims.get("vocab", 0),
         steady=spec.steady,
     )
@@ -160,7 +162,7 @@ class _Parameter(NamedTuple):
     role: Role
 
 
-def _kept_parameters(modules: Modules, kept: Shelf) -> list[_Parameter]:
+def _cached_parameters(modules: ModelModules, kept: DiskCache) -> list[_Parameter]:
     key = repr(("parameters", modules.spec.shared, modules.spec.stacks, modules.dtype))
     if (content := kept.get(key)) is not None:
         return [_Parameter(*one) for one in json.loads(content)]
@@ -169,7 +171,7 @@ def _kept_parameters(modules: Modules, kept: Shelf) -> list[_Parameter]:
     return found
 
 
-def _parameters(modules: Modules) -> list[_Parameter]:
+def _parameters(modules: ModelModules) -> list[_Parameter]:
     """The modules' parameters, in the order of the tree's leaves."""
     from flax import nnx
 
@@ -198,9 +200,9 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path if part not in structure)
 
 
-def _never(spec: ModelSpec) -> tuple[int, ...]:
+def _suppressed_tokens(spec: ModelSpec) -> tuple[int, ...]:
     own = spec.decoder.modules if spec.decoder else ()
-    heads = (block for _, block in (*spec.shared, *own) if isinstance(block, blocks.Head))
+    heads = (block for _, block in (*spec.shared, *own) if isinstance(block, blocks.HeadSpec))
     return tuple(token for head in heads for token in head.never or ())
 
 
@@ -209,16 +211,16 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
         modules: tuple[tuple[str, Any], ...] = layer.modules
         for name, block in modules:
             match block:
-                case blocks.Attention():
+                case blocks.AttentionSpec():
                     group, window = cache_group(block.window), block.window
                     shape = CacheShape(
                         block.kv_heads, block.head_dim, block.head_dim, group, window
                     )
-                case blocks.CrossAttention():
+                case blocks.CrossAttentionSpec():
                     shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
-                case blocks.LatentAttention():
+                case blocks.LatentAttentionSpec():
                     shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
-                case Tap():
+                case TapSpec():
                     shape = CacheShape(1, block.width, 0)
                 case _:
                     continue

@@ -12,14 +12,14 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.nn.disentangled_attention import DisentangledBias
-from jinfer.nn.forward_context import Kept, Step, split
+from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.projections import Linear, project
-from jinfer.nn.tensor_parallel import SplitAlibi, own_slopes
-from jinfer.ops.attention.hadamard import turned_keys, turned_queries
-from jinfer.ops.attention.kv_cache import ENCODER, LayerCache, Placement, write
+from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
+from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
+from jinfer.ops.attention.kv_cache import ENCODER, AttentionMetadata, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import Bias, ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_text
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Attention(nnx.Module):
     """Attention with shared key and value heads (MHA, GQA, MQA)."""
 
-    def __init__(self, block: blocks.Attention, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.AttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
@@ -40,18 +40,21 @@ class Attention(nnx.Module):
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
             self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
-        if isinstance(block.position, blocks.Rope):
+        if isinstance(block.position, blocks.RopeSpec):
             self.rope = Rotary(block.position, dtype)
-        if isinstance(block.position, blocks.Relative):
+        if isinstance(block.position, blocks.RelativeBiasSpec):
             self.relative = RelativeBias(block.position, block.heads)
-        if isinstance(block.position, blocks.Disentangled):
+        if isinstance(block.position, blocks.DisentangledSpec):
             self.distances = DisentangledBias(block.position, block.inputs, dtype)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: Kept | None
-    ) -> tuple[Float[Array, "batch tokens hidden"], Kept | None]:
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        batch: ForwardBatch,
+        cache: AttentionCache | None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
         """The block's output, and the cache with the new tokens' keys and values.
 
         Without a cache the batch is whole texts, with bidirectional attention.
@@ -66,19 +69,23 @@ class Attention(nnx.Module):
             out = flat[None]
         return self.o(out.reshape(*x.shape[:2], -1)), cache
 
-    def _project(self, x: Array, batch: Step) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
         block = self.block
         q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
             q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
         if block.qk_norm is not None:
-            q = self.q_norm(split(q, block.heads)).reshape(q.shape)
-            k = self.k_norm(split(k, block.kv_heads)).reshape(k.shape)
-        if isinstance(block.position, blocks.Rope):
+            q = self.q_norm(split_heads(q, block.heads)).reshape(q.shape)
+            k = self.k_norm(split_heads(k, block.kv_heads)).reshape(k.shape)
+        if isinstance(block.position, blocks.RopeSpec):
             # As rows of all heads, the layout after the projection and its bias.
             cos_sin = batch.cos_sin_of(self.rope)
             q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
-        return split(q, block.heads), split(k, block.kv_heads), split(v, block.kv_heads)
+        return (
+            split_heads(q, block.heads),
+            split_heads(k, block.kv_heads),
+            split_heads(v, block.kv_heads),
+        )
 
     def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block
@@ -92,12 +99,12 @@ class Attention(nnx.Module):
             slopes=self._slopes(),
         )
         match block.position:
-            case blocks.Disentangled():
+            case blocks.DisentangledSpec():
                 return rules._replace(bias=self._disentangled(q, k, positions, scale))
-            case blocks.Relative():
+            case blocks.RelativeBiasSpec():
                 lowest, table = self.relative.by_distance(causal)
                 return rules._replace(by_distance=table, lowest=lowest)
-            case blocks.Alibi() if not causal and rules.slopes is not None:
+            case blocks.AlibiSpec() if not causal and rules.slopes is not None:
                 # Distances are symmetric.
                 far = abs(jnp.arange(1 - q.shape[1], q.shape[1], dtype=jnp.float32))
                 table = -rules.slopes[:, None] * far[None]
@@ -107,13 +114,16 @@ class Attention(nnx.Module):
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
         """The score bias, from the projected distance vectors."""
         vectors = self.distances.vectors()[None]
-        to_q, to_k = split(self.q(vectors), self.block.heads), split(self.k(vectors), k.shape[2])
+        to_q, to_k = (
+            split_heads(self.q(vectors), self.block.heads),
+            split_heads(self.k(vectors), k.shape[2]),
+        )
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 
     def _slopes(self) -> Array | None:
-        if isinstance(self.block.position, SplitAlibi):
-            return own_slopes(self.block.position)
-        if not isinstance(self.block.position, blocks.Alibi):
+        if isinstance(self.block.position, ShardedAlibi):
+            return local_alibi_slopes(self.block.position)
+        if not isinstance(self.block.position, blocks.AlibiSpec):
             return None
         return jnp.asarray(alibi_slopes(self.block.heads, self.block.position), jnp.float32)
 
@@ -121,7 +131,7 @@ class Attention(nnx.Module):
 class CrossAttention(nnx.Module):
     """Cross-attention: over an encoder's output, whose keys and values are computed once."""
 
-    def __init__(self, block: blocks.CrossAttention, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.CrossAttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         width = block.heads * block.head_dim
         self.q = Linear(block.inputs, width, block.has_bias("q"), dtype, ("heads", "hidden"))
@@ -130,21 +140,21 @@ class CrossAttention(nnx.Module):
         self.o = Linear(width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
 
     def fill(
-        self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: Placement
+        self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: AttentionMetadata
     ) -> LayerCache:
         """The cache with the keys and values of an encoder's output."""
-        k, v = (split(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
-        return write(cache, turned_keys(k[0], cache.keys), v[0], at)
+        k, v = (split_heads(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
+        return write_cache(cache, rotate_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: LayerCache
+        self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: LayerCache
     ) -> tuple[Float[Array, "batch tokens hidden"], LayerCache]:
         """The block's output, and the unchanged cache."""
         block = self.block
         rules = ScoreRules(
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
         )
-        q, at = split(self.q(x), block.heads)[0], batch.attention_metadata(ENCODER)
-        q = turned_queries(q, cache.keys)
+        q, at = split_heads(self.q(x), block.heads)[0], batch.attention_metadata(ENCODER)
+        q = rotate_queries(q, cache.keys)
         out = attend(q, cache.keys, cache.values, at, batch.encoded_last(), rules)
         return self.o(out.reshape(*x.shape[:2], -1)), cache

@@ -8,40 +8,45 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
-from jinfer.modelspec.draft_head import Tap
+from jinfer.modelspec.draft_head import TapSpec
 from jinfer.nn.attention_modules import Attention, CrossAttention
 from jinfer.nn.feed_forward import MLP, Activation, GatedMLP
-from jinfer.nn.head_inputs import Concat, Spread
-from jinfer.nn.hidden_tap import Kept
+from jinfer.nn.head_inputs import Concat, VocabMap
+from jinfer.nn.hidden_tap import HiddenTap
 from jinfer.nn.mla import LatentAttention
 from jinfer.nn.moe_block import MixtureOfExperts
 from jinfer.nn.norm_modules import LayerNorm, RMSNorm
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import PositionTable, Sinusoids
 from jinfer.nn.projections import Embedding, Head, Linear
-from jinfer.nn.tensor_parallel import EmbeddingPart, HeadPart, SplitEmbedding, SplitHead
+from jinfer.nn.tensor_parallel import (
+    ShardedEmbedding,
+    ShardedEmbeddingBlock,
+    ShardedHead,
+    ShardedHeadBlock,
+)
 
 _MODULES: dict[type, Callable[..., nnx.Module]] = {
-    blocks.Embedding: Embedding,
-    SplitEmbedding: EmbeddingPart,
-    blocks.LearnedPositions: PositionTable,
-    blocks.SinusoidalPositions: Sinusoids,
-    blocks.RMSNorm: RMSNorm,
-    blocks.LayerNorm: LayerNorm,
-    blocks.Linear: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
-    blocks.Concat: Concat,
-    blocks.Spread: Spread,
-    Tap: Kept,
-    blocks.Head: Head,
-    SplitHead: HeadPart,
-    blocks.ActivationBlock: Activation,
-    blocks.Pool: Pool,
-    blocks.Attention: Attention,
-    blocks.CrossAttention: CrossAttention,
-    blocks.LatentAttention: LatentAttention,
-    blocks.MLP: MLP,
-    blocks.GatedMLP: GatedMLP,
-    blocks.MixtureOfExperts: MixtureOfExperts,
+    blocks.EmbeddingSpec: Embedding,
+    ShardedEmbeddingBlock: ShardedEmbedding,
+    blocks.LearnedPositionsSpec: PositionTable,
+    blocks.SinusoidalPositionsSpec: Sinusoids,
+    blocks.RMSNormSpec: RMSNorm,
+    blocks.LayerNormSpec: LayerNorm,
+    blocks.LinearSpec: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
+    blocks.ConcatSpec: Concat,
+    blocks.SpreadSpec: VocabMap,
+    TapSpec: HiddenTap,
+    blocks.HeadSpec: Head,
+    ShardedHeadBlock: ShardedHead,
+    blocks.ActivationSpec: Activation,
+    blocks.PoolSpec: Pool,
+    blocks.AttentionSpec: Attention,
+    blocks.CrossAttentionSpec: CrossAttention,
+    blocks.LatentAttentionSpec: LatentAttention,
+    blocks.MLPSpec: MLP,
+    blocks.GatedMLPSpec: GatedMLP,
+    blocks.MoESpec: MixtureOfExperts,
 }
 
 

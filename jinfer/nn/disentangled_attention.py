@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.matmul_precision import precision_of
+from jinfer.matmul_precision import matmul_precision
 from jinfer.modelspec import blocks
 from jinfer.nn.norm_modules import LayerNorm
 from jinfer.nn.parameter import parameter
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class DisentangledBias(nnx.Module):
     """The relative position embeddings and the score biases computed from them."""
 
-    def __init__(self, block: blocks.Disentangled, width: int, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.DisentangledSpec, width: int, dtype: DTypeLike) -> None:
         self.block = block
         self.weight = parameter((2 * block.buckets, width), ("positions", "hidden"), dtype)
-        self.norm = LayerNorm(blocks.LayerNorm(kind="layer", size=width, eps=block.eps), dtype)
+        self.norm = LayerNorm(blocks.LayerNormSpec(kind="layer", size=width, eps=block.eps), dtype)
 
     def vectors(self) -> Float[Array, "rows hidden"]:
         """The normalized distance vectors."""
@@ -53,7 +53,7 @@ class DisentangledBias(nnx.Module):
         k, to_k = (jnp.repeat(part, q.shape[2] // k.shape[2], axis=-2) for part in (k, to_k))
         by_query = _products(q, to_k) * scale
         by_key = _products(k, to_q) * scale
-        table = jnp.asarray(rows_of_distances(self.block))
+        table = jnp.asarray(distance_buckets(self.block))
         farthest = self.block.max_distance
 
         def bias(distance: Int[Array, "batch tokens keys"]) -> Array:
@@ -66,11 +66,11 @@ class DisentangledBias(nnx.Module):
 
 
 def _products(x: Array, vectors: Array) -> Float[Array, "batch heads tokens rows"]:
-    product = partial(jnp.einsum, "bthd,rhd->bhtr", precision=precision_of(x))
+    product = partial(jnp.einsum, "bthd,rhd->bhtr", precision=matmul_precision(x))
     return product(x, vectors, preferred_element_type=jnp.float32)
 
 
-def rows_of_distances(block: blocks.Disentangled) -> Int[np.ndarray, " distances"]:
+def distance_buckets(block: blocks.DisentangledSpec) -> Int[np.ndarray, " distances"]:
     """The embedding row of each distance from -max_distance to max_distance (log buckets).
 
     Distances up to half of the buckets have rows of their own, farther ones share logarithmic

@@ -34,7 +34,7 @@ class Gating:
     limit: float
 
     @classmethod
-    def of(cls, block: blocks.GatedMLP | blocks.MixtureOfExperts) -> Gating:
+    def of(cls, block: blocks.GatedMLPSpec | blocks.MoESpec) -> Gating:
         """The gating of a block."""
         return cls(block.activation, block.alpha, block.limit)
 
@@ -52,7 +52,7 @@ class Gating:
 class Activation(nnx.Module):
     """An activation function as a module."""
 
-    def __init__(self, block: blocks.ActivationBlock, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.ActivationSpec, dtype: DTypeLike) -> None:
         self.function = block.function
 
     def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -63,7 +63,7 @@ class Activation(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, block: blocks.MLP, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.MLPSpec, dtype: DTypeLike) -> None:
         self.activation = block.activation
         self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
@@ -76,7 +76,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, block: blocks.GatedMLP, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
         self.gating = Gating.of(block)
         inner = block.bias is True
         self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.nn.positions import CosSin, Rotary
-from jinfer.ops.attention.hadamard import turned
-from jinfer.ops.attention.kv_cache import LayerCache, Placement, cache_group, write
+from jinfer.ops.attention.hadamard import rotate_qk
+from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache, cache_group, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class Copies(NamedTuple):
+class TreeCopies(NamedTuple):
     """Tree attention: a flat batch whose tokens occur in several branches (rows of the tables).
 
     Attributes:
@@ -33,7 +33,7 @@ class Copies(NamedTuple):
     outputs: Int[Array, " tokens"]
 
 
-class Elsewhere(Protocol):
+class RemoteAttention(Protocol):
     """Stands for a KV cache whose attention is computed by other programs."""
 
     def extend(
@@ -41,17 +41,17 @@ class Elsewhere(Protocol):
         q: Float[Array, "tokens heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads value_dim"] | None,
-        at: Placement,
+        at: AttentionMetadata,
         rules: ScoreRules,
     ) -> Float[Array, "tokens heads value_dim"]:
         """The attention output, as of `jinfer.ops.attention.paged_attention.extend`."""
         ...
 
 
-type Kept = LayerCache | Elsewhere
+type AttentionCache = LayerCache | RemoteAttention
 
 
-class Step(NamedTuple):
+class ForwardBatch(NamedTuple):
     """Token positions and block tables of one forward pass.
 
     A decoder computes a flat batch: one row with tokens of any sequences (continuous batching). An
@@ -75,10 +75,12 @@ class Step(NamedTuple):
     tables: Mapping[str, Int[Array, "rows blocks"]] | None = None
     encoded: Int[Array, " rows"] | None = None
     cos_sin: dict[str, CosSin] | None = None
-    copies: Copies | None = None
+    copies: TreeCopies | None = None
 
     @classmethod
-    def of_texts(cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]) -> Step:
+    def of_texts(
+        cls, tokens: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
+    ) -> ForwardBatch:
         """A batch of whole texts, padded at their ends."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         totals = jnp.broadcast_to(lengths[:, None], tokens.shape)
@@ -92,7 +94,7 @@ class Step(NamedTuple):
         prompts: Int[Array, " rows"],
         tables: Mapping[str, Int[Array, "rows blocks"]],
         encoded: Int[Array, " rows"],
-    ) -> Step:
+    ) -> ForwardBatch:
         """A flat batch.
 
         Args:
@@ -101,27 +103,27 @@ class Step(NamedTuple):
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
 
-    def attention_metadata(self, group: str) -> Placement:
+    def attention_metadata(self, group: str) -> AttentionMetadata:
         """Positions and block tables for a group of attentions."""
         assert self.rows is not None, "whole texts have no cache"
         assert self.tables is not None, "whole texts have no cache"
-        return Placement(self.rows, self.positions[0], self.tables[group])
+        return AttentionMetadata(self.rows, self.positions[0], self.tables[group])
 
     def extend(
         self,
         q: Float[Array, "tokens heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads value_dim"] | None,
-        cache: Kept,
+        cache: AttentionCache,
         window: int | None,
         rules: ScoreRules,
-    ) -> tuple[Float[Array, "tokens heads value_dim"], Kept]:
+    ) -> tuple[Float[Array, "tokens heads value_dim"], AttentionCache]:
         """`paged_attention.extend` of a flat batch, in the group with this sliding window."""
         at, copies = self.attention_metadata(cache_group(window)), self.copies
         if not isinstance(cache, LayerCache):
             return cache.extend(q, k, v, at, rules), cache
         if v is not None:  # otherwise a part of the keys are the values, which must not change
-            q, k = turned(q, k, cache.keys)
+            q, k = rotate_qk(q, k, cache.keys)
         if copies is None:
             return extend(q, k, v, cache, at, rules)
         q, k = q[copies.sources], k[copies.sources]
@@ -138,7 +140,7 @@ class Step(NamedTuple):
         if copies is not None:
             vectors = vectors[copies.sources]
             at = at._replace(rows=copies.rows, positions=copies.positions)
-        return write(cache, vectors, vectors[..., :0], at)
+        return write_cache(cache, vectors, vectors[..., :0], at)
 
     def encoded_last(self) -> Int[Array, " tokens"]:
         """The last encoder position each token attends to."""
@@ -151,7 +153,7 @@ class Step(NamedTuple):
         known = (self.cos_sin or {}).get(str(rope.block))
         return rope.cos_sin(self.positions, self.totals) if known is None else known
 
-    def with_cos_sin(self, ropes: Iterable[Rotary]) -> Step:
+    def with_cos_sin(self, ropes: Iterable[Rotary]) -> ForwardBatch:
         """The same batch with RoPE angles computed once for all layers."""
         cos_sin = {
             str(rope.block): rope.cos_sin(self.positions, self.totals)
@@ -161,6 +163,6 @@ class Step(NamedTuple):
         return self._replace(cos_sin=lax.optimization_barrier(cos_sin))
 
 
-def split(x: Float[Array, "batch tokens width"], heads: int) -> Array:
+def split_heads(x: Float[Array, "batch tokens width"], heads: int) -> Array:
     """[batch, tokens, width] -> [batch, tokens, heads, width / heads]."""
     return x.reshape(*x.shape[:2], heads, -1)

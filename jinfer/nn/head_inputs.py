@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Concat(nnx.Module):
     """Concatenation of two vectors."""
 
-    def __init__(self, block: blocks.Concat, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.ConcatSpec, dtype: DTypeLike) -> None:
         self.block = block
 
     def __call__(
@@ -29,10 +29,10 @@ class Concat(nnx.Module):
         return jnp.concatenate([one, other], axis=-1)
 
 
-class Spread(nnx.Module):
+class VocabMap(nnx.Module):
     """Vocabulary map: logits of a draft vocabulary as logits of the full one."""
 
-    def __init__(self, block: blocks.Spread, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.SpreadSpec, dtype: DTypeLike) -> None:
         self.block = block
         self.offsets = parameter((block.inputs,), ("hidden",), jnp.int32)
 

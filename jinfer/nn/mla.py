@@ -16,13 +16,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
-from jinfer.nn.forward_context import Kept, Step, split
+from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.norm_modules import RMSNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Linear
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.matmul.dense import by_head
+from jinfer.ops.matmul.dense import matmul_per_head
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class LatentAttention(nnx.Module):
     """Multi-head latent attention (MLA)."""
 
-    def __init__(self, block: blocks.LatentAttention, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.LatentAttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         q_width = block.heads * (block.nope_dim + block.rope_dim)
         if block.query_rank is None:
@@ -46,8 +46,8 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = _norm(block.latent_rank, block.eps)
         # Absorbed into other matrices, so they are never quantized.
         if block.split:
-            self.k_b = _Unfold(block, block.nope_dim, dtype)
-            self.v_b = _Unfold(block, block.value_dim, dtype)
+            self.k_b = _UpProjection(block, block.nope_dim, dtype)
+            self.v_b = _UpProjection(block, block.value_dim, dtype)
         else:
             unfolded = block.heads * (block.nope_dim + block.value_dim)
             axes = ("heads", "latent")
@@ -57,14 +57,14 @@ class LatentAttention(nnx.Module):
         self.rope = Rotary(block.position, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], batch: Step, cache: Kept
-    ) -> tuple[Float[Array, "batch tokens hidden"], Kept]:
+        self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: AttentionCache
+    ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache]:
         """The block's output, and the cache with the new tokens' latents."""
         block = self.block
         (k_b, to_key), (v_b, to_value) = self._unfolding()
-        q = split(self._query(x), block.heads)
+        q = split_heads(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
-        in_latent = by_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
+        in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
         cos_sin = batch.cos_sin_of(self.rope)
         flat = rotated.reshape(*x.shape[:2], -1)
         rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
         shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
         keys = jnp.concatenate([latent, shared_key], axis=-1)
         out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules())
-        out = by_head(out[..., : block.latent_rank], v_b, to_value)
+        out = matmul_per_head(out[..., : block.latent_rank], v_b, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
     def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
@@ -104,13 +104,13 @@ class LatentAttention(nnx.Module):
         return ScoreRules(scale)
 
 
-class _Unfold(nnx.Module):
+class _UpProjection(nnx.Module):
     """An up-projection matrix per head."""
 
-    def __init__(self, block: blocks.LatentAttention, rows: int, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.LatentAttentionSpec, rows: int, dtype: DTypeLike) -> None:
         shape = (block.heads, rows, block.latent_rank)
         self.weight = parameter(shape, ("heads", "rows", "latent"), dtype)
 
 
 def _norm(size: int, eps: float) -> RMSNorm:
-    return RMSNorm(blocks.RMSNorm(kind="rms", size=size, eps=eps), jnp.float32)
+    return RMSNorm(blocks.RMSNormSpec(kind="rms", size=size, eps=eps), jnp.float32)

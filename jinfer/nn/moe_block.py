@@ -14,7 +14,7 @@ from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
 from jinfer.ops.activation import activate
-from jinfer.ops.matmul.quantized import FUSED
+from jinfer.ops.matmul.quantized import FUSED_ACTIVATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -23,35 +23,33 @@ if TYPE_CHECKING:
 class StackedLinear(nnx.Module):
     """A projection of every expert, weight [experts, outputs, inputs]."""
 
-    def __init__(
-        self, block: blocks.MixtureOfExperts, axes: tuple[str, str], dtype: DTypeLike
-    ) -> None:
+    def __init__(self, block: blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike) -> None:
         sizes = {"mlp": block.width, "hidden": block.inputs}
         shape = (block.experts, sizes[axes[0]], sizes[axes[1]])
         self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
         self.bias = parameter(shape[:2], ("experts", axes[0]), dtype) if block.bias else None
 
-    def projection(self) -> moe.Projection:
+    def projection(self) -> moe.ExpertProjection:
         """The operation's operands."""
-        return moe.Projection(self.weight[...], None if self.bias is None else self.bias[...])
+        return moe.ExpertProjection(self.weight[...], None if self.bias is None else self.bias[...])
 
 
 class Experts(nnx.Module):
     """Feed-forwards of equal shape, their parameters stacked."""
 
-    def __init__(self, block: blocks.MixtureOfExperts, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
         self.gated, self.gating = block.gated, Gating.of(block)
         if block.gated:
             self.gate = StackedLinear(block, ("mlp", "hidden"), dtype)
         self.up = StackedLinear(block, ("mlp", "hidden"), dtype)
         self.down = StackedLinear(block, ("hidden", "mlp"), dtype)
 
-    def arrays(self) -> moe.Experts:
+    def arrays(self) -> moe.ExpertWeights:
         """The operation's operands."""
         gate = self.gate.projection() if self.gated else None
         up, down = self.up.projection(), self.down.projection()
-        fused = self.gating.activation if self.gating.activation in FUSED else "none"
-        return moe.Experts(gate, up, down, self._activate, fused)
+        fused = self.gating.activation if self.gating.activation in FUSED_ACTIVATIONS else "none"
+        return moe.ExpertWeights(gate, up, down, self._activate, fused)
 
     def _activate(self, gate: Array | None, up: Array) -> Array:
         return activate(self.gating.activation, up) if gate is None else self.gating(gate, up)
@@ -60,7 +58,7 @@ class Experts(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Mixture of experts: a router chooses a few feed-forwards per token (arXiv 1701.06538)."""
 
-    def __init__(self, block: blocks.MixtureOfExperts, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.MoESpec, dtype: DTypeLike) -> None:
         self.router = Router(block)
         self.experts = Experts(block, dtype)
 
@@ -68,4 +66,4 @@ class MixtureOfExperts(nnx.Module):
         """The block's output, to be added to the residual stream."""
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.router(rows)
-        return moe.mixture(rows, chosen, weights, self.experts.arrays()).reshape(x.shape)
+        return moe.mixture_of_experts(rows, chosen, weights, self.experts.arrays()).reshape(x.shape)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RMSNorm(nnx.Module):
     """RMSNorm (arXiv 1910.07467), computed in float32."""
 
-    def __init__(self, block: blocks.RMSNorm, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.RMSNormSpec, dtype: DTypeLike) -> None:
         self.block = block
         self.weight = parameter((block.size,), ("hidden",), jnp.float32)
 
@@ -33,7 +33,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """LayerNorm (arXiv 1607.06450), computed in float32."""
 
-    def __init__(self, block: blocks.LayerNorm, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.LayerNormSpec, dtype: DTypeLike) -> None:
         self.block = block
         if block.weight:
             self.weight = parameter((block.size,), ("hidden",), jnp.float32)
@@ -51,7 +51,7 @@ class LayerNorm(nnx.Module):
 class HeadNorm(nnx.Module):
     """QK norm: of queries or keys before RoPE, per head or over all heads."""
 
-    def __init__(self, block: blocks.QKNorm, heads: int, head_dim: int, axis: str) -> None:
+    def __init__(self, block: blocks.QKNormSpec, heads: int, head_dim: int, axis: str) -> None:
         self.block = block
         shapes = {"head": (head_dim,), "heads": (heads, head_dim), "width": (heads * head_dim,)}
         axes = {"head": ("head_dim",), "heads": (axis, "head_dim"), "width": (axis,)}

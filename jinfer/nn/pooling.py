@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Pool(nnx.Module):
     """The first, the last or the mean vector of each text."""
 
-    def __init__(self, block: blocks.Pool, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.PoolSpec, dtype: DTypeLike) -> None:
         self.block = block
 
     def __call__(

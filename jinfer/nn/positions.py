@@ -12,12 +12,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec.blocks import (
-    Alibi,
-    LearnedPositions,
-    Relative,
-    Rope,
-    Scaling,
-    SinusoidalPositions,
+    AlibiSpec,
+    LearnedPositionsSpec,
+    RelativeBiasSpec,
+    RopeScalingSpec,
+    RopeSpec,
+    SinusoidalPositionsSpec,
 )
 from jinfer.nn.parameter import parameter
 from jinfer.ops.rope import rotate
@@ -36,7 +36,7 @@ class CosSin(NamedTuple):
 class Rotary(nnx.Module):
     """RoPE: rotary position embedding (arXiv 2104.09864)."""
 
-    def __init__(self, block: Rope, dtype: DTypeLike) -> None:
+    def __init__(self, block: RopeSpec, dtype: DTypeLike) -> None:
         self.block = block
         if block.factors:
             self.factors = parameter((block.dim // 2,), ("head_dim",), jnp.float32)
@@ -66,7 +66,7 @@ class Rotary(nnx.Module):
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
-def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
+def rope_frequencies(block: RopeSpec) -> tuple[Float[np.ndarray, " pairs"], float]:
     """Radians per position of each pair, and the factor on cos and sin.
 
     Without "dynamic" scaling: see `dynamic_factors`.
@@ -86,7 +86,7 @@ def rope_frequencies(block: Rope) -> tuple[Float[np.ndarray, " pairs"], float]:
     return frequencies, 1.0
 
 
-def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
+def _llama3(frequencies: np.ndarray, scaling: RopeScalingSpec) -> np.ndarray:
     """Long wavelengths are stretched, short ones unchanged, those between blended."""
     rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -94,7 +94,9 @@ def _llama3(frequencies: np.ndarray, scaling: Scaling) -> np.ndarray:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def _yarn(frequencies: np.ndarray, block: Rope, scaling: Scaling) -> tuple[np.ndarray, float]:
+def _yarn(
+    frequencies: np.ndarray, block: RopeSpec, scaling: RopeScalingSpec
+) -> tuple[np.ndarray, float]:
     """YaRN: NTK-by-parts interpolation and attention temperature (arXiv 2309.00071)."""
 
     def pair_that_turns(times: float) -> float:
@@ -111,7 +113,7 @@ def _yarn(frequencies: np.ndarray, block: Rope, scaling: Scaling) -> tuple[np.nd
     return scaled, _yarn_magnitude(scaling)
 
 
-def _yarn_magnitude(scaling: Scaling) -> float:
+def _yarn_magnitude(scaling: RopeScalingSpec) -> float:
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
@@ -122,7 +124,7 @@ def _yarn_magnitude(scaling: Scaling) -> float:
     return magnitude(1.0)
 
 
-def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, float]:
+def _longrope(frequencies: np.ndarray, scaling: RopeScalingSpec) -> tuple[np.ndarray, float]:
     """LongRoPE: a factor per pair, different ones beyond the trained length (arXiv 2402.13753)."""
     trained = scaling.original_max_position_embeddings
     longer = scaling.length is not None and scaling.length > trained
@@ -136,7 +138,7 @@ def _longrope(frequencies: np.ndarray, scaling: Scaling) -> tuple[np.ndarray, fl
 
 
 def dynamic_factors(
-    dim: int, scaling: Scaling, totals: Int[Array, "batch tokens"]
+    dim: int, scaling: RopeScalingSpec, totals: Int[Array, "batch tokens"]
 ) -> Float[Array, "batch tokens pairs"]:
     """Frequency factors of dynamic NTK scaling, where theta grows with the sequence length.
 
@@ -150,7 +152,7 @@ def dynamic_factors(
     return growth[..., None] ** jnp.asarray(exponents, jnp.float32)[None, None]
 
 
-def alibi_slopes(heads: int, block: Alibi) -> Float[np.ndarray, " heads"]:
+def alibi_slopes(heads: int, block: AlibiSpec) -> Float[np.ndarray, " heads"]:
     """ALiBi slope of each head (arXiv 2108.12409)."""
 
     def series(count: int) -> np.ndarray:
@@ -169,7 +171,7 @@ class RelativeBias(nnx.Module):
     If attention is bidirectional, half of all are for keys after the query.
     """
 
-    def __init__(self, block: Relative, heads: int) -> None:
+    def __init__(self, block: RelativeBiasSpec, heads: int) -> None:
         self.block = block
         self.weight = parameter((block.buckets, heads), ("buckets", "heads"), jnp.float32)
 
@@ -197,7 +199,7 @@ class RelativeBias(nnx.Module):
 class PositionTable(nnx.Module):
     """Learned absolute position embeddings."""
 
-    def __init__(self, block: LearnedPositions, dtype: DTypeLike) -> None:
+    def __init__(self, block: LearnedPositionsSpec, dtype: DTypeLike) -> None:
         self.block = block
         rows = block.size + block.offset
         self.weight = parameter((rows, block.width), ("positions", "hidden"), dtype)
@@ -212,7 +214,7 @@ class PositionTable(nnx.Module):
 class Sinusoids(nnx.Module):
     """Sinusoidal position embeddings (arXiv 1706.03762), sines then cosines."""
 
-    def __init__(self, block: SinusoidalPositions, dtype: DTypeLike) -> None:
+    def __init__(self, block: SinusoidalPositionsSpec, dtype: DTypeLike) -> None:
         self.block, self.dtype = block, dtype
 
     def __call__(
@@ -226,14 +228,14 @@ class Sinusoids(nnx.Module):
 
 
 def sinusoids(
-    block: SinusoidalPositions, positions: Int[np.ndarray, " rows"]
+    block: SinusoidalPositionsSpec, positions: Int[np.ndarray, " rows"]
 ) -> Float[np.ndarray, "rows hidden"]:
     """`Sinusoids` at these positions, in float64."""
     angles = np.outer(positions + block.offset, _sinusoid_frequencies(block))
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
 
 
-def _sinusoid_frequencies(block: SinusoidalPositions) -> Float[np.ndarray, " pairs"]:
+def _sinusoid_frequencies(block: SinusoidalPositionsSpec) -> Float[np.ndarray, " pairs"]:
     half = block.width // 2
     steps = half if block.frequencies == "standard" else half - 1
     return 10000.0 ** (-np.arange(half) / steps)

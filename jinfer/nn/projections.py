@@ -51,7 +51,7 @@ def project(
 class Embedding(nnx.Module):
     """Token embedding: a table with one row per token."""
 
-    def __init__(self, block: blocks.Embedding, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.EmbeddingSpec, dtype: DTypeLike) -> None:
         self.dtype = jnp.dtype(dtype)
         shape = (block.size, block.width)
         self.weight = parameter(shape, ("vocab", "hidden"), dtype, role="table")
@@ -64,7 +64,7 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """LM head: the projection onto the vocabulary; logits are float32."""
 
-    def __init__(self, block: blocks.Head, dtype: DTypeLike) -> None:
+    def __init__(self, block: blocks.HeadSpec, dtype: DTypeLike) -> None:
         shape, axes = (block.outputs, block.inputs), ("vocab", "hidden")
         self.tied = block.tied
         weight = partial(parameter, shape, axes, dtype, normalize=block.normalize, role="head")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Router(nnx.Module):
     """Scores all experts and chooses the best, in float32 because near ties are common."""
 
-    def __init__(self, block: blocks.MixtureOfExperts) -> None:
+    def __init__(self, block: blocks.MoESpec) -> None:
         self.block = block
         shape = (block.experts, block.inputs)
         self.weight = parameter(shape, ("experts", "hidden"), jnp.float32)

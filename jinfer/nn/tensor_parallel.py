@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitEmbedding(blocks.Embedding):
+class ShardedEmbeddingBlock(blocks.EmbeddingSpec):
     """A table sharded by row: `size` rows on each device, in order of devices.
 
     axis: of the mesh.
@@ -30,7 +30,7 @@ class SplitEmbedding(blocks.Embedding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitHead(blocks.Head):
+class ShardedHeadBlock(blocks.HeadSpec):
     """An LM head sharded by output: `outputs` on each device.
 
     axis: of the mesh.
@@ -42,7 +42,7 @@ class SplitHead(blocks.Head):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitAlibi(blocks.Alibi):
+class ShardedAlibi(blocks.AlibiSpec):
     """ALiBi slopes of a shard's heads.
 
     axis: of the mesh.
@@ -53,10 +53,10 @@ class SplitAlibi(blocks.Alibi):
     slopes: tuple[tuple[float, ...], ...]
 
 
-class EmbeddingPart(Embedding):
+class ShardedEmbedding(Embedding):
     """This device's shard of a token embedding."""
 
-    def __init__(self, block: SplitEmbedding, dtype: jnp.dtype) -> None:
+    def __init__(self, block: ShardedEmbeddingBlock, dtype: jnp.dtype) -> None:
         super().__init__(block, dtype)
         self.axis, self.size = block.axis, block.size
 
@@ -68,10 +68,10 @@ class EmbeddingPart(Embedding):
         return lax.psum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), self.axis)
 
 
-class HeadPart(Head):
+class ShardedHead(Head):
     """This device's shard of an LM head."""
 
-    def __init__(self, block: SplitHead, dtype: jnp.dtype) -> None:
+    def __init__(self, block: ShardedHeadBlock, dtype: jnp.dtype) -> None:
         super().__init__(block, dtype)
         self.axis, self.whole = block.axis, block.whole
 
@@ -84,7 +84,7 @@ class HeadPart(Head):
         return whole[..., : self.whole]
 
 
-class Sum:
+class DeferredAllReduce:
     """Deferred all-reduce: a sum over a mesh axis that is computed when it is first read.
 
     Sums of such terms are added before the exchange: one all-reduce for all of them.
@@ -108,11 +108,13 @@ class Sum:
     def __add__(self, other: Any) -> Any:
         if self._value is not None:
             return self._value + other
-        if not isinstance(other, Sum):
-            return Sum(self._part, self._axis, _plus(self._whole, other))
+        if not isinstance(other, DeferredAllReduce):
+            return DeferredAllReduce(self._part, self._axis, _add_optional(self._whole, other))
         if other._value is not None:
             return self + other._value
-        return Sum(self._part + other._part, self._axis, _plus(self._whole, other._whole))
+        return DeferredAllReduce(
+            self._part + other._part, self._axis, _add_optional(self._whole, other._whole)
+        )
 
     __radd__ = __add__
 
@@ -120,7 +122,7 @@ class Sum:
         if self._value is not None or not isinstance(other, int | float):
             return self.value() * other
         whole = None if self._whole is None else self._whole * other
-        return Sum(self._part * other, self._axis, whole)
+        return DeferredAllReduce(self._part * other, self._axis, whole)
 
     __rmul__ = __mul__
 
@@ -143,18 +145,18 @@ class Sum:
         return -self + other
 
 
-def _plus(one: Any, other: Any) -> Any:
+def _add_optional(one: Any, other: Any) -> Any:
     if one is None or other is None:
         return other if one is None else one
     return one + other
 
 
-def valued(x: Any) -> Any:
+def resolve_all_reduce(x: Any) -> Any:
     """The value of a deferred all-reduce; anything else unchanged."""
-    return x.value() if isinstance(x, Sum) else x
+    return x.value() if isinstance(x, DeferredAllReduce) else x
 
 
-def own_slopes(position: SplitAlibi) -> Float[Array, " heads"]:
+def local_alibi_slopes(position: ShardedAlibi) -> Float[Array, " heads"]:
     """The slopes of this device's heads."""
     table = jnp.asarray(position.slopes, jnp.float32)
     return table[lax.axis_index(position.axis)]

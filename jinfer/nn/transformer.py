@@ -18,19 +18,24 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.attention_modules import Attention, CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.feed_forward import MLP, GatedMLP
-from jinfer.nn.forward_context import Step
-from jinfer.nn.hidden_tap import Kept
+from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.hidden_tap import HiddenTap
 from jinfer.nn.mla import LatentAttention
 from jinfer.nn.moe_block import MixtureOfExperts
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
-from jinfer.nn.tensor_parallel import Sum, valued
-from jinfer.ops.attention.kv_cache import Cache, Placement
+from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
+from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
-from jinfer.ops.fusion.fuse_cpu import Chains, chained, chains_here
-from jinfer.ops.fusion.weight_pointers import Table, Told, together, told_of
-from jinfer.ops.matmul.dense import rounding, rounds
+from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuse_operations, fuses_for_cpu
+from jinfer.ops.fusion.weight_pointers import (
+    PointerTable,
+    WeightPointers,
+    merge_weight_pointers,
+    weight_pointers_of,
+)
+from jinfer.ops.matmul.dense import allow_bfloat16_rounding, allows_bfloat16_rounding
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -50,7 +55,7 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "batch tokens hidden"],
         tokens: Int[Array, "batch tokens"],
-        batch: Step,
+        batch: ForwardBatch,
         cache: Cache,
         shared: Mapping[str, nnx.Module],
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
@@ -59,8 +64,8 @@ class Layer(nnx.Module):
 
         def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
-            arguments = list(map(valued, given))
-            if isinstance(module, Kept):
+            arguments = list(map(resolve_all_reduce, given))
+            if isinstance(module, HiddenTap):
                 out, cache[name] = module(arguments[0], batch, cache[name])
                 return out
             if isinstance(module, _ATTENTIONS):
@@ -74,11 +79,11 @@ class Layer(nnx.Module):
 
         # The encoder's output is in the cache, so its name is unused here.
         inputs = {"x": x, "tokens": tokens, "positions": batch.positions, "encoded": None}
-        return valued(self.wiring.run(inputs, call)[0]), cache
+        return resolve_all_reduce(self.wiring.run(inputs, call)[0]), cache
 
     def _summed(self, part: Array) -> Any:
         """The all-reduced output of a module sharded over devices."""
-        return part if self.axis is None else Sum(part, self.axis)
+        return part if self.axis is None else DeferredAllReduce(part, self.axis)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -89,9 +94,9 @@ def _run_layer(
     state: Any,
     x: Array,
     tokens: Array,
-    batch: Step,
+    batch: ForwardBatch,
     cache: Cache,
-    table: Table | None,
+    table: PointerTable | None,
 ) -> tuple[Array, Cache]:
     """A layer as a function, so that equal layers are traced and lowered once.
 
@@ -102,16 +107,18 @@ def _run_layer(
         table: pointers of the layer's weights, the first of `state`.
     """
 
-    def run(state: Any, x: Array, tokens: Array, batch: Step, cache: Cache) -> tuple[Array, Cache]:
+    def run(
+        state: Any, x: Array, tokens: Array, batch: ForwardBatch, cache: Cache
+    ) -> tuple[Array, Cache]:
         layer, shared = nnx.merge(definition, state)
         return layer(x, tokens, batch, cache, shared)
 
-    pointers = None if table is None else Told(table, range(len(table)))
+    pointers = None if table is None else WeightPointers(table, range(len(table)))
     given = state, x, tokens, batch, cache
-    return chained(run, pointers)(*given) if alone else run(*given)
+    return fuse_operations(run, pointers)(*given) if alone else run(*given)
 
 
-class _Split(NamedTuple):
+class _LayerCall(NamedTuple):
     """A layer and the shared modules it calls, as graph definition and arrays.
 
     Attributes:
@@ -123,7 +130,7 @@ class _Split(NamedTuple):
     name: str
     definition: Any
     state: Any
-    pointers: Told | None
+    pointers: WeightPointers | None
 
 
 class Stack(nnx.Module):
@@ -141,14 +148,14 @@ class Stack(nnx.Module):
         self,
         tokens: Int[Array, "batch tokens"],
         types: Int[Array, "batch tokens"],
-        batch: Step,
+        batch: ForwardBatch,
         shared: nnx.Dict,
         hidden: Float[Array, "batch tokens hidden"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
         """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
-        with rounding(self.rounded):
+        with allow_bfloat16_rounding(self.rounded):
             return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def taken(
@@ -158,11 +165,11 @@ class Stack(nnx.Module):
         assert self.follows is not None, "it stands alone"
         inputs = {"hidden": vectors}
         run = self.follows.hidden.run
-        with rounding(self.rounded):
+        with allow_bfloat16_rounding(self.rounded):
             return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def run_layers(
-        self, x: Array, tokens: Array, batch: Step, cache: Cache, shared: nnx.Dict
+        self, x: Array, tokens: Array, batch: ForwardBatch, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with their cache if any."""
         batch = batch.with_cos_sin(self._ropes())
@@ -171,11 +178,13 @@ class Stack(nnx.Module):
         # If two layers do not become one call, each has its own: equal layers are then traced and
         # lowered once.
         states = [layer.state for layer in layers]
-        if chains_here(states, given) and self._joined(layers[-2:], given).count < 2:
+        if fuses_for_cpu(states, given) and self._joined(layers[-2:], given).count < 2:
             return self._joined(layers, given).results()
         return self._through(layers, *given, alone=True)
 
-    def _joined(self, layers: Sequence[_Split], given: Any) -> Chains[tuple[Array, Cache]]:
+    def _joined(
+        self, layers: Sequence[_LayerCall], given: Any
+    ) -> FusedFunction[tuple[Array, Cache]]:
         """Consecutive layers with their operations fused."""
         trees = [jax.tree.structure(layer.state) for layer in layers]
         own, others = list[list[Any]](), list[list[Any]]()
@@ -193,15 +202,17 @@ class Stack(nnx.Module):
             ]
             return self._through(parts, *given, alone=False)
 
-        pointers = together([layer.pointers for layer in layers if layer.pointers is not None])
-        return Chains(run, (own, others, *given), pointers)
+        pointers = merge_weight_pointers(
+            [layer.pointers for layer in layers if layer.pointers is not None]
+        )
+        return FusedFunction(run, (own, others, *given), pointers)
 
     def _through(
         self,
-        layers: Sequence[_Split],
+        layers: Sequence[_LayerCall],
         x: Array,
         tokens: Array,
-        batch: Step,
+        batch: ForwardBatch,
         cache: Cache,
         *,
         alone: bool,
@@ -216,26 +227,39 @@ class Stack(nnx.Module):
         return x, cache
 
     def run_layer(
-        self, number: int, x: Array, tokens: Array, batch: Step, cache: Cache, shared: nnx.Dict
+        self,
+        number: int,
+        x: Array,
+        tokens: Array,
+        batch: ForwardBatch,
+        cache: Cache,
+        shared: nnx.Dict,
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """One layer, with its attentions' caches by module name."""
         return self._run(self._layer(number, shared), x, tokens, batch, cache, alone=True)
 
-    def _layer(self, number: int, shared: nnx.Dict) -> _Split:
+    def _layer(self, number: int, shared: nnx.Dict) -> _LayerCall:
         layer = self.layers[number]
-        definition, state = nnx.split((layer, _used(layer, shared)))
+        definition, state = nnx.split((layer, _shared_modules(layer, shared)))
         name = f"{self.name}.{number}"
-        pointers = told_of(name)
+        pointers = weight_pointers_of(name)
         # Weights read by pointer must be those in the table.
         assert pointers is None or len(pointers.rows) == len(jax.tree.leaves(state[0]))
-        return _Split(name, definition, state, pointers)
+        return _LayerCall(name, definition, state, pointers)
 
     def _run(
-        self, layer: _Split, x: Array, tokens: Array, batch: Step, cache: Cache, *, alone: bool
+        self,
+        layer: _LayerCall,
+        x: Array,
+        tokens: Array,
+        batch: ForwardBatch,
+        cache: Cache,
+        *,
+        alone: bool,
     ) -> tuple[Array, Cache]:
         table = None if layer.pointers is None else layer.pointers.sliced_table()
-        with rounding(self.rounded):
-            here = backend(), interpreted(), rounds()
+        with allow_bfloat16_rounding(self.rounded):
+            here = backend(), interpreted(), allows_bfloat16_rounding()
             given = layer.state, x, tokens, batch, cache, table
             return _run_layer(here, layer.definition, alone, *given)
 
@@ -243,7 +267,7 @@ class Stack(nnx.Module):
         self,
         x: Array,
         tokens: Array,
-        batch: Step,
+        batch: ForwardBatch,
         cache: Mapping[str, Any],
         shared: nnx.Dict,
     ) -> Float[Array, "batch tokens hidden"]:
@@ -254,8 +278,8 @@ class Stack(nnx.Module):
         """
         (layer,) = self.layers
         batch = batch.with_cos_sin(self._ropes())
-        with rounding(self.rounded):
-            return layer(x, tokens, batch, dict(cache), _used(layer, shared))[0]
+        with allow_bfloat16_rounding(self.rounded):
+            return layer(x, tokens, batch, dict(cache), _shared_modules(layer, shared))[0]
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -263,7 +287,7 @@ class Stack(nnx.Module):
                 if isinstance(rope := getattr(module, "rope", None), Rotary):
                     yield rope
 
-    def results(self, x: Array, batch: Step, shared: nnx.Dict) -> dict[str, Array]:
+    def results(self, x: Array, batch: ForwardBatch, shared: nnx.Dict) -> dict[str, Array]:
         """The head: the values it assigns by name, and its result as "logits".
 
         "hidden" is the input of the LM head, or the result, unless the head assigns it.
@@ -281,7 +305,7 @@ class Stack(nnx.Module):
                 return module(arguments[0], batch.lengths)
             return module(*arguments)
 
-        with rounding(self.rounded):
+        with allow_bfloat16_rounding(self.rounded):
             value, assigned = self.head.run({"x": x}, call)
         return {"hidden": value, **seen, "logits": value, **assigned}
 
@@ -289,7 +313,7 @@ class Stack(nnx.Module):
         return self.modules[name] if name in self.modules else shared[name]
 
 
-def _used(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
+def _shared_modules(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
     """The shared modules that a layer calls."""
     return {name: shared[name] for name in layer.wiring.calls if name not in layer.modules}
 
@@ -310,7 +334,7 @@ class Model(nnx.Module):
     def decode(
         self,
         tokens: Int[Array, " tokens"],
-        batch: Step,
+        batch: ForwardBatch,
         cache: Cache,
         want: str,
         last: Int[Array, " chosen"] | None = None,
@@ -322,7 +346,7 @@ class Model(nnx.Module):
     def decode_all(
         self,
         tokens: Int[Array, " tokens"],
-        batch: Step,
+        batch: ForwardBatch,
         cache: Cache,
         last: Int[Array, " chosen"] | None = None,
         hidden: Float[Array, "tokens hidden"] | None = None,
@@ -362,16 +386,18 @@ class Model(nnx.Module):
             The head's results by name; its value is "logits".
         """
         stack = self.stacks["encoder"]
-        batch = Step.of_texts(tokens, lengths)
+        batch = ForwardBatch.of_texts(tokens, lengths)
         x = stack.embed(tokens, types, batch, self.shared)
         x, _ = stack.run_layers(x, tokens, batch, {}, self.shared)
         return stack.results(x, batch, self.shared)
 
-    def fill(self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: Placement) -> Cache:
+    def fill(
+        self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: AttentionMetadata
+    ) -> Cache:
         """The cache with the cross-attention keys and values of an encoder's output."""
         cache = dict(cache)
         stack = self.stacks["decoder"]
-        with rounding(stack.rounded):
+        with allow_bfloat16_rounding(stack.rounded):
             for i, layer in enumerate(stack.layers):
                 for name, module in layer.modules.items():
                     if isinstance(module, CrossAttention):

@@ -11,8 +11,8 @@ from typing import Any
 from jinfer.modelspec.model_spec import ModelSpec, PromptSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.template import ChatTemplate, PromptTemplate, TemplateError, find_chat_template
-from jinfer.template.inferflow_template import Slot
-from jinfer.template.message_content import Render, rendered
+from jinfer.template.inferflow_template import Placeholder
+from jinfer.template.message_content import Render, render_complete
 from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.tokenizer_base import MARK
 
@@ -170,7 +170,7 @@ class Conversation:
         render = self._renderer(tokenizer, variables)
         answered = bool(messages) and messages[-1].get("role") == "assistant"
         answered = answered and not variables.get(CONTINUE, False)
-        return rendered(render, messages, self.jinja or "", answered=answered)
+        return render_complete(render, messages, self.jinja or "", answered=answered)
 
     def _renderer(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Render:
         """What the Jinja template makes of messages."""
@@ -209,7 +209,7 @@ def _going_on(message: Message) -> Message:
 
 def _asks(template: PromptTemplate) -> bool:
     """Whether a template has a place for what the user says, in each turn."""
-    return any(Slot(name) in template.parts for name in ("query", "_query"))
+    return any(Placeholder(name) in template.parts for name in ("query", "_query"))
 
 
 def _hidden(value: Any, tokenizer: Tokenizer) -> Any:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
-from jinfer.modelspec.cache_dtype import Kind, parse_kind
+from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.quant.quantized_tensor import Activations
@@ -15,7 +15,7 @@ from jinfer.quant.quantized_tensor import Activations
 def context_length(spec: ModelSpec) -> int:
     """Tokens that a sequence may have. Raises `SpecError`."""
     trained, asked = spec.dims.get("context"), spec.engine.context
-    if asked and trained and asked > trained * spec.stretch:
+    if asked and trained and asked > trained * spec.dynamic_factor:
         raise SpecError(
             spec.path,
             "engine.context",
@@ -45,6 +45,6 @@ def kv_cache_type(spec: ModelSpec) -> Kind:
     """The type of the KV cache: `dtype` if it is named, else 16 bits on a CPU, too."""
     named = spec.quantization.kv_cache
     if named != "auto":
-        return parse_kind(named)
+        return parse_cache_dtype(named)
     on_cpu = spec.dtype == "auto" and jax.default_backend() == "cpu"
-    return parse_kind("f16") if on_cpu else np.dtype(compute_dtype(spec.dtype))
+    return parse_cache_dtype("f16") if on_cpu else np.dtype(compute_dtype(spec.dtype))

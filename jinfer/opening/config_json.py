@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.checkpoint import Checkpoint
 from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.guard.safe_files import FileRefusedError, path_exists
 from jinfer.opening.source_errors import SourceError
 
 MAX_CONFIG_BYTES = 64 << 20
@@ -27,7 +27,7 @@ def read_config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
     path = config_path(weights)
-    return language_model(read_json(path)) if is_there(path) else {}
+    return language_model(read_json(path)) if path_exists(path) else {}
 
 
 def config_path(weights: Path) -> Path:
@@ -60,7 +60,7 @@ def read_json_value(path: Path) -> Any:
     """Reads a JSON file. Raises `SourceError`."""
     try:
         return json.loads(read_downloaded(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
-    except FileRefused as error:
+    except FileRefusedError as error:
         raise SourceError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}"[:300]) from None

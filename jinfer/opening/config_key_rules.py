@@ -13,16 +13,16 @@ from typing import Any
 
 from jinfer.modelspec.blocks import (
     ACTIVATION_ALIASES,
-    MLP,
-    Alibi,
-    Attention,
+    AlibiSpec,
+    AttentionSpec,
     Block,
-    Disentangled,
-    GatedMLP,
-    LayerNorm,
-    MixtureOfExperts,
-    RMSNorm,
-    Rope,
+    DisentangledSpec,
+    GatedMLPSpec,
+    LayerNormSpec,
+    MLPSpec,
+    MoESpec,
+    RMSNormSpec,
+    RopeSpec,
 )
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
@@ -50,8 +50,8 @@ def _positions(spec: ModelSpec) -> list[Any]:
     return [part for b in _blocks(spec) if (part := getattr(b, "position", None)) is not None]
 
 
-def _ropes(spec: ModelSpec) -> list[Rope]:
-    return [part for part in _positions(spec) if isinstance(part, Rope)]
+def _ropes(spec: ModelSpec) -> list[RopeSpec]:
+    return [part for part in _positions(spec) if isinstance(part, RopeSpec)]
 
 
 def values_of(spec: ModelSpec, *names: str, of: type | tuple[type, ...] = object) -> set[Any]:
@@ -126,7 +126,7 @@ def same_activation(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> b
     """Whether a block has it. Files say gelu and mean its tanh form, so these are one."""
     name = ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
     built = {str(each).removesuffix("_tanh") for each in values_of(spec, "activation", "function")}
-    if name in ("swiglu", "geglu") and values_of(spec, "activation", of=GatedMLP):
+    if name in ("swiglu", "geglu") and values_of(spec, "activation", of=GatedMLPSpec):
         name = {"swiglu": "silu", "geglu": "gelu"}[name]
     return str(name).removesuffix("_tanh") in built or "clamped_swiglu" in built
 
@@ -148,11 +148,11 @@ def same_window(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return (reach is not None and value >= reach) or value in built or halved in built
 
 
-def _attentions(spec: ModelSpec) -> list[Attention | None]:
+def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
     """The attention of each layer; None where it has another kind, or several."""
     found = []
     for layer in layers_of(spec):
-        parts = [block for _, block in layer.modules if isinstance(block, Attention)]
+        parts = [block for _, block in layer.modules if isinstance(block, AttentionSpec)]
         found.append(parts[0] if len(parts) == 1 else None)
     return found
 
@@ -211,7 +211,7 @@ def same_stretch(field: str) -> Rule:
 def same_positions(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether positions are of the kind of a word: "rope_gptj", "rotary", "alibi", "absolute"."""
     word = str(value)
-    kinds = {"rope": Rope, "rota": Rope, "alib": Alibi}
+    kinds = {"rope": RopeSpec, "rota": RopeSpec, "alib": AlibiSpec}
     if word in ("absolute", "learned", "none"):
         return True
     kind = kinds.get(word[:4])
@@ -226,8 +226,8 @@ def turns(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
 
 def same_share(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether that share of each head is rotated."""
-    attentions = [block for block in _blocks(spec) if isinstance(block, Attention)]
-    shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, Rope)]
+    attentions = [block for block in _blocks(spec) if isinstance(block, AttentionSpec)]
+    shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, RopeSpec)]
     usual = value == 1 or not isinstance(value, int | float)
     return (usual and value is not False) or any(int(size * value) == dim for dim, size in shares)
 
@@ -255,23 +255,23 @@ def usual_query_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) ->
 def same_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether scores are multiplied by it; none built is 1 / sqrt(head_dim)."""
     usual = spec.dims.get("head_dim", 1) ** -0.5
-    scales = values_of(spec, "scale", of=Attention)
+    scales = values_of(spec, "scale", of=AttentionSpec)
     return any(_near(float(value), usual if each is None else each) for each in scales)
 
 
 def scaled_scores(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether scores are divided by the root of a head's size if, and only if, a key says so."""
-    return bool(value) == (values_of(spec, "scale", of=Attention) != {1.0})
+    return bool(value) == (values_of(spec, "scale", of=AttentionSpec) != {1.0})
 
 
 def alibi(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether attention has linear biases if, and only if, a key says so."""
-    return bool(value) == any(isinstance(part, Alibi) for part in _positions(spec))
+    return bool(value) == any(isinstance(part, AlibiSpec) for part in _positions(spec))
 
 
 def disentangled(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether attention has vectors of distances if, and only if, a key says so."""
-    return bool(value) == any(isinstance(part, Disentangled) for part in _positions(spec))
+    return bool(value) == any(isinstance(part, DisentangledSpec) for part in _positions(spec))
 
 
 def both_ways(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
@@ -301,8 +301,8 @@ def is_parallel(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
 
 
 def _sort(block: Block | None) -> str:
-    feed = isinstance(block, MLP | GatedMLP | MixtureOfExperts)
-    return "feed" if feed else "attention" if isinstance(block, Attention) else ""
+    feed = isinstance(block, MLPSpec | GatedMLPSpec | MoESpec)
+    return "feed" if feed else "attention" if isinstance(block, AttentionSpec) else ""
 
 
 def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
@@ -310,7 +310,7 @@ def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     first = next(iter(layers_of(spec)), None)
     if first is None:
         return True
-    norms = [name for name, b in first.modules if isinstance(b, LayerNorm | RMSNorm)]
+    norms = [name for name, b in first.modules if isinstance(b, LayerNormSpec | RMSNormSpec)]
     after = re.compile(rf"\b({'|'.join(map(re.escape, norms)) or '-'})\(\s*x\s*\+")
     return bool(value) != bool(after.search(first.wiring.text))
 
@@ -318,7 +318,7 @@ def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
 def same_norm(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     """Whether there are RMS norms if, and only if, a word or a switch says so."""
     says = "rms" in value if isinstance(value, str) else bool(value)
-    return says == any(isinstance(block, RMSNorm) for block in _blocks(spec))
+    return says == any(isinstance(block, RMSNormSpec) for block in _blocks(spec))
 
 
 def is_hidden(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.modelspec.spec_errors import SpecError, nearest
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.opening.config_json import read_json
 from jinfer.opening.source_errors import SourceError
 from jinfer.sampling.sampling_params import ALIASES, SamplingParams
@@ -128,7 +128,9 @@ def check_defaults(values: Mapping[str, Any], path: str) -> None:
     allowed = [field.name for field in fields(SamplingParams)]
     for name in values:
         if name not in allowed and name not in ALIASES:
-            raise SpecError(path, f"generation.{name}", f"unknown key; {nearest(name, allowed)}")
+            raise SpecError(
+                path, f"generation.{name}", f"unknown key; {nearest_hint(name, allowed)}"
+            )
     try:
         SamplingParams.from_names(values)
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jinfer.modelspec.spec_errors import nearest
+from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.opening.source_errors import SourceError
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]
@@ -103,7 +103,7 @@ def _downloaded(hub: Any, source: str, name: str, file: str, revision: str | Non
     about = hub.model_info(name, revision=revision, timeout=_PATIENCE)
     files = [each.rfilename for each in about.siblings or ()]
     if file and file not in files:
-        raise SourceError(f"{source}: there is no {file} in {name}; {nearest(file, files)}")
+        raise SourceError(f"{source}: there is no {file} in {name}; {nearest_hint(file, files)}")
     # The same weights often lie there in several formats: only the safest is fetched.
     weights = next((w for w in HUB_WEIGHTS if any(Path(f).match(w) for f in files)), "*.bin")
     patterns = [*(p for p in HUB_FILES if p not in HUB_WEIGHTS), file or weights]

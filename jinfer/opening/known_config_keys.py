@@ -3,7 +3,7 @@ a model that was built without reading one does as it says all the same."""
 
 from __future__ import annotations
 
-from jinfer.modelspec.blocks import MixtureOfExperts
+from jinfer.modelspec.blocks import MoESpec
 from jinfer.opening import config_key_rules, moe_key_rules
 from jinfer.opening.config_key_rules import Rule
 
@@ -29,10 +29,10 @@ CAUSAL = ("tokens see only those before them", config_key_rules.causal)
 BEFORE = ("norms stand before or after the branches", config_key_rules.norm_before)
 _DENSE = "some layers have no experts"
 _CHOICE = "how experts are chosen and weighed"
-RENORM = (_CHOICE, config_key_rules.is_built("renormalize", of=MixtureOfExperts))
-GROUPS = (_CHOICE, config_key_rules.is_built("groups", of=MixtureOfExperts))
-CHOSEN = (_CHOICE, config_key_rules.is_built("top_k_groups", of=MixtureOfExperts))
-WEIGHT = (_CHOICE, config_key_rules.is_built("scale", of=MixtureOfExperts))
+RENORM = (_CHOICE, config_key_rules.is_built("renormalize", of=MoESpec))
+GROUPS = (_CHOICE, config_key_rules.is_built("groups", of=MoESpec))
+CHOSEN = (_CHOICE, config_key_rules.is_built("top_k_groups", of=MoESpec))
+WEIGHT = (_CHOICE, config_key_rules.is_built("scale", of=MoESpec))
 SHARED = ("layers use what others computed", config_key_rules.usual())
 CLAMP = ("the gated unit is clamped", config_key_rules.is_built("limit", "alpha"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import STACKS, Facts, resolve
+from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import read_toml, specs_folder, with_families
 from jinfer.modelspec.toml_tables import check_parameters
@@ -99,7 +99,7 @@ def _resolved(path: Path) -> ModelSpec | None:
     """The model, if its sizes are known: from the specification alone, or a checkpoint at hand."""
     tables = with_families(read_toml(path), path)
     try:
-        return resolve(tables, str(path), Facts(), {})
+        return resolve(tables, str(path), CheckpointFacts(), {})
     except SpecError:
         pass
     if str(tables[-1].get("weights", "")).startswith("hf://"):

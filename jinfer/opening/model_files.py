@@ -8,9 +8,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
-from jinfer.guard.safe_files import is_there
+from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.resolve_spec import STACKS
-from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
 from jinfer.modelspec.toml_tables import check_text
 from jinfer.opening.sources import locate
@@ -78,7 +78,7 @@ def read_spec_file(source: str, path: Path, overrides: Mapping[str, Any]) -> Spe
     Raises:
         SpecError, SourceError: it names no weights, or what is not there.
     """
-    enclosed = path.is_dir() and is_there(path / SPEC_FILE)
+    enclosed = path.is_dir() and path_exists(path / SPEC_FILE)
     path = path / SPEC_FILE if enclosed else path
     own = read_toml(path) if path.suffix == ".toml" else {}
     if enclosed:
@@ -128,7 +128,9 @@ def check_enclosed(path: Path, key: str, said: Any) -> None:
     if said is not None and (
         "://" in text or text[:1] in ("/", "~") or ".." in PurePath(text).parts or "\\" in text
     ):
-        reason = f"{show(said)} leads out of the folder; give {path.name} itself if that is right"
+        reason = (
+            f"{show_value(said)} leads out of the folder; give {path.name} itself if that is right"
+        )
         raise SpecError(path, key, reason)
 
 
@@ -138,6 +140,6 @@ def _is_trusted(
     """What the user says, or a specification of the user's; what a hub has is not trusted."""
     said = overrides.get("trust", own.get("trust"))
     if said is not None and not isinstance(said, bool):
-        raise SpecError(path, "trust", f"{show(said)} is not true or false")
+        raise SpecError(path, "trust", f"{show_value(said)} is not true or false")
     places = (source, *(str(table.get(key)) for table in (own, overrides) for key in _PLACES))
     return False if said is None and any(p.startswith("hf://") for p in places) else said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.modelspec.blocks import MixtureOfExperts
+from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.opening.config_key_rules import layers_of, values_of
 
@@ -34,7 +34,7 @@ def _dense(spec: ModelSpec) -> list[bool]:
     if spec.follows is not None:
         return []
     dense = [
-        not any(isinstance(block, MixtureOfExperts) for _, block in layer.modules)
+        not any(isinstance(block, MoESpec) for _, block in layer.modules)
         for layer in layers_of(spec)
     ]
     return [] if all(dense) else dense

@@ -8,7 +8,7 @@ from typing import Any
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec
-from jinfer.modelspec.resolve_spec import TOP
+from jinfer.modelspec.resolve_spec import TOP_KEYS
 from jinfer.modelspec.speculation_table import SpeculationSpec
 from jinfer.modelspec.table_reader import fields
 from jinfer.modelspec.toml_tables import merge, nested
@@ -118,7 +118,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
             call = f"LLM(source, **{{{_MAIN[key]!r}: {value!r}}})"
             raise RequestError(f"{key} is a table; this may be {_MAIN[key]}: {call}")
         name = key.partition(".")[0] if isinstance(key, str) else ""
-        if name in TOP:
+        if name in TOP_KEYS:
             continue
         found = FOREIGN.get(name) or next(
             (f"{table}.{name}" for table, spec in _TABLES.items() if name in fields(spec)), ""

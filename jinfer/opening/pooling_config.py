@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, open_checkpoint
-from jinfer.guard.safe_files import is_there
+from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import nearest, show
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.opening.config_json import read_json, read_json_value
 from jinfer.opening.source_errors import SourceError
 
@@ -112,8 +112,8 @@ class PoolingSpec:
     def prompt(self, name: str | None) -> str:
         """The text of a prompt; None: of the default one. Raises `ValueError`."""
         if name is not None and name not in self.prompts:
-            known = nearest(name, self.prompts) if self.prompts else "the model has no prompts"
-            raise ValueError(f"there is no prompt {show(name)}; {known}")
+            known = nearest_hint(name, self.prompts) if self.prompts else "the model has no prompts"
+            raise ValueError(f"there is no prompt {show_value(name)}; {known}")
         chosen = self.default_prompt if name is None else name
         return "" if chosen is None else self.prompts[chosen]
 
@@ -134,7 +134,7 @@ def find_pooling(spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, A
     folder = path if path.is_dir() else path.parent
     own = _of_gguf(checkpoint, config, hidden)
     own = own or PoolingSpec(("mean" if spec.decoder is None else "last",))
-    if not is_there(folder / "modules.json"):
+    if not path_exists(folder / "modules.json"):
         return own
     return _of_modules(folder, own, hidden)
 
@@ -154,7 +154,9 @@ def _of_gguf(
         layers = _of_dense_tensors(checkpoint, hidden)
         return PoolingSpec((_GGUF_TYPES[number],), layers=layers, declared=True)
     reason = _GGUF_REFUSED.get(number if known else -1, "which is not known")
-    return PoolingSpec((), refusal=f"{checkpoint.path.name}: {key} is {show(number)}, {reason}")
+    return PoolingSpec(
+        (), refusal=f"{checkpoint.path.name}: {key} is {show_value(number)}, {reason}"
+    )
 
 
 def _of_dense_tensors(checkpoint: Checkpoint, hidden: int | None) -> tuple[Projection, ...]:
@@ -213,10 +215,10 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
 
     Newer files leave the former to the tokenizer's own.
     """
-    there = (folder / name for name in _TRANSFORMER_FILES if is_there(folder / name))
+    there = (folder / name for name in _TRANSFORMER_FILES if path_exists(folder / name))
     settings = read_json(file) if (file := next(there, None)) else {}
     tokenizer = folder / "tokenizer_config.json"
-    known = read_json(tokenizer).get("model_max_length") if is_there(tokenizer) else None
+    known = read_json(tokenizer).get("model_max_length") if path_exists(tokenizer) else None
     limits = (settings.get("max_seq_length"), known)
     most = (n for n in limits if type(n) is int and 1 < n < _MOST_TOKENS)
     return next(most, None), settings.get("do_lower_case") is True
@@ -224,20 +226,22 @@ def _transformer(folder: Path) -> tuple[int | None, bool]:
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None, Similarity]:
     """Prompts by name, the default one's name, and how vectors are compared."""
-    config = read_json(path) if is_there(path) else {}
+    config = read_json(path) if path_exists(path) else {}
     given = config.get("prompts") or {}
     if not isinstance(given, Mapping) or not all(
         isinstance(text, str | None) for text in given.values()
     ):
-        raise SourceError(f"{path}: prompts is {show(given)}; it has to be texts by name")
+        raise SourceError(f"{path}: prompts is {show_value(given)}; it has to be texts by name")
     prompts = {str(name): text or "" for name, text in given.items()}
     default: Any = config.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise SourceError(f"{path}: default_prompt_name is {show(default)}, which no prompt has")
+        raise SourceError(
+            f"{path}: default_prompt_name is {show_value(default)}, which no prompt has"
+        )
     similarity: Any = config.get("similarity_fn_name") or "cosine"
     if similarity not in get_args(Similarity):
-        known = nearest(str(similarity), get_args(Similarity))
-        raise SourceError(f"{path}: similarity_fn_name is {show(similarity)}; {known}")
+        known = nearest_hint(str(similarity), get_args(Similarity))
+        raise SourceError(f"{path}: similarity_fn_name is {show_value(similarity)}; {known}")
     return prompts, default, similarity
 
 
@@ -274,7 +278,7 @@ def _projection(folder: Path) -> Projection:
     usual = {"module_input_name": "sentence_embedding", "use_residual": False}
     for key, value in usual.items():
         if config.get(key, value) not in (value, None):
-            reason = f"{key} = {show(config[key])} is not followed"
+            reason = f"{key} = {show_value(config[key])} is not followed"
             raise SourceError(f"{folder / 'config.json'}: {reason}")
     tensors = open_checkpoint(folder).tensors
     if "linear.weight" not in tensors:
@@ -306,7 +310,8 @@ def _modes(config: Mapping[str, Any], file: Path) -> tuple[Pooling, ...]:
         strange = next((n for n in names if not isinstance(n, str) or n not in _MODES), None)
     if strange is not None:
         raise SourceError(
-            f"{file}: the pooling {show(strange)} is not known; {nearest(str(strange), _MODES)}"
+            f"{file}: the pooling {show_value(strange)} is not known; "
+            f"{nearest_hint(str(strange), _MODES)}"
         )
     return tuple(_MODES[name][1] for name in chosen)
 

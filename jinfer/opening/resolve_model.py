@@ -9,10 +9,10 @@ from typing import Any
 
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import find_family, format_table, with_families
-from jinfer.modelspec.spec_values import Missing, rows_in
+from jinfer.modelspec.spec_values import MissingKey, row_counter
 from jinfer.opening.model_files import ModelFiles, check_enclosed
 from jinfer.opening.unused_config import consequences, unread
 from jinfer.weights.infer_from_tensors import infer_from_tensors, missing_heads
@@ -63,17 +63,17 @@ def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
     return [*tables]
 
 
-def _facts(files: ModelFiles, looked_up: set[str]) -> Facts:
+def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
     """What a checkpoint says of itself; the keys that are looked up go to `looked_up`."""
     checkpoint, config, tensors = files.checkpoint, files.config, files.checkpoint.tensors
-    rows = rows_in({name: tensor.shape for name, tensor in tensors.items()})
+    rows = row_counter({name: tensor.shape for name, tensor in tensors.items()})
 
     def has(pattern: str) -> bool:
         return pattern in tensors or any(fnmatchcase(name, pattern) for name in tensors)
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else files.weights.name
-        return Facts(checkpoint.format, lookup_in(config, looked_up), has, source, rows)
+        return CheckpointFacts(checkpoint.format, lookup_in(config, looked_up), has, source, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
@@ -81,6 +81,6 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> Facts:
             if config.get(full) is not None:
                 looked_up.add(full)
                 return config[full]
-        raise Missing(key)
+        raise MissingKey(key)
 
-    return Facts("gguf", lookup, has, files.weights.name, rows)
+    return CheckpointFacts("gguf", lookup, has, files.weights.name, rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 
 
 class SourceError(ValueError):
     """A source that leads nowhere: says what was looked for, and what to do."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text))
+        super().__init__(sanitized(text))

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from jinfer.guard.safe_files import dangling
+from jinfer.guard.safe_files import dangling_link
 from jinfer.opening.hub import fetched, snapshot
 from jinfer.opening.source_errors import SourceError as SourceError
 
@@ -46,7 +46,7 @@ def _locate(source: str, beside: Path) -> Path:
     path = Path(source).expanduser()
     path = path if path.is_absolute() else beside / path
     if not path.exists():
-        raise SourceError(f"{path}: {dangling(path) or 'there is no such file or folder'}")
+        raise SourceError(f"{path}: {dangling_link(path) or 'there is no such file or folder'}")
     return snapshot(path)
 
 

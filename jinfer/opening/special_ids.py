@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.modelspec.spec_errors import show
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.opening.model_files import ModelFiles
 from jinfer.opening.source_errors import SourceError
 from jinfer.tokenizer import Tokenizer
@@ -53,6 +53,6 @@ def _checked_ids(files: ModelFiles, vocab: int, key: str) -> tuple[int, ...]:
     listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
     for id in listed:
         if type(id) is not int or not 0 <= id < vocab:
-            reason = f"{key} has {show(id)}, which is no id of a vocabulary of {vocab}"
+            reason = f"{key} has {show_value(id)}, which is no id of a vocabulary of {vocab}"
             raise SourceError(f"{files.checkpoint.path}: {reason}")
     return tuple(listed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.opening.config_key_rules import Rule
 from jinfer.opening.known_config_keys import KNOWN, ROTARY
 
@@ -95,7 +95,7 @@ def check_followed(keys: Mapping[str, Any], config: Mapping[str, Any], spec: Mod
     """
     known = consequences(keys, config, spec)
     for key, (value, how) in known.items():
-        reason = f"{show(value)} is not followed: {how}"
+        reason = f"{show_value(value)} is not followed: {how}"
         if spec.trust_config == "warn":
             _log.warning("%s: %s = %s", spec.path, key, reason)
             continue

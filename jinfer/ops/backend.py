@@ -23,7 +23,7 @@ def interpreted() -> bool:
 
 
 @contextmanager
-def target(platform: str, *, interpret: bool = False) -> Iterator[None]:
+def target_platform(platform: str, *, interpret: bool = False) -> Iterator[None]:
     """Code that this thread traces within the context targets the given platform.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jinfer.cpu import build_library
 
 
-def made_from() -> str:
+def library_key() -> str:
     """A key that changes with the custom calls' code, or "" if there are none."""
     return build_library.key() if build_library.available() else ""
 

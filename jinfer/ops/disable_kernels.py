@@ -3,32 +3,32 @@
 import os
 from typing import Literal, get_args
 
-type Kernels = Literal["products", "attention", "experts", "sampling"]
+type KernelKind = Literal["products", "attention", "experts", "sampling"]
 
-OFF = "JINFER_NO_KERNELS"
-_KNOWN: tuple[Kernels, ...] = get_args(Kernels.__value__)
+NO_KERNELS_VARIABLE = "JINFER_NO_KERNELS"
+_KNOWN: tuple[KernelKind, ...] = get_args(KernelKind.__value__)
 
 
 class SwitchError(ValueError):
     """An environment variable has an unknown value."""
 
 
-def kernels(which: Kernels) -> bool:
+def kernels_enabled(which: KernelKind) -> bool:
     """Whether GPU kernels of this kind are enabled; if not, XLA computes.
 
     Raises:
         SwitchError: see `disabled_kernels`.
     """
-    return which not in turned_off()
+    return which not in disabled_kernels()
 
 
-def turned_off() -> frozenset[str]:
+def disabled_kernels() -> frozenset[str]:
     """The kinds listed in $JINFER_NO_KERNELS, separated by commas; "1" or "all": all of them.
 
     Raises:
         SwitchError: the value is unknown.
     """
-    given = os.environ.get(OFF, "").strip()
+    given = os.environ.get(NO_KERNELS_VARIABLE, "").strip()
     if given in ("", "0"):
         return frozenset()
     if given in ("1", "all"):
@@ -37,5 +37,5 @@ def turned_off() -> frozenset[str]:
     for word in words:
         if word not in _KNOWN:
             known = f"1, all, or some of {', '.join(_KNOWN)}"
-            raise SwitchError(f"{OFF}: there are no kernels {word!r}; give {known}")
+            raise SwitchError(f"{NO_KERNELS_VARIABLE}: there are no kernels {word!r}; give {known}")
     return frozenset(words)

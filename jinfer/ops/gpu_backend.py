@@ -24,10 +24,10 @@ from jinfer.ops.disable_kernels import SwitchError
 if TYPE_CHECKING:
     from kernels_pallas import Backend
 
-KIND = "JINFER_KERNELS"
+KERNELS_VARIABLE = "JINFER_KERNELS"
 
 
-def kind() -> Backend:
+def selected_backend() -> Backend:
     """The back end in use: $JINFER_KERNELS, or else Triton-style while JAX has it.
 
     What Mosaic kernels do not support is computed by XLA.
@@ -35,7 +35,7 @@ def kind() -> Backend:
     Raises:
         SwitchError: see `requested_backend`.
     """
-    if (given := asked_for()) is not None:
+    if (given := requested_backend()) is not None:
         return given
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.triton_ops import DEFAULT
@@ -43,18 +43,22 @@ def kind() -> Backend:
     return DEFAULT
 
 
-def prepares_rows() -> bool:
+def fuses_prologue() -> bool:
     """Whether what precedes a matmul is fused into its prologue kernel (Triton-style only)."""
-    return backend() == "gpu" and disable_kernels.kernels("products") and kind() == "triton"
+    return (
+        backend() == "gpu"
+        and disable_kernels.kernels_enabled("products")
+        and selected_backend() == "triton"
+    )
 
 
-def asked_for() -> Literal["triton", "mosaic"] | None:
+def requested_backend() -> Literal["triton", "mosaic"] | None:
     """The value of $JINFER_KERNELS.
 
     Raises:
         SwitchError: the value is unknown.
     """
-    match os.environ.get(KIND, "").strip():
+    match os.environ.get(KERNELS_VARIABLE, "").strip():
         case "":
             return None
         case "triton":
@@ -62,4 +66,6 @@ def asked_for() -> Literal["triton", "mosaic"] | None:
         case "mosaic":
             return "mosaic"
         case other:
-            raise SwitchError(f"{KIND}: there are no kernels {other!r}; give triton or mosaic")
+            raise SwitchError(
+                f"{KERNELS_VARIABLE}: there are no kernels {other!r}; give triton or mosaic"
+            )

@@ -12,7 +12,13 @@ from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
 from jinfer.ops.backend import backend
-from jinfer.ops.matmul.matmul import Weight, fuses, linear_of, linears_sorted, sorts_rows
+from jinfer.ops.matmul.matmul import (
+    Weight,
+    fuses_activation,
+    grouped_linears,
+    linear_of_stack,
+    supports_grouped,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -22,14 +28,14 @@ if TYPE_CHECKING:
 _LEAST_ROWS, _MOST_ROWS = 8, 256
 
 
-class Projection(NamedTuple):
+class ExpertProjection(NamedTuple):
     """One projection of all experts."""
 
     weight: Weight  # [experts, outputs, inputs]
     bias: Float[Array, "experts outputs"] | None
 
 
-class Experts(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts: feed-forwards of equal shape; without `gate` they are plain MLPs.
 
     Attributes:
@@ -37,33 +43,33 @@ class Experts(NamedTuple):
         fused: name of `activation` if the fused matmul supports it, otherwise "none".
     """
 
-    gate: Projection | None
-    up: Projection
-    down: Projection
+    gate: ExpertProjection | None
+    up: ExpertProjection
+    down: ExpertProjection
     activation: Callable[[Array | None, Array], Array]
     fused: str = "none"
 
 
-def mixture_reference(
+def mixture_of_experts_reference(
     x: Float[Array, "rows hidden"],
     chosen: Int[Array, "rows top_k"],
     weights: Float[Array, "rows top_k"],
-    experts: Experts,
+    experts: ExpertWeights,
 ) -> Float[Array, "rows hidden"]:
     """`mixture_of_experts` with every expert applied to every row."""
     numbers = jnp.arange(experts.up.weight.shape[0])
     each = lax.map(lambda expert: _feed_forward(x, experts, expert), numbers)
-    share = jnp.sum(jnp.where(_is(chosen, numbers), weights[:, :, None], 0.0), axis=1)
+    share = jnp.sum(jnp.where(_one_hot(chosen, numbers), weights[:, :, None], 0.0), axis=1)
     exact = lax.Precision.HIGHEST
     total = jnp.einsum("re,erh->rh", share, each.astype(jnp.float32), precision=exact)
     return total.astype(x.dtype)
 
 
-def mixture(
+def mixture_of_experts(
     x: Float[Array, "rows hidden"],
     chosen: Int[Array, "rows top_k"],
     weights: Float[Array, "rows top_k"],
-    experts: Experts,
+    experts: ExpertWeights,
 ) -> Float[Array, "rows hidden"]:
     """The weighted sum of the outputs of each row's chosen experts.
 
@@ -78,16 +84,16 @@ def mixture(
     """
     rows, top_k = chosen.shape
     taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
-    if all(sorts_rows(each.weight) for each in taken):
-        order = _by_expert(chosen, experts.up.weight.shape[0])
-        out = _sorted(x, order, experts)
+    if all(supports_grouped(each.weight) for each in taken):
+        order = _sort_by_expert(chosen, experts.up.weight.shape[0])
+        out = _grouped_feed_forward(x, order, experts)
         if _has_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
                 x.dtype
             )
         y = out[order.place_of]
     else:
-        y = _in_blocks(x, chosen, experts)
+        y = _blockwise_feed_forward(x, chosen, experts)
     y = y.reshape(rows, top_k, -1).astype(jnp.float32)
     # Added in sequence: the order must not depend on the other rows (batch invariance).
     parts = (y[:, k] * weights[:, k : k + 1] for k in range(top_k))
@@ -98,7 +104,7 @@ def _has_calls() -> bool:
     return backend() == "cpu" and cpu.available()
 
 
-def _by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
+def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
     if _has_calls():
         return cpu.sort_by_expert(chosen.astype(jnp.int32), count)
     expert_of, top_k = chosen.reshape(-1), chosen.shape[1]
@@ -108,38 +114,38 @@ def _by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
     return cpu.Sorted(order // top_k, expert_of[order], offsets, jnp.argsort(order))
 
 
-def _sorted(
-    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: Experts
+def _grouped_feed_forward(
+    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: ExpertWeights
 ) -> Float[Array, "pairs hidden"]:
     """The outputs of the sorted pairs, by grouped matmul."""
     offsets = order.offsets
 
-    def finished(y: Array, projection: Projection) -> Array:
+    def finished(y: Array, projection: ExpertProjection) -> Array:
         if projection.bias is not None:
             y = y + projection.bias[order.expert_of].astype(jnp.float32)
         return y.astype(x.dtype)
 
     rows, gate, up = x[order.row_of], experts.gate, experts.up
     plain = gate is not None and gate.bias is None and up.bias is None
-    if gate is not None and plain and fuses(gate.weight, up.weight, experts.fused):
-        (y,) = linears_sorted(rows, [gate.weight, up.weight], offsets, experts.fused)
+    if gate is not None and plain and fuses_activation(gate.weight, up.weight, experts.fused):
+        (y,) = grouped_linears(rows, [gate.weight, up.weight], offsets, experts.fused)
         inner = y.astype(x.dtype)
     else:
         both = [each for each in (gate, up) if each is not None]
-        each = (linears_sorted(rows, [one.weight], offsets)[0] for one in both)
+        each = (grouped_linears(rows, [one.weight], offsets)[0] for one in both)
         done = [finished(y, one) for y, one in zip(each, both, strict=True)]
         inner = experts.activation(done[0] if gate is not None else None, done[-1])
-    return finished(linears_sorted(inner, [experts.down.weight], offsets)[0], experts.down)
+    return finished(grouped_linears(inner, [experts.down.weight], offsets)[0], experts.down)
 
 
-def _in_blocks(
-    x: Float[Array, "rows hidden"], chosen: Int[Array, "rows top_k"], experts: Experts
+def _blockwise_feed_forward(
+    x: Float[Array, "rows hidden"], chosen: Int[Array, "rows top_k"], experts: ExpertWeights
 ) -> Float[Array, "pairs hidden"]:
     """The outputs of all pairs, by a loop over blocks of one expert each."""
     rows, top_k = chosen.shape
     pairs, count = rows * top_k, experts.up.weight.shape[0]
     size = _block_rows(pairs, count)
-    blocks = _Blocks(chosen.reshape(-1), count, size)
+    blocks = _ExpertBlocks(chosen.reshape(-1), count, size)
 
     def run(number: Array, out: Array) -> Array:
         expert, begin, count = blocks.at(number)
@@ -156,10 +162,10 @@ def _in_blocks(
 
 def _sizes(expert_of: Int[Array, " pairs"], count: int) -> Int[Array, " experts"]:
     """How many pairs each expert has."""
-    return jnp.sum(_is(expert_of, jnp.arange(count)), axis=0, dtype=jnp.int32)
+    return jnp.sum(_one_hot(expert_of, jnp.arange(count)), axis=0, dtype=jnp.int32)
 
 
-class _Blocks:
+class _ExpertBlocks:
     """Pairs of row and expert, sorted by expert, in blocks of at most `size` of one expert."""
 
     def __init__(self, expert_of: Int[Array, " pairs"], count: int, size: int) -> None:
@@ -194,19 +200,19 @@ def _block_rows(pairs: int, experts: int) -> int:
 
 def _feed_forward(
     x: Float[Array, "rows hidden"],
-    experts: Experts,
+    experts: ExpertWeights,
     expert: Int[Array, ""],
     own: Bool[Array, " rows"] | None = None,
 ) -> Float[Array, "rows hidden"]:
     """The output of one expert; only rows marked in `own` count."""
 
-    def project(x: Array, projection: Projection) -> Array:
-        return linear_of(x, projection.weight, projection.bias, expert, own)
+    def project(x: Array, projection: ExpertProjection) -> Array:
+        return linear_of_stack(x, projection.weight, projection.bias, expert, own)
 
     gate = None if experts.gate is None else project(x, experts.gate)
     return project(experts.activation(gate, project(x, experts.up)), experts.down)
 
 
-def _is(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:
+def _one_hot(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:
     """One-hot encoding of `chosen`: [*shape, experts]."""
     return chosen[..., None] == numbers.reshape((1,) * chosen.ndim + (-1,))

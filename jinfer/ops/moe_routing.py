@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
-from jinfer.modelspec.blocks import MixtureOfExperts
+from jinfer.modelspec.blocks import MoESpec
 from jinfer.ops.backend import backend
 from jinfer.ops.norm import sigmoid, softmax
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def route(
     logits: Float[Array, "rows experts"],
     correction: Float[Array, " experts"] | None,
-    rule: MixtureOfExperts,
+    rule: MoESpec,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """Chooses `rule.top_k` experts per row, as `rule` describes.
 
@@ -44,7 +44,7 @@ def route(
 def route_reference(
     logits: Float[Array, "rows experts"],
     correction: Float[Array, " experts"] | None,
-    rule: MixtureOfExperts,
+    rule: MoESpec,
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """`route` in XLA operations."""
     if rule.scoring == "sparsemixer":
@@ -52,7 +52,7 @@ def route_reference(
     else:
         scores = softmax(logits) if rule.scoring == "softmax" else sigmoid(logits)
         ranked = scores if correction is None else scores + correction[None, :]
-        chosen = lax.top_k(_of_best_groups(ranked, rule), rule.top_k)[1]
+        chosen = lax.top_k(_mask_groups(ranked, rule), rule.top_k)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
     if rule.renormalize:
         # Added in sequence, so that the order does not depend on the number of rows.
@@ -61,8 +61,8 @@ def route_reference(
     return chosen, weights * rule.scale
 
 
-def _of_best_groups(
-    scores: Float[Array, "rows experts"], rule: MixtureOfExperts
+def _mask_groups(
+    scores: Float[Array, "rows experts"], rule: MoESpec
 ) -> Float[Array, "rows experts"]:
     """The scores, -inf outside the best groups (group-limited routing, arXiv 2405.04434)."""
     if rule.groups == rule.top_k_groups:
@@ -75,7 +75,7 @@ def _of_best_groups(
 
 
 def _sparsemixer(
-    logits: Float[Array, "rows experts"], rule: MixtureOfExperts
+    logits: Float[Array, "rows experts"], rule: MoESpec
 ) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
     """SparseMixer (arXiv 2409.12136): repeated arg-max, each with its own softmax.
 

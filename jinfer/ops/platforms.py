@@ -7,10 +7,10 @@ from difflib import get_close_matches
 
 import jax
 
-from jinfer.guard.process_limits import check
+from jinfer.guard.process_limits import check_process_limits
 from jinfer.ops.disable_kernels import SwitchError
 
-ASKED = "JAX_PLATFORMS"
+PLATFORMS_VARIABLE = "JAX_PLATFORMS"
 _KNOWN = ("cpu", "cuda", "rocm", "tpu")
 _INSTALL = {
     "cuda": "for NVIDIA's GPUs: pip install 'jinfer[cuda]'; ",
@@ -27,12 +27,12 @@ def start() -> None:
         SwitchError: JAX does not find the platform.
         LimitError: system limits of this process are too low.
     """
-    check()
+    check_process_limits()
     try:
         jax.local_devices()[0]
     except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
-        if asked := os.environ.get(ASKED, ""):
-            raise SwitchError(f"{ASKED}={asked}: {_reason(asked)}") from error
+        if asked := os.environ.get(PLATFORMS_VARIABLE, ""):
+            raise SwitchError(f"{PLATFORMS_VARIABLE}={asked}: {_reason(asked)}") from error
         raise
 
 

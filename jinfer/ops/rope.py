@@ -38,7 +38,7 @@ def rotate(
         adjacent: the numbers of a pair are neighbours (GPT-J style); otherwise they are `pairs`
             apart (GPT-NeoX style).
     """
-    if gpu_backend.prepares_rows():
+    if gpu_backend.fuses_prologue():
         return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
     if not (backend() == "cpu" and cpu.available()):
         return rotate_reference(x, cos, sin, size=size, adjacent=adjacent)

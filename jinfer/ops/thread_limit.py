@@ -15,7 +15,7 @@ _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")
 
 
-def bound(count: int) -> Callable[[], None]:
+def limit_threads(count: int) -> Callable[[], None]:
     """Limits the threads of the whole process until the returned function is called.
 
     XLA sizes its pools once, when it starts: they obey the limit if it has not started yet and keep

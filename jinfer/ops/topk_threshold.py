@@ -17,12 +17,12 @@ def available() -> bool:
     """Whether code traced here can use the kernel: on a GPU, with the Triton-style back end."""
     return (
         backend() == "gpu"
-        and disable_kernels.kernels("sampling")
-        and gpu_backend.kind() == "triton"
+        and disable_kernels.kernels_enabled("sampling")
+        and gpu_backend.selected_backend() == "triton"
     )
 
 
-def least(
+def mass_threshold(
     order: UInt[Array, "rows numbers"],
     weights: Float[Array, "rows numbers"],
     mass: Float[Array, " rows"],
@@ -31,4 +31,4 @@ def least(
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas import topk_threshold
 
-    return topk_threshold.least(order, weights, mass, interpret=interpreted())
+    return topk_threshold.mass_threshold(order, weights, mass, interpret=interpreted())

@@ -21,18 +21,24 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import AUTO, CPU
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.parallel.cost_model import Machine, layouts, with_host
-from jinfer.parallel.layer_bytes import weigh
-from jinfer.parallel.memory_plan import Sizing, remedies, sizing_of
-from jinfer.parallel.placement import HOST_MACHINE, machine_of, plan_of, work_of
+from jinfer.parallel.cost_model import Hardware, device_layouts, estimate_with_offload
+from jinfer.parallel.layer_bytes import model_bytes
+from jinfer.parallel.memory_plan import MemoryPlanner, fitting_offloads, memory_planner
+from jinfer.parallel.placement import HOST_HARDWARE, hardware_of, model_cost, partition_plan
 
-_WORDS = {"host_embeddings": "embeddings", "host_kv_cache": "cache", "cpu_layers": "layers"}
-_WORDS |= {"streamed_layers": "streamed"}  # key of `[partition]` -> `with_host`'s argument
+_OFFLOAD_ARGUMENTS = {
+    "host_embeddings": "embeddings",
+    "host_kv_cache": "cache",
+    "cpu_layers": "layers",
+}
+_OFFLOAD_ARGUMENTS |= {
+    "streamed_layers": "streamed"
+}  # key of `[partition]` -> `estimate_with_offload`'s argument
 _SHOWN = 4  # candidates that the report lists
 
 
 @dataclass(frozen=True)
-class Option:
+class OffloadOption:
     """A way to make a model fit.
 
     Attributes:
@@ -50,7 +56,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _FitCheck:
     """Checks whether a model fits with certain keys of `[partition]`."""
 
     spec: ModelSpec
@@ -60,11 +66,13 @@ class _Asked:
     kind: Kind
     free: Callable[[str], float]
 
-    def sizing(self, keys: Mapping[str, Any]) -> Sizing:
+    def sizing(self, keys: Mapping[str, Any]) -> MemoryPlanner:
         """The memory planner with these keys. Raises `SpecError` where they are not possible."""
         spec = replace(self.spec, partition=replace(self.spec.partition, **keys))
-        plan = plan_of(spec, self.model, self.context, self.dtype, self.kind, imagined=True)
-        return sizing_of(plan, spec, self.model, self.dtype, self.kind, self.context, self.free)
+        plan = partition_plan(spec, self.model, self.context, self.dtype, self.kind, dry_run=True)
+        return memory_planner(
+            plan, spec, self.model, self.dtype, self.kind, self.context, self.free
+        )
 
     def fits(self, keys: Mapping[str, Any]) -> bool:
         """Whether everything fits with these keys."""
@@ -74,7 +82,7 @@ class _Asked:
             return False
 
 
-def settled(
+def resolve_auto(
     spec: ModelSpec, model: AbstractModel, context: int, dtype: DTypeLike, kind: Kind
 ) -> tuple[ModelSpec, str]:
     """The specification with the offload that "auto" chooses, and a report that says why.
@@ -85,16 +93,16 @@ def settled(
     part = spec.partition
     if part.devices is None or part.devices.strip() != AUTO or not has_own_memory(jax.devices()):
         return spec, ""
-    if any(getattr(part, key) for key in _WORDS):
+    if any(getattr(part, key) for key in _OFFLOAD_ARGUMENTS):
         return spec, ""
-    free, count = memories(), len(jax.devices())
-    if _Asked(spec, model, context, dtype, kind, free).fits({}):
+    free, count = free_memories(), len(jax.devices())
+    if _FitCheck(spec, model, context, dtype, kind, free).fits({}):
         return spec, ""
-    machine = machine_of(jax.devices())
-    fitting = options(spec, model, context, dtype, kind, machine, count, free)
+    machine = hardware_of(jax.devices())
+    fitting = offload_options(spec, model, context, dtype, kind, machine, count, free)
     if not fitting:
         return spec, ""
-    return replace(spec, partition=replace(part, **fitting[0].keys)), told(fitting, count)
+    return replace(spec, partition=replace(part, **fitting[0].keys)), explain_choice(fitting, count)
 
 
 def has_own_memory(devices: Sequence[jax.Device]) -> bool:
@@ -102,44 +110,48 @@ def has_own_memory(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform != CPU
 
 
-def memories() -> Callable[[str], float]:
+def free_memories() -> Callable[[str], float]:
     """A function from a device's number, or `HOST`, to its free bytes."""
     free = {str(number): free_memory(device) for number, device in enumerate(jax.devices())}
     host = host_memory()
     return lambda name: free.get(name, host)
 
 
-def options(
+def offload_options(
     spec: ModelSpec,
     model: AbstractModel,
     context: int,
     dtype: DTypeLike,
     kind: Kind,
-    machine: Machine,
+    machine: Hardware,
     count: int,
     free: Callable[[str], float],
-) -> list[Option]:
+) -> list[OffloadOption]:
     """The offload options that fit on so many devices and the host, the fastest first.
 
     Args:
         machine: the speeds of a device.
         free: a function from a device's number, or `HOST`, to its free bytes.
     """
-    asked = _Asked(spec, model, context, dtype, kind, free)
-    work = work_of(spec, model, weigh(spec, model), dtype, kind)
-    fitting = list[Option]()
-    for layout in layouts(count):
+    asked = _FitCheck(spec, model, context, dtype, kind, free)
+    work = model_cost(spec, model, model_bytes(spec, model), dtype, kind)
+    fitting = list[OffloadOption]()
+    for layout in device_layouts(count):
         if layout[0] > work.layers:
             continue
-        devices = {"devices": _named(layout)}
-        for keys in _changes(asked, devices, work.layers):
-            use = {_WORDS[key]: value for key, value in keys.items()}
-            step = with_host(work, machine, HOST_MACHINE, layout, context=context, **use)
-            fitting.append(Option(devices | dict(keys), step))
+        devices = {"devices": _device_string(layout)}
+        for keys in _fitting_changes(asked, devices, work.layers):
+            use = {_OFFLOAD_ARGUMENTS[key]: value for key, value in keys.items()}
+            step = estimate_with_offload(
+                work, machine, HOST_HARDWARE, layout, context=context, **use
+            )
+            fitting.append(OffloadOption(devices | dict(keys), step))
     return sorted(fitting, key=lambda option: (option.step, len(option.keys)))
 
 
-def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator[Mapping[str, Any]]:
+def _fitting_changes(
+    asked: _FitCheck, devices: Mapping[str, Any], layers: int
+) -> Iterator[Mapping[str, Any]]:
     """For each kind of offload, the smallest change that fits."""
     for start in ({}, {"host_embeddings": True}):
         try:
@@ -149,7 +161,7 @@ def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator
         if not sizing.asked().problem:
             yield start
             continue
-        for more in remedies(sizing):
+        for more in fitting_offloads(sizing):
             yield {**start, **more}
     fewest = bisect_left(
         range(1, layers), True, key=lambda n: asked.fits({**devices, "cpu_layers": n})
@@ -158,18 +170,18 @@ def _changes(asked: _Asked, devices: Mapping[str, Any], layers: int) -> Iterator
         yield {"cpu_layers": fewest + 1}
 
 
-def _named(layout: tuple[int, int]) -> str:
+def _device_string(layout: tuple[int, int]) -> str:
     """The devices of a layout, in the grammar of `partition.devices`."""
     pipe, tensor = layout
     stages = (range(stage * tensor, (stage + 1) * tensor) for stage in range(pipe))
     return ";".join("&".join(map(str, stage)) for stage in stages)
 
 
-def told(found: Sequence[Option], count: int) -> str:
+def explain_choice(fitting: Sequence[OffloadOption], count: int) -> str:
     """The report: why the first option was taken, and the next best ones."""
     noun = f"{count} devices" if count > 1 else "one device"
     lines = [f'devices = "{AUTO}": the model alone does not fit on {noun}; what would, estimated:']
-    for number, option in enumerate(found[:_SHOWN]):
+    for number, option in enumerate(fitting[:_SHOWN]):
         taken = ", taken" if number == 0 else ""
         lines.append(f"  {option}: {option.step * 1e3:.1f} ms a token{taken}")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from jax import Array
 
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.parallel.device_groups import Site
+from jinfer.parallel.device_groups import DeviceGroup
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 type Ids = Mapping[str, np.ndarray]
 
 
-def take(model: AbstractModel, cache: Cache, ids: Mapping[str, Int[Array, " copies"]]) -> Cache:
+def gather_blocks(
+    model: AbstractModel, cache: Cache, ids: Mapping[str, Int[Array, " copies"]]
+) -> Cache:
     """Gathers blocks of each layer's cache; an id out of range gives an arbitrary block."""
 
     def blocks_of(name: str) -> Any:
@@ -31,7 +33,7 @@ def take(model: AbstractModel, cache: Cache, ids: Mapping[str, Int[Array, " copi
     return {name: blocks_of(name) for name in cache}
 
 
-def put(
+def scatter_blocks(
     model: AbstractModel, cache: Cache, blocks: Cache, ids: Mapping[str, Int[Array, " copies"]]
 ) -> Cache:
     """Scatters blocks into the cache; those with a negative id are dropped."""
@@ -50,7 +52,7 @@ def put(
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheMemory:
     """A memory that has some of a cache's blocks, and the programs that copy them.
 
     Attributes:
@@ -61,7 +63,7 @@ class Place:
         launch: launches these programs.
     """
 
-    device_group: Site
+    device_group: DeviceGroup
     copy: Callable[..., Any]
     take: Callable[..., Any] | None
     put: Callable[..., Any] | None
@@ -69,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class BlockCopier:
     """Copies blocks of a stage's cache that is split between device and host.
 
     Attributes:
@@ -78,9 +80,9 @@ class Exchange:
         places: the device and the host.
     """
 
-    boundaries: Mapping[str, int]
+    first_host_blocks: Mapping[str, int]
     both: frozenset[str]
-    places: tuple[Place, Place]
+    places: tuple[CacheMemory, CacheMemory]
 
     def __call__(
         self, caches: tuple[Cache, Cache], sources: Ids, targets: Ids, count: Any
@@ -90,7 +92,7 @@ class Exchange:
         No source may be the target of an earlier copy.
         """
         groups = list(sources)
-        begin = {group: self.boundaries[group] for group in groups}
+        begin = {group: self.first_host_blocks[group] for group in groups}
         above = {g: (sources[g] >= begin[g], targets[g] >= begin[g]) for g in groups}
         crosses = any(bool((source != target).any()) for source, target in above.values())
         incoming: list[Any] = [None, None]

@@ -8,7 +8,7 @@ from math import inf
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """A link between two devices.
 
     Attributes:
@@ -25,7 +25,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """The speeds of a kind of device, and of the links between devices.
 
     Attributes:
@@ -44,30 +44,30 @@ class Machine:
     memory: float
     read: float
     flops: float
-    sums: Link
-    passes: Link
+    sums: Interconnect
+    passes: Interconnect
     call: float
-    host: Link = Link(2.5e10, 1e-5)  # PCIe of today
+    host: Interconnect = Interconnect(2.5e10, 1e-5)  # PCIe of today
     together: float = inf
     apart: float = 0.0
 
 
-def _card(memory: float, read: float, flops: float, link: Link) -> Machine:
+def _gpu(memory: float, read: float, flops: float, link: Interconnect) -> Hardware:
     """A device by its maker's data sheet; the cost of a launch is a guess."""
-    return Machine(memory, read, flops, link, link, 1e-4)
+    return Hardware(memory, read, flops, link, link, 1e-4)
 
 
 # Links are in one direction.
-MACHINES = {
-    "v100": _card(32e9, 0.9e12, 1.12e14, Link(1.2e10, 1e-5)),  # PCIe
-    "rtx4090": _card(24e9, 1.0e12, 1.65e14, Link(2.5e10, 1e-5)),
-    "a100": _card(80e9, 2.0e12, 3.12e14, Link(3e11, 5e-6)),  # NVLink
-    "h100": _card(80e9, 3.35e12, 9.9e14, Link(4.5e11, 5e-6)),
+HARDWARE = {
+    "v100": _gpu(32e9, 0.9e12, 1.12e14, Interconnect(1.2e10, 1e-5)),  # PCIe
+    "rtx4090": _gpu(24e9, 1.0e12, 1.65e14, Interconnect(2.5e10, 1e-5)),
+    "a100": _gpu(80e9, 2.0e12, 3.12e14, Interconnect(3e11, 5e-6)),  # NVLink
+    "h100": _gpu(80e9, 3.35e12, 9.9e14, Interconnect(4.5e11, 5e-6)),
 }
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelCost:
     """The sizes of a model that its cost follows from.
 
     Attributes:
@@ -96,7 +96,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """The estimated cost of a layout.
 
     Attributes:
@@ -116,16 +116,16 @@ class Estimate:
     moved: float
 
 
-def estimate(
-    work: Work,
-    machine: Machine,
+def estimate_decode(
+    work: ModelCost,
+    machine: Hardware,
     pipe: int,
     tensor: int,
     *,
     batch: int = 1,
     context: int = 1024,
     shares: Sequence[float] = (),
-) -> Estimate:
+) -> CostEstimate:
     """The cost of a decode step.
 
     A stage reads its weights and its sequences' cache once, multiplies, and all-reduces twice per
@@ -144,20 +144,23 @@ def estimate(
     gathering = (tensor > 1) * machine.sums.seconds(batch * work.vocab) / pipe
     moving = adding + passing + gathering + machine.call + machine.apart / pipe
     alone, busy = (
-        [_computing(work, machine, part, tensor, batch, context, devices) for part in fractions]
+        [
+            _compute_seconds(work, machine, part, tensor, batch, context, devices)
+            for part in fractions
+        ]
         for devices in (tensor, pipe * tensor)
     )
-    shared = pipe * _among(work, tensor)
+    shared = pipe * _cache_shards(work, tensor)
     # As many micro-batches as stages, so that all stages are busy.
     held = work.weights / (pipe * tensor) + pipe * batch * context * work.cache / shared
     moved = sums * ring * vectors + (pipe > 1) * vectors
     step = sum(alone) + pipe * moving
-    return Estimate(pipe, tensor, step, batch / (max(busy) + moving), held, moved)
+    return CostEstimate(pipe, tensor, step, batch / (max(busy) + moving), held, moved)
 
 
-def _computing(
-    work: Work,
-    machine: Machine,
+def _compute_seconds(
+    work: ModelCost,
+    machine: Hardware,
     part: float,
     tensor: int,
     batch: int,
@@ -171,20 +174,20 @@ def _computing(
         devices: how many devices, of all stages, read at the same time.
     """
     weights = min(work.weights - work.tables, batch * work.active) / tensor
-    cache = batch * context * work.cache / _among(work, tensor)
+    cache = batch * context * work.cache / _cache_shards(work, tensor)
     reading = part * (weights + cache) / min(machine.read, machine.together / devices)
     return max(reading, part * 2 * batch * work.parameters / tensor / machine.flops)
 
 
-def _among(work: Work, tensor: int) -> int:
+def _cache_shards(work: ModelCost, tensor: int) -> int:
     """How many devices of a stage the cache is divided among; the others replicate it."""
     return min(tensor, max(1, work.kv_heads))
 
 
-def with_host(
-    work: Work,
-    machine: Machine,
-    host: Machine,
+def estimate_with_offload(
+    work: ModelCost,
+    machine: Hardware,
+    host: Hardware,
     layout: tuple[int, int],
     *,
     context: int,
@@ -205,12 +208,15 @@ def with_host(
     """
     pipe, tensor = layout
     on_host, vector = layers / work.layers, machine.host.seconds(work.hidden)
-    rest = _portion(work, 1 - on_host)
-    step = estimate(
+    rest = _cost_of_layers(work, 1 - on_host)
+    step = estimate_decode(
         replace(rest, cache=(1 - cache) * rest.cache), machine, pipe, tensor, context=context
     ).step
     if embeddings or layers:
-        step += vector + estimate(_portion(work, on_host), host, 1, 1, context=context).step
+        step += (
+            vector
+            + estimate_decode(_cost_of_layers(work, on_host), host, 1, 1, context=context).step
+        )
     if cache:
         # A layer waits for the transfer of its queries, a launch on the host, and the transfer
         # back; the device attends to its own blocks meanwhile.
@@ -221,23 +227,23 @@ def with_host(
     return max(step, streamed * copied)
 
 
-def _portion(work: Work, share: float) -> Work:
+def _cost_of_layers(work: ModelCost, share: float) -> ModelCost:
     """The cost of a fraction of the layers."""
     names = ("weights", "active", "parameters", "cache", "tables")
     sizes = {name: share * getattr(work, name) for name in names}
     return replace(work, **sizes, layers=round(share * work.layers))
 
 
-def layouts(devices: int) -> Iterator[tuple[int, int]]:
+def device_layouts(devices: int) -> Iterator[tuple[int, int]]:
     """All layouts (stages, devices per stage) that use all devices."""
     yield from (
         (devices // tensor, tensor) for tensor in range(1, devices + 1) if not devices % tensor
     )
 
 
-def best(
-    work: Work, machine: Machine, allowed: Sequence[tuple[int, int]], *, context: int
-) -> Estimate | None:
+def best_layout(
+    work: ModelCost, machine: Hardware, allowed: Sequence[tuple[int, int]], *, context: int
+) -> CostEstimate | None:
     """The layout with the lowest latency of those that fit into memory; None where none does.
 
     Of equally fast ones the one with fewer devices.
@@ -245,7 +251,7 @@ def best(
     fitting = [
         cost
         for pipe, tensor in allowed
-        if (cost := estimate(work, machine, pipe, tensor, context=context)).device
+        if (cost := estimate_decode(work, machine, pipe, tensor, context=context)).device
         <= 0.9 * machine.memory
     ]
     return min(fitting, key=lambda e: (round(e.step, 9), e.pipe * e.tensor), default=None)

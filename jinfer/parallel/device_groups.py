@@ -12,13 +12,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jinfer.parallel.sharding_rules import AXIS
+from jinfer.parallel.sharding_rules import TENSOR_AXIS
 
 HOST_MEMORY = "pinned_host"  # JAX's memory kind for page-locked host memory, for fast copies
 
 
 @dataclass(frozen=True)
-class Site:
+class DeviceGroup:
     """The devices that compute a stage together: a mesh of one axis, `TENSOR_AXIS`.
 
     An array is either replicated or sharded. A sharded array is the concatenation of the devices'
@@ -41,7 +41,7 @@ class Site:
     @cached_property
     def mesh(self) -> Mesh:
         """The devices as a mesh of one axis."""
-        return Mesh(np.array(self.devices), (AXIS,))
+        return Mesh(np.array(self.devices), (TENSOR_AXIS,))
 
     @cached_property
     def replicated(self) -> Sharding:
@@ -55,7 +55,7 @@ class Site:
         """The sharding of arrays of which each device has its own shard."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
-        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return NamedSharding(self.mesh, PartitionSpec(TENSOR_AXIS))
 
     def replicate(self, array: Any) -> Array:
         """An array of the host or of another group, replicated on this group; asynchronous."""
@@ -123,7 +123,7 @@ class Site:
         """
         if len(self.devices) == 1:
             return function
-        sharded, replicated = PartitionSpec(AXIS), PartitionSpec()
+        sharded, replicated = PartitionSpec(TENSOR_AXIS), PartitionSpec()
         out_specs = jax.tree.map(lambda is_sharded: sharded if is_sharded else replicated, out)
         in_specs = tuple(sharded if is_sharded else replicated for is_sharded in parts)
         return jax.shard_map(
@@ -131,6 +131,6 @@ class Site:
         )
 
 
-def first_copy(array: Array) -> Array:
+def first_replica(array: Array) -> Array:
     """The first device's copy of a replicated array."""
     return array if len(array.sharding.device_set) == 1 else array.addressable_data(0)

@@ -22,15 +22,20 @@ from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER, Cache
 from jinfer.parallel import split_attention
-from jinfer.parallel.block_transfer import Exchange, Place, put, take
-from jinfer.parallel.device_groups import Site
-from jinfer.parallel.pipeline_stage import Stage, leaves_of, with_parts
-from jinfer.parallel.stage_programs import Made, Making, int32, zeros_like
+from jinfer.parallel.block_transfer import BlockCopier, CacheMemory, gather_blocks, scatter_blocks
+from jinfer.parallel.device_groups import DeviceGroup
+from jinfer.parallel.pipeline_stage import PipelineStage, abstract_leaves, with_flat_parameters
+from jinfer.parallel.stage_programs import (
+    CompiledStage,
+    StageCompiler,
+    abstract_int32,
+    sharded_zeros,
+)
 
 type Launch = Callable[..., Any]
 
 
-class Pools(NamedTuple):
+class SplitPools(NamedTuple):
     """A stage's KV cache pools in device and host memory.
 
     An attention whose blocks are all in one memory has a pool only there.
@@ -41,7 +46,7 @@ class Pools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _AttentionPrograms:
     """The programs of one attention of a layer.
 
     Attributes:
@@ -60,25 +65,25 @@ class _Attention:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _SplitLayer:
     """A layer's programs, called like one program of a stage."""
 
-    stage: Stage
-    host: Site
-    attentions: tuple[_Attention, ...]
+    stage: PipelineStage
+    host: DeviceGroup
+    attentions: tuple[_AttentionPrograms, ...]
     tell: Callable[..., Any]
     launch: Launch
 
     def __call__(
         self,
         leaves: Any,
-        cache: Pools,
+        cache: SplitPools,
         x: Array,
         places: FlatBatch,
         tables: Tables,
         _: None,
         there: tuple[FlatBatch, Tables],
-    ) -> tuple[Pools, Array]:
+    ) -> tuple[SplitPools, Array]:
         """The pools and the layer's output.
 
         Args:
@@ -100,11 +105,11 @@ class _Layer:
             arguments = self.host.replicate_tree(inputs), host[name], *on_host
             partial_result, host[name] = self.launch("host", attention.there, *arguments)
             attended[name] = (*partials, self.stage.device_group.replicate_tree(partial_result))
-        return Pools(device, host), self.tell(leaves, cross, x, *batch, attended)
+        return SplitPools(device, host), self.tell(leaves, cross, x, *batch, attended)
 
 
 @dataclass(kw_only=True)
-class HostedMaking(Making):
+class HostCacheCompiler(StageCompiler):
     """Compiles the programs of stages some of which have cache blocks in host memory.
 
     Attributes:
@@ -115,12 +120,12 @@ class HostedMaking(Making):
     hosted: Mapping[str, int]
     launch: Launch
 
-    def _there(self, stage: Stage) -> tuple[Site, Any]:
+    def _there(self, stage: PipelineStage) -> tuple[DeviceGroup, Any]:
         """The host's device, and a stage's abstract pools there."""
         assert stage.host is not None, "the stage has blocks on the host"
         return stage.host, self.pools(stage, self.hosted, stage.host)
 
-    def _cache(self, stage: Stage) -> Any:
+    def _cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract pools on its devices."""
         if stage.host is None:
             return super()._cache(stage)
@@ -131,23 +136,23 @@ class HostedMaking(Making):
         """The first block of a group that is on the host."""
         return self.sizes.blocks[group] - self.hosted.get(group, 0)
 
-    def empty_cache(self, stage: Stage) -> Any:
+    def empty_cache(self, stage: PipelineStage) -> Any:
         """As `StageCompiler.empty_cache`, in both memories."""
         device = super().empty_cache(stage)
         if stage.host is None:
             return device
-        return Pools(device, zeros_like(self._there(stage)[1]))
+        return SplitPools(device, sharded_zeros(self._there(stage)[1]))
 
     def _decoder(
         self,
-        stage: Stage,
+        stage: PipelineStage,
         x: Any,
         tokens: int,
         rows: tuple[int, int],
         chosen: int | None,
         wants: tuple[Want, ...],
         copies: int,
-    ) -> Made:
+    ) -> CompiledStage:
         if stage.host is None:
             return super()._decoder(stage, x, tokens, rows, chosen, wants, copies)
         device_group, (host, pools) = stage.device_group, self._there(stage)
@@ -155,11 +160,18 @@ class HostedMaking(Making):
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
         places, tables, _ = self.flat(tokens, rows, chosen, copies)
         batch = device_group.abstract_replicated((x, places, tables))
-        attentions, attended = list[_Attention](), dict[str, Any]()
+        attentions, attended = list[_AttentionPrograms](), dict[str, Any]()
         for _ in pools:
-            question = split_attention.Question()
-            function = with_parts(stage, partial(split_attention.ask, stage.model, question))
-            arguments = leaves_of(stage), cross, *batch, device_group.abstract_replicated(attended)
+            question = split_attention.TracedAttention()
+            function = with_flat_parameters(
+                stage, partial(split_attention.before_attention, stage.model, question)
+            )
+            arguments = (
+                abstract_leaves(stage),
+                cross,
+                *batch,
+                device_group.abstract_replicated(attended),
+            )
             inputs = self.compile(function, (), arguments, device_group)
             name, group = question.name, caches[question.name].group
             begin, end = self._boundary(group), self.sizes.blocks[group]
@@ -169,42 +181,49 @@ class HostedMaking(Making):
             partials = [made.out[0] for made in (on_device, on_host) if made is not None]
             attended[name] = tuple(partials)
             programs = None if on_device is None else on_device.program, on_host.program
-            attentions.append(_Attention(name, group, inputs.program, *programs))
-        function = with_parts(stage, partial(split_attention.tell, stage.model))
-        arguments = leaves_of(stage), cross, *batch, device_group.abstract_replicated(attended)
+            attentions.append(_AttentionPrograms(name, group, inputs.program, *programs))
+        function = with_flat_parameters(
+            stage, partial(split_attention.after_attention, stage.model)
+        )
+        arguments = (
+            abstract_leaves(stage),
+            cross,
+            *batch,
+            device_group.abstract_replicated(attended),
+        )
         rest = self.compile(function, (), arguments, device_group)
-        layer = _Layer(stage, host, tuple(attentions), rest.program, self.launch)
-        return Made(layer, (Pools(device, pools), rest.out))
+        layer = _SplitLayer(stage, host, tuple(attentions), rest.program, self.launch)
+        return CompiledStage(layer, (SplitPools(device, pools), rest.out))
 
     def _part(
         self,
-        question: split_attention.Question,
+        question: split_attention.TracedAttention,
         asked: Any,
         places: Any,
         table: Any,
         blocks: tuple[int, int],
         pool: Any,
-        device_group: Site,
-    ) -> Made:
+        device_group: DeviceGroup,
+    ) -> CompiledStage:
         """`split_attention.partial_attention` over the blocks of one memory."""
         batch = device_group.abstract_replicated((places.rows, places.positions, table))
         arguments = *device_group.abstract_replicated((asked,)), pool, *batch
-        function = partial(split_attention.part, question.rules, blocks)
+        function = partial(split_attention.partial_attention, question.rules, blocks)
         key = "part", device_group, blocks, repr(question.rules), repr(arguments)
         return self.cached(key, lambda: self.compile(function, 1, arguments, device_group))
 
-    def fill(self, number: int, encoded: Any) -> Made:
+    def fill(self, number: int, encoded: Any) -> CompiledStage:
         """As `StageCompiler.fill`; the cross-attention's cache is always on the device."""
         made = super().fill(number, encoded)
         if self.stages[number].host is None:
             return made
 
-        def run(leaves: Any, cache: Pools, *rest: Any) -> Pools:
+        def run(leaves: Any, cache: SplitPools, *rest: Any) -> SplitPools:
             return cache._replace(device=made.program(leaves, cache.device, *rest))
 
-        return Made(run, made.out)
+        return CompiledStage(run, made.out)
 
-    def copy(self, number: int) -> Made:
+    def copy(self, number: int) -> CompiledStage:
         """As `StageCompiler.copy`, also between device and host."""
         stage = self.stages[number]
         if stage.host is None:
@@ -212,10 +231,12 @@ class HostedMaking(Making):
         model, (host, pools) = stage.model.model, self._there(stage)
         boundaries = {group: self._boundary(group) for group in self.sizes.blocks}
         both = {name for name in pools if boundaries[model.caches[name].group]}
-        which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
+        which = {group: abstract_int32(MAX_COPIES) for group in self.sizes.blocks}
         blocks = self.pools(stage, dict.fromkeys(self.hosted, MAX_COPIES)) if both else {}
 
-        def made(name: str, function: Any, donated: Any, given: Any, device_group: Site) -> Any:
+        def made(
+            name: str, function: Any, donated: Any, given: Any, device_group: DeviceGroup
+        ) -> Any:
             key = name, device_group, stage.kind
             return self.cached(
                 key, lambda: self.compile(function, donated, given, device_group)
@@ -225,24 +246,28 @@ class HostedMaking(Making):
         for device_group, own in ((stage.device_group, self._cache(stage)), (host, pools)):
             some = {name: own[name] for name in both}
             ids, new = device_group.abstract_replicated((which, blocks))
-            given = own, ids, ids, *device_group.abstract_replicated((int32(),))
+            given = own, ids, ids, *device_group.abstract_replicated((abstract_int32(),))
             copy = made("copy", partial(steps.copy_blocks, model), 0, given, device_group)
             taking = (
-                made("take", partial(take, model), (), (some, ids), device_group) if both else None
+                made("take", partial(gather_blocks, model), (), (some, ids), device_group)
+                if both
+                else None
             )
             putting = (
-                made("put", partial(put, model), 0, (own, new, ids), device_group) if both else None
+                made("put", partial(scatter_blocks, model), 0, (own, new, ids), device_group)
+                if both
+                else None
             )
             # The stage's thread runs all of this; to launch there again would be a deadlock.
-            launch = partial(self.launch, "host") if device_group is host else _at_once
-            places.append(Place(device_group, copy, taking, putting, launch))
-        exchange = Exchange(boundaries, frozenset(both), (places[0], places[1]))
+            launch = partial(self.launch, "host") if device_group is host else _call
+            places.append(CacheMemory(device_group, copy, taking, putting, launch))
+        exchange = BlockCopier(boundaries, frozenset(both), (places[0], places[1]))
 
-        def run(cache: Pools, *given: Any) -> Pools:
-            return Pools(*exchange((cache.device, cache.host), *given))
+        def run(cache: SplitPools, *given: Any) -> SplitPools:
+            return SplitPools(*exchange((cache.device, cache.host), *given))
 
-        return Made(run, Pools(self._cache(stage), pools))
+        return CompiledStage(run, SplitPools(self._cache(stage), pools))
 
 
-def _at_once(program: Callable[..., Any], *given: Any) -> Any:
+def _call(program: Callable[..., Any], *given: Any) -> Any:
     return program(*given)

@@ -9,11 +9,11 @@ import jax
 
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.parallel.layer_plan import Weight
-from jinfer.parallel.sharding_rules import Part, stage_spec
+from jinfer.parallel.layer_plan import ModelBytes
+from jinfer.parallel.sharding_rules import ModelSlice, stage_spec
 
 
-def weigh(spec: ModelSpec, model: AbstractModel) -> Weight:
+def model_bytes(spec: ModelSpec, model: AbstractModel) -> ModelBytes:
     """The bytes of a model's layers, and of what stands before and after them.
 
     Args:
@@ -29,15 +29,19 @@ def weigh(spec: ModelSpec, model: AbstractModel) -> Weight:
         else:
             rest[name] = size
     ends = [
-        sum(size for name, size in rest.items() if any(map(name.startswith, _outside(spec, *end))))
+        sum(
+            size
+            for name, size in rest.items()
+            if any(map(name.startswith, _prefixes_outside_layers(spec, *end)))
+        )
         for end in ((True, False), (False, True))
     ]
-    return Weight(layers, *ends)
+    return ModelBytes(layers, *ends)
 
 
-def _outside(spec: ModelSpec, first: bool, last: bool) -> Iterable[str]:
+def _prefixes_outside_layers(spec: ModelSpec, first: bool, last: bool) -> Iterable[str]:
     """Prefixes of the parameter names of a stage without layers."""
-    part = Part({stack.name: range(0) for stack in spec.stacks}, first, last)
+    part = ModelSlice({stack.name: range(0) for stack in spec.stacks}, first, last)
     stage = stage_spec(spec, part)
     yield from (f"{name}." for name, _ in stage.shared)
     for stack in stage.stacks:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from jinfer.modelspec.partition_table import CPU, PartitionSpec, device_groups
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.parallel.sharding_rules import Part
+from jinfer.parallel.sharding_rules import ModelSlice
 
-type Groups = tuple[tuple[str, ...], ...]
+type StageDeviceNames = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Weight:
+class ModelBytes:
     """Bytes of a model's weights, as they are stored.
 
     Attributes:
@@ -34,7 +34,7 @@ class Weight:
         """Bytes of the whole model."""
         return self.before + self.after + sum(sum(sizes) for sizes in self.layers.values())
 
-    def of(self, part: Part) -> int:
+    def of(self, part: ModelSlice) -> int:
         """Bytes of a slice of the model."""
         layers = sum(
             sum(self.layers[name][span.start : span.stop]) for name, span in part.layers.items()
@@ -43,7 +43,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedStage:
     """A pipeline stage of a plan.
 
     Attributes:
@@ -52,11 +52,11 @@ class Row:
     """
 
     devices: tuple[str, ...]
-    slice: Part
+    slice: ModelSlice
 
 
 @dataclass(frozen=True)
-class Plan:
+class PartitionPlan:
     """Which devices have which slice of the model.
 
     Attributes:
@@ -64,18 +64,18 @@ class Plan:
         lanes: the number of micro-batches.
     """
 
-    stages: tuple[Row, ...]
+    stages: tuple[PlannedStage, ...]
     lanes: int
 
 
-def make_plan(
+def make_partition_plan(
     spec: PartitionSpec,
-    weight: Weight,
+    model_bytes: ModelBytes,
     devices: int,
     slots: int,
     path: object,
-    automatic: Callable[[], Groups],
-) -> Plan:
+    automatic: Callable[[], StageDeviceNames],
+) -> PartitionPlan:
     """The plan that `[partition]` asks for.
 
     Args:
@@ -87,37 +87,47 @@ def make_plan(
     Raises:
         SpecError: the devices or layers do not allow it; the message says what there is.
     """
-    groups = _groups(spec, devices, path, automatic)
-    main = max(weight.layers, key=lambda name: (name == "decoder", len(weight.layers[name])))
-    counts = _main_counts(spec, weight, groups, main, path)
+    groups = _stage_device_names(spec, devices, path, automatic)
+    main = max(
+        model_bytes.layers, key=lambda name: (name == "decoder", len(model_bytes.layers[name]))
+    )
+    counts = _layer_counts(spec, model_bytes, groups, main, path)
     if spec.lanes is not None and spec.lanes > slots:
         reason = f"{spec.lanes} is more than engine.slots = {slots}"
         raise SpecError(path, "partition.lanes", reason)
-    layers = {name: balance(sizes, 0, 0, len(groups), 0) for name, sizes in weight.layers.items()}
+    layers = {
+        name: balance_layers(sizes, 0, 0, len(groups), 0)
+        for name, sizes in model_bytes.layers.items()
+    }
     layers[main] = counts
     last = len(groups) - 1
     stages = tuple(
-        Row(group, Part({name: _run(n, i) for name, n in layers.items()}, i == 0, i == last))
+        PlannedStage(
+            group,
+            ModelSlice(
+                {name: _layers_of_stage(n, i) for name, n in layers.items()}, i == 0, i == last
+            ),
+        )
         for i, group in enumerate(groups)
     )
-    return Plan(stages, spec.lanes or min(len(groups), slots))
+    return PartitionPlan(stages, spec.lanes or min(len(groups), slots))
 
 
-def _run(counts: Sequence[int], index: int) -> range:
+def _layers_of_stage(counts: Sequence[int], index: int) -> range:
     begin = sum(counts[:index])
     return range(begin, begin + counts[index])
 
 
-def _groups(
-    spec: PartitionSpec, devices: int, path: object, automatic: Callable[[], Groups]
-) -> Groups:
+def _stage_device_names(
+    spec: PartitionSpec, devices: int, path: object, automatic: Callable[[], StageDeviceNames]
+) -> StageDeviceNames:
     key = "partition.devices"
     if spec.mesh is not None:
         pipe, tensor, key = spec.mesh.pipe, spec.mesh.tensor, "partition.mesh"
         if pipe * tensor > devices:
             reason = f"needs {pipe} x {tensor} = {pipe * tensor} devices, but there are {devices}"
             raise SpecError(path, key, reason)
-        groups: Groups = tuple(
+        groups: StageDeviceNames = tuple(
             tuple(str(row * tensor + i) for i in range(tensor)) for row in range(pipe)
         )
     elif spec.devices is None:
@@ -134,8 +144,8 @@ def _groups(
     return ((CPU,), *groups) if spec.cpu_layers or spec.host_embeddings else groups
 
 
-def _main_counts(
-    spec: PartitionSpec, weight: Weight, groups: Groups, main: str, path: object
+def _layer_counts(
+    spec: PartitionSpec, weight: ModelBytes, groups: StageDeviceNames, main: str, path: object
 ) -> list[int]:
     """How many layers of the main stack each stage has."""
     sizes, stages = weight.layers[main], len(groups)
@@ -162,11 +172,13 @@ def _main_counts(
             "or say in partition.layers which stages have none",
         )
     if added:
-        return [host, *balance(sizes[host:], 0, weight.after, stages - 1, 1)]
-    return balance(sizes, weight.before, weight.after, stages, 1)
+        return [host, *balance_layers(sizes[host:], 0, weight.after, stages - 1, 1)]
+    return balance_layers(sizes, weight.before, weight.after, stages, 1)
 
 
-def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: int) -> list[int]:
+def balance_layers(
+    sizes: Sequence[int], before: int, after: int, stages: int, minimum: int
+) -> list[int]:
     """How many layers each stage has, such that the largest stage is as small as possible.
 
     Of divisions with equally large largest stages, the second largest stage decides, and so on.
@@ -174,7 +186,7 @@ def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: i
     Args:
         sizes: bytes of each layer.
         before, after: bytes of the first and the last stage beside their layers.
-        least: the fewest layers of a stage.
+        minimum: the fewest layers of a stage.
     """
     count = len(sizes)
     sums = [sum(sizes[:end]) for end in range(count + 1)]
@@ -185,7 +197,7 @@ def balance(sizes: Sequence[int], before: int, after: int, stages: int, least: i
         extra = (before if stage == 0 else 0) + (after if stage == stages - 1 else 0)
         fuller: dict[int, tuple[tuple[int, ...], list[int]]] = {}
         for begin, (loads, counts) in best.items():
-            for end in range(begin + least, count + 1):
+            for end in range(begin + minimum, count + 1):
                 load = sums[end] - sums[begin] + extra
                 key = tuple(sorted((*loads, load), reverse=True))
                 if end not in fuller or key < fuller[end][0]:

@@ -15,14 +15,14 @@ from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape
 from jinfer.parallel.layer_bytes import nbytes
-from jinfer.parallel.sharding_rules import Part
+from jinfer.parallel.sharding_rules import ModelSlice
 from jinfer.parallel.stage_model import StageModel
 
 HOST = "host"  # the name of the host's memory
 
 
 @dataclass(frozen=True)
-class Holding:
+class StageMemory:
     """The memory that each device of a pipeline stage needs, in bytes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Holding:
         return CPU in self.devices
 
     @property
-    def passing(self) -> int:
+    def prefetch_buffers(self) -> int:
         """Bytes of the two offloaded layers that are on the device at a time (double buffering)."""
         return 2 * max((self.layers[layer] for layer in self.streamed), default=0)
 
@@ -59,9 +59,9 @@ class Holding:
     @property
     def used(self) -> int:
         """Bytes of a device's memory that are needed beside the KV cache."""
-        return self.weights + self.tables + self.passing
+        return self.weights + self.tables + self.prefetch_buffers
 
-    def with_streamed(self, streamed: frozenset[int]) -> Holding:
+    def with_streamed(self, streamed: frozenset[int]) -> StageMemory:
         """The same with other layers offloaded."""
         before, after = (
             sum(self.layers[layer] for layer in offloaded & self.layers.keys())
@@ -71,7 +71,7 @@ class Holding:
         return replace(self, streamed=of_stage, weights=self.weights + before - after)
 
 
-def holding(stage: StageModel, devices: tuple[str, ...], main: str) -> Holding:
+def stage_memory(stage: StageModel, devices: tuple[str, ...], main: str) -> StageMemory:
     """The memory that each device of a stage needs, with nothing offloaded.
 
     Args:
@@ -89,16 +89,16 @@ def holding(stage: StageModel, devices: tuple[str, ...], main: str) -> Holding:
             tables += size
         else:
             weights += size
-    return Holding(devices, weights, tables, layers, frozenset(), model.caches)
+    return StageMemory(devices, weights, tables, layers, frozenset(), model.caches)
 
 
-def _layers(part: Part, main: str) -> dict[str, int]:
+def _layers(part: ModelSlice, main: str) -> dict[str, int]:
     """The stage's layer numbers, as in its parameter names -> the whole model's."""
     return {str(index): layer for index, layer in enumerate(part.layers[main])}
 
 
 @dataclass(frozen=True)
-class Blocks:
+class CacheBlocks:
     """KV cache blocks of each cache group.
 
     Attributes:
@@ -110,29 +110,29 @@ class Blocks:
     hosted: Mapping[str, int]
 
 
-def sized(
-    holdings: Sequence[Holding],
+def fit_cache_blocks(
+    stages: Sequence[StageMemory],
     kind: Kind,
     engine: EngineSpec,
     context: int,
-    share: float,
+    fraction: float,
     free: Callable[[str], float],
-) -> Blocks:
+) -> CacheBlocks:
     """The KV cache blocks that every stage has room for: all stages share the block tables.
 
     Args:
         kind: dtype of the KV cache.
-        share: fraction of the blocks that are in host memory.
+        fraction: fraction of the blocks that are in host memory.
         free: a function from a device's name, or `HOST`, to its free bytes.
     """
     total: dict[str, int] = {}
-    host_room = free(HOST) - _host_weights(holdings)
-    device_stages = sum(not stage.on_host for stage in holdings)
-    for stage in holdings:
+    host_room = free(HOST) - _host_weights(stages)
+    device_stages = sum(not stage.on_host for stage in stages)
+    for stage in stages:
         room = min(map(free, stage.devices)) - stage.used
-        if share and not stage.on_host:
-            limits = [host_room / device_stages / share]
-            limits += [room / (1 - share)] if share < 1 else []
+        if fraction and not stage.on_host:
+            limits = [host_room / device_stages / fraction]
+            limits += [room / (1 - fraction)] if fraction < 1 else []
             room = min(limits)
         counts = cache_blocks(
             stage.caches,
@@ -147,20 +147,20 @@ def sized(
         for group, count in counts.items():
             total[group] = min(count, total.get(group, count))
     hosted = {
-        group: min(count, max(1, min(round(share * count), count - (share < 1))))
+        group: min(count, max(1, min(round(fraction * count), count - (fraction < 1))))
         for group, count in total.items()
-        if share and group != ENCODER
+        if fraction and group != ENCODER
     }
-    return Blocks(total, hosted)
+    return CacheBlocks(total, hosted)
 
 
-def _host_weights(holdings: Sequence[Holding]) -> float:
+def _host_weights(holdings: Sequence[StageMemory]) -> float:
     """Bytes of weights in host memory: of stages that run there, and offloaded ones."""
     return sum(stage.used if stage.on_host else stage.waiting for stage in holdings)
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryUse:
     """What is in one memory, in bytes.
 
     Attributes:
@@ -185,28 +185,30 @@ class Place:
         return self.weights + self.tables + self.streamed + self.cache
 
 
-def places(
-    holdings: Sequence[Holding], kind: Kind, blocks: Blocks, free: Callable[[str], float]
-) -> list[Place]:
+def memory_use(
+    stages: Sequence[StageMemory], kind: Kind, blocks: CacheBlocks, free: Callable[[str], float]
+) -> list[MemoryUse]:
     """What is in each memory; the host's comes last, if anything is in it."""
-    devices, host = list[Place](), Place(HOST, 0, 0, 0, 0, free(HOST))
-    for stage in holdings:
+    devices, host = list[MemoryUse](), MemoryUse(HOST, 0, 0, 0, 0, free(HOST))
+    for stage in stages:
         sizes = block_bytes(stage.caches, kind)
         cache = sum(size * blocks.total[group] for group, size in sizes.items())
         offloaded = sum(size * blocks.hosted.get(group, 0) for group, size in sizes.items())
         if stage.on_host:
-            host = _more(host, stage.weights, stage.tables, 0, cache)
+            host = _added(host, stage.weights, stage.tables, 0, cache)
             continue
-        host = _more(host, 0, 0, stage.waiting, offloaded)
+        host = _added(host, 0, 0, stage.waiting, offloaded)
         on_device = cache - offloaded
         devices += [
-            Place(name, stage.weights, stage.tables, stage.passing, on_device, free(name))
+            MemoryUse(
+                name, stage.weights, stage.tables, stage.prefetch_buffers, on_device, free(name)
+            )
             for name in stage.devices
         ]
     return [*devices, *([host] if host.together else [])]
 
 
-def _more(place: Place, *more: float) -> Place:
+def _added(place: MemoryUse, *more: float) -> MemoryUse:
     weights, tables, streamed, cache = more
     return replace(
         place,
@@ -217,7 +219,7 @@ def _more(place: Place, *more: float) -> Place:
     )
 
 
-def too_full(found: Sequence[Place]) -> Place | None:
+def worst_overflow(memories: Sequence[MemoryUse]) -> MemoryUse | None:
     """The memory that lacks most bytes; None where everything fits."""
-    worst: Any = max(found, key=lambda place: place.together - place.free)
+    worst: Any = max(memories, key=lambda place: place.together - place.free)
     return worst if worst.together > worst.free else None

@@ -12,19 +12,19 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
-from jinfer.parallel.layer_plan import Plan
+from jinfer.parallel.layer_plan import PartitionPlan
 from jinfer.parallel.memory_budget import (
     HOST,
-    Blocks,
-    Holding,
-    Place,
-    holding,
-    places,
-    sized,
-    too_full,
+    CacheBlocks,
+    MemoryUse,
+    StageMemory,
+    fit_cache_blocks,
+    memory_use,
+    stage_memory,
+    worst_overflow,
 )
 from jinfer.parallel.placement import check_host_cache, main_stack, stage_models, streamed_layers
-from jinfer.parallel.substages import spread
+from jinfer.parallel.substages import spread_evenly
 from jinfer.weights.model_size import bytes_text
 
 _STEP = 0.05  # between fractions of the KV cache that are tried on the host
@@ -40,8 +40,8 @@ class MemoryPlan:
         problem: why it does not fit, and what would; "" where it fits.
     """
 
-    places: tuple[Place, ...]
-    blocks: Blocks
+    places: tuple[MemoryUse, ...]
+    blocks: CacheBlocks
     problem: str = ""
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Sizing:
+class MemoryPlanner:
     """Makes memory plans, with more or less offloaded to the host.
 
     Attributes:
@@ -85,32 +85,34 @@ class Sizing:
     kind: Kind
     context: int
     free: Callable[[str], float]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[StageMemory, ...]
     streamed: frozenset[int]
 
     def asked(self) -> MemoryPlan:
         """The plan with the specification's own offload; its `problem` says if it does not fit."""
         plan = self.plan(self.spec.partition.host_kv_cache, self.streamed)
-        lacking = too_full(plan.places)
+        lacking = worst_overflow(plan.places)
         return plan if lacking is None else replace(plan, problem=_refusal(self, lacking))
 
     def plan(self, share: float, streamed: frozenset[int]) -> MemoryPlan:
         """The plan with a fraction of the KV cache and some layers' weights offloaded."""
-        stages = [stage.with_streamed(_on_devices(stage, streamed)) for stage in self.holdings]
-        blocks = sized(stages, self.kind, self.spec.engine, self.context, share, self.free)
-        return MemoryPlan(tuple(places(stages, self.kind, blocks, self.free)), blocks)
+        stages = [stage.with_streamed(_offloadable(stage, streamed)) for stage in self.holdings]
+        blocks = fit_cache_blocks(
+            stages, self.kind, self.spec.engine, self.context, share, self.free
+        )
+        return MemoryPlan(tuple(memory_use(stages, self.kind, blocks, self.free)), blocks)
 
     def fits(self, share: float, streamed: frozenset[int]) -> bool:
         """Whether that plan fits into all memories."""
-        return too_full(self.plan(share, streamed).places) is None
+        return worst_overflow(self.plan(share, streamed).places) is None
 
 
-def _on_devices(held: Holding, streamed: frozenset[int]) -> frozenset[int]:
+def _offloadable(held: StageMemory, streamed: frozenset[int]) -> frozenset[int]:
     return frozenset() if held.on_host else streamed
 
 
 def memory_plan(
-    plan: Plan,
+    plan: PartitionPlan,
     spec: ModelSpec,
     model: AbstractModel,
     dtype: DTypeLike,
@@ -119,18 +121,18 @@ def memory_plan(
     free: Callable[[str], float],
 ) -> MemoryPlan:
     """The memory plan of a specification; arguments and errors as of `memory_planner`."""
-    return sizing_of(plan, spec, model, dtype, kind, context, free).asked()
+    return memory_planner(plan, spec, model, dtype, kind, context, free).asked()
 
 
-def sizing_of(
-    plan: Plan,
+def memory_planner(
+    plan: PartitionPlan,
     spec: ModelSpec,
     model: AbstractModel,
     dtype: DTypeLike,
     kind: Kind,
     context: int,
     free: Callable[[str], float],
-) -> Sizing:
+) -> MemoryPlanner:
     """The memory planner of a partition plan.
 
     Args:
@@ -146,19 +148,19 @@ def sizing_of(
     check_host_cache(plan, spec)
     stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
     holdings = tuple(
-        holding(stage, planned.devices, main)
+        stage_memory(stage, planned.devices, main)
         for stage, planned in zip(stages, plan.stages, strict=True)
     )
-    return Sizing(spec, kind, context, free, holdings, streamed_layers(plan, spec))
+    return MemoryPlanner(spec, kind, context, free, holdings, streamed_layers(plan, spec))
 
 
-def _refusal(sizing: Sizing, lacking: Place) -> str:
+def _refusal(planner: MemoryPlanner, lacking: MemoryUse) -> str:
     reason = (
         f"{_name(lacking)} would hold {bytes_text(lacking.together)} (weights "
         f"{bytes_text(lacking.weights + lacking.tables + lacking.streamed)}, cache "
         f"{bytes_text(lacking.cache)}) but has {bytes_text(lacking.free)}"
     )
-    keys = next(remedies(sizing), {})
+    keys = next(fitting_offloads(planner), {})
     settings = "; ".join(f"partition.{key} = {value}" for key, value in keys.items())
     otherwise = (
         "quantize to fewer bits (quantization.weights), set engine.context or "
@@ -167,30 +169,30 @@ def _refusal(sizing: Sizing, lacking: Place) -> str:
     return f"{reason}; {f'set {settings}' if settings else otherwise}"
 
 
-def _name(place: Place) -> str:
+def _name(place: MemoryUse) -> str:
     return place.name if place.name == HOST else f"device {place.name}"
 
 
-def remedies(sizing: Sizing) -> Iterator[Mapping[str, Any]]:
+def fitting_offloads(planner: MemoryPlanner) -> Iterator[Mapping[str, Any]]:
     """Keys of `[partition]` that make it fit: for each kind of offload the smallest change."""
-    stages, partition = sizing.holdings, sizing.spec.partition
+    stages, partition = planner.holdings, planner.spec.partition
     share, count = partition.host_kv_cache, partition.streamed_layers
     layers = sorted(layer for stage in stages if not stage.on_host for layer in stage.layers)
     shares = [round(_STEP * i, 2) for i in range(1, round(1 / _STEP) + 1) if _STEP * i > share]
-    if sizing.spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
+    if planner.spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
         shares = []
     # One or two offloaded layers save nothing: the device has buffers for two.
     counts = range(max(3, count + 1), len(layers) + 1)
-    streamed = spread(layers, count) if count else frozenset()
+    streamed = spread_evenly(layers, count) if count else frozenset()
     for larger in shares:
-        if sizing.fits(larger, streamed):
+        if planner.fits(larger, streamed):
             yield {"host_kv_cache": larger}
             break
     for more in counts:
-        if sizing.fits(share, spread(layers, more)):
+        if planner.fits(share, spread_evenly(layers, more)):
             yield {"streamed_layers": more}
             break
     for more in counts if shares else ():
-        if sizing.fits(1.0, spread(layers, more)):
+        if planner.fits(1.0, spread_evenly(layers, more)):
             yield {"host_kv_cache": 1.0, "streamed_layers": more}
             break

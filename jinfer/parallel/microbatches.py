@@ -16,11 +16,11 @@ from jax import Array
 
 from jinfer.engine.runner.device_state import State
 
-type LaneStates = tuple[State, ...]
+type MicroBatchStates = tuple[State, ...]
 
 
 @dataclass(frozen=True)
-class LaneRows:
+class MicroBatchRows:
     """Rows of a micro-batch's state, in device memory."""
 
     lane: int
@@ -28,7 +28,7 @@ class LaneRows:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class MicroBatches:
     """How slots are divided among micro-batches.
 
     Attributes:
@@ -65,6 +65,6 @@ class Lanes:
 
         return {group: rows_of(table) for group, table in tables.items()}
 
-    def changed(self, states: LaneStates, lane: int, state: Any) -> LaneStates:
+    def changed(self, states: MicroBatchStates, lane: int, state: Any) -> MicroBatchStates:
         """The states with one micro-batch's replaced."""
         return (*states[:lane], state, *states[lane + 1 :])

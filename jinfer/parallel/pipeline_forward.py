@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import jax
 
 from jinfer.engine.runner.flat_batch import FlatBatch
-from jinfer.parallel.device_groups import Site, first_copy
+from jinfer.parallel.device_groups import DeviceGroup, first_replica
 from jinfer.parallel.launcher import Launcher
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.stage_programs import Made
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.stage_programs import CompiledStage
 from jinfer.parallel.timeline import Timeline
-from jinfer.parallel.weight_offload import Stream
+from jinfer.parallel.weight_offload import WeightPrefetcher
 
-type Caches = tuple[Any, ...]
+type StageCaches = tuple[Any, ...]
 
 
 class Pipeline(Protocol):
@@ -25,9 +25,9 @@ class Pipeline(Protocol):
     timeline: Timeline | None
 
     @property
-    def stages(self) -> tuple[Stage, ...]: ...
+    def stages(self) -> tuple[PipelineStage, ...]: ...
     @property
-    def streams(self) -> dict[int, Stream]: ...
+    def streams(self) -> dict[int, WeightPrefetcher]: ...
     @property
     def launch(self) -> Launcher: ...
     def leaves_of(self, number: int, leaves: Any, /) -> Any: ...
@@ -38,23 +38,23 @@ class PipelineForward:
     """The forward pass of all stages over a flat batch."""
 
     programs: Pipeline
-    made: tuple[Made, ...]
+    made: tuple[CompiledStage, ...]
 
     def __call__(
         self,
         leaves: Any,
-        caches: Caches,
+        caches: StageCaches,
         places: FlatBatch,
         tables: Mapping[str, Any],
         last: Any,
         lane: int,
-    ) -> tuple[Caches, Any]:
+    ) -> tuple[StageCaches, Any]:
         """The caches, and the results at home."""
         new_caches, x = list[Any](), None
         programs, timeline = self.programs, self.programs.timeline
-        batches: dict[Site, tuple[FlatBatch, Any]] = {}
+        batches: dict[DeviceGroup, tuple[FlatBatch, Any]] = {}
 
-        def batch_on(device_group: Site) -> tuple[FlatBatch, Any]:
+        def batch_on(device_group: DeviceGroup) -> tuple[FlatBatch, Any]:
             if device_group not in batches:
                 batches[device_group] = device_group.replicate_tree((places, tables))
             return batches[device_group]
@@ -72,4 +72,4 @@ class PipelineForward:
             new_caches.append(cache)
             if timeline is not None:
                 timeline.note(number, lane, batch[0].tokens if hidden is None else hidden, x)
-        return tuple(new_caches), jax.tree.map(first_copy, x)
+        return tuple(new_caches), jax.tree.map(first_replica, x)

@@ -23,23 +23,28 @@ from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.mmap_limit import check_maps
 from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.runner.verify import Nodes
-from jinfer.modelspec.draft_head import taps
+from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
 from jinfer.parallel import finish_steps
-from jinfer.parallel.device_groups import first_copy
-from jinfer.parallel.host_kv_cache import HostedMaking
+from jinfer.parallel.device_groups import first_replica
+from jinfer.parallel.host_kv_cache import HostCacheCompiler
 from jinfer.parallel.launcher import Launcher
-from jinfer.parallel.microbatches import LaneRows, Lanes, LaneStates
-from jinfer.parallel.pipeline_forward import Caches, PipelineForward
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.stage_programs import Made, Making, float32, int32
+from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatchStates
+from jinfer.parallel.pipeline_forward import PipelineForward, StageCaches
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.stage_programs import (
+    CompiledStage,
+    StageCompiler,
+    abstract_float32,
+    abstract_int32,
+)
 from jinfer.parallel.timeline import Timeline
-from jinfer.parallel.weight_offload import Stream
+from jinfer.parallel.weight_offload import WeightPrefetcher
 
 
 @dataclass(kw_only=True)
-class StagedPrograms(CompiledPrograms):
+class PipelinePrograms(CompiledPrograms):
     """The programs of a pipeline.
 
     Attributes:
@@ -50,20 +55,20 @@ class StagedPrograms(CompiledPrograms):
         memory: the memory plan as a table, to be shown.
     """
 
-    stages: tuple[Stage, ...]
-    lanes: Lanes
+    stages: tuple[PipelineStage, ...]
+    lanes: MicroBatches
     timeline: Timeline | None = None
     hosted: Mapping[str, int] = field(default_factory=dict)
     memory: str = ""
     most_steps: int = 1
 
     @cached_property
-    def compiler(self) -> Making:
+    def compiler(self) -> StageCompiler:
         """Compiles the stages' programs."""
         arguments = self.model, self.sizes, self.stages, self.lanes, self._tracing
         if not self.hosted:
-            return Making(*arguments)
-        return HostedMaking(*arguments, hosted=self.hosted, launch=self.launch)
+            return StageCompiler(*arguments)
+        return HostCacheCompiler(*arguments, hosted=self.hosted, launch=self.launch)
 
     @property
     def home_device(self) -> jax.Device:
@@ -71,9 +76,9 @@ class StagedPrograms(CompiledPrograms):
         return self.compiler.home.devices[0]
 
     @cached_property
-    def streams(self) -> dict[int, Stream]:
+    def streams(self) -> dict[int, WeightPrefetcher]:
         """Weight offload: the prefetcher of each offloaded stage, by the stage's number."""
-        prefetchers: dict[int, Stream] = {}
+        prefetchers: dict[int, WeightPrefetcher] = {}
         for device_group in dict.fromkeys(
             stage.device_group for stage in self.stages if stage.streamed
         ):
@@ -82,7 +87,7 @@ class StagedPrograms(CompiledPrograms):
                 for n, stage in enumerate(self.stages)
                 if stage.streamed and stage.device_group == device_group
             )
-            prefetchers |= dict.fromkeys(turns, Stream(device_group, turns))
+            prefetchers |= dict.fromkeys(turns, WeightPrefetcher(device_group, turns))
         return prefetchers
 
     @property
@@ -157,7 +162,7 @@ class StagedPrograms(CompiledPrograms):
         begin, flow = self._of_state(shape.tokens, shape.chosen)
 
         def run(
-            leaves: Any, caches: Caches, states: LaneStates, slots: Any, positions: Any,
+            leaves: Any, caches: StageCaches, states: MicroBatchStates, slots: Any, positions: Any,
             tables: Any, last: Any,
         ) -> Any:  # fmt: skip
             lane, rows = self.lanes.of_slots(slots)
@@ -166,15 +171,15 @@ class StagedPrograms(CompiledPrograms):
             )
             lane_tables = self.lanes.tables(lane, tables)
             caches, out = flow(leaves, caches, places, lane_tables, last, lane)
-            return caches, out["logits"], LaneRows(lane, sampled_rows)
+            return caches, out["logits"], MicroBatchRows(lane, sampled_rows)
 
         return run
 
     def _sample(self, shape: StepKey) -> Program:
         program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
 
-        def run(states: LaneStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
-            in_lane = isinstance(rows, LaneRows)
+        def run(states: MicroBatchStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
+            in_lane = isinstance(rows, MicroBatchRows)
             lane, lane_rows = (rows.lane, rows.rows) if in_lane else self.lanes.of_slots(rows)
             arguments = states[lane], logits, lane_rows, mask, masked
             state, chosen = self.launch(f"lane {lane}", program, *arguments)
@@ -190,7 +195,12 @@ class StagedPrograms(CompiledPrograms):
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
         def run(
-            leaves: Any, caches: Caches, states: LaneStates, slots: Any, tables: Any, *_: Any
+            leaves: Any,
+            caches: StageCaches,
+            states: MicroBatchStates,
+            slots: Any,
+            tables: Any,
+            *_: Any,
         ) -> Any:  # the other arguments are for several steps in one call, and for interrupts
             lane, rows = self.lanes.of_slots(slots)
             places, sampled_rows = self.launch(
@@ -211,7 +221,7 @@ class StagedPrograms(CompiledPrograms):
         flow, choose = PipelineForward(self, made), self.compiler.walk(shape, self.width).program
 
         def run(
-            leaves: Any, caches: Caches, states: LaneStates, nodes: Nodes, tables: Any,
+            leaves: Any, caches: StageCaches, states: MicroBatchStates, nodes: Nodes, tables: Any,
             mask: Any = None,
         ) -> Any:  # fmt: skip
             lane, owners = self.lanes.of_slots(np.asarray(nodes.owners))
@@ -227,7 +237,7 @@ class StagedPrograms(CompiledPrograms):
     def hidden_taps(self, cache: Any) -> Any:
         """As `CompiledPrograms.hidden_taps`, for each stage."""
         of_stages = zip(self.stages, cache, strict=True)
-        tapped = [(taps(stage.model.model.caches), pools) for stage, pools in of_stages]
+        tapped = [(tap_names(stage.model.model.caches), pools) for stage, pools in of_stages]
         return tuple(tuple(pools[name] for name in names) for names, pools in tapped)
 
     def _gather_taps(self, shape: StepKey) -> Program:
@@ -240,7 +250,7 @@ class StagedPrograms(CompiledPrograms):
             for number, (stage_program, tapped) in enumerate(zip(made, layers, strict=True)):
                 if stage_program is not None:
                     states = self.launch(f"stage {number}", stage_program.program, tapped, *batch)
-                    hidden.append(self.compiler.home.replicate(first_copy(states)))
+                    hidden.append(self.compiler.home.replicate(first_replica(states)))
             return join(hidden)
 
         return run
@@ -257,18 +267,26 @@ class StagedPrograms(CompiledPrograms):
 
     def _score(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_score
-        return self._whole(shape, ("logits",), finish, int32(shape.tokens))
+        return self._whole(shape, ("logits",), finish, abstract_int32(shape.tokens))
 
     def _beam(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_beam(self.model)
-        return self._whole(shape, ("logits",), finish, float32(shape.tokens), several=True)
+        return self._whole(shape, ("logits",), finish, abstract_float32(shape.tokens), several=True)
 
     def _contrastive(self, shape: StepKey) -> Program:
         finish = finish_steps.finish_contrastive(self.model)
-        more = (float32(self.sizes.context, self.hidden), float32(shape.tokens), float32())
-        whole = self._whole(shape, ("logits", "hidden"), finish, int32(), *more, several=True)
+        more = (
+            abstract_float32(self.sizes.context, self.hidden),
+            abstract_float32(shape.tokens),
+            abstract_float32(),
+        )
+        whole = self._whole(
+            shape, ("logits", "hidden"), finish, abstract_int32(), *more, several=True
+        )
 
-        def run(leaves: Any, caches: Caches, tokens: Any, rows: Any, at: Any, *rest: Any) -> Any:
+        def run(
+            leaves: Any, caches: StageCaches, tokens: Any, rows: Any, at: Any, *rest: Any
+        ) -> Any:
             return whole(leaves, caches, tokens, rows, at, *rest[:3], at[0], *rest[3:])
 
         return run
@@ -293,7 +311,7 @@ class StagedPrograms(CompiledPrograms):
         end = self.compiler.finish(shape, finish, out, *more).program
 
         def run(
-            leaves: Any, caches: Caches, tokens: Any, rows: Any, positions: Any, prompts: Any,
+            leaves: Any, caches: StageCaches, tokens: Any, rows: Any, positions: Any, prompts: Any,
             tables: Any, encoded: Any, *rest: Any,
         ) -> Any:  # fmt: skip
             places = FlatBatch(tokens, rows, positions, prompts, encoded)
@@ -313,7 +331,7 @@ class StagedPrograms(CompiledPrograms):
             if any(cache.group == ENCODER for cache in stage.model.model.caches.values())
         }
 
-        def run(leaves: Any, caches: Caches, tokens: Any, lengths: Any, table: Any) -> Any:
+        def run(leaves: Any, caches: StageCaches, tokens: Any, lengths: Any, table: Any) -> Any:
             encoded = self._read(made, leaves, tokens, np.zeros_like(tokens), lengths)["hidden"]
             filled = list(caches)
             for number, fill in fills.items():
@@ -333,11 +351,11 @@ class StagedPrograms(CompiledPrograms):
 
         def run(leaves: Any, caches: Any, tokens: Any, types: Any, lengths: Any) -> Any:
             out = self._read(made, leaves, tokens, types, lengths)[shape.want]
-            return first_copy(out).astype(jnp.float32)
+            return first_replica(out).astype(jnp.float32)
 
         return run
 
-    def _read(self, made: tuple[Made | None, ...], leaves: Any, *texts: Any) -> Any:
+    def _read(self, made: tuple[CompiledStage | None, ...], leaves: Any, *texts: Any) -> Any:
         """The results of an encoder's forward pass through all stages."""
         x = None
         for number, (stage, encoder) in enumerate(zip(self.stages, made, strict=True)):
@@ -352,7 +370,7 @@ class StagedPrograms(CompiledPrograms):
     def _copy_blocks(self, shape: StepKey) -> Program:
         copies = [self.compiler.copy(number).program for number in range(len(self.stages))]
 
-        def run(caches: Caches, *ids: Any) -> Any:
+        def run(caches: StageCaches, *ids: Any) -> Any:
             return tuple(
                 self.launch(f"stage {number}", copy, cache, *ids)
                 for number, (copy, cache) in enumerate(zip(copies, caches, strict=True))
@@ -363,7 +381,7 @@ class StagedPrograms(CompiledPrograms):
     def _set_slot(self, shape: StepKey) -> Program:
         program = self.compiler.admit().program
 
-        def run(states: LaneStates, row: Any, slot: Any) -> LaneStates:
+        def run(states: MicroBatchStates, row: Any, slot: Any) -> MicroBatchStates:
             lane, rows = self.lanes.of_slots(np.array([slot]))
             state = self.launch(f"lane {lane}", program, states[lane], row, rows[0])
             return self.lanes.changed(states, lane, state)

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from jinfer.parallel.device_groups import Site
+from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.stage_model import StageModel
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage on its devices.
 
     Attributes:
@@ -26,10 +26,10 @@ class Stage:
     """
 
     model: StageModel
-    device_group: Site
+    device_group: DeviceGroup
     leaves: slice
     streamed: bool = False
-    host: Site | None = None
+    host: DeviceGroup | None = None
 
     @cached_property
     def kind(self) -> str:
@@ -43,7 +43,7 @@ class Stage:
         return self.model.slice.last
 
 
-def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_flat_parameters(stage: PipelineStage, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a stage's parameters as one of its flattened parameters."""
     tree = jax.tree.structure(stage.model.model.parameters)
 
@@ -53,6 +53,6 @@ def with_parts(stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]
     return with_parts
 
 
-def leaves_of(stage: Stage) -> Any:
+def abstract_leaves(stage: PipelineStage) -> Any:
     """A stage's abstract parameters, flattened and sharded."""
     return stage.device_group.abstract_shards(tuple(jax.tree.leaves(stage.model.model.parameters)))

@@ -13,39 +13,45 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
-from jinfer.modelspec.blocks import MixtureOfExperts
+from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
-from jinfer.ops.backend import target
-from jinfer.parallel.cost_model import Link, Machine, Work, best
-from jinfer.parallel.device_groups import Site
-from jinfer.parallel.layer_bytes import nbytes, weigh
-from jinfer.parallel.layer_plan import Groups, Plan, Row, Weight, make_plan
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.shard_sizes import ShareError
-from jinfer.parallel.sharding_rules import Part, whole_of
-from jinfer.parallel.stage_model import StageModel, stage_model
-from jinfer.parallel.substages import pieces, spread
+from jinfer.ops.backend import target_platform
+from jinfer.parallel.cost_model import Hardware, Interconnect, ModelCost, best_layout
+from jinfer.parallel.device_groups import DeviceGroup
+from jinfer.parallel.layer_bytes import model_bytes, nbytes
+from jinfer.parallel.layer_plan import (
+    ModelBytes,
+    PartitionPlan,
+    PlannedStage,
+    StageDeviceNames,
+    make_partition_plan,
+)
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.shard_sizes import ShardingError
+from jinfer.parallel.sharding_rules import ModelSlice, whole_model
+from jinfer.parallel.stage_model import StageModel, make_stage_model
+from jinfer.parallel.substages import split_stage, spread_evenly
 
 # Assumed speeds, of the order of current hardware: devices do not report theirs.
-_GPU = Machine(0, 1.5e12, 2e14, Link(1e11, 1e-5), Link(1e11, 1e-5), 2e-4)
-_MANY = 100_000
-HOST_MACHINE = Machine(0, 2e10, 2e11, Link(1e10, 5e-5), Link(1e10, 5e-5), 3e-4)
+_GPU_HARDWARE = Hardware(0, 1.5e12, 2e14, Interconnect(1e11, 1e-5), Interconnect(1e11, 1e-5), 2e-4)
+_ANY_DEVICE_COUNT = 100_000
+HOST_HARDWARE = Hardware(0, 2e10, 2e11, Interconnect(1e10, 5e-5), Interconnect(1e10, 5e-5), 3e-4)
 
 
-def plan_of(
+def partition_plan(
     spec: ModelSpec,
     model: AbstractModel,
     context: int,
     dtype: DTypeLike,
     kind: Kind,
     *,
-    imagined: bool = False,
-) -> Plan:
+    dry_run: bool = False,
+) -> PartitionPlan:
     """The plan that a specification asks for, on the devices of this machine or job.
 
     Args:
@@ -53,29 +59,31 @@ def plan_of(
         context: tokens of a sequence in the KV cache.
         dtype: dtype of the computation.
         kind: dtype of the KV cache.
-        imagined: whether to accept device numbers that do not exist, for a dry run.
+        dry_run: whether to accept device numbers that do not exist, for a dry run.
 
     Raises:
         SpecError: the plan is not possible.
     """
-    weight, count = weigh(spec, model), _MANY if imagined else len(jax.devices())
+    weight, count = model_bytes(spec, model), _ANY_DEVICE_COUNT if dry_run else len(jax.devices())
 
-    def automatic() -> Groups:
-        return _automatic(spec, model, weight, context, dtype, kind)
+    def automatic() -> StageDeviceNames:
+        return _best_groups(spec, model, weight, context, dtype, kind)
 
-    return make_plan(spec.partition, weight, count, spec.engine.slots, spec.path, automatic)
+    return make_partition_plan(
+        spec.partition, weight, count, spec.engine.slots, spec.path, automatic
+    )
 
 
-def _automatic(
+def _best_groups(
     spec: ModelSpec,
     model: AbstractModel,
-    weight: Weight,
+    weight: ModelBytes,
     context: int,
     dtype: DTypeLike,
     kind: Kind,
-) -> Groups:
+) -> StageDeviceNames:
     """`devices = "auto"`: the device groups of the layout that the cost model finds fastest."""
-    machine, work = machine_of(jax.devices()), work_of(spec, model, weight, dtype, kind)
+    machine, work = hardware_of(jax.devices()), model_cost(spec, model, weight, dtype, kind)
     count = len(jax.devices())
     # Every process of a job needs at least one device of the plan.
     last = max(device.process_index for device in jax.devices())
@@ -85,9 +93,9 @@ def _automatic(
         for pipe, tensor in product(range(1, count + 1), repeat=2)
         if least <= pipe * tensor <= count
         and pipe <= work.layers
-        and _divides(spec, model, tensor, dtype)
+        and _can_shard(spec, model, tensor, dtype)
     ]
-    layout = best(work, machine, possible, context=context)
+    layout = best_layout(work, machine, possible, context=context)
     if layout is None:
         raise SpecError(
             spec.path,
@@ -102,26 +110,26 @@ def _automatic(
     )
 
 
-def _divides(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLike) -> bool:
+def _can_shard(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLike) -> bool:
     try:
-        stage_model(spec, model, whole_of(spec), tensor, dtype)
-    except ShareError:
+        make_stage_model(spec, model, whole_model(spec), tensor, dtype)
+    except ShardingError:
         return False
     return True
 
 
-def machine_of(devices: Sequence[jax.Device]) -> Machine:
+def hardware_of(devices: Sequence[jax.Device]) -> Hardware:
     """The assumed hardware of these devices, with their real free memory."""
     # Memory of other processes' devices is not known here; assume it is the same.
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
-        return replace(HOST_MACHINE, memory=free_memory(local[0]) / len(local))
-    return replace(_GPU, memory=min(map(free_memory, local)))
+        return replace(HOST_HARDWARE, memory=free_memory(local[0]) / len(local))
+    return replace(_GPU_HARDWARE, memory=min(map(free_memory, local)))
 
 
-def work_of(
-    spec: ModelSpec, model: AbstractModel, weight: Weight, dtype: DTypeLike, kind: Kind
-) -> Work:
+def model_cost(
+    spec: ModelSpec, model: AbstractModel, weight: ModelBytes, dtype: DTypeLike, kind: Kind
+) -> ModelCost:
     """What the cost model needs to know of a model: its bytes, layers and widths."""
     layers = max(map(len, weight.layers.values()))
     caches = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
@@ -134,10 +142,10 @@ def work_of(
         if role in tables:
             looked_up += nbytes(parameter)
             continue
-        share = _share_read(spec, name)
+        share = _fraction_read(spec, name)
         active += share * nbytes(parameter)
         parameters += share * prod(parameter.shape)
-    return Work(
+    return ModelCost(
         weights=weight.total,
         active=active,
         parameters=parameters,
@@ -150,17 +158,17 @@ def work_of(
     )
 
 
-def _share_read(spec: ModelSpec, name: str) -> float:
+def _fraction_read(spec: ModelSpec, name: str) -> float:
     """The fraction of a parameter that one token reads: top_k / experts for experts, else 1."""
     stack_name, number, *rest = (*name.split("."), "", "")
     stack = next((stack for stack in spec.stacks if stack.name == stack_name), None)
     if stack is None or not number.isdigit() or "experts" not in rest:
         return 1.0
     block = dict(stack.layers[int(number)].modules).get(rest[0])
-    return block.top_k / block.experts if isinstance(block, MixtureOfExperts) else 1.0
+    return block.top_k / block.experts if isinstance(block, MoESpec) else 1.0
 
 
-def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
+def stage_devices(plan: PartitionPlan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
     """The JAX devices of each stage.
 
     Raises:
@@ -175,16 +183,16 @@ def devices_of(plan: Plan, path: object) -> tuple[tuple[jax.Device, ...], ...]:
     )
 
 
-def host_device(plan: Plan, path: object) -> jax.Device:
+def host_device(plan: PartitionPlan, path: object) -> jax.Device:
     """The CPU device that stands for the host. Raises `SpecError` as `stage_devices`."""
     named = {name for stage in plan.stages for name in stage.devices} - {CPU}
     used = {jax.devices()[int(name)] for name in named}
     # On a CPU-only machine with several virtual devices, prefer one that no stage has.
-    free = [device for device in _host(path) if device not in used]
-    return free[0] if free else _host(path)[0]
+    free = [device for device in _cpu_devices(path) if device not in used]
+    return free[0] if free else _cpu_devices(path)[0]
 
 
-def _host(path: object) -> list[jax.Device]:
+def _cpu_devices(path: object) -> list[jax.Device]:
     try:
         return jax.devices(CPU)
     except RuntimeError:
@@ -193,45 +201,47 @@ def _host(path: object) -> list[jax.Device]:
 
 
 def stage_models(
-    plan: Plan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
+    plan: PartitionPlan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
 ) -> list[StageModel]:
     """The stages' models. Raises `SpecError` where a stage cannot be divided among its devices."""
     try:
         return [_stage_model(spec, model, stage, stage.slice, dtype) for stage in plan.stages]
-    except ShareError as error:
+    except ShardingError as error:
         key = "mesh" if spec.partition.mesh is not None else "devices"
         raise SpecError(spec.path, f"partition.{key}", str(error)) from None
 
 
 def _stage_model(
-    spec: ModelSpec, model: AbstractModel, row: Row, part: Part, dtype: DTypeLike
+    spec: ModelSpec, model: AbstractModel, row: PlannedStage, part: ModelSlice, dtype: DTypeLike
 ) -> StageModel:
     """A stage's model, with quantized matrices packed for the stage's kind of device."""
-    with target(CPU) if CPU in row.devices else nullcontext():
-        return stage_model(spec, model, part, len(row.devices), dtype)
+    with target_platform(CPU) if CPU in row.devices else nullcontext():
+        return make_stage_model(spec, model, part, len(row.devices), dtype)
 
 
 def make_stages(
-    plan: Plan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
-) -> tuple[Stage, ...]:
+    plan: PartitionPlan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
+) -> tuple[PipelineStage, ...]:
     """The pipeline's stages on their devices, in order. Raises `SpecError` as `stage_devices`."""
-    stages, begin, host = list[Stage](), 0, None
+    stages, begin, host = list[PipelineStage](), 0, None
     if spec.partition.host_kv_cache:
-        host = Site((host_device(plan, spec.path),))
+        host = DeviceGroup((host_device(plan, spec.path),))
     main, streamed = main_stack(spec), streamed_layers(plan, spec)
-    for planned, devices in zip(plan.stages, devices_of(plan, spec.path), strict=True):
+    for planned, devices in zip(plan.stages, stage_devices(plan, spec.path), strict=True):
         hosted = host is not None and CPU not in planned.devices
-        for substage in pieces(planned.slice, main, streamed, hosted=hosted):
+        for substage in split_stage(planned.slice, main, streamed, hosted=hosted):
             local = _stage_model(spec, model, planned, substage.slice, dtype)
             end = begin + len(jax.tree.leaves(local.model.parameters))
             where = host if substage.hosted else None
             leaves = slice(begin, end)
-            stages.append(Stage(local, Site(devices), leaves, substage.streamed, where))
+            stages.append(
+                PipelineStage(local, DeviceGroup(devices), leaves, substage.streamed, where)
+            )
             begin = end
     return tuple(stages)
 
 
-def streamed_layers(plan: Plan, spec: ModelSpec) -> frozenset[int]:
+def streamed_layers(plan: PartitionPlan, spec: ModelSpec) -> frozenset[int]:
     """Weight offload: the layers whose weights stay in host memory.
 
     Raises:
@@ -244,7 +254,7 @@ def streamed_layers(plan: Plan, spec: ModelSpec) -> frozenset[int]:
         most = len(on_devices)
         reason = f"{count} are more than the {most} layers on devices; take at most these"
         raise SpecError(spec.path, "partition.streamed_layers", reason)
-    return spread(on_devices, count) if count else frozenset()
+    return spread_evenly(on_devices, count) if count else frozenset()
 
 
 def main_stack(spec: ModelSpec) -> str:
@@ -252,7 +262,7 @@ def main_stack(spec: ModelSpec) -> str:
     return "decoder" if spec.decoder is not None else spec.stacks[0].name
 
 
-def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
+def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
     reason = ""
     if spec.decoder is None:
@@ -267,9 +277,9 @@ def check_host_cache(plan: Plan, spec: ModelSpec) -> None:
         raise SpecError(spec.path, "partition.host_kv_cache", reason)
 
 
-def free_of(plan: Plan, spec: ModelSpec) -> Callable[[str], float]:
+def free_memory_of(plan: PartitionPlan, spec: ModelSpec) -> Callable[[str], float]:
     """A function from a memory's name, a device of the plan or `HOST`, to its free bytes."""
-    devices = devices_of(plan, spec.path)
+    devices = stage_devices(plan, spec.path)
     by_name = {
         name: device
         for stage, group in zip(plan.stages, devices, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.parallel.shard_sizes import Share, ShareError, of_elements
+from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, in_elements
 from jinfer.quant.quantized_tensor import (
     SUPER,
     QuantizedTensor,
@@ -21,27 +21,30 @@ from jinfer.quant.quantized_tensor import (
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here
 
-type Shares = Mapping[int, Share]  # axis of a parameter -> how it is divided, in elements
+type ParameterSharding = Mapping[
+    int, AxisSharding
+]  # axis of a parameter -> how it is divided, in elements
 
 
-def shares_of(
-    shape: Sequence[int], axes: Sequence[str], shares: Mapping[str, Share]
-) -> dict[int, Share]:
+def parameter_sharding(
+    shape: Sequence[int], axes: Sequence[str], shardings: Mapping[str, AxisSharding]
+) -> dict[int, AxisSharding]:
     """How a parameter's axes are divided, found by their logical names."""
     return {
-        axis: of_elements(shares[name], shape[axis])
+        axis: in_elements(shardings[name], shape[axis])
         for axis, name in enumerate(axes)
-        if name in shares
+        if name in shardings
     }
 
 
-def abstract_part(parameter: Any, shares: Shares) -> Any:
+def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:
     """The shape and dtype of one device's shard, packed for the kind of device in use."""
     shape = tuple(
-        shares[axis].size if axis in shares else size for axis, size in enumerate(parameter.shape)
+        sharding[axis].size if axis in sharding else size
+        for axis, size in enumerate(parameter.shape)
     )
     if isinstance(parameter, OutlierTensor):
-        rounded = abstract_part(parameter.rounded, shares)
+        rounded = abstract_shard(parameter.rounded, sharding)
         count = int(parameter.outliers.values.shape[-1])
         sparse = abstract_outliers(shape, rounded.format, 0.0, rounded.columns).outliers
         sized = jax.tree.map(
@@ -54,110 +57,115 @@ def abstract_part(parameter: Any, shares: Shares) -> Any:
     return jax.ShapeDtypeStruct(shape, parameter.dtype)
 
 
-def check_blocks(parameter: Any, shares: Shares) -> None:
+def check_quant_blocks(parameter: Any, sharding: ParameterSharding) -> None:
     """Raises `ShardingError` where a quantization block would be split between devices."""
-    unit, share = block_of(parameter), shares.get(len(parameter.shape) - 1)
+    unit, share = quant_block(parameter), sharding.get(len(parameter.shape) - 1)
     if share is None or unit == 1:
         return
     for start, count in zip(share.starts, share.counts, strict=True):
         # Shards smaller than a block may share one.
         inside = start // unit == (start + count - 1) // unit
         if count and start % unit and not inside:
-            raise ShareError(
+            raise ShardingError(
                 f"parts of {share.size} of its {share.total} columns do not end where its "
                 f"quantized blocks of {unit} do"
             )
 
 
-def block_of(parameter: Any) -> int:
+def quant_block(parameter: Any) -> int:
     """Columns of a quantization block (a superblock where there are two levels of scales).
 
     1 for a parameter that is not quantized.
     """
     if isinstance(parameter, OutlierTensor):
-        return block_of(parameter.rounded)
+        return quant_block(parameter.rounded)
     if not isinstance(parameter, QuantizedTensor):
         return 1
     return SUPER if parameter.format.two_level else parameter.format.block
 
 
-def as_here(values: Any) -> Any:
-    """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target`)."""
+def packed_for_target(values: Any) -> Any:
+    """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target_platform`)."""
     if isinstance(values, OutlierTensor):
-        return replace(values, rounded=as_here(values.rounded))
+        return replace(values, rounded=packed_for_target(values.rounded))
     if isinstance(values, QuantizedTensor):
         repacked = with_columns(values, columns_here(values.format))
         return replace(repacked, activations=values.activations)
     return values
 
 
-def cut(values: Any, shares: Shares, part: int) -> Any:
+def slice_shard(values: Any, sharding: ParameterSharding, device: int) -> Any:
     """One device's shard of a parameter, as NumPy arrays."""
-    if not shares:
+    if not sharding:
         return values
     if isinstance(values, OutlierTensor):
         return OutlierTensor(
-            cut(values.rounded, shares, part), _sparse_part(values.outliers, shares, part)
+            slice_shard(values.rounded, sharding, device),
+            _slice_sparse(values.outliers, sharding, device),
         )
     if isinstance(values, QuantizedTensor):
-        return _quantized_part(values, shares, part)
-    for axis, share in shares.items():
-        values = _along(values, axis, share, part)
-    return _own(values)
+        return _slice_quantized(values, sharding, device)
+    for axis, share in sharding.items():
+        values = _slice_axis(values, axis, share, device)
+    return _copied(values)
 
 
-def _own(values: np.ndarray) -> np.ndarray:
+def _copied(values: np.ndarray) -> np.ndarray:
     """A copy: a CPU device may use a view in place, which would keep the whole array alive."""
     return np.array(values, order="C")
 
 
-def once(values: np.ndarray, part: int) -> np.ndarray:
+def first_device_only(values: np.ndarray, device: int) -> np.ndarray:
     """A term added to partial sums before an all-reduce: on the first device, zeros elsewhere."""
-    return values if part == 0 else np.zeros_like(values)
+    return values if device == 0 else np.zeros_like(values)
 
 
-def _along(values: np.ndarray, axis: int, share: Share, part: int) -> np.ndarray:
+def _slice_axis(values: np.ndarray, axis: int, sharding: AxisSharding, device: int) -> np.ndarray:
     """A shard along an axis, padded with zeros."""
-    begin, count = share.starts[part], share.counts[part]
+    begin, count = sharding.starts[device], sharding.counts[device]
     shard = values[(slice(None),) * axis + (slice(begin, begin + count),)]
-    if count == share.size:
+    if count == sharding.size:
         return shard
     padding = [(0, 0)] * values.ndim
-    padding[axis] = (0, share.size - count)
+    padding[axis] = (0, sharding.size - count)
     return np.pad(shard, padding)
 
 
-def _quantized_part(tensor: QuantizedTensor, shares: Shares, part: int) -> QuantizedTensor:
+def _slice_quantized(
+    tensor: QuantizedTensor, sharding: ParameterSharding, device: int
+) -> QuantizedTensor:
     stack = len(tensor.stack)
-    rows, columns = shares.get(stack), shares.get(stack + 1)
-    if (whole_tiles := _tiles(tensor, rows, columns, part)) is not None:
+    rows, columns = sharding.get(stack), sharding.get(stack + 1)
+    if (whole_tiles := _slice_tiles(tensor, rows, columns, device)) is not None:
         return whole_tiles
     codes, scales, steps = to_codes(tensor)
     codes = codes[..., : tensor.inputs]
     if rows is not None:
-        codes, scales = (_along(each, stack, rows, part) for each in (codes, scales))
-        steps = None if steps is None else _along(steps, stack, rows, part)
+        codes, scales = (_slice_axis(each, stack, rows, device) for each in (codes, scales))
+        steps = None if steps is None else _slice_axis(steps, stack, rows, device)
     if columns is not None:
-        codes = _along(codes, stack + 1, columns, part)
-        scales = _numbers(scales, tensor.format.block, columns, part)
-        steps = None if steps is None else _numbers(steps, SUPER, columns, part)
+        codes = _slice_axis(codes, stack + 1, columns, device)
+        scales = _slice_scales(scales, tensor.format.block, columns, device)
+        steps = None if steps is None else _slice_scales(steps, SUPER, columns, device)
     shard = from_codes(
         np.ascontiguousarray(codes), scales, tensor.format, steps=steps, columns=tensor.columns
     )
     return replace(shard, activations=tensor.activations)
 
 
-def _numbers(numbers: np.ndarray, block: int, share: Share, part: int) -> np.ndarray:
+def _slice_scales(
+    scales: np.ndarray, block: int, sharding: AxisSharding, device: int
+) -> np.ndarray:
     """The block scales [..., rows, blocks, n] of a shard of columns; zeros for padding."""
-    begin, count = share.starts[part], share.counts[part]
+    begin, count = sharding.starts[device], sharding.counts[device]
     first, last = begin // block, -(-(begin + count) // block)
-    shard = numbers[..., first:last, :] if count else numbers[..., :0, :]
-    missing = -(-share.size // block) - shard.shape[-2]
+    shard = scales[..., first:last, :] if count else scales[..., :0, :]
+    missing = -(-sharding.size // block) - shard.shape[-2]
     return np.pad(shard, [(0, 0)] * (shard.ndim - 2) + [(0, missing), (0, 0)])
 
 
-def _tiles(
-    tensor: QuantizedTensor, rows: Share | None, columns: Share | None, part: int
+def _slice_tiles(
+    tensor: QuantizedTensor, rows: AxisSharding | None, columns: AxisSharding | None, device: int
 ) -> QuantizedTensor | None:
     """A shard made of whole tiles and superblocks, sliced without repacking; else None."""
     stack = len(tensor.stack)
@@ -168,7 +176,7 @@ def _tiles(
     for axis, (share, unit) in enumerate(zip((rows, columns), units, strict=True)):
         if share is None:
             continue
-        begin, count = share.starts[part], share.counts[part]
+        begin, count = share.starts[device], share.counts[device]
         if begin % unit or share.size % unit or count != share.size:
             return None
         ends[axis], shape[axis] = (begin, begin + count), share.size
@@ -176,7 +184,7 @@ def _tiles(
     def sliced(array: Any) -> np.ndarray:
         sizes = tensor.rows, tensor.padded_inputs // array.shape[stack + 1]  # weights per entry
         slices = (slice(a // size, b // size) for (a, b), size in zip(ends, sizes, strict=True))
-        return _own(np.asarray(array)[(slice(None),) * stack + tuple(slices)])
+        return _copied(np.asarray(array)[(slice(None),) * stack + tuple(slices)])
 
     words, scales, steps = (
         None if array is None else sliced(array)
@@ -187,17 +195,17 @@ def _tiles(
     )
 
 
-def _sparse_part(sparse: SparseTensor, shares: Shares, part: int) -> SparseTensor:
+def _slice_sparse(sparse: SparseTensor, sharding: ParameterSharding, device: int) -> SparseTensor:
     """The entries of a sparse matrix in a device's shard, with capacity for all of them."""
     stack = sparse.values.shape[:-1]
     sizes = [sparse.outputs, sparse.inputs]
     inside = np.asarray(sparse.rows) < sparse.outputs
     indices = [np.asarray(sparse.rows), np.asarray(sparse.columns)]
     for axis in range(2):
-        if (share := shares.get(len(stack) + axis)) is None:
+        if (share := sharding.get(len(stack) + axis)) is None:
             continue
-        indices[axis] = indices[axis] - share.starts[part]
-        inside &= (indices[axis] >= 0) & (indices[axis] < share.counts[part])
+        indices[axis] = indices[axis] - share.starts[device]
+        inside &= (indices[axis] >= 0) & (indices[axis] < share.counts[device])
         sizes[axis] = share.size
     values = np.asarray(sparse.values)
     order = np.argsort(~inside, axis=-1, kind="stable")

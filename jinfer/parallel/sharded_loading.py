@@ -11,21 +11,21 @@ import jax
 from jax import Array
 
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.ops.backend import target
+from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY
 from jinfer.parallel.layer_bytes import nbytes
-from jinfer.parallel.pipeline_stage import Stage
-from jinfer.parallel.shard_params import as_here, cut, once
-from jinfer.parallel.stage_model import Source
+from jinfer.parallel.pipeline_stage import PipelineStage
+from jinfer.parallel.shard_params import first_device_only, packed_for_target, slice_shard
+from jinfer.parallel.stage_model import ParameterSource
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.row_slices import RowSlice
 
-_KEPT = 32 << 20  # freed bytes after which the allocator returns memory to the system
+_TRIM_BYTES = 32 << 20  # freed bytes after which the allocator returns memory to the system
 
 
 def load_stages(
-    plan: WeightPlan, stages: Sequence[Stage], *, progress: bool = False
+    plan: WeightPlan, stages: Sequence[PipelineStage], *, progress: bool = False
 ) -> tuple[Array, ...]:
     """The sharded parameters of all stages, in the order of the stages.
 
@@ -48,18 +48,18 @@ def load_stages(
         for name in names:
             for number, index in wanted.get(name, ()):
                 source = stages[number].model.sources[index]
-                key = number, _key(source.shardings), source.first_only
+                key = number, _sharding_key(source.shardings), source.first_only
                 if key not in shards:
-                    shards[key] = _placed(stages[number], source, values)
+                    shards[key] = _put_on_devices(stages[number], source, values)
                 loaded[number, index] = shards[key]
         jax.block_until_ready(shards)
         freed += nbytes(values.values if isinstance(values, RowSlice) else values)
-        if freed > _KEPT:  # threads may race on the count; the trim then comes a little later
+        if freed > _TRIM_BYTES:  # threads may race on the count; the trim then comes a little later
             freed = 0
             trim()
 
     rows = {
-        name: rows_of([(stages[n], stages[n].model.sources[i]) for n, i in users])
+        name: local_rows([(stages[n], stages[n].model.sources[i]) for n, i in users])
         for name, users in wanted.items()
     }
     load(plan, put, rows, progress=progress)
@@ -74,11 +74,11 @@ def load_stages(
     )
 
 
-def _key(shares: Mapping[int, Any]) -> Any:
+def _sharding_key(shares: Mapping[int, Any]) -> Any:
     return tuple(sorted(shares.items()))
 
 
-def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
+def local_rows(wanted: Sequence[tuple[PipelineStage, ParameterSource]]) -> range | None:
     """The rows of a parameter that this process's devices need; None: all.
 
     Args:
@@ -99,7 +99,7 @@ def rows_of(wanted: Sequence[tuple[Stage, Source]]) -> range | None:
     return range(min(begin), max(end))
 
 
-def _placed(stage: Stage, source: Source, values: Any) -> Any:
+def _put_on_devices(stage: PipelineStage, source: ParameterSource, values: Any) -> Any:
     """A stage's parameter, sharded over the stage's devices."""
     device_group, shares = stage.device_group, source.shardings
     if isinstance(values, RowSlice):
@@ -107,12 +107,13 @@ def _placed(stage: Stage, source: Source, values: Any) -> Any:
         share, begin = shares[axis], values.begin
         starts = tuple(start - begin for start in share.starts)
         shares, values = {**shares, axis: replace(share, starts=starts)}, values.values
-    with target(device_group.platform):
-        values = as_here(values)
-    shards = [cut(values, shares, device) for device in device_group.local]
+    with target_platform(device_group.platform):
+        values = packed_for_target(values)
+    shards = [slice_shard(values, shares, device) for device in device_group.local]
     if source.first_only:
         shards = [
-            once(shard, device) for device, shard in zip(device_group.local, shards, strict=True)
+            first_device_only(shard, device)
+            for device, shard in zip(device_group.local, shards, strict=True)
         ]
     memory = HOST_MEMORY if stage.streamed else None
     return jax.tree.map(lambda *leaves: device_group.join_shards(leaves, memory), *shards)

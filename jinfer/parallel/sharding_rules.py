@@ -16,22 +16,24 @@ from jinfer.modelspec import blocks
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
-from jinfer.nn.tensor_parallel import SplitAlibi, SplitEmbedding, SplitHead
-from jinfer.parallel.shard_sizes import Share, ShareError, even, heads
+from jinfer.nn.tensor_parallel import ShardedAlibi, ShardedEmbeddingBlock, ShardedHeadBlock
+from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly, shard_heads
 
-AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
+TENSOR_AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
 
 # Blocks whose outputs are partial sums, to be added by an all-reduce.
-_SUMMED = (
-    *(blocks.Attention, blocks.CrossAttention, blocks.LatentAttention),
-    *(blocks.MLP, blocks.GatedMLP, blocks.MixtureOfExperts),
+_PARTIAL_SUM_BLOCKS = (
+    *(blocks.AttentionSpec, blocks.CrossAttentionSpec, blocks.LatentAttentionSpec),
+    *(blocks.MLPSpec, blocks.GatedMLPSpec, blocks.MoESpec),
 )
 
-type Shares = dict[str, dict[str, Share]]  # module -> logical axis -> how it is divided
+type ModuleShardings = dict[
+    str, dict[str, AxisSharding]
+]  # module -> logical axis -> how it is divided
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelSlice:
     """The slice of a model that a pipeline stage has.
 
     Attributes:
@@ -45,31 +47,33 @@ class Part:
     last: bool = True
 
 
-def whole_of(spec: ModelSpec) -> Part:
+def whole_model(spec: ModelSpec) -> ModelSlice:
     """The slice that is the whole model."""
-    return Part({stack.name: range(len(stack.layers)) for stack in spec.stacks})
+    return ModelSlice({stack.name: range(len(stack.layers)) for stack in spec.stacks})
 
 
-def stage_spec(spec: ModelSpec, part: Part) -> ModelSpec:
+def stage_spec(spec: ModelSpec, part: ModelSlice) -> ModelSpec:
     """The specification of a pipeline stage, with its layers numbered from 0."""
     stacks = tuple(_stack(stack, part) for stack in spec.stacks)
-    named = {name for stack in stacks for name in _called(stack, part)}
-    if any(isinstance(block, blocks.Head) and block.tied for block in _blocks(spec, stacks, named)):
+    named = {name for stack in stacks for name in _called_modules(stack, part)}
+    if any(
+        isinstance(block, blocks.HeadSpec) and block.tied for block in _blocks(spec, stacks, named)
+    ):
         named.add("embed")
     shared = tuple((name, block) for name, block in spec.shared if name in named)
     return replace(spec, shared=shared, stacks=stacks)
 
 
-def _stack(stack: StackSpec, part: Part) -> StackSpec:
+def _stack(stack: StackSpec, part: ModelSlice) -> StackSpec:
     stage_layers = part.layers[stack.name]
     layers = stack.layers[stage_layers.start : stage_layers.stop]
     stage_stack = replace(stack, layers=layers)
-    called = set(_called(stage_stack, part))
+    called = set(_called_modules(stage_stack, part))
     modules = tuple(module for module in stack.modules if module[0] in called)
     return replace(stage_stack, modules=modules)
 
 
-def _called(stack: StackSpec, part: Part) -> Iterator[str]:
+def _called_modules(stack: StackSpec, part: ModelSlice) -> Iterator[str]:
     """Names of the modules that a stage calls."""
     yield from stack.stem.calls if part.first else ()
     yield from stack.head.calls if part.last else ()
@@ -85,7 +89,9 @@ def _blocks(
     yield from (block for stack in stacks for _, block in stack.modules)
 
 
-def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[ModelSpec, Shares]:
+def shard_spec(
+    spec: ModelSpec, devices: int, unit: Callable[[str], int]
+) -> tuple[ModelSpec, ModuleShardings]:
     """Tensor parallelism: the specification of one device's shard, equal for all devices.
 
     Args:
@@ -99,7 +105,7 @@ def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[
     """
     if devices == 1:
         return spec, {}
-    divide = _Dividing(devices, unit, spec.dims.get("vocab", 0))
+    divide = _SpecSharder(devices, unit, spec.dims.get("vocab", 0))
     outside = {name for stack in spec.stacks for name in (*stack.stem.calls, *stack.head.calls)}
     shared = divide.modules("", spec.shared, outside)
     stacks = tuple(
@@ -108,7 +114,9 @@ def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[
             modules=divide.modules(f"{stack.name}.", stack.modules, outside),
             layers=tuple(
                 LayerSpec(
-                    layer.wiring, divide.modules(f"{stack.name}.{i}.", layer.modules), axis=AXIS
+                    layer.wiring,
+                    divide.modules(f"{stack.name}.{i}.", layer.modules),
+                    axis=TENSOR_AXIS,
                 )
                 for i, layer in enumerate(stack.layers)
             ),
@@ -118,10 +126,10 @@ def divided(spec: ModelSpec, devices: int, unit: Callable[[str], int]) -> tuple[
     return replace(spec, shared=shared, stacks=stacks), divide.shares
 
 
-class _Dividing:
+class _SpecSharder:
     def __init__(self, devices: int, unit: Callable[[str], int], vocab: int) -> None:
         self.devices, self.unit, self.vocab = devices, unit, vocab
-        self.shares: Shares = {}
+        self.shares: ModuleShardings = {}
 
     def modules(
         self,
@@ -139,62 +147,64 @@ class _Dividing:
         )
 
     def _block(self, name: str, block: blocks.Block, outside: bool) -> Any:
-        if outside and isinstance(block, _SUMMED):
+        if outside and isinstance(block, _PARTIAL_SUM_BLOCKS):
             # Only layers all-reduce the partial sums of such a module.
-            raise ShareError(f"{name}: is called before or after the layers; divide by layers")
+            raise ShardingError(f"{name}: is called before or after the layers; divide by layers")
         try:
             local, shares = self._divided(name, block)
-        except ShareError as error:
-            raise ShareError(f"{name}: {error}") from None
+        except ShardingError as error:
+            raise ShardingError(f"{name}: {error}") from None
         if shares:
             self.shares[name] = shares
         return local
 
-    def _divided(self, name: str, block: blocks.Block) -> tuple[Any, dict[str, Share]]:
+    def _divided(self, name: str, block: blocks.Block) -> tuple[Any, dict[str, AxisSharding]]:
         match block:
-            case blocks.Attention():
+            case blocks.AttentionSpec():
                 return self._attention(block)
-            case blocks.CrossAttention() | blocks.LatentAttention():
-                split, _ = heads(block.heads, block.heads, self.devices)
+            case blocks.CrossAttentionSpec() | blocks.LatentAttentionSpec():
+                split, _ = shard_heads(block.heads, block.heads, self.devices)
                 return replace(block, heads=split.size), {"heads": split}
-            case blocks.MLP() | blocks.GatedMLP() | blocks.MixtureOfExperts():
+            case blocks.MLPSpec() | blocks.GatedMLPSpec() | blocks.MoESpec():
                 split = self._columns(name, block)
                 return replace(block, width=split.size), {"mlp": split}
-            case blocks.Embedding() if block.size == self.vocab:
-                split = even(block.size, self.devices)
+            case blocks.EmbeddingSpec() if block.size == self.vocab:
+                split = shard_evenly(block.size, self.devices)
                 fields = _fields(block) | {"size": split.size}
-                return SplitEmbedding(**fields, axis=AXIS), {"vocab": split}
-            case blocks.Head() if block.outputs == self.vocab:
-                split = even(block.outputs, self.devices)
+                return ShardedEmbeddingBlock(**fields, axis=TENSOR_AXIS), {"vocab": split}
+            case blocks.HeadSpec() if block.outputs == self.vocab:
+                split = shard_evenly(block.outputs, self.devices)
                 fields = _fields(block) | {"outputs": split.size}
-                return SplitHead(**fields, axis=AXIS, whole=block.outputs), {"vocab": split}
+                return ShardedHeadBlock(**fields, axis=TENSOR_AXIS, whole=block.outputs), {
+                    "vocab": split
+                }
         return block, {}
 
-    def _attention(self, block: blocks.Attention) -> tuple[Any, dict[str, Share]]:
+    def _attention(self, block: blocks.AttentionSpec) -> tuple[Any, dict[str, AxisSharding]]:
         if block.qk_norm is not None and block.qk_norm.over == "width":
-            raise ShareError(
+            raise ShardingError(
                 "its norm of queries and keys is over all heads together, so its heads cannot be "
                 "divided; divide by layers"
             )
-        query_heads, kv_heads = heads(block.heads, block.kv_heads, self.devices)
+        query_heads, kv_heads = shard_heads(block.heads, block.kv_heads, self.devices)
         local = replace(block, heads=query_heads.size, kv_heads=kv_heads.size)
-        if isinstance(block.position, blocks.Alibi):
+        if isinstance(block.position, blocks.AlibiSpec):
             slopes = alibi_slopes(block.heads, block.position).tolist()
             by_device = tuple(
                 (*slopes[start : start + count], *(0.0,) * (query_heads.size - count))
                 for start, count in zip(query_heads.starts, query_heads.counts, strict=True)
             )
-            position = SplitAlibi(**_fields(block.position), axis=AXIS, slopes=by_device)
+            position = ShardedAlibi(**_fields(block.position), axis=TENSOR_AXIS, slopes=by_device)
             local = replace(local, position=position)
         return local, {"heads": query_heads, "kv_heads": kv_heads}
 
     def _columns(
-        self, name: str, block: blocks.MLP | blocks.GatedMLP | blocks.MixtureOfExperts
-    ) -> Share:
-        columns = even(block.width, self.devices, self.unit(name))
-        plain = not getattr(block, "gated", isinstance(block, blocks.GatedMLP))
+        self, name: str, block: blocks.MLPSpec | blocks.GatedMLPSpec | blocks.MoESpec
+    ) -> AxisSharding:
+        columns = shard_evenly(block.width, self.devices, self.unit(name))
+        plain = not getattr(block, "gated", isinstance(block, blocks.GatedMLPSpec))
         if columns.padding and plain and block.activation == "sigmoid":
-            raise ShareError(
+            raise ShardingError(
                 f"its width of {block.width} does not divide among {self.devices} devices, and "
                 "the sigmoid of padding is not 0; take other numbers of devices"
             )

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables
-from jinfer.ops.attention.hadamard import turned
-from jinfer.ops.attention.kv_cache import Cache, LayerCache, Placement
+from jinfer.ops.attention.hadamard import rotate_qk
+from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import extend_part
-from jinfer.ops.attention.partial_merge import Part, joined
+from jinfer.ops.attention.paged_attention import extend_partial
+from jinfer.ops.attention.partial_merge import PartialAttention, merge_partials
 from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 type Leaves = tuple[Array, ...]
 
 
-class Asked(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The inputs of an attention: new queries, keys and values, and arrays of score biases.
 
     Attributes:
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Question:
+class TracedAttention:
     """Name and score rules (without arrays) of an attention; set when `before_attention` traces."""
 
     name: str = ""
@@ -54,78 +54,78 @@ class Question:
 
 
 @dataclass
-class _Replay:
+class _LayerTrace:
     """Tracing state of a layer with several attentions: results so far, and the next inputs."""
 
-    told: Mapping[str, Sequence[Part]]
+    told: Mapping[str, Sequence[PartialAttention]]
     name: str = ""
-    asked: Asked | None = None
+    asked: AttentionInputs | None = None
     rules: ScoreRules | None = None
 
 
 @dataclass(frozen=True)
-class _Named:
+class _CacheStandIn:
     """Stands for the cache of one attention while the layer's formula is traced."""
 
-    replay: _Replay
+    replay: _LayerTrace
     name: str
 
     def extend(
-        self, q: Array, k: Array, v: Array | None, at: Placement, rules: ScoreRules
+        self, q: Array, k: Array, v: Array | None, at: AttentionMetadata, rules: ScoreRules
     ) -> Array:
         """The merged result if it is known; else records the inputs, and returns unused zeros."""
         replay = self.replay
         if self.name in replay.told:
-            return joined(replay.told[self.name], rules.sinks, q.dtype)
+            return merge_partials(replay.told[self.name], rules.sinks, q.dtype)
         if replay.asked is None:
             replay.name = self.name
-            replay.asked = Asked(q, k, v, rules.slopes, rules.by_distance)
+            replay.asked = AttentionInputs(q, k, v, rules.slopes, rules.by_distance)
             replay.rules = rules._replace(sinks=None, slopes=None, by_distance=None)
         return jnp.zeros((*q.shape[:2], (k if v is None else v).shape[-1]), q.dtype)
 
 
-def ask(
+def before_attention(
     stage: StageModel,
-    question: Question,
+    traced: TracedAttention,
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
     places: FlatBatch,
     tables: Tables,
-    told: Mapping[str, Sequence[Part]],
-) -> Asked:
+    partials: Mapping[str, Sequence[PartialAttention]],
+) -> AttentionInputs:
     """The inputs of the next attention of a layer.
 
     Args:
         stage: a sub-stage of one layer.
-        question: filled in with the attention's name and rules.
+        traced: filled in with the attention's name and rules.
         cache: the caches of cross-attentions, which are computed here.
-        told: partial results of the layer's attentions before this one.
+        partials: partial results of the layer's attentions before this one.
     """
-    replay = _Replay(told)
+    replay = _LayerTrace(partials)
     _run(stage, replay, leaves, cache, x, places, tables)
     assert replay.asked is not None, "the layer has another attention"
     assert replay.rules is not None, "set with its inputs"
-    question.name, question.rules = replay.name, replay.rules
+    traced.name, traced.rules = replay.name, replay.rules
     return replay.asked
 
 
-def tell(
+def after_attention(
     stage: StageModel,
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
     places: FlatBatch,
     tables: Tables,
-    told: Mapping[str, Sequence[Part]],
+    partials: Mapping[str, Sequence[PartialAttention]],
 ) -> Float[Array, "1 tokens hidden"]:
     """The layer's output from all partial results; arguments as of `before_attention`."""
-    return _run(stage, _Replay(told), leaves, cache, x, places, tables)
+    return _run(stage, _LayerTrace(partials), leaves, cache, x, places, tables)
 
 
 def _run(
     stage: StageModel,
-    replay: _Replay,
+    replay: _LayerTrace,
     leaves: Leaves,
     cache: Cache,
     x: Array,
@@ -134,21 +134,21 @@ def _run(
 ) -> Array:
     module, at = stage.model.module(leaves), places.step(tables)
     caches: dict[str, Any] = {
-        name.rpartition(".")[2]: cache[name] if name in cache else _Named(replay, name)
+        name.rpartition(".")[2]: cache[name] if name in cache else _CacheStandIn(replay, name)
         for name in stage.model.caches
     }
     return module.stacks["decoder"].run_alone(x, places.tokens[None], at, caches, module.shared)
 
 
-def part(
+def partial_attention(
     rules: ScoreRules,
     blocks: tuple[int, int],
-    asked: Asked,
+    inputs: AttentionInputs,
     cache: LayerCache,
     rows: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
     table: Int[Array, "rows blocks"],
-) -> tuple[Part, LayerCache]:
+) -> tuple[PartialAttention, LayerCache]:
     """Attention over the blocks of one memory, after writing the new keys and values there.
 
     Args:
@@ -162,8 +162,8 @@ def part(
     """
     first, end = blocks
     local = jnp.where((table >= first) & (table < end), table - first, -1)
-    q, k, v, slopes, by_distance = asked
+    q, k, v, slopes, by_distance = inputs
     rules = rules._replace(slopes=slopes, by_distance=by_distance)
     if v is not None:  # as in `jinfer.nn.forward_context`
-        q, k = turned(q, k, cache.keys)
-    return extend_part(q, k, v, cache, Placement(rows, positions, local), rules)
+        q, k = rotate_qk(q, k, cache.keys)
+    return extend_partial(q, k, v, cache, AttentionMetadata(rows, positions, local), rules)

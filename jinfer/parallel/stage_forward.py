@@ -10,18 +10,18 @@ from jax import Array
 
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables
 from jinfer.nn.abstract_model import Want
-from jinfer.nn.forward_context import Step
-from jinfer.ops.attention.kv_cache import Cache, Placement
+from jinfer.nn.forward_context import ForwardBatch
+from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 type Leaves = tuple[Array, ...]
-type Results = dict[str, Array]
+type StageResults = dict[str, Array]
 
 
-def flow(
+def decoder_forward(
     stage: StageModel,
     wants: Sequence[Want],
     leaves: Leaves,
@@ -30,7 +30,7 @@ def flow(
     places: FlatBatch,
     tables: Tables,
     last: Int[Array, " chosen"] | None,
-) -> tuple[Cache, Array | Results]:
+) -> tuple[Cache, Array | StageResults]:
     """The forward pass of a decoder stage over a flat batch.
 
     Args:
@@ -56,7 +56,7 @@ def flow(
     return cache, {want: results[want][0] for want in wants}
 
 
-def read(
+def encoder_forward(
     stage: StageModel,
     wants: Sequence[Want],
     leaves: Leaves,
@@ -64,14 +64,14 @@ def read(
     tokens: Int[Array, "batch tokens"],
     types: Int[Array, "batch tokens"],
     lengths: Int[Array, " batch"],
-) -> Array | Results:
+) -> Array | StageResults:
     """The forward pass of an encoder stage over whole texts; arguments as of `decoder_forward`.
 
     Args:
         types: token type ids.
         lengths: tokens of each text without padding.
     """
-    module, at = stage.model.module(leaves), Step.of_texts(tokens, lengths)
+    module, at = stage.model.module(leaves), ForwardBatch.of_texts(tokens, lengths)
     stack = module.stacks["encoder"]
     if x is None:
         x = stack.embed(tokens, types, at, module.shared)
@@ -82,7 +82,7 @@ def read(
     return {want: results[want] for want in wants}
 
 
-def fill(
+def fill_cross_attention(
     stage: StageModel,
     leaves: Leaves,
     cache: Cache,
@@ -99,4 +99,6 @@ def fill(
     """
     positions = jnp.arange(encoded.shape[1], dtype=jnp.int32)
     rows = jnp.where(positions < lengths[0], 0, -1)
-    return stage.model.module(leaves).fill(encoded, cache, Placement(rows, positions, table))
+    return stage.model.module(leaves).fill(
+        encoded, cache, AttentionMetadata(rows, positions, table)
+    )

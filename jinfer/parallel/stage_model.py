@@ -9,14 +9,19 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.parallel.shard_params import abstract_part, block_of, check_blocks, shares_of
-from jinfer.parallel.shard_sizes import Share, ShareError
-from jinfer.parallel.sharding_rules import Part, Shares, divided, stage_spec
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.parallel.shard_params import (
+    abstract_shard,
+    check_quant_blocks,
+    parameter_sharding,
+    quant_block,
+)
+from jinfer.parallel.shard_sizes import AxisSharding, ShardingError
+from jinfer.parallel.sharding_rules import ModelSlice, ModuleShardings, shard_spec, stage_spec
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """Where a parameter of a stage comes from.
 
     Attributes:
@@ -28,7 +33,7 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
-    shardings: Mapping[int, Share]
+    shardings: Mapping[int, AxisSharding]
     first_only: bool
 
 
@@ -43,14 +48,14 @@ class StageModel:
         sources: where the model's parameters come from, in the order of its names.
     """
 
-    slice: Part
+    slice: ModelSlice
     devices: int
     model: AbstractModel
-    sources: tuple[Source, ...]
+    sources: tuple[ParameterSource, ...]
 
 
-def stage_model(
-    spec: ModelSpec, whole: AbstractModel, part: Part, devices: int, dtype: DTypeLike
+def make_stage_model(
+    spec: ModelSpec, whole: AbstractModel, part: ModelSlice, devices: int, dtype: DTypeLike
 ) -> StageModel:
     """The model of a pipeline stage.
 
@@ -67,21 +72,21 @@ def stage_model(
     def unit(module: str) -> int:
         name = whole_name(module, shift)
         weights = (stored.get(f"{name}.{down}.weight") for down in ("down", "experts.down"))
-        return max(block_of(weight) for weight in weights if weight is not None)
+        return max(quant_block(weight) for weight in weights if weight is not None)
 
-    local_spec, shares = divided(stage_spec(spec, part), devices, unit)
-    model = build(local_spec, dtype)
-    modules = {name: _module_of(name, shares) for name in model.names}
+    local_spec, shares = shard_spec(stage_spec(spec, part), devices, unit)
+    model = build_abstract_model(local_spec, dtype)
+    modules = {name: _sharded_module(name, shares) for name in model.names}
     axes = dict(zip(model.names, model.axes, strict=True))
-    sources, parameters = list[Source](), list[Any]()
+    sources, parameters = list[ParameterSource](), list[Any]()
     for name, logical_axes in axes.items():
         parameter = stored[whole_name(name, shift)]
         of_module = shares.get(modules[name], {})
-        sharding = shares_of(parameter.shape, logical_axes, of_module)
-        _check(name, parameter, sharding, of_module)
-        parameters.append(abstract_part(parameter, sharding))
-        shape, first_only = tuple(parameter.shape), _is_once(name, axes, of_module)
-        sources.append(Source(whole_name(name, shift), shape, sharding, first_only))
+        sharding = parameter_sharding(parameter.shape, logical_axes, of_module)
+        _check_parameter(name, parameter, sharding, of_module)
+        parameters.append(abstract_shard(parameter, sharding))
+        shape, first_only = tuple(parameter.shape), _is_added_once(name, axes, of_module)
+        sources.append(ParameterSource(whole_name(name, shift), shape, sharding, first_only))
     model = replace(model, parameters=tuple(parameters), never=whole.never)
     return StageModel(part, devices, model, tuple(sources))
 
@@ -100,33 +105,36 @@ def whole_name(name: str, shift: Mapping[str, int]) -> str:
     return ".".join([stack, *rest])
 
 
-def _module_of(name: str, shares: Shares) -> str:
+def _sharded_module(name: str, shares: ModuleShardings) -> str:
     """The divided module that a parameter belongs to; "" where there is none."""
     words = name.split(".")
     prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
     return next((prefix for prefix in prefixes if prefix in shares), "")
 
 
-def _check(
-    name: str, parameter: Any, cut_by: Mapping[int, Share], of_module: Mapping[str, Share]
+def _check_parameter(
+    name: str,
+    parameter: Any,
+    cut_by: Mapping[int, AxisSharding],
+    of_module: Mapping[str, AxisSharding],
 ) -> None:
     """Raises `ShardingError` where quantization blocks would be split or mixed with padding."""
     try:
-        check_blocks(parameter, cut_by)
-    except ShareError as error:
-        raise ShareError(f"{name}: {error}; take fewer devices, or smaller blocks") from None
+        check_quant_blocks(parameter, cut_by)
+    except ShardingError as error:
+        raise ShardingError(f"{name}: {error}; take fewer devices, or smaller blocks") from None
     last = cut_by.get(len(parameter.shape) - 1)
-    keys, unit = of_module.get("kv_heads"), block_of(parameter)
+    keys, unit = of_module.get("kv_heads"), quant_block(parameter)
     if last is None or keys is None or keys.total >= len(last.counts):
         return
     # Heads of padding read real keys and values here, so their columns have to be whole blocks of
     # zeros.
     if any(count < last.size and count % unit for count in last.counts):
-        raise ShareError(f"{name}: its heads do not divide, and blocks of {unit} are wider")
+        raise ShardingError(f"{name}: its heads do not divide, and blocks of {unit} are wider")
 
 
-def _is_once(
-    name: str, axes: Mapping[str, tuple[str, ...]], of_module: Mapping[str, Share]
+def _is_added_once(
+    name: str, axes: Mapping[str, tuple[str, ...]], of_module: Mapping[str, AxisSharding]
 ) -> bool:
     """Whether a parameter is the bias of a row-parallel projection, to be added only once."""
     if not name.endswith(".bias"):

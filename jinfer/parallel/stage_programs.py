@@ -24,20 +24,20 @@ from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.runner.verify import Nodes, sample_along_trees, tree_flat_batch
-from jinfer.modelspec.draft_head import taps
+from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.nn.forward_context import Copies
-from jinfer.ops.attention.kv_cache import empty
-from jinfer.ops.backend import target
+from jinfer.nn.forward_context import TreeCopies
+from jinfer.ops.attention.kv_cache import zero_cache
+from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
-from jinfer.parallel.device_groups import Site
-from jinfer.parallel.microbatches import Lanes
-from jinfer.parallel.pipeline_stage import Stage, leaves_of, with_parts
+from jinfer.parallel.device_groups import DeviceGroup
+from jinfer.parallel.microbatches import MicroBatches
+from jinfer.parallel.pipeline_stage import PipelineStage, abstract_leaves, with_flat_parameters
 from jinfer.progress import task
 
 
 @dataclass(frozen=True)
-class Made:
+class CompiledStage:
     """A compiled program, and the abstract arrays that it returns."""
 
     program: Callable[..., Any]
@@ -45,7 +45,7 @@ class Made:
 
 
 @dataclass
-class Making:
+class StageCompiler:
     """Compiles programs of stages, and caches them.
 
     Attributes:
@@ -57,10 +57,10 @@ class Making:
 
     model: AbstractModel
     sizes: Sizes
-    stages: tuple[Stage, ...]
-    lanes: Lanes
+    stages: tuple[PipelineStage, ...]
+    lanes: MicroBatches
     tracing: threading.Lock
-    _made: dict[Any, Future[Made]] = field(default_factory=dict)
+    _made: dict[Any, Future[CompiledStage]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def forget(self) -> None:
@@ -69,9 +69,9 @@ class Making:
             self._made.clear()
 
     @property
-    def home(self) -> Site:
+    def home(self) -> DeviceGroup:
         """The device that has the sampling states, and samples tokens."""
-        return Site(self.stages[-1].device_group.devices[:1])
+        return DeviceGroup(self.stages[-1].device_group.devices[:1])
 
     @property
     def words(self) -> int:
@@ -91,20 +91,27 @@ class Making:
         state = partial(states.empty_state, self.lanes.rows, sizes.context, sizes.vocab)
         return self.home.abstract_replicated(jax.eval_shape(state))
 
-    def empty_cache(self, stage: Stage) -> Any:
+    def empty_cache(self, stage: PipelineStage) -> Any:
         """A stage's KV cache pools, filled with zeros."""
-        return zeros_like(self._cache(stage))
+        return sharded_zeros(self._cache(stage))
 
-    def begin(self, tokens: int, chosen: int) -> Made:
+    def begin(self, tokens: int, chosen: int) -> CompiledStage:
         """`flat_batch.make_flat_batch` at home: the places of a flat batch's tokens."""
-        arguments = self.state, int32(tokens), int32(tokens), int32(chosen)
+        arguments = (
+            self.state,
+            abstract_int32(tokens),
+            abstract_int32(tokens),
+            abstract_int32(chosen),
+        )
         return self.cached(
             ("begin", tokens, chosen), lambda: self.compile(make_flat_batch, (), arguments)
         )
 
-    def choose(self, count: int, width: int, stages: tuple[str, ...]) -> Made:
+    def choose(self, count: int, width: int, stages: tuple[str, ...]) -> CompiledStage:
         """The sampler at home, for logits of a width."""
-        rows = self.home.abstract_replicated((float32(count, width), int32(count)))
+        rows = self.home.abstract_replicated(
+            (abstract_float32(count, width), abstract_int32(count))
+        )
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         function = partial(steps.sample_logits, self.model, stages)
@@ -113,19 +120,19 @@ class Making:
             lambda: self.compile(function, 0, (self.state, *rows, masks, flag)),
         )
 
-    def plant(self, shape: StepKey) -> Made:
+    def plant(self, shape: StepKey) -> CompiledStage:
         """`verify.tree_flat_batch` at home: the places of a draft tree's tokens."""
-        arguments = self.state, nodes_of(shape)
+        arguments = self.state, abstract_nodes(shape)
         return self.cached(
             ("plant", shape.tokens, shape.chosen, shape.rows),
             lambda: self.compile(tree_flat_batch, (), arguments),
         )
 
-    def walk(self, shape: StepKey, width: int) -> Made:
+    def walk(self, shape: StepKey, width: int) -> CompiledStage:
         """`verify.sample_along_trees` at home: verifies draft trees, for logits of a width."""
-        logits = self.home.abstract_replicated(float32(shape.tokens, width))
+        logits = self.home.abstract_replicated(abstract_float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
-        arguments = self.state, nodes_of(shape), logits, masks if shape.masked else None
+        arguments = self.state, abstract_nodes(shape), logits, masks if shape.masked else None
         function = partial(sample_along_trees, self.model, shape.stages)
         return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
 
@@ -136,7 +143,7 @@ class Making:
         chosen: int | None,
         wants: tuple[Want, ...],
         copies: int = 0,
-    ) -> tuple[Made, ...]:
+    ) -> tuple[CompiledStage, ...]:
         """`stage_forward.decoder_forward` of each stage.
 
         Args:
@@ -145,7 +152,7 @@ class Making:
             wants: the results that the last stage returns.
             copies: capacity for tokens that stand in several rows (draft trees); 0: none do.
         """
-        made, x = list[Made](), None
+        made, x = list[CompiledStage](), None
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
             make = partial(self._decoder, stage, x, tokens, rows, which, named, copies)
@@ -156,37 +163,41 @@ class Making:
 
     def _decoder(
         self,
-        stage: Stage,
+        stage: PipelineStage,
         x: Any,
         tokens: int,
         rows: tuple[int, int],
         chosen: int | None,
         wants: tuple[Want, ...],
         copies: int,
-    ) -> Made:
-        function = with_parts(stage, partial(stage_forward.flow, stage.model, wants))
+    ) -> CompiledStage:
+        function = with_flat_parameters(
+            stage, partial(stage_forward.decoder_forward, stage.model, wants)
+        )
         sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 4), (True, False))
         batch = stage.device_group.abstract_replicated(
             (x, *self.flat(tokens, rows, chosen, copies))
         )
         return self.compile(
-            sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.device_group
+            sharded, 1, (abstract_leaves(stage), self._cache(stage), *batch), stage.device_group
         )
 
     def flat(
         self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
     ) -> tuple[Any, Any, Any]:
         """Abstract places, block tables and result indices of a flat batch, as for `decoder`."""
-        of_tokens, lengths = int32(tokens), int32(rows[1])
-        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
-        last = None if chosen is None else int32(chosen)
-        batch_copies = copies_of(copies, tokens)
+        of_tokens, lengths = abstract_int32(tokens), abstract_int32(rows[1])
+        tables = {group: abstract_int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
+        last = None if chosen is None else abstract_int32(chosen)
+        batch_copies = abstract_copies(copies, tokens)
         places = FlatBatch(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
         return places, tables, last
 
-    def encoder(self, rows: int, tokens: int, wants: tuple[Want, ...]) -> tuple[Made | None, ...]:
+    def encoder(
+        self, rows: int, tokens: int, wants: tuple[Want, ...]
+    ) -> tuple[CompiledStage | None, ...]:
         """`stage_forward.encoder_forward` of each stage; None for stages without encoder layers."""
-        made, x = list[Made | None](), None
+        made, x = list[CompiledStage | None](), None
         for stage in self.stages:
             model_slice = stage.model.slice
             if not (model_slice.first or model_slice.last or model_slice.layers["encoder"]):
@@ -200,44 +211,49 @@ class Making:
         return tuple(made)
 
     def _encoder(
-        self, stage: Stage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]
-    ) -> Made:
-        function = with_parts(stage, partial(stage_forward.read, stage.model, wants))
+        self, stage: PipelineStage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]
+    ) -> CompiledStage:
+        function = with_flat_parameters(
+            stage, partial(stage_forward.encoder_forward, stage.model, wants)
+        )
         sharded = stage.device_group.shard_map(function, (True, *(False,) * 4), False)
-        texts = int32(rows, tokens)
-        batch = stage.device_group.abstract_replicated((x, texts, texts, int32(rows)))
-        return self.compile(sharded, (), (leaves_of(stage), *batch), stage.device_group)
+        texts = abstract_int32(rows, tokens)
+        batch = stage.device_group.abstract_replicated((x, texts, texts, abstract_int32(rows)))
+        return self.compile(sharded, (), (abstract_leaves(stage), *batch), stage.device_group)
 
-    def fill(self, number: int, encoded: Any) -> Made:
+    def fill(self, number: int, encoded: Any) -> CompiledStage:
         """`stage_forward.fill_cross_attention` of a stage."""
         stage = self.stages[number]
 
-        def make() -> Made:
-            function = with_parts(stage, partial(stage_forward.fill, stage.model))
+        def make() -> CompiledStage:
+            function = with_flat_parameters(
+                stage, partial(stage_forward.fill_cross_attention, stage.model)
+            )
             sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 3), True)
             batch = stage.device_group.abstract_replicated(
-                (encoded, int32(1), int32(1, self.sizes.table))
+                (encoded, abstract_int32(1), abstract_int32(1, self.sizes.table))
             )
             return self.compile(
-                sharded, 1, (leaves_of(stage), self._cache(stage), *batch), stage.device_group
+                sharded, 1, (abstract_leaves(stage), self._cache(stage), *batch), stage.device_group
             )
 
         return self.cached(("fill", stage.kind, encoded.shape), make)
 
-    def tapped(self, number: int, tokens: int) -> Made | None:
+    def tapped(self, number: int, tokens: int) -> CompiledStage | None:
         """Reads a stage's tapped hidden states for a draft head; None for stages without taps."""
         stage = self.stages[number]
-        names = taps(stage.model.model.caches)
+        names = tap_names(stage.model.model.caches)
         if not names:
             return None
 
-        def make() -> Made:
+        def make() -> CompiledStage:
             sharded = stage.device_group.shard_map(
                 head_steps.gather_taps, (True, *(False,) * 3), False
             )
-            cache, of_tokens = self._cache(stage), int32(tokens)
+            cache, of_tokens = self._cache(stage), abstract_int32(tokens)
             tables = {
-                group: int32(self.sizes.slots, self.sizes.table) for group in self.sizes.blocks
+                group: abstract_int32(self.sizes.slots, self.sizes.table)
+                for group in self.sizes.blocks
             }
             batch = stage.device_group.abstract_replicated((of_tokens, of_tokens, tables))
             tapped = tuple(cache[name] for name in names)
@@ -245,33 +261,33 @@ class Making:
 
         return self.cached(("kept", number, tokens), make)
 
-    def copy(self, number: int) -> Made:
+    def copy(self, number: int) -> CompiledStage:
         """`steps.copy_blocks` of a stage."""
         stage = self.stages[number]
 
-        def make() -> Made:
-            ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
+        def make() -> CompiledStage:
+            ids = {group: abstract_int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
             sharded = stage.device_group.shard_map(function, (True, *(False,) * 3), True)
-            copies = stage.device_group.abstract_replicated((ids, ids, int32()))
+            copies = stage.device_group.abstract_replicated((ids, ids, abstract_int32()))
             return self.compile(sharded, 0, (self._cache(stage), *copies), stage.device_group)
 
         return self.cached(("copy", stage.kind), make)
 
-    def admit(self) -> Made:
+    def admit(self) -> CompiledStage:
         """`device_state.set_slot` at home: sets a slot's state for a new sequence."""
         row = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
         )
-        arguments = self.state, row, int32()
+        arguments = self.state, row, abstract_int32()
         return self.cached("admit", lambda: self.compile(states.set_slot, 0, arguments))
 
-    def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> Made:
+    def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> CompiledStage:
         """A function at home of the last stage's results `out` and further arguments."""
         arguments = self.home.abstract_replicated(out), *more
         return self.cached(("finish", key), lambda: self.compile(function, (), arguments))
 
-    def cached(self, key: Any, make: Callable[[], Made]) -> Made:
+    def cached(self, key: Any, make: Callable[[], CompiledStage]) -> CompiledStage:
         """The cached program of a key, compiled by the first thread that asks for it."""
         with self._lock:
             future = self._made.get(key)
@@ -293,8 +309,8 @@ class Making:
         function: Callable[..., Any],
         donated: Any,
         given: Any,
-        device_group: Site | None = None,
-    ) -> Made:
+        device_group: DeviceGroup | None = None,
+    ) -> CompiledStage:
         """Compiles a function for a stage's devices or for home; only traces for other processes'.
 
         Args:
@@ -302,18 +318,21 @@ class Making:
             given: the abstract arguments.
         """
         where = device_group or self.home
-        with self.tracing, target(where.platform):
+        with self.tracing, target_platform(where.platform):
             if not where.local:
-                return Made(_elsewhere, jax.eval_shape(function, *given))
+                return CompiledStage(_on_another_rank, jax.eval_shape(function, *given))
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
-        return Made(compiled(lowered), lowered.out_info)
+        return CompiledStage(compiled(lowered), lowered.out_info)
 
-    def _cache(self, stage: Stage) -> Any:
+    def _cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract KV cache pools on its devices."""
         return self.pools(stage, self.sizes.blocks)
 
     def pools(
-        self, stage: Stage, blocks: Mapping[str, int], device_group: Site | None = None
+        self,
+        stage: PipelineStage,
+        blocks: Mapping[str, int],
+        device_group: DeviceGroup | None = None,
     ) -> Any:
         """A stage's abstract pools with a number of blocks for each cache group.
 
@@ -321,38 +340,38 @@ class Making:
         """
         shapes = {n: s for n, s in stage.model.model.caches.items() if blocks.get(s.group)}
         counts = {name: blocks[shape.group] for name, shape in shapes.items()}
-        pools = jax.eval_shape(lambda: empty(shapes, counts, self.sizes.kv_cache))
+        pools = jax.eval_shape(lambda: zero_cache(shapes, counts, self.sizes.kv_cache))
         return (device_group or stage.device_group).abstract_shards(pools)
 
 
-def zeros_like(abstract: Any) -> Any:
+def sharded_zeros(abstract: Any) -> Any:
     """Zeros with the shapes, dtypes and shardings of abstract arrays."""
     shardings = jax.tree.map(lambda array: array.sharding, abstract)
     zeros = partial(jax.tree.map, lambda array: jnp.zeros(array.shape, array.dtype), abstract)
     return jax.jit(zeros, out_shardings=shardings)()
 
 
-def _elsewhere(*_: Any) -> Any:
+def _on_another_rank(*_: Any) -> Any:
     raise AssertionError("another process has the devices of this program")
 
 
-def nodes_of(shape: StepKey) -> Nodes:
+def abstract_nodes(shape: StepKey) -> Nodes:
     """Abstract draft trees of a shape."""
-    each, copies = int32(shape.tokens), copies_of(shape.rows, shape.tokens)
-    return Nodes(each, each, each, each, each, int32(shape.chosen), copies)
+    each, copies = abstract_int32(shape.tokens), abstract_copies(shape.rows, shape.tokens)
+    return Nodes(each, each, each, each, each, abstract_int32(shape.chosen), copies)
 
 
-def copies_of(places: int, tokens: int) -> Copies | None:
+def abstract_copies(places: int, tokens: int) -> TreeCopies | None:
     """Abstract places of tokens that stand in several rows; None for no places."""
-    place = int32(places)
-    return Copies(place, place, place, int32(tokens)) if places else None
+    place = abstract_int32(places)
+    return TreeCopies(place, place, place, abstract_int32(tokens)) if places else None
 
 
-def int32(*shape: int) -> Any:
+def abstract_int32(*shape: int) -> Any:
     """An abstract int32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def float32(*shape: int) -> Any:
+def abstract_float32(*shape: int) -> Any:
     """An abstract float32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jinfer.parallel.sharding_rules import Part
+from jinfer.parallel.sharding_rules import ModelSlice
 
 
 @dataclass(frozen=True)
-class Piece:
+class SubStage:
     """Some consecutive layers of a pipeline stage.
 
     Attributes:
@@ -22,12 +22,12 @@ class Piece:
         hosted: whether some of its KV cache is offloaded.
     """
 
-    slice: Part
+    slice: ModelSlice
     streamed: bool = False
     hosted: bool = False
 
 
-def spread(layers: Collection[int], count: int) -> frozenset[int]:
+def spread_evenly(layers: Collection[int], count: int) -> frozenset[int]:
     """`count` of the layers, spread evenly, so that each copy overlaps with layers that compute."""
     total = len(layers)
     return frozenset(
@@ -35,7 +35,9 @@ def spread(layers: Collection[int], count: int) -> frozenset[int]:
     )
 
 
-def pieces(part: Part, main: str, streamed: Collection[int], *, hosted: bool) -> list[Piece]:
+def split_stage(
+    part: ModelSlice, main: str, streamed: Collection[int], *, hosted: bool
+) -> list[SubStage]:
     """A stage's sub-stages, in their order.
 
     Args:
@@ -63,6 +65,6 @@ def pieces(part: Part, main: str, streamed: Collection[int], *, hosted: bool) ->
             name: run if name == main else span if first else range(span.stop, span.stop)
             for name, span in part.layers.items()
         }
-        run_slice = Part(layers, part.first and first, part.last and last)
-        split.append(Piece(run_slice, alone and run.start in streamed, alone and hosted))
+        run_slice = ModelSlice(layers, part.first and first, part.last and last)
+        split.append(SubStage(run_slice, alone and run.start in streamed, alone and hosted))
     return split

@@ -12,7 +12,7 @@ import jax
 
 
 @dataclass(frozen=True)
-class Busy:
+class StageCall:
     """A call of a stage.
 
     Attributes:
@@ -33,7 +33,7 @@ class Timeline:
     A call begins when its input is ready and the stage's previous call has ended.
     """
 
-    busy: list[Busy] = field(default_factory=list)
+    busy: list[StageCall] = field(default_factory=list)
     _queues: dict[int, SimpleQueue[Any]] = field(default_factory=dict)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class Timeline:
             thread.start()
         self._queues[stage].put((lane, given, out))
 
-    def close(self) -> list[Busy]:
+    def close(self) -> list[StageCall]:
         """Waits for all recorded calls, and returns them, the earliest first."""
         for queue in self._queues.values():
             queue.put(None)
@@ -61,10 +61,10 @@ class Timeline:
             jax.block_until_ready(x)
             begin = time.perf_counter()
             jax.block_until_ready(out)
-            self.busy.append(Busy(stage, lane, begin, time.perf_counter()))
+            self.busy.append(StageCall(stage, lane, begin, time.perf_counter()))
 
 
-def together(busy: list[Busy]) -> float:
+def overlap_fraction(busy: list[StageCall]) -> float:
     """The fraction of the time with any stage busy in which several were."""
     edges = sorted([(call.begin, 1) for call in busy] + [(call.end, -1) for call in busy])
     some = several = 0.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from jinfer.parallel.device_groups import Site
+from jinfer.parallel.device_groups import DeviceGroup
 
 type Leaves = tuple[jax.Array, ...]
 
 
 @dataclass
-class Stream:
+class WeightPrefetcher:
     """Copies the weights of offloaded stages to their devices, one stage ahead.
 
     At most two stages' weights are on the device: before the next copy starts, the stage before
@@ -29,7 +29,7 @@ class Stream:
         turns: the numbers of the offloaded stages, in order; after the last comes the first.
     """
 
-    device_group: Site
+    device_group: DeviceGroup
     turns: tuple[int, ...]
     _brought: dict[int, Leaves] = field(default_factory=dict)
     _before: Any = None

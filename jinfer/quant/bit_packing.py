@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Piece(NamedTuple):
+class BitField(NamedTuple):
     """A bit field of a code: `(byte >> low) & (2**width - 1)` gives bits `at`.. of the code."""
 
     byte: int
@@ -29,34 +29,34 @@ class Piece(NamedTuple):
     at: int
 
 
-_NOTHING = Piece(0, 0, 0, 0)
+_NOTHING = BitField(0, 0, 0, 0)
 _SIGN = 0x8000  # of a 16-bit code
 
 # PIECES[code_bits][code]: bit fields of each of 8 codes in code_bits bytes.
-PIECES: dict[int, tuple[tuple[Piece, ...], ...]] = {
-    2: tuple((Piece(s % 2, 2 * (s // 2), 2, 0),) for s in range(8)),
+PIECES: dict[int, tuple[tuple[BitField, ...], ...]] = {
+    2: tuple((BitField(s % 2, 2 * (s // 2), 2, 0),) for s in range(8)),
     3: (
-        *((Piece(s % 3, 3 * (s // 3), 3, 0),) for s in range(6)),
-        (Piece(0, 6, 2, 0), Piece(2, 6, 1, 2)),
-        (Piece(1, 6, 2, 0), Piece(2, 7, 1, 2)),
+        *((BitField(s % 3, 3 * (s // 3), 3, 0),) for s in range(6)),
+        (BitField(0, 6, 2, 0), BitField(2, 6, 1, 2)),
+        (BitField(1, 6, 2, 0), BitField(2, 7, 1, 2)),
     ),
-    4: tuple((Piece(s % 4, 4 * (s // 4), 4, 0),) for s in range(8)),
+    4: tuple((BitField(s % 4, 4 * (s // 4), 4, 0),) for s in range(8)),
     5: (
-        *((Piece(s, 0, 5, 0),) for s in range(5)),
-        (Piece(0, 5, 3, 0), Piece(1, 5, 2, 3)),
-        (Piece(2, 5, 3, 0), Piece(3, 5, 2, 3)),
-        (Piece(4, 5, 3, 0), Piece(1, 7, 1, 3), Piece(3, 7, 1, 4)),
+        *((BitField(s, 0, 5, 0),) for s in range(5)),
+        (BitField(0, 5, 3, 0), BitField(1, 5, 2, 3)),
+        (BitField(2, 5, 3, 0), BitField(3, 5, 2, 3)),
+        (BitField(4, 5, 3, 0), BitField(1, 7, 1, 3), BitField(3, 7, 1, 4)),
     ),
     6: (
-        *((Piece(s, 0, 6, 0),) for s in range(6)),
-        (Piece(0, 6, 2, 0), Piece(1, 6, 2, 2), Piece(2, 6, 2, 4)),
-        (Piece(3, 6, 2, 0), Piece(4, 6, 2, 2), Piece(5, 6, 2, 4)),
+        *((BitField(s, 0, 6, 0),) for s in range(6)),
+        (BitField(0, 6, 2, 0), BitField(1, 6, 2, 2), BitField(2, 6, 2, 4)),
+        (BitField(3, 6, 2, 0), BitField(4, 6, 2, 2), BitField(5, 6, 2, 4)),
     ),
     7: (
-        *((Piece(s, 0, 7, 0),) for s in range(7)),
-        tuple(Piece(t, 7, 1, t) for t in range(7)),
+        *((BitField(s, 0, 7, 0),) for s in range(7)),
+        tuple(BitField(t, 7, 1, t) for t in range(7)),
     ),
-    8: tuple((Piece(s, 0, 8, 0),) for s in range(8)),
+    8: tuple((BitField(s, 0, 8, 0),) for s in range(8)),
 }
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Kind = Literal["squares", "products"]
 
 
-class Inputs(NamedTuple):
+class InputStats(NamedTuple):
     """Statistics of the inputs of a weight.
 
     Attributes:
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Recorded:
+class RecordedWeight:
     """A weight whose inputs are recorded.
 
     Attributes:
@@ -68,34 +68,34 @@ class Recorded:
         """Shape of the matrix, without padding."""
         return tuple(self.weight.shape)
 
-    def __getitem__(self, index: Any) -> Recorded:
+    def __getitem__(self, index: Any) -> RecordedWeight:
         """The tensor itself for `...`, as Flax reads parameters."""
         if index is not Ellipsis:
             raise IndexError("a tapped weight is not cut; `record` takes the index of a stack")
         return self
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> InputStats:
         """The statistics recorded so far."""
         sums, count = np.asarray(self.sums[...]), np.asarray(self.count[...])
         some = np.maximum(count, 1).reshape(count.shape + (1,) * (sums.ndim - count.ndim))
-        return Inputs(sums / some, count)
+        return InputStats(sums / some, count)
 
 
-def tap(weight: Any, kind: Kind) -> Recorded:
+def record_inputs(weight: Any, kind: Kind) -> RecordedWeight:
     """Wraps a weight [*stack, outputs, inputs], with nothing recorded yet."""
     *stack, _, inputs = weight.shape
     width = (inputs, inputs) if kind == "products" else (inputs,)
-    return Recorded(
+    return RecordedWeight(
         weight,
         jax.new_ref(jnp.zeros((*stack, *width), jnp.float32)),
         jax.new_ref(jnp.zeros(tuple(stack), jnp.float32)),
     )
 
 
-def records(tree: Any) -> bool:
+def is_recording(tree: Any) -> bool:
     """Whether a tree contains recorded weights."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Recorded))
-    return any(isinstance(leaf, Recorded) for leaf in leaves)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, RecordedWeight))
+    return any(isinstance(leaf, RecordedWeight) for leaf in leaves)
 
 
 def record(
@@ -114,7 +114,7 @@ def record(
     Returns:
         The weights, unwrapped.
     """
-    taps = [weight for weight in weights if isinstance(weight, Recorded)]
+    taps = [weight for weight in weights if isinstance(weight, RecordedWeight)]
     if taps:
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         count = jnp.float32(rows.shape[0])
@@ -129,4 +129,4 @@ def record(
                 more = jnp.sum(rows * rows, axis=0)
             tapped.sums[index] += more
             tapped.count[index] += count
-    return [weight.weight if isinstance(weight, Recorded) else weight for weight in weights]
+    return [weight.weight if isinstance(weight, RecordedWeight) else weight for weight in weights]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jinfer.matmul_precision import product
+from jinfer.matmul_precision import matmul
 
 _WHOLE = 64  # rows factored at once
 
@@ -47,4 +47,4 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.asarray(_times(a, b))
 
 
-_times = jax.jit(product)
+_times = jax.jit(matmul)

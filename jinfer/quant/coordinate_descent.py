@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.matmul_precision import product
+from jinfer.matmul_precision import matmul
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.round_to_nearest import decoded, in_blocks
-from jinfer.quant.row_blocks import by_rows
+from jinfer.quant.round_to_nearest import dequantize, split_into_blocks
+from jinfer.quant.row_blocks import map_row_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,7 +36,7 @@ def descend(
     format: QuantFormat,
     *,
     damping: float,
-    kept: np.ndarray | None = None,
+    outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Codes, scales and bases of smaller loss.
 
@@ -45,7 +45,7 @@ def descend(
         hessian: X^T X of the layer's inputs, up to a factor: [inputs, inputs].
         codes, scale, base: uint8 [outputs, blocks, block], float16 [outputs, blocks] twice.
         damping: as for `quantize_gptq`.
-        kept: float32 [outputs, inputs], the outliers stored exactly beside the codes, NaN
+        outliers: float32 [outputs, inputs], the outliers stored exactly beside the codes, NaN
             elsewhere.
 
     Returns:
@@ -54,25 +54,25 @@ def descend(
     (outputs, inputs), block = values.shape, format.block
     missing = -inputs % block
     zero = np.float32(format.zero if base is None else 0)
-    H = np.pad(minimized(hessian, damping), (0, missing))
+    H = np.pad(damped_hessian(hessian, damping), (0, missing))
     H[range(inputs, len(H)), range(inputs, len(H))] = 1
     products = jnp.asarray(H.reshape(-1, block, len(H)))
 
     def some(rows: slice) -> list[np.ndarray]:
         low = None if base is None else base[rows]
-        error, free = _start(values[rows], codes[rows], scale[rows], low, format, kept, rows)
+        error, free = _start(values[rows], codes[rows], scale[rows], low, format, outliers, rows)
         lanes = [_lanes(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
         q = _lanes(codes[rows].reshape(len(error), -1).astype(np.float32) - zero, block)
         numbers = (scale[rows].T, None if low is None else low.T)
         found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
         return [np.asarray(each).T for each in found if each is not None]
 
-    q, *found = by_rows(some, outputs)
+    q, *found = map_row_blocks(some, outputs)
     whole = (q[:, :inputs] + zero).astype(np.uint8)
-    return in_blocks(whole, block), found[0], None if base is None else found[1]
+    return split_into_blocks(whole, block), found[0], None if base is None else found[1]
 
 
-def minimized(hessian: np.ndarray, damping: float) -> np.ndarray:
+def damped_hessian(hessian: np.ndarray, damping: float) -> np.ndarray:
     """The damped Hessian of the loss, float32."""
     H = hessian / np.diag(hessian).mean()
     H[np.diag_indices(len(H))] += damping
@@ -90,7 +90,7 @@ def _start(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors, and 1 for weights that may change, 0 for others."""
     outputs, inputs = values.shape
-    whole = decoded(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
+    whole = dequantize(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
     error = whole - values
     if kept is None:
         return error, np.ones_like(error)
@@ -121,7 +121,7 @@ def _descend(
     def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         n = turn % blocks
         error, codes, scale, base = state
-        slope = product(products[n], error.reshape(-1, rows))
+        slope = matmul(products[n], error.reshape(-1, rows))
         own = lax.dynamic_slice_in_dim(products[n], n * block, block, 1)
         here = _Block(codes[n], scale[n], base[n], error[n], slope, own, free[n], format)
         here.fit()
@@ -168,11 +168,11 @@ class _Block:
     def fit(self) -> None:
         """The best scale and base for the codes, if they are better as stored in fp16."""
         q, free = self.codes * self.free, self.free
-        Hq = product(self.H, q)
+        Hq = matmul(self.H, q)
         qq, down = _dot(Hq, q), -_dot(self.slope, q)
         more, lift = _ratio(down, qq, qq > 0), jnp.zeros_like(down)
         if not self.format.symmetric:
-            Hf = product(self.H, free)
+            Hf = matmul(self.H, free)
             qf, ff, flat = _dot(Hq, free), _dot(Hf, free), -_dot(self.slope, free)
             det = qq * ff - qf * qf
             some = det > 1e-6 * qq * ff
@@ -182,7 +182,7 @@ class _Block:
         scale, base = _fp16(before[0] + more), _fp16(before[1] + lift)
         wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
         change = q * wider[None] + free * raised[None]
-        bend = product(self.H, change)
+        bend = matmul(self.H, change)
         better = 2 * _dot(self.slope, change) + _dot(bend, change) < 0
         self.error += jnp.where(better[None], change, 0)
         self.slope += jnp.where(better[None], bend, 0)
@@ -234,12 +234,12 @@ def descend_reference(
     format: QuantFormat,
     *,
     damping: float,
-    kept: np.ndarray | None = None,
+    outliers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The same in NumPy, each number computed from the definition of the loss."""
     outputs, inputs = values.shape
-    H = minimized(hessian, damping).astype(np.float64)
-    error, free = _start(values, codes, scale, base, format, kept, slice(None))
+    H = damped_hessian(hessian, damping).astype(np.float64)
+    error, free = _start(values, codes, scale, base, format, outliers, slice(None))
     error, free = error.astype(np.float64), free.astype(np.float64)
     zero = format.zero if base is None else 0
     q = codes.reshape(outputs, -1)[:, :inputs].astype(np.float64) - zero
@@ -269,5 +269,5 @@ def descend_reference(
             nearest = np.clip(np.rint(best), -zero, format.levels - 1 - zero)
             error[:, j] += (nearest - q[:, j]) * step * free[:, j]
             q[:, j] = nearest
-    found = in_blocks((q + zero).astype(np.uint8), format.block)
+    found = split_into_blocks((q + zero).astype(np.uint8), format.block)
     return found, scale, None if base is None else low

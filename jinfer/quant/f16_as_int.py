@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.modelspec.quant_format import WIDE
+from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.quant.bit_packing import pack
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt, UInt8
 
-BYTES = 2 * WIDE.block  # of a block, in bytes of a file
+BYTES = 2 * F16_AS_INT.block  # of a block, in bytes of a file
 TYPE = "F16"  # type name in checkpoints
 
 _BITS = 13  # of the largest magnitude
 _LEAST = -24  # exponent of the least power of two in float16
 
 
-def whole_numbers(
+def quantize_f16(
     values: np.ndarray,
 ) -> tuple[Int[np.ndarray, "*blocks 64"], Float[np.ndarray, "*blocks"]]:
     """Signed codes and scales of [*blocks, 64] numbers."""
@@ -41,14 +41,14 @@ def whole_numbers(
     return codes.astype(np.int16), scales.astype(np.float16)
 
 
-def words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2"]:
+def pack_words(blocks: UInt8[np.ndarray, "n bytes"]) -> UInt[np.ndarray, "16 n 2"]:
     """A file's blocks as packed words of their two columns."""
-    codes, _ = whole_numbers(blocks.view(np.float16))
-    codes = codes.astype(np.int32) + WIDE.zero
-    packed = pack(codes.astype(np.uint16).reshape(len(codes), 2, 32), WIDE.code_bits)
+    codes, _ = quantize_f16(blocks.view(np.float16))
+    codes = codes.astype(np.int32) + F16_AS_INT.zero
+    packed = pack(codes.astype(np.uint16).reshape(len(codes), 2, 32), F16_AS_INT.code_bits)
     return np.moveaxis(packed, -1, 0)
 
 
 def scales(blocks: UInt8[np.ndarray, "n bytes"]) -> Float[np.ndarray, "n 1 1"]:
     """The scales of a file's blocks."""
-    return whole_numbers(blocks.view(np.float16))[1][:, None, None]
+    return quantize_f16(blocks.view(np.float16))[1][:, None, None]

@@ -31,10 +31,10 @@ from jinfer.checkpoint.checkpoint_reader import Tensor
 from jinfer.checkpoint.ggml_types import BLOCKS
 from jinfer.checkpoint.mapped_file import release
 from jinfer.cpu import repack_gguf
-from jinfer.modelspec.quant_format import WIDE, QuantFormat, Width
+from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, Width
 from jinfer.quant import f16_as_int
 from jinfer.quant.bit_packing import pack_fours
-from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty, fill
+from jinfer.quant.quantized_tensor import CHUNK, QuantizedTensor, empty_tensor, fill_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Int, UInt8
@@ -45,7 +45,7 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _BlockLayout:
     """How the blocks of a type are repacked.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Kind:
     check: Callable[[np.ndarray], bool] | None = None
 
 
-def kept_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
+def repacked_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> QuantFormat | None:
     """The format of `repacked_tensor`; None if the numbers have to be decoded.
 
     Only MXFP4 requires reading the data: its scales may exceed float16's range.
@@ -79,14 +79,14 @@ def kept_format(tensors: Tensor | Sequence[Tensor], halves: bool = False) -> Qua
     kind = kinds.pop()
     if kinds or kind is None:
         return None
-    if kind.format == WIDE and not (halves and files[0].shape[-1] % WIDE.block == 0):
+    if kind.format == F16_AS_INT and not (halves and files[0].shape[-1] % F16_AS_INT.block == 0):
         return None
     if kind.check is not None and not all(kind.check(_blocks(file)) for file in files):
         return None
     return kind.format
 
 
-def quantized_tensor(
+def repacked_tensor(
     tensors: Tensor | Sequence[Tensor],
     rows: slice | np.ndarray | None = None,
     *,
@@ -109,7 +109,7 @@ def quantized_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
-    format = kept_format(tensors, halves)
+    format = repacked_format(tensors, halves)
     if format is None:
         return None
     files = [tensors] if isinstance(tensors, Tensor) else tensors
@@ -118,7 +118,7 @@ def quantized_tensor(
     if not (rows is None or isinstance(rows, slice)):
         rows = np.arange(outputs)[rows]
     count = outputs if rows is None else len(np.arange(outputs)[rows])
-    result = empty((*several, *stack, count, inputs), format, columns)
+    result = empty_tensor((*several, *stack, count, inputs), format, columns)
     for e, file in enumerate(files):
         raw = file.raw().reshape(*stack, outputs, -1)
         for index in np.ndindex(*stack):
@@ -138,7 +138,7 @@ def repack(
     Args:
         type_name: a supported type, such as "Q4_1".
         raw: the file's rows.
-        target: a matrix that `empty` made in this type's format.
+        target: a matrix that `empty_tensor` made in this type's format.
         rows: the file's rows to take, in order; None: all.
     """
     kind, size = _KINDS[type_name], _bytes(type_name)
@@ -159,7 +159,7 @@ def repack(
 
 
 def _repack(
-    kind: _Kind, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
+    kind: _BlockLayout, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
 ) -> None:
     """Fills `count` rows from row `begin`: the reference for the compiled code."""
     words = kind.words(blocks)
@@ -167,7 +167,7 @@ def _repack(
     steps = None
     if kind.steps is not None:
         steps = kind.steps(blocks).reshape(count, -1, kind.format.numbers)
-    fill(target, begin, words.reshape(len(words), count, -1), scales, steps)
+    fill_rows(target, begin, words.reshape(len(words), count, -1), scales, steps)
 
 
 def _blocks(file: Tensor) -> np.ndarray:
@@ -181,7 +181,7 @@ def _bytes(type_name: str) -> int:
 
 def _values(type_name: str) -> int:
     """Weights per block."""
-    return WIDE.block if type_name == f16_as_int.TYPE else BLOCKS[type_name].values
+    return F16_AS_INT.block if type_name == f16_as_int.TYPE else BLOCKS[type_name].values
 
 
 # A field of codes is read as uint32 words of four consecutive codes (or parts of codes), as
@@ -366,25 +366,29 @@ def _with_values(values: tuple[int, ...], two_level: bool = False) -> QuantForma
     return QuantFormat("4", 32, symmetric=True, two_level=two_level, codebook=values)
 
 
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
+_KINDS: Mapping[str, _BlockLayout] = MappingProxyType(
     {
-        "Q4_0": _Kind(QuantFormat("4", symmetric=True), _nibble_words(2), _halves(0, 1)),
-        "Q4_1": _Kind(QuantFormat("4"), _nibble_words(4), _halves(0, 2)),
-        "Q5_0": _Kind(QuantFormat("5", symmetric=True), _five_bit_words(2), _halves(0, 1)),
-        "Q5_1": _Kind(QuantFormat("5"), _five_bit_words(4), _halves(0, 2)),
-        "Q8_0": _Kind(QuantFormat("8", symmetric=True), _q8_0_words, _halves(0, 1)),
-        "IQ4_NL": _Kind(_with_values(_IQ4), _nibble_words(2), _halves(0, 1)),
-        "MXFP4": _Kind(_with_values(_E2M1), _nibble_words(1), _mxfp4_scales, check=_mxfp4_check),
-        "Q2_K": _Kind(_of_256("2", 16), _q2_k_words, _q2_k_scales, _step_and_floor(80)),
-        "Q3_K": _Kind(_of_256("3", 16, True), _q3_k_words, _q3_k_scales, _halves(108, 1)),
-        "Q4_K": _Kind(_of_256("4", 32), _q4_k_words, _q4_k_scales, _step_and_floor(0)),
-        "Q5_K": _Kind(_of_256("5", 32), _q5_k_words, _q4_k_scales, _step_and_floor(0)),
-        "Q6_K": _Kind(_of_256("6", 16, True), _q6_k_words, _q6_k_scales, _halves(208, 1)),
-        "IQ4_XS": _Kind(_with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)),
-        f16_as_int.TYPE: _Kind(WIDE, f16_as_int.words, f16_as_int.scales),
+        "Q4_0": _BlockLayout(QuantFormat("4", symmetric=True), _nibble_words(2), _halves(0, 1)),
+        "Q4_1": _BlockLayout(QuantFormat("4"), _nibble_words(4), _halves(0, 2)),
+        "Q5_0": _BlockLayout(QuantFormat("5", symmetric=True), _five_bit_words(2), _halves(0, 1)),
+        "Q5_1": _BlockLayout(QuantFormat("5"), _five_bit_words(4), _halves(0, 2)),
+        "Q8_0": _BlockLayout(QuantFormat("8", symmetric=True), _q8_0_words, _halves(0, 1)),
+        "IQ4_NL": _BlockLayout(_with_values(_IQ4), _nibble_words(2), _halves(0, 1)),
+        "MXFP4": _BlockLayout(
+            _with_values(_E2M1), _nibble_words(1), _mxfp4_scales, check=_mxfp4_check
+        ),
+        "Q2_K": _BlockLayout(_of_256("2", 16), _q2_k_words, _q2_k_scales, _step_and_floor(80)),
+        "Q3_K": _BlockLayout(_of_256("3", 16, True), _q3_k_words, _q3_k_scales, _halves(108, 1)),
+        "Q4_K": _BlockLayout(_of_256("4", 32), _q4_k_words, _q4_k_scales, _step_and_floor(0)),
+        "Q5_K": _BlockLayout(_of_256("5", 32), _q5_k_words, _q4_k_scales, _step_and_floor(0)),
+        "Q6_K": _BlockLayout(_of_256("6", 16, True), _q6_k_words, _q6_k_scales, _halves(208, 1)),
+        "IQ4_XS": _BlockLayout(
+            _with_values(_IQ4, True), _iq4_xs_words, _iq4_xs_scales, _halves(0, 1)
+        ),
+        f16_as_int.TYPE: _BlockLayout(F16_AS_INT, f16_as_int.pack_words, f16_as_int.scales),
     }
 )
 # Block type -> the format it is repacked to.
-KEPT: Mapping[str, QuantFormat] = MappingProxyType(
+REPACKED_FORMATS: Mapping[str, QuantFormat] = MappingProxyType(
     {name: kind.format for name, kind in _KINDS.items() if name != f16_as_int.TYPE}
 )

@@ -1,4 +1,4 @@
-"""GPTQ: quantization with error feedback (method `feedback`, arXiv 2210.17323).
+"""GPTQ: quantization with error feedback (method `quantize_gptq`, arXiv 2210.17323).
 
 The loss is that of a layer's output on its inputs X: with H = X^T X (the Hessian) it is sum_rows (w
 - w')^T H (w - w'). Columns are rounded one after the other. With H = R R^T, R upper triangular, the
@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.matmul_precision import product
+from jinfer.matmul_precision import matmul
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.cholesky import cholesky
-from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes
-from jinfer.quant.row_blocks import by_rows
-from jinfer.quant.scale_search import block_weights, numbers, rounded
+from jinfer.quant.round_to_nearest import dequantize, nearest_codes, split_into_blocks
+from jinfer.quant.row_blocks import map_row_blocks
+from jinfer.quant.scale_search import block_weights, dequantized, numbers
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -37,7 +37,7 @@ VERSION = 2  # of the results: part of the cache key of quantized weights
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
 
 
-class Factor(NamedTuple):
+class HessianFactor(NamedTuple):
     """The factored Hessian of a layer's inputs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Factor(NamedTuple):
     places: np.ndarray
 
 
-def feedback(
+def quantize_gptq(
     values: np.ndarray,
     hessian: np.ndarray,
     format: QuantFormat,
@@ -74,7 +74,7 @@ def feedback(
     """
     outputs, inputs = values.shape
     block = format.block
-    upper, places = factor(hessian, inputs, block, damping)
+    upper, places = factor_hessian(hessian, inputs, block, damping)
     real, padded = places < inputs, len(places)
     # The smaller R_ii, the less its error costs, as other columns compensate.
     diagonal = np.diag(upper)
@@ -97,7 +97,7 @@ def feedback(
         found = _sweep(left.reshape(-1, block, left.shape[1]), *given, inside, kept, format)
         return [np.asarray(each).T for each in found]
 
-    moved, scale, base = by_rows(some, outputs)
+    moved, scale, base = map_row_blocks(some, outputs)
     order = np.argsort(places)
     of_block = places[::block] // block
     blocks = np.argsort(of_block)
@@ -133,8 +133,8 @@ def _sweep(
     def one_block(n: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         errors, moved, scales, bases = state
         coupled, given = lower[n], left[n]
-        added = product(coupled, errors)
-        whole = given + product(settled[n], added)
+        added = matmul(coupled, errors)
+        whole = given + matmul(settled[n], added)
         whole = jnp.where(real[n][:, None], whole, whole[:1])  # padding widens no range
         within = lax.dynamic_slice_in_dim(coupled, n * block, block, 1).T  # [from, to]
         kept = jnp.zeros_like(whole, bool) if exact is None else exact[n]
@@ -142,7 +142,7 @@ def _sweep(
         step, floor = (each.astype(jnp.float32)[None] for each in (scale, base))
 
         def error(given: Array, now: Array, kept: Array) -> Array:
-            return given - jnp.where(kept, now, rounded(now, step, floor, format))
+            return given - jnp.where(kept, now, dequantized(now, step, floor, format))
 
         def one_column(i: Array, here: Array) -> Array:
             all_of = (given, here, kept)
@@ -171,7 +171,7 @@ def _without(block: Array, kept: Array) -> Array:
     return jnp.where(kept, others[None], block)
 
 
-def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Factor:
+def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float) -> HessianFactor:
     """The factor R and the order of the columns. Raises `ValueError`."""
     if hessian.shape != (inputs, inputs):
         raise ValueError(
@@ -200,10 +200,10 @@ def factor(hessian: np.ndarray, inputs: int, block: int, damping: float) -> Fact
         ) from error
     upper = np.eye(len(padded))
     upper[np.ix_(at, at)] = R
-    return Factor(upper, places)
+    return HessianFactor(upper, places)
 
 
-def feedback_reference(
+def quantize_gptq_reference(
     values: np.ndarray,
     hessian: np.ndarray,
     format: QuantFormat,
@@ -214,7 +214,7 @@ def feedback_reference(
     """The same, column by column in NumPy, with the inverse of R: errors are propagated at once."""
     outputs, inputs = values.shape
     block = format.block
-    factored, places = factor(hessian, inputs, block, damping)
+    factored, places = factor_hessian(hessian, inputs, block, damping)
     upper = np.linalg.inv(factored).astype(np.float32)
     kept = np.zeros(values.shape, bool) if exact is None else exact
     moved = values.copy()
@@ -241,7 +241,7 @@ def feedback_reference(
         for i, column in enumerate(columns):
             now = moved[:, column, None, None]
             q = nearest_codes(now, step, low, format)
-            error = (now - decoded(q, step, low, format))[:, 0, 0]
+            error = (now - dequantize(q, step, low, format))[:, 0, 0]
             error[kept[:, column]] = 0
             after = places[begin + i + 1 :]
             coupling = upper[begin + i, begin + i + 1 :] / upper[begin + i, begin + i]
@@ -249,6 +249,6 @@ def feedback_reference(
             moved[:, after[real]] -= error[:, None] * coupling[real]
     bases = None if format.symmetric else base
     whole = np.pad(moved, ((0, 0), (0, -inputs % block)))
-    codes = nearest_codes(in_blocks(whole, block), scale, bases, format)
+    codes = nearest_codes(split_into_blocks(whole, block), scale, bases, format)
     codes.reshape(outputs, -1)[:, inputs:] = 0
     return codes, scale, bases, moved

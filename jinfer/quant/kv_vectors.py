@@ -21,7 +21,7 @@ BLOCK = 32  # numbers that share a scale
 
 # Share of a block's range that its levels cover, by number of levels: with few, finer steps are
 # worth more than the extremes. Optimal for normal numbers; from 16 levels the whole range is best.
-REACH = {4: 0.73, 8: 0.91, 11: 0.95}
+RANGE_SHARE = {4: 0.73, 8: 0.91, 11: 0.95}
 
 
 @jax.tree_util.register_dataclass
@@ -80,12 +80,14 @@ class QuantizedVectors:
         return values.reshape(*lead, prod(q.shape[-2:]))[..., : self.width].astype(dtype)
 
 
-def zeros(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
+def zero_vectors(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
     """Vectors of zeros."""
-    return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), abstract(shape, format))
+    return jax.tree.map(
+        lambda one: jnp.zeros(one.shape, one.dtype), abstract_vectors(shape, format)
+    )
 
 
-def abstract(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
+def abstract_vectors(shape: tuple[int, ...], format: QuantFormat) -> QuantizedVectors:
     """The shapes and types of vectors, as `jax.ShapeDtypeStruct`s."""
     if format.block != BLOCK or format.two_level or format.codebook is not None:
         raise ValueError(f"vectors are not kept as {format.name}: only plain blocks of {BLOCK}")
@@ -100,12 +102,12 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     """Rounds each block to the nearest codes.
 
     Symmetric: the value of largest magnitude becomes the first level. Otherwise the levels cover
-    `REACH` of the block's range.
+    `RANGE_SHARE` of the block's range.
     """
     width, unit = x.shape[-1], BLOCK * format.per_code
     lead = x.shape[:-1]
     if width == 0:
-        return zeros(x.shape, format)
+        return zero_vectors(x.shape, format)
     padding = [(0, 0)] * len(lead) + [(0, -width % unit)]
     blocks = jnp.pad(x.astype(jnp.float32), padding, mode="edge").reshape(*lead, -1, BLOCK)
     low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
@@ -114,7 +116,7 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
         scale = _fp16(extreme / -format.zero)
         numbers, base, offset = scale[..., None], jnp.zeros_like(low), float(format.zero)
     else:
-        spread, reach = high - low, REACH.get(format.levels, 1.0)
+        spread, reach = high - low, RANGE_SHARE.get(format.levels, 1.0)
         scale = _fp16(spread * (reach / (format.levels - 1)))
         bottom = _fp16(low + spread * ((1 - reach) / 2))
         numbers, base = jnp.stack([scale, bottom], axis=-1), bottom.astype(jnp.float32)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.round_to_nearest import in_blocks
+from jinfer.quant.round_to_nearest import split_into_blocks
 
 _MOST = 8  # outliers per block
 _CHUNK = 1 << 20  # weights at a time
@@ -37,12 +37,12 @@ def find_outliers(
     # One value per block, because the whole block gains.
     weights = np.ones(-(-inputs // block), np.float32)
     if importance is not None:
-        filled = in_blocks(importance.astype(np.float32), block)
+        filled = split_into_blocks(importance.astype(np.float32), block)
         weights = filled.mean(axis=1) / max(float(filled.mean()), 1e-30)
     each = max(1, _CHUNK // inputs)
     slopes = np.concatenate(
         [
-            _slopes(in_blocks(values[begin : begin + each], block), format)
+            _slopes(split_into_blocks(values[begin : begin + each], block), format)
             for begin in range(0, len(values), each)
         ]
     )
@@ -54,7 +54,7 @@ def find_outliers(
     rows, parts, _ = np.unravel_index(best, slopes.shape)
     taken = np.zeros(slopes.shape[:2], np.int64)
     np.add.at(taken, (rows, parts), 1)
-    blocks = in_blocks(values, block)
+    blocks = split_into_blocks(values, block)
     for k in range(1, int(taken.max(initial=0)) + 1):
         rows, parts = np.nonzero(taken == k)
         columns = parts[:, None] * block + _extremes(blocks[rows, parts], k, format)
@@ -67,7 +67,7 @@ def without_outliers(values: np.ndarray, outliers: np.ndarray, block: int) -> np
     """The matrix with outliers replaced by the mean of their block's other weights."""
     if not outliers.any():
         return values
-    kept, parts = ~in_blocks(outliers, block), in_blocks(values, block)
+    kept, parts = ~split_into_blocks(outliers, block), split_into_blocks(values, block)
     mean = (parts * kept).sum(axis=-1) / np.maximum(kept.sum(axis=-1), 1)
     filled = np.where(kept, parts, mean[..., None].astype(np.float32))
     return filled.reshape(len(values), -1)[:, : values.shape[-1]]

@@ -10,8 +10,13 @@ import numpy as np
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.outlier_weights import find_outliers, without_outliers
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
-from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nearest_numbers
-from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, sparse_of
+from jinfer.quant.round_to_nearest import (
+    dequantize,
+    nearest_codes,
+    nearest_numbers,
+    split_into_blocks,
+)
+from jinfer.quant.sparse_matrix import OutlierTensor, outlier_count, to_sparse
 
 # "nearest" only rounds; "search" minimizes the squared error of each block; "feedback" (GPTQ) that
 # of the layer's output, for which it needs statistics of the layer's inputs.
@@ -52,7 +57,7 @@ def quantize(
     return _packed(parts, values.shape, format, columns)
 
 
-def quantize_apart(
+def quantize_with_outliers(
     weight: Any,
     format: QuantFormat,
     share: float,
@@ -80,15 +85,15 @@ def quantize_apart(
         others = matrix if method == "feedback" else without_outliers(matrix, kept, format.block)
         part = _choose(others, format, method, importances, products, kept)
         parts.append(part)
-        blocks = decoded(part.codes, part.scale, part.base, format)
+        blocks = dequantize(part.codes, part.scale, part.base, format)
         missing = blocks.reshape(len(matrix), -1)[:, : matrix.shape[1]]
         wanted = matrix if part.moved is None else part.moved
-        sparse.append(sparse_of(wanted - missing, kept, count))
+        sparse.append(to_sparse(wanted - missing, kept, count))
     outliers = jax.tree.map(lambda *each: np.stack(each).reshape(*stack, count), *sparse)
     return OutlierTensor(_packed(parts, values.shape, format, columns), outliers)
 
 
-class _Chosen(NamedTuple):
+class _QuantizedMatrix(NamedTuple):
     """Codes and block numbers of a matrix [outputs, inputs].
 
     Attributes:
@@ -110,27 +115,27 @@ def _choose(
     importance: np.ndarray | None,
     hessian: np.ndarray | None,
     exact: np.ndarray | None,
-) -> _Chosen:
+) -> _QuantizedMatrix:
     match method:
         case "nearest":
-            blocks = in_blocks(values, format.block)
+            blocks = split_into_blocks(values, format.block)
             numbers = nearest_numbers(blocks, format)
-            return _Chosen(nearest_codes(blocks, *numbers, format), *numbers)
+            return _QuantizedMatrix(nearest_codes(blocks, *numbers, format), *numbers)
         case "search":
             # Imported lazily: it compiles programs, which cached weights do not need.
-            from jinfer.quant.scale_search import search
+            from jinfer.quant.scale_search import search_scales
 
-            return _Chosen(*search(values, format, importance))
+            return _QuantizedMatrix(*search_scales(values, format, importance))
         case "feedback":
             from jinfer.quant.coordinate_descent import descend
-            from jinfer.quant.gptq import DAMPING, feedback
+            from jinfer.quant.gptq import DAMPING, quantize_gptq
 
             assert hessian is not None
-            codes, scale, base, moved = feedback(values, hessian, format, exact=exact)
+            codes, scale, base, moved = quantize_gptq(values, hessian, format, exact=exact)
             kept = None if exact is None else np.where(exact, moved, np.float32(np.nan))
             start = (values, hessian, codes, scale, base, format)
-            better = descend(*start, damping=DAMPING, kept=kept)
-            return _Chosen(*better, moved)
+            better = descend(*start, damping=DAMPING, outliers=kept)
+            return _QuantizedMatrix(*better, moved)
 
 
 def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | None) -> np.ndarray:
@@ -156,7 +161,7 @@ def _of(given: Any | None, index: tuple[int, ...], axes: int) -> np.ndarray | No
 
 
 def _packed(
-    parts: list[_Chosen], shape: tuple[int, ...], format: QuantFormat, columns: int | None
+    parts: list[_QuantizedMatrix], shape: tuple[int, ...], format: QuantFormat, columns: int | None
 ) -> QuantizedTensor:
     stack = shape[:-2]
     one = len(parts) == 1  # the usual case, and the largest matrices: no copy

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 LANES = 16  # words of the widest CPU vector
-MOST_COLUMNS = 32  # of a superblock: what the GPU kernels read
+MAX_COLUMNS = 32  # of a superblock: what the GPU kernels read
 type Activations = Literal["int8", "int16", "float"]
 
 SUPER = 256  # weights that share the second-level numbers of a two-level format
@@ -137,7 +137,7 @@ def columns_of(format: QuantFormat) -> int:
     return SUPER // 32 if format.two_level else 2
 
 
-def pad(inputs: int, format: QuantFormat) -> int:
+def pad_inputs(inputs: int, format: QuantFormat) -> int:
     """Padded inputs: a multiple of the block and of a column's weights.
 
     Two-level formats are padded to a multiple of 256.
@@ -166,7 +166,7 @@ def from_codes(
         A tensor of NumPy arrays.
     """
     *stack, outputs, inputs = codes.shape
-    tensor = empty(codes.shape, format, columns)
+    tensor = empty_tensor(codes.shape, format, columns)
     g, p = tensor.columns, format.per_code
     each = max(1, CHUNK // (tensor.rows * tensor.padded_inputs)) * tensor.rows
     padding = format.zero if format.code_bits == 16 else 0
@@ -180,14 +180,14 @@ def from_codes(
                 part = halves[:, :, 0] * np.uint8(format.levels) + halves[:, :, 1]
             words = np.moveaxis(pack(part.reshape(len(part), -1, 32), format.code_bits), -1, 0)
             second = None if steps is None else steps[(*index, rows)]
-            fill(tensor[index or ...], begin, words, scales[(*index, rows)], second)
+            fill_rows(tensor[index or ...], begin, words, scales[(*index, rows)], second)
     return tensor
 
 
-def empty(
+def empty_tensor(
     shape: tuple[int, ...], format: QuantFormat, columns: int | None = None
 ) -> QuantizedTensor:
-    """A tensor of zeros in NumPy arrays, for `fill`.
+    """A tensor of zeros in NumPy arrays, for `fill_rows`.
 
     The arrays are aligned as XLA requires, so that `jax.device_put` to a CPU makes no copy: they
     must not be written to afterwards.
@@ -195,7 +195,7 @@ def empty(
     return jax.tree.map(_zeros, abstract(shape, format, columns))
 
 
-class _Slabs:
+class _HugePageAllocator:
     """Zeros allocated from large regions of memory, which the kernel backs with huge pages.
 
     A matrix of a small model is smaller than a huge page; in 4 KiB pages its weights are read
@@ -221,10 +221,10 @@ class _Slabs:
 
 # A slab stays allocated as long as any matrix in it. Untouched parts take no memory.
 _SLAB, _HUGE_PAGE = 16 << 20, 2 << 20
-_slabs = _Slabs()
+_slabs = _HugePageAllocator()
 
 
-def in_large_pages(values: np.ndarray) -> np.ndarray:
+def copy_to_huge_pages(values: np.ndarray) -> np.ndarray:
     """A copy in huge pages, for arrays read again and again, such as weights."""
     room = _slabs.take(values.nbytes).view(values.dtype).reshape(values.shape)
     room[...] = values
@@ -242,14 +242,14 @@ def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
     return room.view(like.dtype).reshape(like.shape)
 
 
-def fill(
+def fill_rows(
     tensor: QuantizedTensor,
     begin: int,
     words: np.ndarray,
     scales: np.ndarray,
     steps: np.ndarray | None = None,
 ) -> None:
-    """Writes rows of a matrix that `empty` made.
+    """Writes rows of a matrix that `empty_tensor` made.
 
     Args:
         begin: the first row, a multiple of R.
@@ -318,7 +318,7 @@ def abstract(
     width, r = 32 * p * g, max(1, LANES // g)
     if format.two_level and width % SUPER:
         raise ValueError(f"superblocks of {width} weights are not whole blocks of {SUPER}")
-    tiles, superblocks = -(-outputs // r), -(-pad(inputs, format) // width)
+    tiles, superblocks = -(-outputs // r), -(-pad_inputs(inputs, format) // width)
     lead = (*stack, tiles, superblocks)
     kind = np.int8 if format.two_level else np.float16
     steps = jax.ShapeDtypeStruct((*lead, r, width // SUPER, format.numbers), np.float16)

@@ -7,7 +7,7 @@ import numpy as np
 from jinfer.modelspec.quant_format import QuantFormat
 
 
-def in_blocks(values: np.ndarray, block: int) -> np.ndarray:
+def split_into_blocks(values: np.ndarray, block: int) -> np.ndarray:
     """[..., inputs] -> [..., blocks, block]; the last block is padded by repeating the last value.
 
     So padding never widens a block's range.
@@ -47,7 +47,7 @@ def nearest_codes(
     return np.clip(q, 0, format.levels - 1).astype(np.uint8)
 
 
-def decoded(
+def dequantize(
     codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
 ) -> np.ndarray:
     """The dequantized [..., blocks, block] codes, float32."""

@@ -12,7 +12,7 @@ _ROWS = 256  # per block: fits the L2 cache, and leaves enough blocks for all th
 _EVEN = 64
 
 
-def tiles(outputs: int) -> Iterator[slice]:
+def equal_row_blocks(outputs: int) -> Iterator[slice]:
     """Blocks of equal size, for which one compiled program suffices: the last may overlap."""
     count = -(-outputs // _ROWS)
     each = min(outputs, -(-outputs // count // _EVEN) * _EVEN)
@@ -21,9 +21,9 @@ def tiles(outputs: int) -> Iterator[slice]:
         yield slice(start, start + each)
 
 
-def by_rows(work: Callable[[slice], Sequence[np.ndarray]], outputs: int) -> list[np.ndarray]:
+def map_row_blocks(work: Callable[[slice], Sequence[np.ndarray]], outputs: int) -> list[np.ndarray]:
     """Applies a function to blocks of rows on several threads, and concatenates its arrays."""
-    parts = list(tiles(outputs))
+    parts = list(equal_row_blocks(outputs))
     with ThreadPoolExecutor(min(len(parts), 4, os.cpu_count() or 1)) as pool:
         results = pool.map(work, parts)
         whole: list[np.ndarray] = []

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.round_to_nearest import in_blocks
+from jinfer.quant.round_to_nearest import split_into_blocks
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +33,7 @@ _FEWEST = 256  # blocks per call
 _LEAST = 1e-4  # minimal importance of a weight, relative to its block's mean
 
 
-def search(
+def search_scales(
     values: np.ndarray, format: QuantFormat, importance: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Codes, scales and bases of small sum of importance * (value - dequantized value)**2.
@@ -49,7 +49,7 @@ def search(
         symmetric.
     """
     block, inputs = format.block, values.shape[-1]
-    blocks = in_blocks(values, block)
+    blocks = split_into_blocks(values, block)
     flat = blocks.reshape(-1, block)
     weights = None
     if importance is not None or inputs % block:
@@ -92,7 +92,7 @@ def _lanes(blocks: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(blocks.T)
 
 
-class _Found(NamedTuple):
+class _SearchResult(NamedTuple):
     codes: Array  # uint8 [n, block]
     scale: Array  # float16 [n]
     base: Array  # float16 [n]
@@ -110,7 +110,7 @@ def numbers(
     return _numbers(_blocks(x, w, format))
 
 
-def rounded(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
+def dequantized(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
     """Dequantized values of blocks; scale and base in float32."""
     offset = format.zero if format.symmetric else 0
     q = jnp.clip(jnp.round((x - base) * _inverse(scale) + offset), 0, format.levels - 1) - offset
@@ -118,13 +118,13 @@ def rounded(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
 
 
 @partial(jax.jit, static_argnums=2)
-def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _Found:
+def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _SearchResult:
     blocks = _blocks(x, w, format)
     scale, base = _numbers(blocks)
     q = blocks.codes(scale.astype(jnp.float32), base.astype(jnp.float32)) + blocks.offset
     # The transposition must not be fused into the rounding loop.
     q = lax.optimization_barrier(q.astype(jnp.uint8)).T
-    return _Found(q, scale, base)
+    return _SearchResult(q, scale, base)
 
 
 def _blocks(x: _PerWeight, w: Array | None, format: QuantFormat) -> _Affine | _Symmetric:
@@ -155,7 +155,7 @@ def _numbers(blocks: _Affine | _Symmetric) -> tuple[_PerBlock, _PerBlock]:
     return scale.astype(jnp.float16), base.astype(jnp.float16)
 
 
-class _Blocks:
+class _BlockSearch:
     """Blocks [block, n] to be quantized; codes are float32, base is 0 if symmetric."""
 
     ranges: tuple[tuple[float, ...], ...]
@@ -179,7 +179,7 @@ class _Blocks:
         return self.sum(left * left)
 
 
-class _Affine(_Blocks):
+class _Affine(_BlockSearch):
     offset = 0.0
 
     def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
@@ -216,7 +216,7 @@ class _Affine(_Blocks):
         return self.sum(self.x - scale[None] * self.codes(scale, base)) / self.weight
 
 
-class _Symmetric(_Blocks):
+class _Symmetric(_BlockSearch):
     def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         super().__init__(x, w, format)
         self.offset = float(format.zero)

@@ -158,7 +158,7 @@ def abstract_outliers(
     return OutlierTensor(abstract(shape, format, columns), sparse)
 
 
-def sparse_of(values: np.ndarray, where: np.ndarray, count: int) -> SparseTensor:
+def to_sparse(values: np.ndarray, where: np.ndarray, count: int) -> SparseTensor:
     """The masked values of a matrix as a sparse one, in NumPy arrays.
 
     Args:

@@ -24,7 +24,7 @@ def candidates(
     return ids, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
-def contrastive(
+def contrastive_choice(
     probabilities: Float[Array, " k"],
     hidden: Float[Array, "k hidden"],
     history: Float[Array, "length hidden"],

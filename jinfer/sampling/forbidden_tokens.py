@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Forbidden:
+class ForbiddenTokens:
     """The rules of one request.
 
     Attributes:
@@ -44,7 +44,7 @@ class Forbidden:
         metadata: SamplingMetadata,
         allowed: UInt[np.ndarray, " words"] | None,
         never: Iterable[int] = (),
-    ) -> Forbidden:
+    ) -> ForbiddenTokens:
         """From a request's row of sampling metadata, in NumPy.
 
         Args:

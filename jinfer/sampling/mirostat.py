@@ -37,7 +37,7 @@ def mirostat(x: Float[Array, "rows vocab"], context: StageContext) -> Float[Arra
     return jnp.where(kept, logprobs, -jnp.inf)
 
 
-def adapted(
+def adapted_mu(
     metadata: SamplingMetadata, mu: Array, logprob: Float[Array, " rows"]
 ) -> Float[Array, " rows"]:
     """Mu after a token of this log-probability, before the cut, in nats."""

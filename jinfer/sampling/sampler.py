@@ -19,7 +19,7 @@ from jinfer.ops import sampler_calls
 from jinfer.ops.argmax import argmax
 from jinfer.ops.backend import backend
 from jinfer.sampling import penalties
-from jinfer.sampling.mirostat import adapted
+from jinfer.sampling.mirostat import adapted_mu
 from jinfer.sampling.rng import noise
 from jinfer.sampling.sampling_metadata import (
     COUNTS,
@@ -147,15 +147,15 @@ def _drawn(
     stages: Sequence[str],
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Tokens of any rows, and mirostat's mu after them."""
-    left = filtered(logits, metadata, state, past, stages)
+    left = apply_stages(logits, metadata, state, past, stages)
     tokens = _if_some(
         metadata.column("draws") > 0,
-        lambda: argmax(noisy(left, metadata, state)),
+        lambda: argmax(add_gumbel_noise(left, metadata, state)),
         lambda: argmax(left),
     )
     mu = _if_some(
         metadata.column("mirostat") > 0,
-        lambda: adapted(metadata, state.mu, _at(left, tokens)),
+        lambda: adapted_mu(metadata, state.mu, _at(left, tokens)),
         lambda: state.mu,
     )
     return tokens, mu
@@ -171,7 +171,7 @@ def _if_some(
     return lax.cond(jnp.any(rows), all_rows, otherwise)
 
 
-def filtered(
+def apply_stages(
     logits: Float[Array, "rows vocab"],
     metadata: SamplingMetadata,
     state: SamplerState,
@@ -217,7 +217,7 @@ def filtered(
     return lax.while_loop(more, run_stage, (logits, jnp.zeros_like(state.drawn)))[0]
 
 
-def ends(
+def ends_sequence(
     tokens: Int[Array, " rows"], metadata: SamplingMetadata, slots: Int[Array, " rows"]
 ) -> Bool[Array, " rows"]:
     """Whether a row's token ends its sequence, as far as the device can know.
@@ -229,7 +229,7 @@ def ends(
     return known & (metadata.column("ignore_eos")[slots] == 0)
 
 
-def noisy(
+def add_gumbel_noise(
     left: Float[Array, "rows vocab"], metadata: SamplingMetadata, state: SamplerState
 ) -> Float[Array, "rows vocab"]:
     """Gumbel-max: filtered logits plus noise in the rows that draw; the greatest is the token."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypedDict, cast, get_args
 
-from jinfer.modelspec.spec_errors import show
+from jinfer.modelspec.spec_errors import show_value
 from jinfer.sampling import param_ranges as r
 from jinfer.sampling.param_field import by_name, param, parameters
 from jinfer.sampling.request_errors import RequestError
@@ -275,7 +275,7 @@ class SamplingParams:
 
 
 def _outside(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name} must be {expected}, not {show(value)}")
+    return RequestError(f"{name} must be {expected}, not {show_value(value)}")
 
 
 PARAMETERS = parameters(SamplingParams)

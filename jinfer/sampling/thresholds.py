@@ -28,7 +28,7 @@ def top_values(
     order = ordered_bits(x)
     count = jnp.clip(count, 1, x.shape[-1])
     if topk_threshold.available():
-        least = topk_threshold.least(order, jnp.ones_like(x), count.astype(x.dtype))
+        least = topk_threshold.mass_threshold(order, jnp.ones_like(x), count.astype(x.dtype))
     else:
         least = bisect_max(
             lambda bits: jnp.sum(order >= bits[:, None], axis=-1, dtype=jnp.int32) >= count,
@@ -50,7 +50,7 @@ def top_mass(
     # Without a bound a tiny mass would keep not even the first.
     mass = jnp.maximum(mass, _LEAST_MASS)
     if topk_threshold.available():
-        return order >= topk_threshold.least(order, weights, mass)[:, None]
+        return order >= topk_threshold.mass_threshold(order, weights, mass)[:, None]
 
     def enough(bits: UInt[Array, " rows"]) -> Bool[Array, " rows"]:
         return jnp.sum(jnp.where(order >= bits[:, None], weights, 0.0), axis=-1) >= mass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jinfer.modelspec.spec_errors import nearest, show
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 
 _STRUCTURE = "json_schema, regex, choice or grammar says what the answer has to be"
 LORA = "there are no adapters (LoRA): merge them into the weights"
@@ -54,8 +54,10 @@ def no_parameter(name: object, known: Iterable[str], aliases: Mapping[str, str])
     """
     unknown = str(name)
     if unknown in ABSENT:
-        return f"there is no parameter {show(name)}: {ABSENT[unknown]}"
+        return f"there is no parameter {show_value(name)}: {ABSENT[unknown]}"
     if unknown in aliases:
         own = aliases[unknown]
-        return f"there is no parameter {show(name)}; here it is {own}: SamplingParams({own}=...)"
-    return f"there is no parameter {show(name)}; {nearest(name, known)}"
+        return (
+            f"there is no parameter {show_value(name)}; here it is {own}: SamplingParams({own}=...)"
+        )
+    return f"there is no parameter {show_value(name)}; {nearest_hint(name, known)}"

@@ -17,28 +17,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.process_group import current
+from jinfer.distributed.process_group import current_group
 from jinfer.server import ignored_fields
-from jinfer.server.endpoint import Answering, Endpoint
-from jinfer.server.http_errors import ApiError, lost
+from jinfer.server.endpoint import Endpoint, EndpointApp
+from jinfer.server.http_errors import ApiError, process_lost
 from jinfer.server.http_responses import dumps
 from jinfer.server.metrics import Metrics
-from jinfer.server.middleware import Gate
-from jinfer.server.model_manager import Models
+from jinfer.server.middleware import RequestMiddleware
+from jinfer.server.model_manager import ModelManager
 from jinfer.server.routes import ENDPOINTS, PAGE
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
 
-_MOMENT, _FLUSH = 1.0, 0.02  # seconds to notify all clients; seconds to flush to one client
+_NOTIFY_SECONDS, _FLUSH_SECONDS = (
+    1.0,
+    0.02,
+)  # seconds to notify all clients; seconds to flush to one client
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
 def build_app(
-    sources: Sequence[Source],
-    settings: Settings,
+    sources: Sequence[ModelSource],
+    settings: ServerSettings,
     *,
-    failed: Callable[[BaseException], Any] = lambda error: None,
-    made: Callable[[Service], Any] = lambda service: None,
+    on_load_error: Callable[[BaseException], Any] = lambda error: None,
+    on_service: Callable[[Service], Any] = lambda service: None,
 ) -> ASGIApp:
     """Builds the ASGI application. Its models are loaded when the lifespan starts.
 
@@ -47,23 +50,23 @@ def build_app(
         on_service: called with the `Service` once it is built.
     """
     metrics = Metrics()
-    models = Models(
+    models = ModelManager(
         sources,
         max_loaded=settings.max_loaded,
         strict=settings.strict,
         warm_up=settings.warm_up,
-        unloaded=metrics.unloaded,
+        unloaded=metrics.keep_totals,
     )
     metrics.stats = models.stats
     service = Service(settings, models, metrics)
-    made(service)
+    on_service(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if (group := current()) is not None:
-            group.farewells.append(partial(_farewell, service, asyncio.get_running_loop()))
+        if (group := current_group()) is not None:
+            group.exit_callbacks.append(partial(_end_streams, service, asyncio.get_running_loop()))
         tasks = {
-            asyncio.ensure_future(_start(models, failed)),
+            asyncio.ensure_future(_load_models(models, on_load_error)),
             asyncio.ensure_future(metrics.watch_loop()),
         }
         try:
@@ -78,11 +81,11 @@ def build_app(
     app = Starlette(
         routes=_routes(endpoints, service),
         lifespan=lifespan,
-        exception_handlers={HTTPException: _refused},
+        exception_handlers={HTTPException: _routing_error},
     )
     app.state.service = service
     public = [(one.method, path) for one in endpoints if one.public for path in one.paths]
-    gated: ASGIApp = Gate(app, settings, metrics, public)
+    gated: ASGIApp = RequestMiddleware(app, settings, metrics, public)
     if settings.cors:
         gated = CORSMiddleware(
             gated,
@@ -94,25 +97,25 @@ def build_app(
     return gated
 
 
-def _farewell(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
+def _end_streams(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
     """Ends open streams with the reason why the process exits, and waits for them to be flushed."""
 
     async def tell() -> None:
-        service.models.admit_nobody()
-        service.end_answers(lost(reason))
+        service.models.refuse_requests()
+        service.cancel_answers(process_lost(reason))
         while service.answers:
-            await asyncio.sleep(_FLUSH)
-        await asyncio.sleep(_FLUSH)
+            await asyncio.sleep(_FLUSH_SECONDS)
+        await asyncio.sleep(_FLUSH_SECONDS)
 
     if reason:
-        asyncio.run_coroutine_threadsafe(tell(), loop).result(_MOMENT)
+        asyncio.run_coroutine_threadsafe(tell(), loop).result(_NOTIFY_SECONDS)
 
 
-async def _start(models: Models, failed: Callable[[BaseException], Any]) -> None:
+async def _load_models(models: ModelManager, on_load_error: Callable[[BaseException], Any]) -> None:
     try:
         await models.start()
     except (ApiError, *USER_ERRORS) as error:
-        failed(error)
+        on_load_error(error)
 
 
 def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
@@ -120,14 +123,14 @@ def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
     by_path: dict[str, dict[str, ASGIApp]] = {}
     for one in endpoints:
         for path in one.paths:
-            by_path.setdefault(path, {})[one.method] = Answering(one, service)
+            by_path.setdefault(path, {})[one.method] = EndpointApp(one, service)
     return [
-        Route(path, _ByMethod(answering), methods=sorted(_METHODS))
+        Route(path, _MethodDispatch(answering), methods=sorted(_METHODS))
         for path, answering in by_path.items()
     ]
 
 
-class _ByMethod:
+class _MethodDispatch:
     """Dispatches the requests of one path to the endpoint of their method."""
 
     def __init__(self, endpoints: dict[str, ASGIApp]) -> None:
@@ -142,7 +145,7 @@ class _ByMethod:
         await endpoint(scope, receive, send)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _routing_error(request: Request, error: Exception) -> Response:
     """Answers routing errors (404, 405) in the error format of all routes."""
     assert isinstance(error, HTTPException)
     known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")

@@ -10,7 +10,7 @@ from jinfer.opening.sources import SourceError
 from jinfer.server.http_errors import ApiError
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
+def read_api_keys(path: Path) -> tuple[str, ...]:
     """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
 
     Raises:
@@ -26,7 +26,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
-def check(keys: Sequence[str], authorization: str, api_key: str) -> None:
+def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None:
     """Raises `ApiError` (401) if keys are required and the request has none of them.
 
     Args:

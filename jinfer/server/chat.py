@@ -14,51 +14,59 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server import stream_frames, usage
-from jinfer.server.http_errors import as_api_error, invalid, unsupported
-from jinfer.server.http_responses import DONE, Reply, Stream, dumps, event
+from jinfer.server.http_errors import as_api_error, invalid_request, unsupported_field
+from jinfer.server.http_responses import SSE_DONE, HttpResponse, StreamedResponse, dumps, sse_event
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.model_manager import Hosted
-from jinfer.server.output_deltas import CallDelta, Delta, Parser, Tooling
-from jinfer.server.prompt_builder import chat_ids
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.output_deltas import OutputDelta, OutputParser, OutputParsing, ToolCallDelta
+from jinfer.server.prompt_builder import chat_prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
-from jinfer.server.request_params import CHAT, Asked, asked
-from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.request_params import CHAT, RequestOptions, request_options
+from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import Call, Service
-from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
-from jinfer.server.tool_calls import tooling
+from jinfer.server.service import RequestContext, Service
+from jinfer.server.stream_frames import (
+    batch_bytes,
+    check_stream,
+    chunk_object,
+    final_event,
+    reject_fields,
+)
+from jinfer.server.tool_calls import output_parsing
 from jinfer.template import TemplateError
 
 _ROUTE = frozenset(ChatRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def chat(call: Call[ChatRequest]) -> Reply | Stream:
+async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
     """Handles a chat completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
-    refuse(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
+    reject_fields(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
-        raise unsupported("they are not streamed", "prompt_logprobs")
+        raise unsupported_field("they are not streamed", "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
-        raise invalid("it needs logprobs: true", "top_logprobs")
+        raise invalid_request("it needs logprobs: true", "top_logprobs")
     if body.stream:
-        return Stream(_streamed(call))
-    async with _running(call) as answer:
+        return StreamedResponse(_stream_events(call))
+    async with _run_request(call) as answer:
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             wanted = score_prompt, answer.hosted.frontend, answer.job.ids, body.prompt_logprobs
             scored = await call.service.computed(*wanted)
-            more["prompt_logprobs"] = [None, *map(usage.ranked, scored)]
+            more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await answer.run.completions()
         if not more and not body.logprobs:
-            return Reply(answer.whole(answers))
+            return HttpResponse(answer.whole(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return Reply(await call.service.beside(lambda: dumps(answer.whole(answers) | more)))
+        return HttpResponse(
+            await call.service.in_thread(lambda: dumps(answer.whole(answers) | more))
+        )
 
 
 @contextlib.asynccontextmanager
-async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
+async def _run_request(call: RequestContext[ChatRequest]) -> AsyncIterator[_ChatAnswer]:
     """Runs a request on its model, which stays loaded meanwhile."""
     body, service = call.body, call.service
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
@@ -69,14 +77,14 @@ async def _running(call: Call[ChatRequest]) -> AsyncIterator[_Chat]:
         )
         run = service.run(hosted, [job])
         try:
-            yield _Chat(call, hosted, job, parsing, run)
+            yield _ChatAnswer(call, hosted, job, parsing, run)
         finally:
             call.note(**run.summary())
 
 
 def prepare_chat(
-    service: Service, body: ChatRequest, hosted: Hosted, ignore: Ignore
-) -> tuple[Job, Tooling]:
+    service: Service, body: ChatRequest, hosted: ServedModel, ignore: Ignore
+) -> tuple[PromptRequests, OutputParsing]:
     """Builds a conversation's prompt and output parser. Slow: call it in a worker thread.
 
     Args:
@@ -87,10 +95,10 @@ def prepare_chat(
     """
     frontend, settings = hosted.frontend, service.settings
     try:
-        ids = chat_ids(body, frontend, settings, ignore)
+        ids = chat_prompt_ids(body, frontend, settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
-    parsing = tooling(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
+    parsing = output_parsing(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
     if parsing.changes and body.response_format is not None and body.response_format.type != "text":
         # The format concerns the content, and a forced tool call has none.
         ignore("response_format", "it cannot be used where tools have to be called")
@@ -98,24 +106,26 @@ def prepare_chat(
     changes: dict[str, Any] = dict(parsing.changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
-    sampling = asked(body, frontend, CHAT, changes, _ROUTE)
+    sampling = request_options(body, frontend, CHAT, changes, _ROUTE)
     if parsing.changes:
         sampling = replace(
             sampling, names={**sampling.names, **dict.fromkeys(parsing.changes, "tools")}
         )
     elif sampling.params.constrained:
-        sampling, parsing = _bound(sampling, parsing)
-    job = prepare(
+        sampling, parsing = _constrained(sampling, parsing)
+    job = prepare_prompt(
         frontend, ids, sampling, param="messages", timeout=settings.timeout, shown=parsing.shown
     )
     return job, parsing
 
 
-def _bound(sampling: Asked, parsing: Tooling) -> tuple[Asked, Tooling]:
+def _constrained(
+    sampling: RequestOptions, parsing: OutputParsing
+) -> tuple[RequestOptions, OutputParsing]:
     """Applies a constraint to the answer: no tool calls, and reasoning only before JSON."""
     schema = sampling.params.json_schema
     if schema is None or parsing.bound is None:
-        return sampling, Tooling()
+        return sampling, OutputParsing()
     field = sampling.names.get("json_schema", "response_format")
     try:
         parsing = parsing.bound(schema)
@@ -128,14 +138,14 @@ def _bound(sampling: Asked, parsing: Tooling) -> tuple[Asked, Tooling]:
 
 
 @dataclass
-class _Chat:
+class _ChatAnswer:
     """A chat request that is being answered."""
 
-    call: Call[ChatRequest]
-    hosted: Hosted
-    job: Job
-    read: Tooling
-    run: Run
+    call: RequestContext[ChatRequest]
+    hosted: ServedModel
+    job: PromptRequests
+    read: OutputParsing
+    run: RequestRunner
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -151,12 +161,12 @@ class _Chat:
             "model": self.hosted.name,
             "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
             "usage": usage.usage([self.job], self.run.usages),
-            "timings": usage.timings(answers[0].usage),
+            "timings": usage.llamacpp_timings(answers[0].usage),
             **more,
         }
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        reading = _Reading(self.read.parser())
+        reading = _ParsedAnswer(self.read.parser())
         reading.take(answer.text)
         reading.finish(answer.finish_reason)
         message: dict[str, Any] = {
@@ -167,7 +177,7 @@ class _Chat:
         if reading.reasoning:
             message["reasoning_content"] = reading.reasoning
         if reading.calls:
-            message["tool_calls"] = [_call(one, whole=True) for one in reading.calls.values()]
+            message["tool_calls"] = [_call(one, complete=True) for one in reading.calls.values()]
         choice: dict[str, Any] = {
             "index": index,
             "message": message,
@@ -186,68 +196,68 @@ class _Chat:
         as_ids = self.call.body.return_tokens_as_token_ids
         return usage.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
 
-    def _reason(self, reading: _Reading, reason: str) -> str:
+    def _reason(self, reading: _ParsedAnswer, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
 
     def chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A streamed chunk of one choice."""
-        return self.frame([stream_frames.choice(index, {"delta": delta}, reason, more)])
+        return self.frame([stream_frames.chunk_choice(index, {"delta": delta}, reason, more)])
 
     def told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A chunk with the usage and timings that the request asked for."""
         options = self.call.body.stream_options
-        return chunk | stream_frames.so_far(self.job, options, self.run.so_far(index))
+        return chunk | stream_frames.chunk_usage(self.job, options, self.run.shown_usage(index))
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields that every chunk has."""
         head = (self.id, "chat.completion.chunk", self.created, self.hosted.name)
-        return framed(*head, self.call.body.stream_options, choices)
+        return chunk_object(*head, self.call.body.stream_options, choices)
 
 
 @dataclass
-class _Reading:
+class _ParsedAnswer:
     """One answer, parsed incrementally into content, reasoning and tool calls."""
 
-    parser: Parser
+    parser: OutputParser
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, CallDelta] = field(default_factory=dict)
+    calls: dict[int, ToolCallDelta] = field(default_factory=dict)
     begun: bool = False
 
-    def take(self, text: str) -> Delta:
+    def take(self, text: str) -> OutputDelta:
         """Parses more text."""
         return self._keep(self.parser.push(text))
 
-    def finish(self, reason: str) -> Delta:
+    def finish(self, reason: str) -> OutputDelta:
         """Parses the end of the answer, given its finish reason."""
         return self._keep(self.parser.finish(reason == "length"))
 
-    def _keep(self, delta: Delta) -> Delta:
+    def _keep(self, delta: OutputDelta) -> OutputDelta:
         self.content += delta.content
         self.reasoning += delta.reasoning
         for one in delta.calls:
             if one.end == "void":
                 self.calls.pop(one.index, None)
                 continue
-            known = self.calls.get(one.index, CallDelta(one.index))
+            known = self.calls.get(one.index, ToolCallDelta(one.index))
             arguments = known.arguments + one.arguments
-            self.calls[one.index] = CallDelta(
+            self.calls[one.index] = ToolCallDelta(
                 one.index, known.id or one.id, known.name or one.name, arguments
             )
         return delta
 
 
-def _call(one: CallDelta, *, whole: bool = False) -> dict[str, Any]:
+def _call(one: ToolCallDelta, *, complete: bool = False) -> dict[str, Any]:
     function: dict[str, Any] = {"arguments": one.arguments}
     if one.name is not None:
         function = {"name": one.name, **function}
     head = {} if one.id is None else {"id": one.id, "type": "function"}
-    return {**({} if whole else {"index": one.index}), **head, "function": function}
+    return {**({} if complete else {"index": one.index}), **head, "function": function}
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta(delta: OutputDelta) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if delta.content:
         result["content"] = delta.content
@@ -259,25 +269,29 @@ def _delta(delta: Delta) -> dict[str, Any]:
     return result
 
 
-async def _streamed(call: Call[ChatRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(call: RequestContext[ChatRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
-        readings = [_Reading(answer.read.parser()) for _ in answer.job.prepared]
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+        readings = [_ParsedAnswer(answer.read.parser()) for _ in answer.job.prepared]
         async for batch in pieces:
             events = []
             if call.body.return_progress:
                 events += [
-                    event({**answer.told(index, answer.chunk(index, {})), "prompt_progress": known})
+                    sse_event(
+                        {**answer.told(index, answer.chunk(index, {})), "prompt_progress": known}
+                    )
                     for index, known in answer.run.progress(first=batch != [])
                 ]
             for i, piece in batch or ():
-                events += [event(one) for one in _events(answer, i, piece, readings[i])]
-            yield sent(events, batch)
-        yield ended(call.body.stream_options, answer.frame([]), [answer.job], answer.run)
-        yield DONE
+                events += [sse_event(one) for one in _chunk_events(answer, i, piece, readings[i])]
+            yield batch_bytes(events, batch)
+        yield final_event(call.body.stream_options, answer.frame([]), [answer.job], answer.run)
+        yield SSE_DONE
 
 
-def _events(answer: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[dict[str, Any]]:
+def _chunk_events(
+    answer: _ChatAnswer, index: int, piece: Chunk, reading: _ParsedAnswer
+) -> list[dict[str, Any]]:
     """The events of one engine chunk."""
     result: list[dict[str, Any]] = []
     sampling, options = answer.job.asked, answer.call.body.stream_options
@@ -286,7 +300,7 @@ def _events(answer: _Chat, index: int, piece: Chunk, reading: _Reading) -> list[
         result.append(answer.told(index, answer.chunk(index, {"role": "assistant", "content": ""})))
         if sampling.token_ids:
             result[-1]["prompt_token_ids"] = answer.job.ids
-    answer.run.show(index, piece)
+    answer.run.mark_shown(index, piece)
     deltas = [reading.take(piece.text)] if piece.text else []
     reason = None
     if piece.finish_reason is not None:

@@ -12,55 +12,63 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import stream_frames, usage
-from jinfer.server.http_errors import unsupported
-from jinfer.server.http_responses import DONE, Reply, Stream, dumps, event
-from jinfer.server.model_manager import Hosted
-from jinfer.server.prompt_builder import prompts_of
+from jinfer.server.http_errors import unsupported_field
+from jinfer.server.http_responses import SSE_DONE, HttpResponse, StreamedResponse, dumps, sse_event
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.prompt_builder import prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
-from jinfer.server.request_params import COMPLETIONS, asked
-from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.request_params import COMPLETIONS, request_options
+from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import Call
-from jinfer.server.stream_frames import check_stream, ended, framed, refuse, sent
-from jinfer.server.text_offsets import Offsets, places, places_in
+from jinfer.server.service import RequestContext
+from jinfer.server.stream_frames import (
+    batch_bytes,
+    check_stream,
+    chunk_object,
+    final_event,
+    reject_fields,
+)
+from jinfer.server.text_offsets import TextOffsets, token_offsets, token_offsets_in
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def completions(call: Call[CompletionRequest]) -> Reply | Stream:
+async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
-    refuse(
+    reject_fields(
         body,
         suffix="a text is continued, not filled in",
         n_probs="log-probabilities are given with logprobs",
     )
     if body.stream:
         if body.echo and body.logprobs is not None:
-            raise unsupported("log-probabilities of an echoed prompt are not streamed", "echo")
+            raise unsupported_field(
+                "log-probabilities of an echoed prompt are not streamed", "echo"
+            )
         if body.prompt_logprobs is not None:
-            raise unsupported("they are not streamed", "prompt_logprobs")
-        return Stream(_streamed(call))
-    async with _running(call) as answer:
+            raise unsupported_field("they are not streamed", "prompt_logprobs")
+        return StreamedResponse(_stream_events(call))
+    async with _run_request(call) as answer:
         groups = await answer.run.completions()
         if body.logprobs is None and body.prompt_logprobs is None:
-            return Reply(answer.whole(groups))
+            return HttpResponse(answer.whole(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return Reply(await call.service.beside(lambda: dumps(answer.whole(groups))))
+        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.whole(groups))))
 
 
 @contextlib.asynccontextmanager
-async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
+async def _run_request(call: RequestContext[CompletionRequest]) -> AsyncIterator[_TextAnswers]:
     """Runs a request on its model, which stays loaded meanwhile."""
     service = call.service
     call.note(user=call.body.user)
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.prepared(call.body, _prepared, call, hosted)
+        jobs = await service.prepared(call.body, _prepare_prompts, call, hosted)
         run = service.run(hosted, jobs)
-        answer = _Texts(call, hosted, jobs, run)
+        answer = _TextAnswers(call, hosted, jobs, run)
         try:
             await answer.score()
             yield answer
@@ -68,33 +76,35 @@ async def _running(call: Call[CompletionRequest]) -> AsyncIterator[_Texts]:
             call.note(**run.summary())
 
 
-def _prepared(call: Call[CompletionRequest], hosted: Hosted) -> list[Job]:
+def _prepare_prompts(
+    call: RequestContext[CompletionRequest], hosted: ServedModel
+) -> list[PromptRequests]:
     """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    sampling = asked(body, frontend, COMPLETIONS, changes, _ROUTE)
-    prompts = prompts_of(
-        body.prompt, frontend, settings.most_prompts, special=body.add_special_tokens
+    sampling = request_options(body, frontend, COMPLETIONS, changes, _ROUTE)
+    prompts = prompt_ids(
+        body.prompt, frontend, settings.max_prompts, special=body.add_special_tokens
     )
     return [
-        prepare(frontend, ids, sampling, param="prompt", timeout=settings.timeout)
+        prepare_prompt(frontend, ids, sampling, param="prompt", timeout=settings.timeout)
         for ids in prompts
     ]
 
 
 @dataclass
-class _Texts:
+class _TextAnswers:
     """A completion request that is being answered.
 
     Attributes:
         prompt_logprobs: log-probabilities of each prompt's tokens, if requested.
     """
 
-    call: Call[CompletionRequest]
-    hosted: Hosted
-    jobs: list[Job]
-    run: Run
-    scored: list[list[TokenLogprob]] = field(default_factory=list)
+    call: RequestContext[CompletionRequest]
+    hosted: ServedModel
+    jobs: list[PromptRequests]
+    run: RequestRunner
+    prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -114,7 +124,7 @@ class _Texts:
             found = await self.call.service.computed(
                 score_prompt, self.hosted.frontend, job.ids, max(wanted)
             )
-            self.scored.append(found)
+            self.prompt_logprobs.append(found)
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
         """The response body with all choices."""
@@ -129,12 +139,12 @@ class _Texts:
                 for number, (prompt, answer) in enumerate(answers)
             ],
             "usage": usage.usage(self.jobs, self.run.usages),
-            "timings": usage.timings(answers[0][1].usage),
+            "timings": usage.llamacpp_timings(answers[0][1].usage),
         }
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
         body, job = self.call.body, self.jobs[prompt]
-        echoed = self.echoed(prompt)
+        echoed = self.echoed_text(prompt)
         text = echoed + answer.text
         choice: dict[str, Any] = {
             "index": number,
@@ -144,7 +154,7 @@ class _Texts:
         }
         if body.logprobs is not None:
             entries = answer.logprobs or []
-            before = self.scored[prompt] if body.echo else []
+            before = self.prompt_logprobs[prompt] if body.echo else []
             ids = job.ids[:1] if body.echo else []
             offsets = self._prompt_offsets(prompt) if body.echo else []
             own = self._offsets(prompt).of([one.id for one in entries])
@@ -152,13 +162,16 @@ class _Texts:
             offsets = [min(place, len(text)) for place in offsets]
             choice["logprobs"] = self._logprobs([*before, *entries], ids, offsets)
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [None, *map(usage.ranked, self.scored[prompt])]
+            choice["prompt_logprobs"] = [
+                None,
+                *map(usage.ranked_logprobs, self.prompt_logprobs[prompt]),
+            ]
         if job.asked.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = answer.token_ids
         return choice
 
-    def echoed(self, prompt: int) -> str:
+    def echoed_text(self, prompt: int) -> str:
         """The prompt's text, if the answer echoes it; else ""."""
         if not self.call.body.echo:
             return ""
@@ -171,9 +184,9 @@ class _Texts:
         tokenizer = self.hosted.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
-    def _offsets(self, prompt: int) -> Offsets:
+    def _offsets(self, prompt: int) -> TextOffsets:
         """Text offsets for a new answer to a prompt."""
-        return Offsets(self.hosted.llm.tokenizer, self.jobs[prompt].prepared[0].request)
+        return TextOffsets(self.hosted.llm.tokenizer, self.jobs[prompt].prepared[0].request)
 
     def _prompt_offsets(self, prompt: int) -> list[int]:
         """The text offset of each token of an echoed prompt."""
@@ -182,8 +195,8 @@ class _Texts:
             return [0] * len(ids)
         if self._is_text(prompt):
             cut = self.call.body.truncate_prompt_tokens is not None
-            return places_in(tokenizer, self.echoed(prompt), ids, last=cut)
-        return places(tokenizer.detokenizer(), ids)
+            return token_offsets_in(tokenizer, self.echoed_text(prompt), ids, last=cut)
+        return token_offsets(tokenizer.detokenizer(), ids)
 
     def _is_text(self, prompt: int) -> bool:
         given = self.call.body.prompt
@@ -198,7 +211,7 @@ class _Texts:
         unknown: list[None] = [None] * len(first)
         return {
             "tokens": [usage.token_text(tokenizer, id, self._as_ids) for id in ids],
-            "token_logprobs": [*unknown, *(usage.finite(one.logprob) for one in entries)],
+            "token_logprobs": [*unknown, *(usage.finite_logprob(one.logprob) for one in entries)],
             "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
             "text_offset": [*offsets],
         }
@@ -207,7 +220,7 @@ class _Texts:
         tokenizer, as_ids = self.hosted.llm.tokenizer, self._as_ids
         # The sampled token is listed too, even if it is not among the likeliest.
         return {
-            usage.token_key(tokenizer, each.id, as_ids): usage.finite(each.logprob)
+            usage.token_key(tokenizer, each.id, as_ids): usage.finite_logprob(each.logprob)
             for each in (*one.top, one)
         }
 
@@ -215,14 +228,16 @@ class _Texts:
         self, number: int, text: str, reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         """A streamed chunk of one choice."""
-        return self.frame([stream_frames.choice(number, {"text": text}, reason, more)])
+        return self.frame([stream_frames.chunk_choice(number, {"text": text}, reason, more)])
 
     def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields that every chunk has."""
         head = (self.id, "text_completion", self.created, self.hosted.name)
-        return framed(*head, self.call.body.stream_options, choices)
+        return chunk_object(*head, self.call.body.stream_options, choices)
 
-    def events(self, index: int, piece: Chunk, begun: dict[int, Offsets]) -> list[dict[str, Any]]:
+    def events(
+        self, index: int, piece: Chunk, begun: dict[int, TextOffsets]
+    ) -> list[dict[str, Any]]:
         """The events of one engine chunk.
 
         Args:
@@ -233,7 +248,7 @@ class _Texts:
         prompt, job = self._prompt(index), self._job(index)
         first = index not in begun
         offsets = begun.setdefault(index, self._offsets(prompt)) if first else begun[index]
-        text = self.echoed(prompt) + piece.text if first else piece.text
+        text = self.echoed_text(prompt) + piece.text if first else piece.text
         more: dict[str, Any] = {}
         if body.logprobs is not None:
             last = piece.finish_reason is not None
@@ -243,7 +258,7 @@ class _Texts:
             more["token_ids"] = list(piece.token_ids)
             if first:
                 more["prompt_token_ids"] = job.ids
-        self.run.show(index, piece)
+        self.run.mark_shown(index, piece)
         reason = piece.finish_reason
         if text or more or reason is not None or job.asked.timings:
             result.append(self._told(index, self.chunk(index, text, reason, **more)))
@@ -254,16 +269,16 @@ class _Texts:
         if not self.call.body.return_progress:
             return []
         return [
-            event({**self._told(index, self.chunk(index, "")), "prompt_progress": known})
+            sse_event({**self._told(index, self.chunk(index, "")), "prompt_progress": known})
             for index, known in self.run.progress(first=first)
         ]
 
     def _told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A chunk with the usage and timings that the request asked for."""
         job, options = self._job(index), self.call.body.stream_options
-        return chunk | stream_frames.so_far(job, options, self.run.so_far(index))
+        return chunk | stream_frames.chunk_usage(job, options, self.run.shown_usage(index))
 
-    def _job(self, index: int) -> Job:
+    def _job(self, index: int) -> PromptRequests:
         return self.jobs[self._prompt(index)]
 
     def _prompt(self, index: int) -> int:
@@ -275,14 +290,14 @@ class _Texts:
             self._owners.append(len(job.prepared) + (self._owners[-1] if self._owners else 0))
 
 
-async def _streamed(call: Call[CompletionRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(call: RequestContext[CompletionRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
-        begun: dict[int, Offsets] = {}
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+        begun: dict[int, TextOffsets] = {}
         async for batch in pieces:
             events = answer.progress(first=batch != [])
             for i, piece in batch or ():
-                events += [event(one) for one in answer.events(i, piece, begun)]
-            yield sent(events, batch)
-        yield ended(call.body.stream_options, answer.frame([]), answer.jobs, answer.run)
-        yield DONE
+                events += [sse_event(one) for one in answer.events(i, piece, begun)]
+            yield batch_bytes(events, batch)
+        yield final_event(call.body.stream_options, answer.frame([]), answer.jobs, answer.run)
+        yield SSE_DONE

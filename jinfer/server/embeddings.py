@@ -13,32 +13,43 @@ import numpy as np
 from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
-from jinfer.api.text_embeddings import SIMILARITIES, Tokens, limit, prompt_of
+from jinfer.api.text_embeddings import (
+    SIMILARITIES,
+    EmbeddingTokens,
+    embedding_prompt,
+    max_text_tokens,
+)
 from jinfer.engine.requests import RequestError
 from jinfer.opening.pooling_config import Vectors
-from jinfer.server.http_errors import ApiError, as_api_error, invalid, too_long, unsupported
-from jinfer.server.http_responses import Reply, listed
-from jinfer.server.model_manager import Hosted
-from jinfer.server.prompt_builder import is_one, prompts_of
+from jinfer.server.http_errors import (
+    ApiError,
+    as_api_error,
+    context_exceeded,
+    invalid_request,
+    unsupported_field,
+)
+from jinfer.server.http_responses import HttpResponse, dumps_list
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.schemas.embeddings import (
     ClassifyRequest,
     Document,
     EmbeddingRequest,
-    MaskRequest,
+    FillMaskRequest,
     RerankRequest,
     ScoreRequest,
 )
-from jinfer.server.service import Call, Service
+from jinfer.server.service import RequestContext, Service
 
 
-async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
+async def embeddings(call: RequestContext[EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = call.body
     call.note(user=body.user)
-    texts, param = _either(body, "input", "content")
+    texts, param = _either_field(body, "input", "content")
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        vectors, tokens = await _embedded(
+        vectors, tokens = await _embed(
             call.service,
             hosted,
             texts,
@@ -51,17 +62,19 @@ async def embeddings(call: Call[EmbeddingRequest]) -> Reply:
         call.note(prompt_tokens=tokens)
         own = hosted.frontend.opened.pooling.normalize
         unit = own if body.normalize is None else body.normalize
-        vectors = _shortened(vectors, body.dimensions, unit)
+        vectors = _truncate_vectors(vectors, body.dimensions, unit)
         head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
         coded = body.encoding_format == "base64"
-        return Reply(await call.service.beside(listed, head, "data", _entries(vectors, coded)))
+        return HttpResponse(
+            await call.service.in_thread(dumps_list, head, "data", _entries(vectors, coded))
+        )
 
 
-def _either(body: BaseModel, *names: str) -> tuple[Any, str]:
+def _either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
     """The one field of several that is set, and its name. Raises `ApiError`."""
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
-        raise invalid(f"give one of {' and '.join(names)}", names[0])
+        raise invalid_request(f"give one of {' and '.join(names)}", names[0])
     return getattr(body, given[0]), given[0]
 
 
@@ -75,13 +88,13 @@ def _base64(row: np.ndarray) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def _shortened(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
+def _truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
     """Truncates vectors to their first dimensions (Matryoshka), renormalized where they were."""
     if dimensions is None:
         return vectors
     width = vectors.shape[1]
     if dimensions > width:
-        raise invalid(f"the model's vectors have {width} numbers", "dimensions")
+        raise invalid_request(f"the model's vectors have {width} numbers", "dimensions")
     cut = np.ascontiguousarray(vectors[:, :dimensions])
     lengths = np.linalg.norm(cut, axis=1, keepdims=True)
     return cut / np.maximum(lengths, 1e-12) if unit else cut
@@ -91,9 +104,9 @@ def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-async def _embedded(
+async def _embed(
     service: Service,
-    hosted: Hosted,
+    hosted: ServedModel,
     texts: str | Sequence[Any],
     param: str,
     truncate: int | None = None,
@@ -101,73 +114,82 @@ async def _embedded(
     **options: Any,
 ) -> tuple[Vectors, int]:
     """Embeds texts in batches. Returns the vectors and the number of tokens."""
-    given = await service.beside(_tokens, service, hosted, texts, param, truncate, prompt_name)
+    given = await service.in_thread(_tokens, service, hosted, texts, param, truncate, prompt_name)
     # Texts of similar length are batched together, so that little padding is computed.
     order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
     most = hosted.frontend.engine.scheduler.slots
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = [given[i] for i in order[begin : begin + most]]
-        found = await service.computed(text_embeddings.vectors, hosted.frontend, group, **options)
+        found = await service.computed(
+            text_embeddings.embed_texts, hosted.frontend, group, **options
+        )
         rows.update(zip(order[begin : begin + most], found, strict=True))
     return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
 
 
 def _tokens(
     service: Service,
-    hosted: Hosted,
+    hosted: ServedModel,
     texts: str | Sequence[Any],
     param: str,
     truncate: int | None,
     prompt_name: str | None,
-) -> list[Tokens]:
+) -> list[EmbeddingTokens]:
     """Tokenizes texts, each after the model's prompt of that name. Slow: use a worker thread."""
     frontend, pooling = hosted.frontend, hosted.frontend.opened.pooling
     try:
-        prompt, skipped = prompt_of(frontend, prompt_name)
+        prompt, skipped = embedding_prompt(frontend, prompt_name)
     except RequestError as error:
         raise as_api_error(error, param="prompt_name") from error
-    listed = [texts] if is_one(texts) else [*texts]
+    listed = [texts] if is_single_prompt(texts) else [*texts]
     are_texts = [isinstance(one, str) for one in listed]
     if prompt_name is not None and not all(are_texts):
-        raise invalid("it is for texts, not for token ids", "prompt_name")
+        raise invalid_request("it is for texts, not for token ids", "prompt_name")
     worded = [pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
     found = _ids(service, hosted, worded, param, truncate)
     counts = [skipped if one else 0 for one in are_texts]
-    return [Tokens(ids, min(count, len(ids) - 1)) for ids, count in zip(found, counts, strict=True)]
+    return [
+        EmbeddingTokens(ids, min(count, len(ids) - 1))
+        for ids, count in zip(found, counts, strict=True)
+    ]
 
 
 def _ids(
-    service: Service, hosted: Hosted, texts: str | Sequence[Any], param: str, truncate: int | None
+    service: Service,
+    hosted: ServedModel,
+    texts: str | Sequence[Any],
+    param: str,
+    truncate: int | None,
 ) -> list[list[int]]:
     """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
     frontend = hosted.frontend
     if frontend.engine.model.has_cross_attention:
-        raise unsupported("an encoder-decoder gives no vectors of texts", "model")
-    listed = prompts_of(texts, frontend, service.settings.most_prompts, param=param)
-    longest = limit(frontend)
+        raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
+    listed = prompt_ids(texts, frontend, service.settings.max_prompts, param=param)
+    longest = max_text_tokens(frontend)
     if truncate is not None:
         if truncate < -1 or truncate == 0:
-            raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
+            raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
         most = longest if truncate == -1 else truncate
-        listed = [_cut(ids, most) for ids in listed]
+        listed = [_truncate_ids(ids, most) for ids in listed]
     for number, ids in enumerate(listed):
         if not ids:
-            raise invalid(f"text {number} is empty; give at least one token", param)
+            raise invalid_request(f"text {number} is empty; give at least one token", param)
         if len(ids) > longest:
             advice = "shorten it, or set truncate_prompt_tokens"
-            raise too_long(f"text {number}", len(ids), int(longest), advice, param)
+            raise context_exceeded(f"text {number}", len(ids), int(longest), advice, param)
     return listed
 
 
-def _cut(ids: list[int], most: int) -> list[int]:
+def _truncate_ids(ids: list[int], limit: int) -> list[int]:
     """Truncates token ids, keeping the last one, which may be an end token."""
-    return ids if len(ids) <= most else [*ids[: most - 1], ids[-1]]
+    return ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
 
 
-async def _fits(
+async def _similarities(
     service: Service,
-    hosted: Hosted,
+    hosted: ServedModel,
     first: Sequence[str],
     second: Sequence[str],
     params: tuple[str, str],
@@ -184,45 +206,48 @@ async def _fits(
     """
     pooling = hosted.frontend.opened.pooling
     if hosted.llm.spec.generates and not pooling.declared:
-        raise unsupported(
+        raise unsupported_field(
             f"the model {hosted.name} writes texts, and nothing says that its vectors can be "
             f"compared; serve an embedder beside it and name that",
             "model",
         )
     (left, some), (right, more) = [
-        await _embedded(service, hosted, [*texts], param, truncate, prompt)
+        await _embed(service, hosted, [*texts], param, truncate, prompt)
         for texts, param, prompt in zip((first, second), params, prompts, strict=True)
     ]
     return SIMILARITIES[pooling.similarity](left, right).tolist(), some + more
 
 
-def _named(hosted: Hosted, *names: str) -> str | None:
+def _first_prompt_name(hosted: ServedModel, *names: str) -> str | None:
     """The first of these prompt names that the model has; None: its default prompt."""
     return next((name for name in names if name in hosted.frontend.opened.pooling.prompts), None)
 
 
-async def rerank(call: Call[RerankRequest]) -> Reply:
+async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
     """Ranks documents by their similarity to a query."""
     body = call.body
     call.note(user=body.user)
-    documents, param = _either(body, "documents", "texts")
+    documents, param = _either_field(body, "documents", "texts")
     texts = [one.text if isinstance(one, Document) else one for one in documents]
     truncate = -1 if body.truncate else body.truncate_prompt_tokens
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        scores, tokens = await _fits(
+        scores, tokens = await _similarities(
             call.service,
             hosted,
             [body.query],
             texts,
             ("query", param),
             truncate,
-            (_named(hosted, "query"), _named(hosted, "document", "passage", "corpus")),
+            (
+                _first_prompt_name(hosted, "query"),
+                _first_prompt_name(hosted, "document", "passage", "corpus"),
+            ),
         )
         call.note(prompt_tokens=tokens)
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
         if param == "texts":
-            return Reply(
+            return HttpResponse(
                 [
                     {
                         "index": i,
@@ -241,7 +266,7 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
             }
             for i in order
         ]
-        return Reply(
+        return HttpResponse(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "model": hosted.name,
@@ -252,17 +277,19 @@ async def rerank(call: Call[RerankRequest]) -> Reply:
         )
 
 
-async def score(call: Call[ScoreRequest]) -> Reply:
+async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
     """Scores the similarity of pairs of texts."""
     body = call.body
     call.note(user=body.user)
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(first) not in (1, len(second)):
-        raise invalid(f"there are {len(first)} first texts and {len(second)} second ones", "text_1")
+        raise invalid_request(
+            f"there are {len(first)} first texts and {len(second)} second ones", "text_1"
+        )
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        scores, tokens = await _fits(
+        scores, tokens = await _similarities(
             call.service,
             hosted,
             first,
@@ -272,7 +299,7 @@ async def score(call: Call[ScoreRequest]) -> Reply:
         )
         call.note(prompt_tokens=tokens)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
-        return Reply(
+        return HttpResponse(
             {
                 "id": f"score-{uuid.uuid4().hex}",
                 "object": "list",
@@ -285,20 +312,20 @@ async def score(call: Call[ScoreRequest]) -> Reply:
         )
 
 
-async def classify(call: Call[ClassifyRequest]) -> Reply:
+async def classify(call: RequestContext[ClassifyRequest]) -> HttpResponse:
     """Rejects classification: no family has a classification head."""
-    hosted = call.service.models.meant(call.body.model)
+    hosted = call.service.models.find(call.body.model)
     message = f"the model {hosted.name} has no head that puts texts into classes"
     raise ApiError(501, message, param="model", code="not_supported")
 
 
-async def fill_mask(call: Call[MaskRequest]) -> Reply:
+async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:
     """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
     body = call.body
     call.note(user=body.user)
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        ids = await call.service.beside(_ids, call.service, hosted, body.input, "input", None)
+        ids = await call.service.in_thread(_ids, call.service, hosted, body.input, "input", None)
         data = []
         for index, text in enumerate(ids):
             try:
@@ -320,12 +347,12 @@ async def fill_mask(call: Call[MaskRequest]) -> Reply:
             data.append({"index": index, "object": "fill_mask", "masks": listed})
         tokens = sum(map(len, ids))
         call.note(prompt_tokens=tokens)
-        return Reply(
+        return HttpResponse(
             {"object": "list", "model": hosted.name, "data": data, "usage": _usage(tokens)}
         )
 
 
-def _no_mask(error: ValueError, hosted: Hosted) -> ApiError:
+def _no_mask(error: ValueError, hosted: ServedModel) -> ApiError:
     tokenizer = hosted.llm.tokenizer
     known = tokenizer is not None and tokenizer.mask_id is not None
     return as_api_error(error, param="input" if known else "model")

@@ -14,15 +14,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jinfer.server import request_body
-from jinfer.server.http_errors import as_api_error, ended_by
-from jinfer.server.http_responses import Reply, Stream, refusal
+from jinfer.server.http_errors import as_api_error, cancel_reason
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, error_response
 from jinfer.server.ignored_fields import ignored_fields
-from jinfer.server.service import Call, Handler, Service
+from jinfer.server.service import Handler, RequestContext, Service
 
 _log = logging.getLogger("jinfer.server")
 
 
-class Empty(BaseModel):
+class EmptyBody(BaseModel):
     """The body of a request that has none."""
 
 
@@ -47,15 +47,15 @@ class Endpoint:
     paths: Sequence[str]
     handler: Handler
     summary: str
-    takes: type[BaseModel] = Empty
-    gives: type[BaseModel] | None = None
+    takes: type[BaseModel] = EmptyBody
+    response_model: type[BaseModel] | None = None
     streams: str = ""
     group: str = "jinfer"
     public: bool = False
     media_type: str = "application/json"
 
 
-class Answering:
+class EndpointApp:
     """An endpoint as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint, service: Service) -> None:
@@ -67,7 +67,7 @@ class Answering:
         settings = self.service.settings
         request = Request(scope, receive)
         try:
-            data = await request_body.read(request, settings)
+            data = await request_body.read_body(request, settings)
         except ClientDisconnect:
             notes["gone"] = True
             return
@@ -75,7 +75,7 @@ class Answering:
             await self._refuse(error, notes, send)
             return
         work = asyncio.ensure_future(self._answer(request, data, notes, send))
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(_disconnected(receive))
         self.service.answers.add(work)
         work.add_done_callback(self.service.answers.discard)
         try:
@@ -96,18 +96,18 @@ class Answering:
         try:
             given = data or b"{}", self.endpoint.takes
             if len(data) > _LARGE:
-                parsed, unread = await self.service.beside(_read, *given)
+                parsed, unread = await self.service.in_thread(_read, *given)
             else:
                 parsed, unread = _read(*given)
             if settings.log_prompts and data:
                 notes["body"] = data.decode("utf-8", "replace")
-            call = Call(self.service, parsed, request, notes.get("id", ""), notes)
+            call = RequestContext(self.service, parsed, request, notes.get("id", ""), notes)
             for field, why in unread:
                 call.ignore(field, why)
             model = getattr(parsed, "model", request.query_params.get("model"))
-            if model is not None and self.service.models.stands_in_for(model):
+            if model is not None and self.service.models.answers_to(model):
                 call.ignore("model", "one model is served, whatever it is called")
-            reply: Reply | Stream = await self.endpoint.handler(call)
+            reply: HttpResponse | StreamedResponse = await self.endpoint.handler(call)
             failure = await reply.send(send, settings.send_seconds)
             if failure is not None:
                 notes["error"] = as_api_error(failure).code
@@ -116,7 +116,7 @@ class Answering:
             # A client that does not read its response keeps the connection unusable.
             notes["gone"] = True
         except asyncio.CancelledError as error:
-            if (reason := ended_by(error)) is None:
+            if (reason := cancel_reason(error)) is None:
                 raise
             await self._refuse(reason, notes, send)
         except Exception as error:
@@ -130,12 +130,12 @@ class Answering:
         if known.status == 500:
             _note(error)
         with contextlib.suppress(TimeoutError):
-            await refusal(known).send(send, self.service.settings.send_seconds)
+            await error_response(known).send(send, self.service.settings.send_seconds)
 
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
     """Parses a body. Returns it and its fields that have no effect, with the reasons."""
-    parsed = request_body.parse(data, takes)
+    parsed = request_body.parse_body(data, takes)
     return parsed, list(ignored_fields(parsed))
 
 
@@ -147,7 +147,7 @@ def _note(error: BaseException) -> None:
         _log.error("a request failed", exc_info=error)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

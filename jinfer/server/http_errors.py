@@ -9,7 +9,7 @@ from typing import Any
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import ClosedError, DeadlineError, EngineError, QueueFullError
 
-TYPES: Mapping[int, str] = {
+ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -47,17 +47,17 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
-        kind = TYPES.get(self.status, "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A bad request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
-def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiError:
+def context_exceeded(what: str, count: int, limit: int, advice: str, param: str) -> ApiError:
     """A prompt that exceeds the model's context.
 
     Clients recognize it by OpenAI's wording: LiteLLM by the first sentence, LangChain by the
@@ -68,20 +68,20 @@ def too_long(what: str, count: int, most: int, advice: str, param: str) -> ApiEr
         count, limit: its number of tokens, and the context's size.
         advice: how to fix it.
     """
-    return invalid(
-        f"This model's maximum context length is {most} tokens, but {what} has {count}. "
+    return invalid_request(
+        f"This model's maximum context length is {limit} tokens, but {what} has {count}. "
         f"Input tokens exceed the configured limit; {advice}.",
         param,
         "context_length_exceeded",
     )
 
 
-def unsupported(message: str, param: str | None = None) -> ApiError:
+def unsupported_field(message: str, param: str | None = None) -> ApiError:
     """A field that asks for an unsupported feature.
 
     Not status 501: clients retry a request that fails with a 5xx status.
     """
-    return invalid(message, param, "not_supported")
+    return invalid_request(message, param, "not_supported")
 
 
 def as_api_error(error: BaseException, retry_after: int = 1, param: str | None = None) -> ApiError:
@@ -93,18 +93,18 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return busy(retry_after)
+        return queue_full(retry_after)
     if isinstance(error, ClosedError):
-        return closing(retry_after)
+        return shutting_down(retry_after)
     if isinstance(error, DeadlineError):
         message = "the answer was not done in the time that the service allows"
         return ApiError(503, message, code="deadline_exceeded")
     if isinstance(error, USER_ERRORS) and not isinstance(error, EngineError):
-        return invalid(" ".join(str(error).split()), param)
+        return invalid_request(" ".join(str(error).split()), param)
     return ApiError(500, "the server failed at this request; its log says why", code="internal")
 
 
-def busy(retry_after: int) -> ApiError:
+def queue_full(retry_after: int) -> ApiError:
     """Too many requests are queued (429, with Retry-After)."""
     return ApiError(
         429,
@@ -114,18 +114,18 @@ def busy(retry_after: int) -> ApiError:
     )
 
 
-def ended_by(cancelled: asyncio.CancelledError) -> ApiError | None:
+def cancel_reason(cancelled: asyncio.CancelledError) -> ApiError | None:
     """Why the server cancelled a request; None if the client did."""
     reason = cancelled.args[0] if cancelled.args else None
     return reason if isinstance(reason, ApiError) else None
 
 
-def lost(reason: str) -> ApiError:
+def process_lost(reason: str) -> ApiError:
     """The server exits: a process of a distributed job has died."""
     return ApiError(503, reason, code="process_lost")
 
 
-def silent(reason: str, retry_after: int = 1) -> ApiError:
+def process_unresponsive(reason: str, retry_after: int = 1) -> ApiError:
     """A process of a distributed job does not respond; requests are refused until it does."""
     return ApiError(
         503,
@@ -135,7 +135,7 @@ def silent(reason: str, retry_after: int = 1) -> ApiError:
     )
 
 
-def closing(retry_after: int = 1) -> ApiError:
+def shutting_down(retry_after: int = 1) -> ApiError:
     """The server is shutting down; another replica, or the next start, may answer."""
     return ApiError(
         503,
@@ -145,13 +145,13 @@ def closing(retry_after: int = 1) -> ApiError:
     )
 
 
-def loading() -> ApiError:
+def model_loading() -> ApiError:
     """The model is still loading."""
     return ApiError(503, "Loading model", code="loading", headers={"retry-after": "1"})
 
 
-def unknown_model(name: str, known: list[str]) -> ApiError:
+def unknown_model(name: str, served: list[str]) -> ApiError:
     """No model of that name is served."""
-    names = ", ".join(known)
+    names = ", ".join(served)
     message = f"there is no model {name[:200]!r}; there is: {names}"
     return ApiError(404, message, param="model", code="model_not_found")

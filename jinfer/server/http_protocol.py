@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from jinfer.server.http_limits import BoundedProtocol
 
 
-class Protocol(BoundedProtocol):
+class Http10Protocol(BoundedProtocol):
     """A connection that ends responses of unknown length by closing, for HTTP/1.0 clients."""
 
     def on_headers_complete(self) -> None:
@@ -18,10 +18,10 @@ class Protocol(BoundedProtocol):
         if self.cycle is None or self.cycle.scope is not self.scope:
             return  # the connection is upgraded to another protocol
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = _Closing(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
 
 
-class _Closing:
+class _UnchunkedSend:
     """Sends a response unchunked; without a known length, it ends with the connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 from starlette.types import Send
 
-from jinfer.server.http_errors import ApiError, as_api_error, ended_by
+from jinfer.server.http_errors import ApiError, as_api_error, cancel_reason
 
-JSON = "application/json"
-EVENTS = "text/event-stream; charset=utf-8"
-DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+JSON_MEDIA_TYPE = "application/json"
+SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
+SSE_DONE = b"data: [DONE]\n\n"
+SSE_PING = b": ping\n\n"
 
 
 def dumps(value: Any) -> bytes:
@@ -24,7 +24,7 @@ def dumps(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
+def dumps_list(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
     """JSON of an object with a long list under one key, serialized item by item.
 
     The GIL can be released between two items, which it is not during one long `dumps`.
@@ -33,14 +33,14 @@ def listed(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> bytes:
     return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 
-def event(value: Any, name: str | None = None) -> bytes:
+def sse_event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     data = b"data: " + dumps(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpResponse:
     """A response that is sent whole.
 
     Attributes:
@@ -50,7 +50,7 @@ class Reply:
     content: Any
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
-    media_type: str = JSON
+    media_type: str = JSON_MEDIA_TYPE
 
     async def send(self, send: Send, seconds: float) -> None:
         """Sends the response, within a time limit."""
@@ -64,18 +64,18 @@ class Reply:
             await send({"type": "http.response.body", "body": data})
 
 
-def refusal(error: ApiError) -> Reply:
+def error_response(error: ApiError) -> HttpResponse:
     """The response for an error."""
-    return Reply(error.body(), error.status, error.headers)
+    return HttpResponse(error.body(), error.status, error.headers)
 
 
-def told(error: ApiError) -> bytes:
+def sse_error(error: ApiError) -> bytes:
     """The server-sent event for an error in the middle of a stream."""
-    return event(error.body())
+    return sse_event(error.body())
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamedResponse:
     """A streamed response.
 
     Attributes:
@@ -84,8 +84,8 @@ class Stream:
     """
 
     pieces: AsyncGenerator[bytes]
-    media_type: str = EVENTS
-    failed: Callable[[ApiError], bytes] = told
+    media_type: str = SSE_MEDIA_TYPE
+    failed: Callable[[ApiError], bytes] = sse_error
 
     async def send(self, send: Send, seconds: float) -> BaseException | None:
         """Sends pieces as they come. An error before the first piece, even an empty one, is raised.
@@ -112,7 +112,7 @@ class Stream:
             except TimeoutError:
                 raise
             except asyncio.CancelledError as error:
-                failure = ended_by(error)
+                failure = cancel_reason(error)
                 if not begun or failure is None:
                     raise
             except Exception as error:

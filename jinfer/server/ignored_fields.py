@@ -15,19 +15,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jinfer.server.http_errors import invalid
-from jinfer.server.schemas.schema_base import Ignored, Replayed
+from jinfer.server.http_errors import invalid_request
+from jinfer.server.schemas.schema_base import Ignored, ReplayedModel
 
 HEADER = "x-jinfer-ignored"
-MOST_NAMED = 32  # fields of one request
-_MOST_LETTERS = 128  # characters of a name in the header
+MAX_NAMED = 32  # fields of one request
+_MAX_NAME = 128  # characters of a name in the header
 _SIGN = re.compile(r"[^A-Za-z0-9_.:/$-]")
 
 # Records a field without effect and the reason. Raises `ApiError` if the server is strict.
 type Ignore = Callable[[str, str], None]
 
 
-def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]]:
+def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
     """The fields of a request that have no effect according to their schemas, with the reasons.
 
     Raises:
@@ -37,9 +37,9 @@ def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]
     for name in type(body).model_fields:
         if name not in body.model_fields_set:
             continue
-        value, path = getattr(body, name), f"{place}{name}"
+        value, path = getattr(body, name), f"{prefix}{name}"
         mark = marks.get(name)
-        if mark is not None and value is not None and value not in mark.but:
+        if mark is not None and value is not None and value not in mark.allowed:
             yield path, mark.why
         if isinstance(value, BaseModel):
             yield from ignored_fields(value, f"{path}.")
@@ -47,13 +47,13 @@ def ignored_fields(body: BaseModel, place: str = "") -> Iterator[tuple[str, str]
             for number, one in enumerate(value):
                 if isinstance(one, BaseModel):
                     yield from ignored_fields(one, f"{path}.{number}.")
-    if isinstance(body, Replayed):
+    if isinstance(body, ReplayedModel):
         for name, value in (body.model_extra or {}).items():
             if not body.was_answer:
-                path = f"{place}{name[:_MOST_LETTERS]}"
-                raise invalid(f"{path}: unknown field", path, "unknown_field")
+                path = f"{prefix}{name[:_MAX_NAME]}"
+                raise invalid_request(f"{path}: unknown field", path, "unknown_field")
             if value not in (None, "", [], {}):
-                yield f"{place}{name}", "nothing here reads it"
+                yield f"{prefix}{name}", "nothing here reads it"
 
 
 @cache
@@ -66,13 +66,13 @@ def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
     return result
 
 
-def header(names: Sequence[str]) -> str:
+def ignored_header(names: Sequence[str]) -> str:
     """The header's value; parts of the names may be chosen by the client."""
-    return ", ".join(_SIGN.sub("?", name[:_MOST_LETTERS]) for name in names)
+    return ", ".join(_SIGN.sub("?", name[:_MAX_NAME]) for name in names)
 
 
-def note(notes: dict[str, Any], name: str) -> None:
+def note_ignored(notes: dict[str, Any], name: str) -> None:
     """Records a field's name for the header and the log."""
     names: list[str] = notes.setdefault("ignored", [])
-    if name not in names and len(names) < MOST_NAMED:
+    if name not in names and len(names) < MAX_NAMED:
         names.append(name)

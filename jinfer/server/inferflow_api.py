@@ -9,31 +9,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
-from jinfer.server.http_errors import ApiError, invalid, unsupported
-from jinfer.server.http_responses import Reply, Stream, dumps
-from jinfer.server.model_manager import Hosted
-from jinfer.server.request_params import INFERFLOW, asked
-from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.request_params import INFERFLOW, request_options
+from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import Call
-from jinfer.server.stream_frames import check_stream, refuse
+from jinfer.server.service import RequestContext
+from jinfer.server.stream_frames import check_stream, reject_fields
 
 LINES = "application/x-ndjson"
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
 
-async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
+async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
     """Handles an Inferflow request."""
     body = call.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
     if (body.n or 1) > 1:
-        raise unsupported("one answer is given", "n")
+        raise unsupported_field("one answer is given", "n")
     if body.prompt_logprobs is not None:
-        raise unsupported("no log-probabilities are given here", "prompt_logprobs")
-    refuse(
+        raise unsupported_field("no log-probabilities are given here", "prompt_logprobs")
+    reject_fields(
         body,
         n_probs="no log-probabilities are given here",
         return_token_ids="no ids are given here",
@@ -43,11 +43,11 @@ async def answer(call: Call[InferflowRequest]) -> Reply | Stream:
     user = (body.header or {}).get("user")
     call.note(user=user if isinstance(user, str) else None)
     if stream:
-        return Stream(_streamed(call), media_type=LINES, failed=_failed)
+        return StreamedResponse(_stream_events(call), media_type=LINES, failed=_failed)
     begun = time.perf_counter()
-    async with _running(call) as answer:
+    async with _run_request(call) as answer:
         ((one,),) = await answer.run.completions()
-        return Reply(_piece(one.text, begun, "succ", end=True))
+        return HttpResponse(_piece(one.text, begun, "succ", end=True))
 
 
 def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[str, Any]:
@@ -64,37 +64,39 @@ def _failed(error: ApiError) -> bytes:
 
 
 @dataclass
-class _Inferflow:
+class _InferflowAnswer:
     """An Inferflow request that is being answered."""
 
-    job: Job
-    run: Run
+    job: PromptRequests
+    run: RequestRunner
 
 
 @contextlib.asynccontextmanager
-async def _running(call: Call[InferflowRequest]) -> AsyncIterator[_Inferflow]:
+async def _run_request(call: RequestContext[InferflowRequest]) -> AsyncIterator[_InferflowAnswer]:
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        job = await service.prepared(call.body, _prepared, call, hosted)
+        job = await service.prepared(call.body, _prepare_prompt, call, hosted)
         run = service.run(hosted, [job])
         try:
-            yield _Inferflow(job, run)
+            yield _InferflowAnswer(job, run)
         finally:
             call.note(**run.summary())
 
 
-def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
+def _prepare_prompt(call: RequestContext[InferflowRequest], hosted: ServedModel) -> PromptRequests:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
     if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
-    sampling = asked(body, frontend, INFERFLOW, None, _ROUTE)
+    sampling = request_options(body, frontend, INFERFLOW, None, _ROUTE)
     conversation = _conversation(call, hosted)
     if not conversation.has_template:
         if body.system_prompt:
-            raise invalid("the model has no prompt format with a system prompt", "system_prompt")
+            raise invalid_request(
+                "the model has no prompt format with a system prompt", "system_prompt"
+            )
         ids = frontend.encode(body.text + (body.res_prefix or ""))
-        return prepare(frontend, ids, sampling, param="text", timeout=settings.timeout)
+        return prepare_prompt(frontend, ids, sampling, param="text", timeout=settings.timeout)
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages = [{"role": "system", "content": body.system_prompt}, *messages]
@@ -103,10 +105,10 @@ def _prepared(call: Call[InferflowRequest], hosted: Hosted) -> Job:
     ids = conversation.encode(frontend.tokenizer, messages)
     if body.res_prefix and not conversation.prompt.template:
         ids += frontend.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
-    return prepare(frontend, ids, sampling, param="text", timeout=settings.timeout)
+    return prepare_prompt(frontend, ids, sampling, param="text", timeout=settings.timeout)
 
 
-def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
+def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -> Conversation:
     """The model's prompt format, or the one in the request."""
     body, conversation = call.body, hosted.frontend.opened.conversation
     cross = hosted.frontend.engine.model.has_cross_attention
@@ -114,7 +116,7 @@ def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
     if cross:
         own, other = other, own
     if getattr(body, other) is not None:
-        raise unsupported("the model has no place for it", other)
+        raise unsupported_field("the model has no place for it", other)
     template = getattr(body, own)
     if template is None:
         return conversation
@@ -123,10 +125,10 @@ def _conversation(call: Call[InferflowRequest], hosted: Hosted) -> Conversation:
     return replace(conversation, prompt=replace(conversation.prompt, template=template), jinja=None)
 
 
-async def _streamed(call: Call[InferflowRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(call: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
-    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

@@ -6,22 +6,22 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from jinfer.server.http_errors import ApiError
-from jinfer.server.http_responses import Reply
+from jinfer.server.http_responses import HttpResponse
 from jinfer.server.metrics import CONTENT_TYPE
-from jinfer.server.model_manager import Hosted
-from jinfer.server.service import Call
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.service import RequestContext
 
 
-async def health(call: Call[Any]) -> Reply:
+async def health(call: RequestContext[Any]) -> HttpResponse:
     """Health check: whether the models are loaded and all processes of a job respond."""
     message = call.service.models.complaint() if call.service.models.ready else "Loading model"
     if not message:
-        return Reply({"status": "ok"})
+        return HttpResponse({"status": "ok"})
     error = {"code": 503, "message": message, "type": "unavailable_error"}
-    return Reply({"error": error}, 503)
+    return HttpResponse({"error": error}, 503)
 
 
-def own_version() -> str:
+def installed_version() -> str:
     """The installed version of jinfer."""
     try:
         return version("jinfer")
@@ -29,28 +29,28 @@ def own_version() -> str:
         return "unknown"
 
 
-async def show_version(call: Call[Any]) -> Reply:
+async def show_version(call: RequestContext[Any]) -> HttpResponse:
     """The versions of jinfer and JAX."""
-    return Reply({"version": own_version(), "jax": version("jax")})
+    return HttpResponse({"version": installed_version(), "jax": version("jax")})
 
 
-async def metrics(call: Call[Any]) -> Reply:
+async def metrics(call: RequestContext[Any]) -> HttpResponse:
     """Metrics in Prometheus's text format."""
-    return Reply(call.service.metrics.text(), media_type=CONTENT_TYPE)
+    return HttpResponse(call.service.metrics.text(), media_type=CONTENT_TYPE)
 
 
-async def models(call: Call[Any]) -> Reply:
+async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    listed = [describe(one) for one in call.service.models.hosted]
-    return Reply({"object": "list", "data": listed})
+    listed = [model_card(one) for one in call.service.models.hosted]
+    return HttpResponse({"object": "list", "data": listed})
 
 
-async def model(call: Call[Any]) -> Reply:
+async def model(call: RequestContext[Any]) -> HttpResponse:
     """Describes one model."""
-    return Reply(describe(call.service.models.named(call.request.path_params["model"])))
+    return HttpResponse(model_card(call.service.models.named(call.request.path_params["model"])))
 
 
-def describe(one: Hosted) -> dict[str, Any]:
+def model_card(one: ServedModel) -> dict[str, Any]:
     """A model as in `/v1/models`; sizes are known only while it is loaded."""
     shown: dict[str, Any] = {
         "id": one.name,
@@ -79,7 +79,7 @@ def describe(one: Hosted) -> dict[str, Any]:
     }
 
 
-def capabilities(one: Hosted) -> list[str]:
+def capabilities(one: ServedModel) -> list[str]:
     """What a model can do: embeddings, completion, chat, fill-mask."""
     spec = one.llm.spec
     result = ["embeddings"]
@@ -93,7 +93,7 @@ def capabilities(one: Hosted) -> list[str]:
     return result
 
 
-def needs(one: Hosted, what: str, how: str) -> None:
+def require_capability(one: ServedModel, capability: str, advice: str) -> None:
     """Raises `ApiError` if a model lacks a capability."""
-    if what not in capabilities(one):
-        raise ApiError(400, f"the model {one.name} gives no {what}; {how}", param="model")
+    if capability not in capabilities(one):
+        raise ApiError(400, f"the model {one.name} gives no {capability}; {advice}", param="model")

@@ -10,34 +10,34 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import usage
-from jinfer.server.http_errors import unsupported
-from jinfer.server.http_responses import Reply, Stream, event
-from jinfer.server.info import own_version
-from jinfer.server.model_manager import Hosted
-from jinfer.server.prompt_builder import is_one, prompts_of
-from jinfer.server.request_params import LLAMA_CPP, asked
-from jinfer.server.request_runner import Job, Run, prepare
+from jinfer.server.http_errors import unsupported_field
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_event
+from jinfer.server.info import installed_version
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
+from jinfer.server.request_params import LLAMA_CPP, request_options
+from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import Call
-from jinfer.server.stream_frames import check_stream, refuse, sent
+from jinfer.server.service import RequestContext
+from jinfer.server.stream_frames import batch_bytes, check_stream, reject_fields
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def complete(call: Call[LlamaRequest]) -> Reply | Stream:
+async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
-        raise unsupported("they are given by /v1/completions", "prompt_logprobs")
-    refuse(body, return_token_ids="ids are given with return_tokens")
+        raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
+    reject_fields(body, return_token_ids="ids are given with return_tokens")
     if body.stream:
-        return Stream(_streamed(call))
-    async with _running(call) as answer:
+        return StreamedResponse(_stream_events(call))
+    async with _run_request(call) as answer:
         groups = await answer.run.completions()
         answers = [answer.whole(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
-        return Reply(answers[0] if answer.alone else answers)
+        return HttpResponse(answers[0] if answer.alone else answers)
 
 
 def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
@@ -45,27 +45,31 @@ def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
 
 
 @contextlib.asynccontextmanager
-async def _running(call: Call[LlamaRequest]) -> AsyncIterator[_Llama]:
+async def _run_request(call: RequestContext[LlamaRequest]) -> AsyncIterator[_LlamaAnswers]:
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.prepared(call.body, _prepared, call, hosted)
+        jobs = await service.prepared(call.body, _prepare_prompts, call, hosted)
         run = service.run(hosted, jobs)
         try:
-            yield _Llama(call, hosted, jobs, run)
+            yield _LlamaAnswers(call, hosted, jobs, run)
         finally:
             call.note(**run.summary())
 
 
-def _prepared(call: Call[LlamaRequest], hosted: Hosted) -> list[Job]:
+def _prepare_prompts(
+    call: RequestContext[LlamaRequest], hosted: ServedModel
+) -> list[PromptRequests]:
     body, frontend, settings = call.body, hosted.frontend, call.service.settings
-    sampling = asked(body, frontend, LLAMA_CPP, None, _ROUTE)
-    prompts = prompts_of(_plain(body.prompt), frontend, settings.most_prompts)
+    sampling = request_options(body, frontend, LLAMA_CPP, None, _ROUTE)
+    prompts = prompt_ids(_plain(body.prompt), frontend, settings.max_prompts)
     timeout = settings.timeout
     if body.t_max_predict_ms:
         own = body.t_max_predict_ms / 1000
         timeout = own if timeout is None else min(own, timeout)
-    return [prepare(frontend, ids, sampling, param="prompt", timeout=timeout) for ids in prompts]
+    return [
+        prepare_prompt(frontend, ids, sampling, param="prompt", timeout=timeout) for ids in prompts
+    ]
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
@@ -76,18 +80,18 @@ def _plain(prompt: LlamaPrompt) -> str | list[Any]:
 
 
 @dataclass
-class _Llama:
+class _LlamaAnswers:
     """A llama.cpp completion request that is being answered."""
 
-    call: Call[LlamaRequest]
-    hosted: Hosted
-    jobs: list[Job]
-    run: Run
+    call: RequestContext[LlamaRequest]
+    hosted: ServedModel
+    jobs: list[PromptRequests]
+    run: RequestRunner
 
     @property
     def alone(self) -> bool:
         """Whether there is a single answer, which is then not in a list."""
-        return is_one(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
+        return is_single_prompt(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
 
     def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
         """The response body of one answer."""
@@ -111,19 +115,19 @@ class _Llama:
             "tokens_predicted": len(answer.token_ids),
             "tokens_evaluated": used.prompt_tokens,
             "tokens_cached": used.cached_tokens,
-            "generation_settings": settings_of(job),
+            "generation_settings": generation_settings(job),
             "prompt": "" if self.hosted.llm.tokenizer is None else self._text(job),
             "has_new_line": "\n" in answer.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
-            "timings": usage.timings(used),
+            "timings": usage.llamacpp_timings(used),
         }
 
-    def _text(self, job: Job) -> str:
+    def _text(self, job: PromptRequests) -> str:
         return self.hosted.frontend.tokenizer.decode(job.ids, skip_special=False)
 
-    def _stopped(self, job: Job, answer: Completion) -> tuple[str, str]:
+    def _stopped(self, job: PromptRequests, answer: Completion) -> tuple[str, str]:
         """The stop type of an answer, and the stop text that it ended with."""
         if answer.finish_reason == "length":
             return "limit", ""
@@ -163,13 +167,13 @@ class _Llama:
             "id": one.id,
             "token": data.decode("utf-8", "replace"),
             "bytes": list(data),
-            "logprob": usage.finite(one.logprob),
+            "logprob": usage.finite_logprob(one.logprob),
         }
 
     def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """A streamed chunk other than the last."""
-        self.run.show(index, chunk)
-        so_far = self.run.so_far(index)
+        self.run.mark_shown(index, chunk)
+        so_far = self.run.shown_usage(index)
         shown = {
             "index": index,
             "content": chunk.text,
@@ -187,7 +191,7 @@ class _Llama:
         """Prefill progress events; see `RequestRunner.progress`."""
         shown = {"content": "", "tokens": [], "stop": False}
         return [
-            event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
+            sse_event({"index": index, **shown, "prompt_progress": known, **self._timings(index)})
             for index, known in self.run.progress(first=first)
         ]
 
@@ -195,12 +199,12 @@ class _Llama:
         """The timings so far, if requested."""
         if not self.call.body.timings_per_token:
             return {}
-        return {"timings": usage.timings(self.run.so_far(index))}
+        return {"timings": usage.llamacpp_timings(self.run.shown_usage(index))}
 
 
-async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(call: RequestContext[LlamaRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream; the last one of an answer has its statistics."""
-    async with _running(call) as answer:
+    async with _run_request(call) as answer:
         chunks: list[list[Chunk]] = [[] for _ in answer.run.prepared]
         owners = [number for number, job in enumerate(answer.jobs) for _ in job.prepared]
         ended: set[int] = set()
@@ -209,26 +213,26 @@ async def _streamed(call: Call[LlamaRequest]) -> AsyncGenerator[bytes]:
                 events = answer.progress(first=batch != []) if call.body.return_progress else []
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
-                    events.append(event(answer.piece(index, chunk)))
+                    events.append(sse_event(answer.piece(index, chunk)))
                 for index in answer.run.usages.keys() - ended:
                     ended.add(index)
                     events.append(_end(answer, index, owners[index], chunks[index]))
-                yield sent(events, batch)
+                yield batch_bytes(events, batch)
         yield b"".join(
             _end(answer, index, owners[index], chunks[index])
             for index in sorted(answer.run.usages.keys() - ended)
         )
 
 
-def _end(answer: _Llama, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
+def _end(answer: _LlamaAnswers, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
     """The final event of an answer; its text came in the events before."""
     whole = answer.whole(index, prompt, completion(chunks, answer.run.usages[index]))
     said: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
-    return event({name: said.get(name, value) for name, value in whole.items()})
+    return sse_event({name: said.get(name, value) for name, value in whole.items()})
 
 
-def settings_of(job: Job) -> dict[str, Any]:
+def generation_settings(job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
     params = asdict(job.asked.params)
     return {
@@ -240,7 +244,7 @@ def settings_of(job: Job) -> dict[str, Any]:
     }
 
 
-async def props(call: Call[Any]) -> Reply:
+async def props(call: RequestContext[Any]) -> HttpResponse:
     """Properties of a model, as llama.cpp's /props."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         frontend, opened = hosted.frontend, hosted.frontend.opened
@@ -259,7 +263,7 @@ async def props(call: Call[Any]) -> Reply:
             if params is None
             else {name: value for name, value in asdict(params).items() if value not in (None, ())}
         )
-        return Reply(
+        return HttpResponse(
             {
                 "default_generation_settings": {"n_ctx": opened.context, "params": defaults},
                 "total_slots": frontend.engine.scheduler.slots,
@@ -270,12 +274,12 @@ async def props(call: Call[Any]) -> Reply:
                 or "",
                 **names,
                 "modalities": {"vision": False, "audio": False},
-                "build_info": f"jinfer {own_version()}",
+                "build_info": f"jinfer {installed_version()}",
             }
         )
 
 
-async def slots(call: Call[Any]) -> Reply:
+async def slots(call: RequestContext[Any]) -> HttpResponse:
     """The state of each slot, without prompts."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         frontend = hosted.frontend
@@ -301,4 +305,4 @@ async def slots(call: Call[Any]) -> Reply:
                     },
                 }
             shown.append(state)
-        return Reply(shown)
+        return HttpResponse(shown)

@@ -98,7 +98,7 @@ class Metrics:
             registry=self.registry,
         )
         self.tasks = Gauge("jinfer:tasks", "of the event loop", registry=self.registry)
-        self.registry.register(_Gathered(self))
+        self.registry.register(_StatsCollector(self))
 
     async def watch_loop(self) -> None:
         """Measures the event loop's lag until it is cancelled."""
@@ -116,11 +116,11 @@ class Metrics:
         """Metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def unloaded(self, model: str, last: Stats) -> None:
+    def keep_totals(self, model: str, last: Stats) -> None:
         """Keeps the counts of an unloaded model, so that counters never decrease."""
         self._before[model] = self._summed(model, last)
 
-    def gathered(self) -> dict[str, Stats]:
+    def totals(self) -> dict[str, Stats]:
         """The statistics of each model, including its earlier loads."""
         return self._before | {name: self._summed(name, s) for name, s in self.stats().items()}
 
@@ -135,15 +135,15 @@ class Metrics:
         )
 
 
-class _Gathered(Collector):
+class _StatsCollector(Collector):
     """Reads the engines' statistics on each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._families(self._metrics.gathered(), _GAUGES, GaugeMetricFamily)
-        yield from self._families(self._metrics.gathered(), _COUNTERS, CounterMetricFamily)
+        yield from self._families(self._metrics.totals(), _GAUGES, GaugeMetricFamily)
+        yield from self._families(self._metrics.totals(), _COUNTERS, CounterMetricFamily)
 
     @staticmethod
     def _families(
@@ -159,7 +159,7 @@ class _Gathered(Collector):
 
 
 @dataclass
-class Watch:
+class RequestTimer:
     """Measures the latencies of one request's answers: time to first token, time per output token.
 
     Attributes:

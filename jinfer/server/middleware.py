@@ -15,22 +15,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jinfer.server import auth, ignored_fields
 from jinfer.server.http_errors import ApiError
-from jinfer.server.http_responses import refusal
+from jinfer.server.http_responses import error_response
 from jinfer.server.metrics import Metrics
-from jinfer.server.server_settings import Settings
+from jinfer.server.server_settings import ServerSettings
 from jinfer.server.traces import span
 
 _log = logging.getLogger("jinfer.access")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
-class Gate:
+class RequestMiddleware:
     """Wraps the application."""
 
     def __init__(
         self,
         app: ASGIApp,
-        settings: Settings,
+        settings: ServerSettings,
         metrics: Metrics,
         public: Iterable[tuple[str, str]],
     ) -> None:
@@ -62,7 +62,7 @@ class Gate:
                 notes["status"] = message["status"]
                 message["headers"].append((b"x-request-id", id.encode()))
                 if names := notes.get("ignored"):
-                    told = ignored_fields.header(names).encode()
+                    told = ignored_fields.ignored_header(names).encode()
                     message["headers"].append((ignored_fields.HEADER.encode(), told))
             await send(message)
 
@@ -72,7 +72,7 @@ class Gate:
                     self._check(headers)
             except ApiError as error:
                 notes["error"] = error.code
-                await refusal(error).send(noted, self.settings.send_seconds)
+                await error_response(error).send(noted, self.settings.send_seconds)
             else:
                 await self.app(scope, receive, noted)
         # Health checks come every few seconds, and page assets by the dozen.
@@ -85,7 +85,7 @@ class Gate:
 
     def _check(self, headers: Headers) -> None:
         given = headers.get("authorization", ""), headers.get("x-api-key", "")
-        auth.check(self.settings.keys, *given)
+        auth.check_api_key(self.settings.keys, *given)
 
     def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
         status = notes.pop("status", 499 if notes.get("gone") else 500)

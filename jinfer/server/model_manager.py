@@ -15,22 +15,28 @@ from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.session import Frontend
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.process_group import current
+from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server.http_errors import ApiError, closing, loading, silent, unknown_model
-from jinfer.server.server_settings import Source
+from jinfer.server.http_errors import (
+    ApiError,
+    model_loading,
+    process_unresponsive,
+    shutting_down,
+    unknown_model,
+)
+from jinfer.server.server_settings import ModelSource
 from jinfer.weights.model_size import sizes_of
 
 _log = logging.getLogger("jinfer.server")
-_FIRST = 33  # tokens of the warm-up prompt
+_WARM_UP_TOKENS = 33  # tokens of the warm-up prompt
 _WORKERS = 4
-State = Literal["absent", "loading", "ready", "failed"]
+LoadState = Literal["absent", "loading", "ready", "failed"]
 
 
 @dataclass(eq=False)
-class Hosted:
+class ServedModel:
     """A model that the server offers.
 
     Attributes:
@@ -43,8 +49,8 @@ class Hosted:
         created: when the server began to offer it.
     """
 
-    source: Source
-    state: State = "absent"
+    source: ModelSource
+    state: LoadState = "absent"
     users: int = 0
     used: float = 0.0
     error: str = ""
@@ -69,7 +75,7 @@ class Hosted:
         return self.llm.frontend
 
 
-class Models:
+class ModelManager:
     """All models of a server.
 
     Attributes:
@@ -78,7 +84,7 @@ class Models:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[ModelSource],
         *,
         max_loaded: int | None = None,
         strict: bool = False,
@@ -93,7 +99,7 @@ class Models:
             warm_up: compile all programs in the background after loading.
             unloaded: called with the name and last statistics of a model that is unloaded.
         """
-        self.hosted = [Hosted(source) for source in sources]
+        self.hosted = [ServedModel(source) for source in sources]
         self._most = min(max_loaded or len(self.hosted), len(self.hosted))
         self._any_name = not strict and len(self.hosted) == 1
         self._warm_up = warm_up
@@ -115,7 +121,7 @@ class Models:
 
     def complaint(self) -> str:
         """Why loaded models do not answer (a process of the job is silent); "": they do."""
-        group = current()
+        group = current_group()
         return "" if group is None else group.complaint()
 
     async def start(self) -> None:
@@ -134,11 +140,11 @@ class Models:
                 raise ApiError(503, one.error)
         self._started = True
 
-    def admit_nobody(self) -> None:
+    def refuse_requests(self) -> None:
         """Refuses new requests; running ones continue."""
         self._closing = True
-        if (group := current()) is not None:
-            group.parting = True
+        if (group := current_group()) is not None:
+            group.is_leaving = True
 
     async def close(self) -> None:
         """Unloads every model."""
@@ -155,7 +161,7 @@ class Models:
         """The statistics of each loaded model."""
         return {one.name: one.llm.stats() for one in self.hosted if one.state == "ready"}
 
-    def named(self, name: str | None) -> Hosted:
+    def named(self, name: str | None) -> ServedModel:
         """The model of that name; None: the first. Raises `ApiError` if there is none."""
         if name is None:
             return self.hosted[0]
@@ -164,34 +170,34 @@ class Models:
                 return one
         raise unknown_model(name, [one.name for one in self.hosted])
 
-    def meant(self, name: str | None) -> Hosted:
+    def find(self, name: str | None) -> ServedModel:
         """The model that a request means. Raises `ApiError` if there is none."""
         return self.hosted[0] if self._any_name else self.named(name)
 
-    def stands_in_for(self, name: str) -> bool:
+    def answers_to(self, name: str) -> bool:
         """Whether the only model answers requests for another name."""
         one = self.hosted[0]
         return self._any_name and name not in (one.name, one.source.path)
 
     @contextlib.asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[Hosted]:
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
         """The model for a request, loaded if needed and kept in memory meanwhile.
 
         Raises:
             ApiError: the name is unknown, the model is still loading or could not be loaded, the
                 server is shutting down, or a process of the job does not respond.
         """
-        one = self.meant(name)
+        one = self.find(name)
         if self._closing:
-            raise closing()
+            raise shutting_down()
         if not self._started and one.state != "ready":
-            raise loading()
+            raise model_loading()
         if reason := self.complaint():
-            raise silent(reason)
+            raise process_unresponsive(reason)
         one.users += 1
         try:
             if one.state != "ready":
-                await self._fetch(one)
+                await self._ensure_loaded(one)
             one.used = time.monotonic()
             yield one
         finally:
@@ -201,7 +207,7 @@ class Models:
                 async with self._changed:
                     self._changed.notify_all()
 
-    async def _fetch(self, one: Hosted) -> None:
+    async def _ensure_loaded(self, one: ServedModel) -> None:
         """Loads a model, unloading another one if there is no room."""
         async with self._changed:
             while one.state in ("absent", "loading"):
@@ -210,9 +216,9 @@ class Models:
                     one.state = "loading"
                     task = asyncio.ensure_future(self._load(one))
                     task.add_done_callback(lambda done: done.exception())
-                elif one.state == "absent" and (idle := _idle(loaded)) is not None:
+                elif one.state == "absent" and (idle := _least_recently_used(loaded)) is not None:
                     idle.state = "absent"
-                    await self._drop(idle)
+                    await self._unload(idle)
                     continue
                 await self._changed.wait()
             if one.state == "failed":
@@ -220,14 +226,14 @@ class Models:
                 one.state = "absent"
                 raise ApiError(503, f"{one.name} could not be loaded: {one.error}")
 
-    async def _load(self, one: Hosted) -> None:
+    async def _load(self, one: ServedModel) -> None:
         """Loads a model in a worker thread."""
         begun = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
-            one._llm = await loop.run_in_executor(self._loader, _opened, one.source)
+            one._llm = await loop.run_in_executor(self._loader, _open_llm, one.source)
             one.parameters = sizes_of(one.llm.spec, one.frontend.engine.model).parameters
-            state: State = "ready"
+            state: LoadState = "ready"
         except USER_ERRORS as error:
             state, one.error = "failed", str(error)
             _log.error("%s: %s", one.name, error)
@@ -243,30 +249,30 @@ class Models:
             if self._warm_up:
                 engine = one.frontend.engine
                 engine.programs.announce(all_shapes(engine))
-                self.workers.submit(_learn_words, one.llm)
+                self.workers.submit(_warm_up_constraints, one.llm)
 
-    async def _drop(self, one: Hosted) -> None:
+    async def _unload(self, one: ServedModel) -> None:
         llm, one._llm = one.llm, None
         self._unloaded(one.name, llm.stats())
         _log.info("model unloaded", extra={"model": one.name})
         await asyncio.get_running_loop().run_in_executor(self._loader, llm.close)
 
 
-def _idle(loaded: Sequence[Hosted]) -> Hosted | None:
+def _least_recently_used(loaded: Sequence[ServedModel]) -> ServedModel | None:
     """The least recently used model among those without requests."""
     idle = [one for one in loaded if one.state == "ready" and not one.users]
     return min(idle, key=lambda one: one.used, default=None)
 
 
-def _opened(source: Source) -> LLM:
+def _open_llm(source: ModelSource) -> LLM:
     # The warm-up's programs are compiled while the weights are read.
-    llm = LLM(source.path, first=lambda llm: [0] * _FIRST, **source.overrides)
+    llm = LLM(source.path, first=lambda llm: [0] * _WARM_UP_TOKENS, **source.overrides)
     if llm.spec.engine.warm_up:
-        _learn_words(llm)
+        _warm_up_constraints(llm)
     return llm
 
 
-def _learn_words(llm: LLM) -> None:
+def _warm_up_constraints(llm: LLM) -> None:
     """Builds the vocabulary tables of structured outputs before the first constraint needs them."""
     from jinfer.sampling.structured import compile_constraint  # not needed at startup
 

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jinfer.server.endpoint import Empty, Endpoint
-from jinfer.server.info import own_version
-from jinfer.server.schemas.schema_base import ErrorAnswer
+from jinfer.server.endpoint import EmptyBody, Endpoint
+from jinfer.server.info import installed_version
+from jinfer.server.schemas.schema_base import ErrorResponse
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -41,7 +41,7 @@ _BY_QUERY = ("/props", "/slots")
 
 
 @cache
-def description(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
+def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
     """The OpenAPI document: requests and responses of every route."""
     models = _models(endpoints)
     references, schemas = models_json_schema(
@@ -55,7 +55,7 @@ def description(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
             paths.setdefault(plain, {})[endpoint.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "jinfer", "version": own_version()},
+        "info": {"title": "jinfer", "version": installed_version()},
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
@@ -69,23 +69,23 @@ def description(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 
 
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
-    found: dict[type[BaseModel], None] = {ErrorAnswer: None}
+    found: dict[type[BaseModel], None] = {ErrorResponse: None}
     for one in endpoints:
-        for model in (one.takes, one.gives):
-            if model is not None and model is not Empty:
+        for model in (one.takes, one.response_model):
+            if model is not None and model is not EmptyBody:
                 found[model] = None
     return list(found)
 
 
 def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if endpoint.gives is not None:
-        content[endpoint.media_type] = {"schema": reference(endpoint.gives)}
+    if endpoint.response_model is not None:
+        content[endpoint.media_type] = {"schema": reference(endpoint.response_model)}
     else:
         content[endpoint.media_type] = {"schema": {}}
     if endpoint.streams:
         content.setdefault(endpoint.streams.partition(";")[0], {"schema": {}})
-    error = {"application/json": {"schema": reference(ErrorAnswer)}}
+    error = {"application/json": {"schema": reference(ErrorResponse)}}
     responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
     for status, text in _ERRORS.items():
         responses[status] = {"description": text, "content": error}
@@ -97,7 +97,7 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     }
     if endpoint.public:
         operation["security"] = []
-    if endpoint.takes is not Empty:
+    if endpoint.takes is not EmptyBody:
         body = {"application/json": {"schema": reference(endpoint.takes)}}
         operation["requestBody"] = {"required": True, "content": body}
     if (inner := re.search(r"{(\w+)", path)) is not None:
@@ -112,9 +112,9 @@ _NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": "", ":": "_", "-": "_"})
 
 
 @cache
-def page(endpoints: tuple[Endpoint, ...]) -> bytes:
+def docs_page(endpoints: tuple[Endpoint, ...]) -> bytes:
     """The documentation as HTML, without scripts or external resources."""
-    made = description(endpoints)
+    made = openapi_document(endpoints)
     schemas = made["components"]["schemas"]
     parts = [f"<h1>jinfer {html.escape(made['info']['version'])}</h1>"]
     parts.append('<p><a href="openapi.json">openapi.json</a></p>')

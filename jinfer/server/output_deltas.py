@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
-class CallDelta:
+class ToolCallDelta:
     """A piece of a tool call.
 
     Attributes:
@@ -27,7 +27,7 @@ class CallDelta:
 
 
 @dataclass(frozen=True)
-class Delta:
+class OutputDelta:
     """What a piece of text was parsed into.
 
     Attributes:
@@ -38,19 +38,19 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
 
-class Parser(Protocol):
+class OutputParser(Protocol):
     """Parses one answer's text incrementally."""
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> OutputDelta:
         """Parses more text; returns what is certain and holds back the rest."""
 
-    def finish(self, cut: bool = False) -> Delta:
+    def finish(self, cut: bool = False) -> OutputDelta:
         """Returns what was held back, at the end of the answer.
 
         Args:
@@ -58,35 +58,35 @@ class Parser(Protocol):
         """
 
 
-class Plain:
+class PlainTextParser:
     """All text is content."""
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> OutputDelta:
         """The text as content."""
-        return Delta(content=text)
+        return OutputDelta(content=text)
 
-    def finish(self, cut: bool = False) -> Delta:
+    def finish(self, cut: bool = False) -> OutputDelta:
         """Nothing is held back."""
-        return Delta()
+        return OutputDelta()
 
 
-class Settled:
+class WholeCallsParser:
     """Holds each call back until it is complete, for responses that are not streamed."""
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
-        self._kept: list[CallDelta] = []
+        self._kept: list[ToolCallDelta] = []
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> OutputDelta:
         """As the wrapped parser, without incomplete calls."""
         return self._settled(self._parser.push(text))
 
-    def finish(self, cut: bool = False) -> Delta:
+    def finish(self, cut: bool = False) -> OutputDelta:
         """As the wrapped parser; no call is incomplete any more."""
         return self._settled(self._parser.finish(cut))
 
-    def _settled(self, delta: Delta) -> Delta:
-        ready: list[CallDelta] = []
+    def _settled(self, delta: OutputDelta) -> OutputDelta:
+        ready: list[ToolCallDelta] = []
         for one in delta.calls:
             self._kept.append(one)
             if one.end:
@@ -96,7 +96,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Tooling:
+class OutputParsing:
     """How the answers to a request are parsed.
 
     Attributes:
@@ -107,7 +107,7 @@ class Tooling:
             None: such an answer is all content.
     """
 
-    parser: Callable[[], Parser] = Plain
+    parser: Callable[[], OutputParser] = PlainTextParser
     changes: Mapping[str, Any] = field(default_factory=dict)
     shown: tuple[int, ...] = ()
-    bound: Callable[[Any], Tooling] | None = None
+    bound: Callable[[Any], OutputParsing] | None = None

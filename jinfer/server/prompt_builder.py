@@ -12,14 +12,14 @@ import orjson
 from jinfer.api.session import Frontend
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import CONTINUE, Conversation
-from jinfer.server.http_errors import ApiError, as_api_error, invalid, unsupported
+from jinfer.server.http_errors import ApiError, as_api_error, invalid_request, unsupported_field
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.schemas.chat import Message, Rendering, Tool, ToolCall
-from jinfer.server.schemas.schema_base import MOST_PARTS
-from jinfer.server.server_settings import Settings
-from jinfer.server.tool_parsers.parser_registry import format_of
-from jinfer.server.tool_parsers.prompted_tools import IN_SYSTEM, beside_system, written
-from jinfer.server.tool_parsers.template_shape import shape_of, shaped, takes_system
+from jinfer.server.schemas.chat import ChatTemplateFields, Message, Tool, ToolCall
+from jinfer.server.schemas.schema_base import MAX_ITEMS
+from jinfer.server.server_settings import ServerSettings
+from jinfer.server.tool_parsers.parser_registry import tool_call_format
+from jinfer.server.tool_parsers.prompted_tools import IN_SYSTEM, tools_as_text, tools_in_system
+from jinfer.server.tool_parsers.template_shape import accepts_system, convert_messages, detect_shape
 
 # Variables that `Conversation.encode` sets itself; "special" would parse special tokens in
 # messages.
@@ -31,8 +31,8 @@ _RESERVED = frozenset(
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def conversation_of(
-    body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore
+def build_conversation(
+    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
 ) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
     """The chat template, messages and template variables of a request.
 
@@ -48,37 +48,43 @@ def conversation_of(
             raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
         prompt = replace(conversation.prompt, template="")
         conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
-    if functions_of(body) and body.tool_choice != "none":
+    if function_tools(body) and body.tool_choice != "none":
         conversation = conversation.for_tools()
     variables = _variables(body, conversation, ignore)
     template = conversation.jinja or ""
     if body.documents:
         if not conversation.reads("documents"):
-            raise unsupported("the model's chat template has no place for documents", "documents")
+            raise unsupported_field(
+                "the model's chat template has no place for documents", "documents"
+            )
         variables["documents"] = body.documents
-    tools = [] if body.tool_choice == "none" else list(map(_plain, functions_of(body)))
+    tools = [] if body.tool_choice == "none" else list(map(_plain, function_tools(body)))
     if tools and conversation.reads("tools"):
         variables["tools"] = tools
     if not template and (body.continue_final_message or body.add_generation_prompt is False):
         name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
-        raise unsupported("the model's prompt format always begins an answer", name)
+        raise unsupported_field("the model's prompt format always begins an answer", name)
     if body.continue_final_message:
         if body.messages[-1].role != "assistant":
-            raise invalid("the last message is not the assistant's", "continue_final_message")
+            raise invalid_request(
+                "the last message is not the assistant's", "continue_final_message"
+            )
         if body.add_generation_prompt:
-            raise invalid(
+            raise invalid_request(
                 "it cannot be used beside add_generation_prompt", "continue_final_message"
             )
         variables[CONTINUE] = True
     elif body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    messages = messages_of(body.messages, conversation)
+    messages = template_messages(body.messages, conversation)
     if tools or any("tool_calls" in one or one["role"] == "tool" for one in messages):
         messages = _with_calls(conversation, messages, tools)
     return conversation, messages, variables
 
 
-def _variables(body: Rendering, conversation: Conversation, ignore: Ignore) -> dict[str, Any]:
+def _variables(
+    body: ChatTemplateFields, conversation: Conversation, ignore: Ignore
+) -> dict[str, Any]:
     """The template variables besides the messages."""
     given = dict(body.chat_template_kwargs or {})
     places = {name: f"chat_template_kwargs.{name[:80]}" for name in given}
@@ -87,14 +93,14 @@ def _variables(body: Rendering, conversation: Conversation, ignore: Ignore) -> d
         places["reasoning_effort"] = "reasoning_effort"
     for name in list(given):
         if name in _RESERVED:
-            raise invalid(f"{name} has a field of its own", places[name])
+            raise invalid_request(f"{name} has a field of its own", places[name])
         if not conversation.reads(name):
             ignore(places[name], f"the model's chat template does not read {name[:80]}")
             del given[name]
     return given
 
 
-def functions_of(body: Rendering) -> list[Tool]:
+def function_tools(body: ChatTemplateFields) -> list[Tool]:
     """The function tools of a request."""
     return [one for one in body.tools or () if isinstance(one, Tool)]
 
@@ -104,75 +110,81 @@ def _with_calls(
 ) -> list[dict[str, Any]]:
     """Earlier tool calls as the template reads them; as text if it does not support them."""
     template = conversation.jinja or ""
-    way = shape_of(template) if template else None
+    way = detect_shape(template) if template else None
     if way is None or (tools and not conversation.reads("tools")):
-        role = "system" if not template or takes_system(template) else "user"
-        told = written(messages, [] if conversation.reads("tools") else tools, role)
-        return beside_system(told, tools) if tools and IN_SYSTEM in template else told
-    mistral = format_of(template, conversation.prompt.tool_calls).name == "mistral"
-    return shaped(messages, way, short_ids=mistral)
+        role = "system" if not template or accepts_system(template) else "user"
+        told = tools_as_text(messages, [] if conversation.reads("tools") else tools, role)
+        return tools_in_system(told, tools) if tools and IN_SYSTEM in template else told
+    mistral = tool_call_format(template, conversation.prompt.tool_calls).name == "mistral"
+    return convert_messages(messages, way, short_ids=mistral)
 
 
-def chat_ids(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> list[int]:
+def chat_prompt_ids(
+    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+) -> list[int]:
     """The token ids of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
-    _can_chat(conversation)
+    conversation, messages, variables = build_conversation(body, frontend, settings, ignore)
+    _require_chat_template(conversation)
     return conversation.encode(frontend.tokenizer, messages, **variables)
 
 
-def chat_text(body: Rendering, frontend: Frontend, settings: Settings, ignore: Ignore) -> str:
+def chat_prompt_text(
+    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+) -> str:
     """The rendered text of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = conversation_of(body, frontend, settings, ignore)
-    _can_chat(conversation)
+    conversation, messages, variables = build_conversation(body, frontend, settings, ignore)
+    _require_chat_template(conversation)
     return conversation.text(frontend.tokenizer, messages, **variables)
 
 
-def _can_chat(conversation: Conversation) -> None:
+def _require_chat_template(conversation: Conversation) -> None:
     if not conversation.has_template:
-        raise invalid(
+        raise invalid_request(
             "the model has no chat template; use /v1/completions, or set prompt.template",
             "messages",
         )
 
 
-def messages_of(messages: Sequence[Message], conversation: Conversation) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Message], conversation: Conversation
+) -> list[dict[str, Any]]:
     """Messages as chat templates read them."""
     return [_message(one, f"messages.{i}", conversation) for i, one in enumerate(messages)]
 
 
-def _message(message: Message, place: str, conversation: Conversation) -> dict[str, Any]:
+def _message(message: Message, path: str, conversation: Conversation) -> dict[str, Any]:
     role = message.role
     if role not in _ROLES and not conversation.has_role(role):
         known = ", ".join(_ROLES)
-        raise invalid(
-            f"{role[:80]!r} is none of {known}, nor named by the chat template", f"{place}.role"
+        raise invalid_request(
+            f"{role[:80]!r} is none of {known}, nor named by the chat template", f"{path}.role"
         )
     if role == "developer" and not conversation.reads(role):
         role = "system"
     role = "tool" if role == "function" else role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, place)}
+    plain: dict[str, Any] = {"role": role, "content": _content(message, path)}
     thought = message.reasoning_content or message.reasoning
     given = {"name": message.name, "reasoning_content": thought}
     for name, value in {**given, "tool_call_id": message.tool_call_id}.items():
         if value is not None:
             plain[name] = value
     calls = list(message.tool_calls or ())
-    where = [f"{place}.tool_calls.{i}.function" for i in range(len(calls))]
+    where = [f"{path}.tool_calls.{i}.function" for i in range(len(calls))]
     if message.function_call is not None:
         calls.append(ToolCall(function=message.function_call))
-        where.append(f"{place}.function_call")
+        where.append(f"{path}.function_call")
     if calls:
         plain["tool_calls"] = list(map(_call, calls, where))
     return plain
 
 
-def _call(call: ToolCall, place: str) -> dict[str, Any]:
-    said = called_with(call.function.arguments, f"{place}.arguments")
+def _call(call: ToolCall, path: str) -> dict[str, Any]:
+    said = parse_arguments(call.function.arguments, f"{path}.arguments")
     function = {"name": call.function.name, "arguments": said}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def called_with(text: str, place: str) -> dict[str, Any]:
+def parse_arguments(text: str, path: str) -> dict[str, Any]:
     """The arguments of an earlier tool call as an object; templates write the JSON themselves.
 
     Servers write missing arguments as an empty string or null.
@@ -187,24 +199,26 @@ def called_with(text: str, place: str) -> dict[str, Any]:
     if said is None:
         return {}
     if not isinstance(said, dict):
-        raise invalid("the arguments of a call are a JSON object, as a text", place)
+        raise invalid_request("the arguments of a call are a JSON object, as a text", path)
     return said
 
 
-def _content(message: Message, place: str) -> str:
+def _content(message: Message, path: str) -> str:
     content = message.content
     if content is None and message.role in ("system", "developer", "user"):
-        raise invalid(f"a message of the role {message.role} needs content", f"{place}.content")
+        raise invalid_request(
+            f"a message of the role {message.role} needs content", f"{path}.content"
+        )
     if content is None or isinstance(content, str):
         return content or message.refusal or ""
     texts = []
     for i, part in enumerate(content):
         text = part.text if part.type == "text" else part.refusal
         if part.type not in ("text", "refusal"):
-            raise unsupported(f"the model does not read {part.type}", f"{place}.content.{i}")
+            raise unsupported_field(f"the model does not read {part.type}", f"{path}.content.{i}")
         if text is None:
-            raise invalid(
-                f"a part of the type {part.type} needs {part.type}", f"{place}.content.{i}"
+            raise invalid_request(
+                f"a part of the type {part.type} needs {part.type}", f"{path}.content.{i}"
             )
         texts.append(text)
     return "\n".join(texts)
@@ -216,10 +230,10 @@ def _plain(tool: Tool) -> Any:
     return orjson.loads(tool.model_dump_json(exclude_unset=True, by_alias=True, exclude=without))
 
 
-def prompts_of(
-    given: str | Sequence[Any],
+def prompt_ids(
+    prompts: str | Sequence[Any],
     frontend: Frontend,
-    most: int,
+    limit: int,
     *,
     special: bool | None = None,
     param: str = "prompt",
@@ -235,12 +249,12 @@ def prompts_of(
         ApiError: none or too many prompts, an id outside the vocabulary, a text without a
             tokenizer.
     """
-    listed = [given] if is_one(given) else given
+    listed = [prompts] if is_single_prompt(prompts) else prompts
     if not listed:
-        raise invalid("there is no prompt", param)
-    if len(listed) > most:
-        raise invalid(
-            f"there are {len(listed)} prompts; at most {most} may come together", "prompt"
+        raise invalid_request("there is no prompt", param)
+    if len(listed) > limit:
+        raise invalid_request(
+            f"there are {len(listed)} prompts; at most {limit} may come together", "prompt"
         )
     try:
         return [_ids(one, frontend, special is not False) for one in listed]
@@ -248,21 +262,21 @@ def prompts_of(
         raise as_api_error(error, param=param) from error
 
 
-def is_one(given: str | Sequence[Any]) -> bool:
+def is_single_prompt(prompts: str | Sequence[Any]) -> bool:
     """Whether a value is a single prompt: a text, or a list that contains an id."""
-    return isinstance(given, str) or any(isinstance(part, int) for part in given)
+    return isinstance(prompts, str) or any(isinstance(part, int) for part in prompts)
 
 
-def _ids(given: str | Sequence[Any], frontend: Frontend, special: bool) -> list[int]:
-    if isinstance(given, str) and not special:
-        return frontend.tokenizer.encode(given, special=False)
-    if isinstance(given, str) or not any(isinstance(part, str) for part in given):
-        return frontend.encode(cast("str | Sequence[int]", given))
-    if len(given) > MOST_PARTS:
-        message = f"a prompt of texts and ids has {len(given)} parts; at most {MOST_PARTS}"
+def _ids(prompt: str | Sequence[Any], frontend: Frontend, special: bool) -> list[int]:
+    if isinstance(prompt, str) and not special:
+        return frontend.tokenizer.encode(prompt, special=False)
+    if isinstance(prompt, str) or not any(isinstance(part, str) for part in prompt):
+        return frontend.encode(cast("str | Sequence[int]", prompt))
+    if len(prompt) > MAX_ITEMS:
+        message = f"a prompt of texts and ids has {len(prompt)} parts; at most {MAX_ITEMS}"
         raise RequestError(message)
     ids: list[int] = []
-    for part in given:
+    for part in prompt:
         if isinstance(part, str):
             ids += frontend.tokenizer.encode(part, special=special and not ids)
         else:

@@ -8,7 +8,7 @@ from jinfer.api.session import Frontend
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.runner.forward_passes import forward
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.server.http_errors import invalid, unsupported
+from jinfer.server.http_errors import invalid_request, unsupported_field
 
 
 def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -18,9 +18,9 @@ def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[Token
         ApiError: `top` is too large, or the prompt is an encoder's.
     """
     if not 0 <= top <= MAX_LOGPROBS:
-        raise invalid(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
+        raise invalid_request(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
     if frontend.engine.model.has_cross_attention:
-        raise unsupported("an encoder's tokens have no probabilities", "echo")
+        raise unsupported_field("an encoder's tokens have no probabilities", "echo")
     if len(ids) < 2:
         return []
     chosen, likeliest, logprobs = frontend.thread.run(lambda engine: forward(engine, ids, "ranked"))

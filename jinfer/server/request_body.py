@@ -13,18 +13,18 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from jinfer.modelspec.spec_errors import nearest
-from jinfer.server.http_errors import ApiError, invalid
-from jinfer.server.server_settings import Settings
+from jinfer.modelspec.spec_errors import nearest_hint
+from jinfer.server.http_errors import ApiError, invalid_request
+from jinfer.server.server_settings import ServerSettings
 
 _SHOWN = 200  # characters of client input quoted in an error
 # Values in a body. Parsing holds the GIL, so larger bodies would block all other threads.
-MOST_VALUES = 1 << 18
-_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+MAX_VALUES = 1 << 18
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-async def read(request: Request, settings: Settings) -> bytes:
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """Reads the body of a request.
 
     Raises:
@@ -58,7 +58,7 @@ async def read(request: Request, settings: Settings) -> bytes:
     except ClientDisconnect:
         raise
     data = b"".join(parts)
-    for begin, name in _PACKED.items():  # sent without the header
+    for begin, name in _COMPRESSED.items():  # sent without the header
         if data.startswith(begin):
             raise _encoded(name)
     return data.removeprefix(BOM_UTF8)
@@ -73,16 +73,18 @@ def _encoded(name: str) -> ApiError:
     )
 
 
-def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
+def parse_body[B: BaseModel](data: bytes, model: type[B]) -> B:
     """Parses a body. Raises `ApiError` that names the first wrong field."""
-    if data.count(b",") > MOST_VALUES:
+    if data.count(b",") > MAX_VALUES:
         _check_values(data)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise invalid(f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json") from None
+        raise invalid_request(
+            f"the body is not JSON: {error}"[:_SHOWN], code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
+        raise invalid_request("the body must be a JSON object", code="invalid_json")
     if model.model_config.get("extra") == "forbid":
         # One error is enough; collecting all of them would take long.
         names = _names(model)
@@ -95,15 +97,15 @@ def parse[B: BaseModel](data: bytes, model: type[B]) -> B:
 def _check_values(data: bytes) -> None:
     """Counts the values of a body by its commas outside strings."""
     count = end = 0
-    while count <= MOST_VALUES and (begin := data.find(b'"', end)) >= 0:
+    while count <= MAX_VALUES and (begin := data.find(b'"', end)) >= 0:
         count += data.count(b",", end, begin)
         text = _TEXT.match(data, begin)
         # An unterminated string is left to the JSON parser's error.
         end = len(data) if text is None else text.end()
-    if count + data.count(b",", end) > MOST_VALUES:
+    if count + data.count(b",", end) > MAX_VALUES:
         raise ApiError(
             413,
-            f"the body has more than the {MOST_VALUES} values that are allowed",
+            f"the body has more than the {MAX_VALUES} values that are allowed",
             code="body_too_large",
         )
 
@@ -113,10 +115,10 @@ def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _wrong(error, value, model) from None
+        raise _first_error(error, value, model) from None
 
 
-def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
+def _first_error(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiError:
     """The error for the first wrong field, over all alternatives of a union."""
     found: dict[str, list[str]] = {}
     kinds: dict[str, str] = {}
@@ -133,12 +135,14 @@ def _wrong(error: ValidationError, value: Any, model: type[BaseModel]) -> ApiErr
     if kinds[place] == "extra_forbidden":
         return _unknown(place, model)
     text = " or ".join(found[place])
-    return invalid(f"{place[:_SHOWN]}: {text[: 2 * _SHOWN]}", place[:_SHOWN], "invalid_type")
+    return invalid_request(
+        f"{place[:_SHOWN]}: {text[: 2 * _SHOWN]}", place[:_SHOWN], "invalid_type"
+    )
 
 
-def _unknown(place: str, model: type[BaseModel]) -> ApiError:
-    hint = "" if "." in place else f"; {nearest(place, _names(model))}"
-    return invalid(f"{place[:_SHOWN]}: unknown field{hint}", place[:_SHOWN], "unknown_field")
+def _unknown(path: str, model: type[BaseModel]) -> ApiError:
+    hint = "" if "." in path else f"; {nearest_hint(path, _names(model))}"
+    return invalid_request(f"{path[:_SHOWN]}: unknown field{hint}", path[:_SHOWN], "unknown_field")
 
 
 @cache

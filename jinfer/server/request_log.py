@@ -58,9 +58,9 @@ class PlainLines(logging.Formatter):
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def _request(given: Mapping[str, object]) -> tuple[str, dict[str, object]]:
+def _request(fields: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """A request in a few columns; its id, for correlating logs, only for server errors."""
-    more = dict(given)
+    more = dict(fields)
     method, path, status = (more.pop(name) for name in ("method", "path", "status"))
     if not isinstance(status, int) or status < HTTPStatus.INTERNAL_SERVER_ERROR:
         more.pop("request_id", None)
@@ -74,14 +74,14 @@ def _shown(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-class _Queued(QueueHandler):
+class _QueueHandler(QueueHandler):
     """Queues records unchanged."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
 
 
-def set_up(*, plain: bool, level: str) -> QueueListener:
+def set_up_logging(*, plain: bool, level: str) -> QueueListener:
     """Logs to standard error from a thread of its own.
 
     A terminal or pipe that is not read would otherwise block the event loop.
@@ -92,7 +92,7 @@ def set_up(*, plain: bool, level: str) -> QueueListener:
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(PlainLines() if plain else JsonLines())
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()
-    handler = _Queued(records)
+    handler = _QueueHandler(records)
     listener = QueueListener(records, stream)
     listener.start()
     for name in ("jinfer", "uvicorn"):

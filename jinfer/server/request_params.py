@@ -16,14 +16,14 @@ from jinfer.sampling.sampling_params import (
     SamplingParams,
     canonical_names,
 )
-from jinfer.server.http_errors import invalid
+from jinfer.server.http_errors import invalid_request
 from jinfer.server.schemas.parameter_groups import parameter_of
 from jinfer.server.schemas.sampling_fields import (
     ResponseFormat,
     SamplingFields,
     StructuredOutputs,
 )
-from jinfer.server.schemas.schema_base import whole
+from jinfer.server.schemas.schema_base import whole_number
 
 # Fields that are no sampling parameters.
 _ELSEWHERE = frozenset(
@@ -56,7 +56,7 @@ LLAMA_CPP: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestOptions:
     """How a request is to be run.
 
     Attributes:
@@ -96,7 +96,7 @@ def _response_format(value: ResponseFormat) -> dict[str, Any]:
     if value.json_schema is not None:
         given = value.json_schema.schema_
     if given is None and value.type == "json_schema":
-        raise invalid("a json_schema needs a schema", "response_format.json_schema.schema")
+        raise invalid_request("a json_schema needs a schema", "response_format.json_schema.schema")
     return {"json_schema": True if given is None else given}
 
 
@@ -120,13 +120,13 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def asked(
+def request_options(
     body: SamplingFields,
     frontend: Frontend,
     base: Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     elsewhere: frozenset[str] = frozenset(),
-) -> Asked:
+) -> RequestOptions:
     """Reads the sampling parameters and other options of a request.
 
     Args:
@@ -142,7 +142,7 @@ def asked(
         same = CONSTRAINTS if name in CONSTRAINTS else (name,)
         other = next((other for other in same if other in values), None)
         if other is not None:
-            raise invalid("it cannot be used where tools have to be called", names[other])
+            raise invalid_request("it cannot be used where tools have to be called", names[other])
         values[name] = one
     nothing = values.get("max_tokens", 1) == 0
     if nothing:
@@ -156,10 +156,12 @@ def asked(
         params = SamplingParams(**over_defaults({**below, **defaults}, values))
     except (TypeError, ValueError) as error:
         name = str(error).split(" ", 1)[0]
-        raise invalid(str(error), names.get(name, name)) from error
+        raise invalid_request(str(error), names.get(name, name)) from error
     if params.strategy == "beam" and params.logprobs is not None:
-        raise invalid("a beam search gives no log-probabilities", names.get("strategy", "strategy"))
-    return Asked(
+        raise invalid_request(
+            "a beam search gives no log-probabilities", names.get("strategy", "strategy")
+        )
+    return RequestOptions(
         params,
         nothing,
         body.truncate_prompt_tokens,
@@ -191,9 +193,9 @@ def _values(
             given = {parameter_of(sent): value} if read is None else read(value)
         for name, one in given.items():
             if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
-                one = whole(one)
+                one = whole_number(one)
             if name in values and values[name] != one:
-                raise invalid(f"{names[name]} and {sent} say different things", sent)
+                raise invalid_request(f"{names[name]} and {sent} say different things", sent)
             values[name], names[name] = one, sent
     return values, names
 
@@ -208,7 +210,7 @@ def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
     try:
         return read(value)
     except (TypeError, ValueError) as error:
-        raise invalid(str(error), name) from error
+        raise invalid_request(str(error), name) from error
 
 
 def _biases(
@@ -219,9 +221,11 @@ def _biases(
     pairs = [(_id(key), one) for key, one in value.items()] if isinstance(value, Mapping) else value
     for pair in pairs:
         if len(pair) != 2 or isinstance(pair[0], bool) or isinstance(pair[1], str):
-            raise invalid("logit_bias has pairs of a token and a number, or false", "logit_bias")
+            raise invalid_request(
+                "logit_bias has pairs of a token and a number, or false", "logit_bias"
+            )
         if pair[1] is True:
-            raise invalid("a bias is a number, or false", "logit_bias")
+            raise invalid_request("a bias is a number, or false", "logit_bias")
         bias = float("-inf") if pair[1] is False else pair[1]
         ids: list[Any] = [pair[0]]
         if isinstance(pair[0], str):

@@ -17,9 +17,9 @@ from jinfer.engine.output.collect import best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server.http_errors import as_api_error, invalid, too_long
-from jinfer.server.metrics import Watch
-from jinfer.server.request_params import Asked
+from jinfer.server.http_errors import as_api_error, context_exceeded, invalid_request
+from jinfer.server.metrics import RequestTimer
+from jinfer.server.request_params import RequestOptions
 
 # Seconds after its deadline until a request is abandoned here, in case the engine, waiting for
 # another process, has not ended it.
@@ -28,7 +28,7 @@ _PROGRESS_SECONDS = 0.25  # between two prefill progress events
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptRequests:
     """A prompt and its engine requests, one for each answer.
 
     Attributes:
@@ -38,19 +38,19 @@ class Job:
     """
 
     ids: list[int]
-    asked: Asked
+    asked: RequestOptions
     prepared: list[Prepared]
 
 
-def prepare(
+def prepare_prompt(
     frontend: Frontend,
     ids: list[int],
-    asked: Asked,
+    asked: RequestOptions,
     *,
     param: str,
     timeout: float | None = None,
     shown: tuple[int, ...] = (),
-) -> Job:
+) -> PromptRequests:
     """Validates a prompt and makes its engine requests. Slow: call it in a worker thread.
 
     Args:
@@ -61,14 +61,14 @@ def prepare(
     Raises:
         ApiError: the request cannot be run.
     """
-    ids = shortened(ids, asked.truncate, frontend.opened.context - 1)
+    ids = truncate_prompt(ids, asked.truncate, frontend.opened.context - 1)
     context = frontend.opened.context
     if len(ids) >= context:
         # A prompt that fills the context leaves no room for an answer.
         advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
-        raise too_long("the prompt", len(ids), context, advice, param)
+        raise context_exceeded("the prompt", len(ids), context, advice, param)
     if not ids and not frontend.engine.model.has_cross_attention:
-        raise invalid("the prompt is empty; give at least one token", param)
+        raise invalid_request("the prompt is empty; give at least one token", param)
     try:
         prepared = frontend.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
     except (RequestError, ConstraintError) as error:
@@ -77,25 +77,25 @@ def prepare(
         replace(one, request=replace(one.request, reuse=asked.reuse, shown=shown))
         for one in prepared
     ]
-    return Job(ids, asked, prepared)
+    return PromptRequests(ids, asked, prepared)
 
 
-def _field(error: Exception, asked: Asked) -> str | None:
+def _field(error: Exception, asked: RequestOptions) -> str | None:
     """The request field that an error is about; the error begins with the engine's name for it."""
     return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
 
 
-def shortened(ids: list[int], most: int | None, fits: int) -> list[int]:
+def truncate_prompt(ids: list[int], limit: int | None, fits: int) -> list[int]:
     """Truncates a prompt to its last tokens, if requested. Raises `ApiError`."""
-    if most is None:
+    if limit is None:
         return ids
-    if most < -1 or most == 0:
-        raise invalid("it must be -1 or at least 1", "truncate_prompt_tokens")
-    return ids[-(fits if most == -1 else most) :]
+    if limit < -1 or limit == 0:
+        raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
+    return ids[-(fits if limit == -1 else limit) :]
 
 
 @dataclass
-class Run:
+class RequestRunner:
     """Runs the answers to some prompts and yields them as they come.
 
     Attributes:
@@ -107,8 +107,8 @@ class Run:
     """
 
     frontend: Frontend
-    jobs: Sequence[Job]
-    watch: Watch
+    jobs: Sequence[PromptRequests]
+    timer: RequestTimer
     most: int
     ping: float
     usages: dict[int, Usage] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Run:
             while len(running) < self.most and (following := next(waiting, None)) is not None:
                 index, prepared = following
                 self.frontend.submit(prepared, sink(index))
-                self.watch.begin(index)
+                self.timer.begin(index)
                 running.add(index)
 
         try:
@@ -154,7 +154,7 @@ class Run:
                 batch: list[tuple[int, Chunk]] = []
                 failure: BaseException | None = None
                 taken = False
-                left = self._left(running)
+                left = self._seconds_left(running)
                 if left < 0 and queue.empty():
                     raise DeadlineError("the request's deadline has passed")
                 for index, piece in await _ready(queue, max(0.0, min(left, self.ping))):
@@ -172,11 +172,11 @@ class Run:
                     if isinstance(piece, Usage):
                         running.discard(index)
                         self.usages[index] = _without_token(piece) if nothing else piece
-                        self.watch.end(index, self.usages[index])
+                        self.timer.end(index, self.usages[index])
                     else:
                         if nothing:
                             piece = Chunk("", finish_reason=piece.finish_reason and "length")
-                        self.watch.piece(index, piece)
+                        self.timer.piece(index, piece)
                         batch.append((index, piece))
                 if taken and failure is None:
                     yield None
@@ -189,23 +189,23 @@ class Run:
                     yield batch
         finally:
             for index in running:
-                self.watch.abort(index)
+                self.timer.abort(index)
                 with contextlib.suppress(RequestError):  # the model was closed
                     self.frontend.thread.cancel(self.prepared[index].request.id)
 
-    def _left(self, running: Iterable[int]) -> float:
+    def _seconds_left(self, running: Iterable[int]) -> float:
         """Seconds until the first running answer is abandoned."""
         deadlines = (self.prepared[index].request.deadline for index in running)
         end = min((one for one in deadlines if one is not None), default=math.inf)
         return end + _GRACE - time.monotonic()
 
-    def show(self, index: int, chunk: Chunk) -> None:
+    def mark_shown(self, index: int, chunk: Chunk) -> None:
         """Records a chunk as shown; several may have come together."""
         self._shown[index] += len(chunk.token_ids)
 
-    def so_far(self, index: int) -> Usage:
+    def shown_usage(self, index: int) -> Usage:
         """The usage and times of an unfinished answer, up to the chunk shown last."""
-        prefill, decode = self.watch.seconds(index)
+        prefill, decode = self.timer.seconds(index)
         request = self.prepared[index].request
         cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
@@ -222,7 +222,7 @@ class Run:
         result = []
         for index, prepared in enumerate(self.prepared):
             new = index not in self._told
-            if not new and (first or self.watch.counts.get(index)):
+            if not new and (first or self.timer.counts.get(index)):
                 continue
             known = self.frontend.thread.progress(prepared.request.id)
             if known is None:
@@ -234,7 +234,7 @@ class Run:
                 "total": total,
                 "cache": cached,
                 "processed": cached if new else min(done, total),
-                "time_ms": round(self.watch.seconds(index)[0] * 1000),
+                "time_ms": round(self.timer.seconds(index)[0] * 1000),
             }
             result.append((index, figures))
         return result
@@ -243,8 +243,8 @@ class Run:
         """Fields for the access log."""
         return {
             "prompt_tokens": sum(len(job.ids) for job in self.jobs),
-            "completion_tokens": sum(self.watch.counts.values()),
-            "finish_reason": ",".join(dict.fromkeys(self.watch.reasons.values())),
+            "completion_tokens": sum(self.timer.counts.values()),
+            "finish_reason": ",".join(dict.fromkeys(self.timer.reasons.values())),
         }
 
     async def completions(self) -> list[list[Completion]]:

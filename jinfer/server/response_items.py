@@ -6,19 +6,19 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.server.output_deltas import CallDelta, Delta
+from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
 
 Kind = Literal["message", "reasoning", "function_call"]
 _PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 @dataclass
-class _Open:
+class _OpenItem:
     """The item that is being streamed."""
 
     kind: Kind
     place: int
-    call: CallDelta = field(default_factory=lambda: CallDelta(-1))
+    call: ToolCallDelta = field(default_factory=lambda: ToolCallDelta(-1))
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class _Open:
 
 
 @dataclass
-class Items:
+class ResponseItems:
     """The output items of a response so far.
 
     Attributes:
@@ -57,9 +57,9 @@ class Items:
 
     done: list[dict[str, Any]] = field(default_factory=list)
     thought: int = 0
-    _open: _Open | None = None
+    _open: _OpenItem | None = None
 
-    def push(self, delta: Delta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def push(self, delta: OutputDelta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The events of a parsed delta."""
         current = self._open
         going = [c for c in delta.calls if current is not None and c.index == current.call.index]
@@ -72,7 +72,7 @@ class Items:
         rest = [call for call in delta.calls if call not in going]
         return [*events, *(event for call in rest for event in self._called(call))]
 
-    def _called(self, call: CallDelta) -> list[dict[str, Any]]:
+    def _called(self, call: ToolCallDelta) -> list[dict[str, Any]]:
         """The events of a piece of a tool call."""
         events = self._grow("function_call", call.arguments, call=call)
         if call.end:
@@ -91,7 +91,7 @@ class Items:
         kind: Kind,
         text: str,
         logprobs: list[dict[str, Any]] | None = None,
-        call: CallDelta | None = None,
+        call: ToolCallDelta | None = None,
     ) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         current = self._open
@@ -114,8 +114,8 @@ class Items:
                 return [*events, {"type": kind_, **place, "content_index": 0}]
         return [*events, {"type": "response.function_call_arguments.delta", **place}]
 
-    def _begin(self, kind: Kind, call: CallDelta | None) -> list[dict[str, Any]]:
-        self._open = one = _Open(kind, len(self.done), call or CallDelta(-1))
+    def _begin(self, kind: Kind, call: ToolCallDelta | None) -> list[dict[str, Any]]:
+        self._open = one = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
         added = {"output_index": one.place, "item": one.item("in_progress")}
         events = [{"type": "response.output_item.added", **added}]
         if kind != "function_call":

@@ -12,14 +12,14 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk
 from jinfer.server import usage
 from jinfer.server.chat import prepare_chat
-from jinfer.server.http_errors import ApiError, invalid, unsupported
-from jinfer.server.http_responses import Reply, Stream, event
-from jinfer.server.model_manager import Hosted
-from jinfer.server.output_deltas import Settled, Tooling
-from jinfer.server.prompt_builder import called_with
+from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_event
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.output_deltas import OutputParsing, WholeCallsParser
+from jinfer.server.prompt_builder import parse_arguments
 from jinfer.server.request_body import validated
-from jinfer.server.request_runner import Job, Run
-from jinfer.server.response_items import Items
+from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.response_items import ResponseItems
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.responses import (
     LOGPROBS,
@@ -29,8 +29,8 @@ from jinfer.server.schemas.responses import (
     ResponseRequest,
 )
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import Call
-from jinfer.server.stream_frames import refuse, sent
+from jinfer.server.service import RequestContext
+from jinfer.server.stream_frames import batch_bytes, reject_fields
 
 # Chat completion field -> its name in the Responses API.
 _NAMES: Mapping[str, str] = {
@@ -54,34 +54,34 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 
 
-async def respond(call: Call[ResponseRequest]) -> Reply | Stream:
+async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse | StreamedResponse:
     """Handles a response request."""
     body = call.body
     if body.stream_options is not None and not body.stream:
-        raise invalid("it needs stream: true", "stream_options")
+        raise invalid_request("it needs stream: true", "stream_options")
     for number, one in enumerate(body.include or ()):
         if one != LOGPROBS:
             call.ignore(f"include.{number}", "answers have no such part")
     if body.top_logprobs and not shows_logprobs(body):
-        raise invalid(f"it needs include: [{LOGPROBS}]", "top_logprobs")
-    refuse(body, **_ELSEWHERE)
+        raise invalid_request(f"it needs include: [{LOGPROBS}]", "top_logprobs")
+    reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
-            raise unsupported("a response is one answer", name)
+            raise unsupported_field("a response is one answer", name)
     if body.stream:
-        return Stream(_streamed(call), failed=_failed)
-    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+        return StreamedResponse(_stream_events(call), failed=_failed)
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         async for batch in pieces:
             for _, chunk in batch or ():
                 answer.take(chunk)
         answer.finish()
-        return Reply(answer.response(answer.status))
+        return HttpResponse(answer.response(answer.status))
 
 
 def _failed(error: ApiError) -> bytes:
     """Formats an error in the middle of a stream."""
     shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return event({**shown, "sequence_number": 0}, "error")
+    return sse_event({**shown, "sequence_number": 0}, "error")
 
 
 def shows_logprobs(body: ResponseRequest) -> bool:
@@ -90,22 +90,24 @@ def shows_logprobs(body: ResponseRequest) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _running(call: Call[ResponseRequest]) -> AsyncIterator[_Response]:
+async def _run_request(call: RequestContext[ResponseRequest]) -> AsyncIterator[_ResponseAnswer]:
     body, service = call.body, call.service
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, parsing = await service.prepared(call.body, _prepared, call, hosted)
+        job, parsing = await service.prepared(call.body, _prepare_prompt, call, hosted)
         run = service.run(hosted, [job])
         try:
-            yield _Response(call, hosted, job, parsing, run)
+            yield _ResponseAnswer(call, hosted, job, parsing, run)
         finally:
             call.note(**run.summary())
 
 
-def _prepared(call: Call[ResponseRequest], hosted: Hosted) -> tuple[Job, Tooling]:
+def _prepare_prompt(
+    call: RequestContext[ResponseRequest], hosted: ServedModel
+) -> tuple[PromptRequests, OutputParsing]:
     """Builds the prompt; with truncation, from the latest messages that fit. Slow."""
-    asked = as_chat(call.body)
+    asked = to_chat_request(call.body)
 
     def ignore(field: str, why: str) -> None:
         call.ignore(_named(field), why)
@@ -133,7 +135,7 @@ def _named(field: str) -> str:
     return _NAMES.get(field, tool)
 
 
-def as_chat(body: ResponseRequest) -> ChatRequest:
+def to_chat_request(body: ResponseRequest) -> ChatRequest:
     """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
         **{name: one for name, one in body.given().items() if name in SamplingFields.model_fields},
@@ -183,27 +185,27 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
         else:
             messages.append(one)
     if not messages:
-        raise invalid("there is no message", "input")
+        raise invalid_request("there is no message", "input")
     return messages
 
 
-def _message(item: InputItem, place: str) -> dict[str, Any]:
+def _message(item: InputItem, path: str) -> dict[str, Any]:
     match item.type:
         case "message":
             if item.role is None or item.content is None:
-                raise invalid("a message needs role and content", place)
-            return {"role": item.role, "content": _text(item.content, f"{place}.content")}
+                raise invalid_request("a message needs role and content", path)
+            return {"role": item.role, "content": _text(item.content, f"{path}.content")}
         case "function_call":
             if item.call_id is None or item.name is None:
-                raise invalid("a function_call needs call_id and name", place)
-            called_with(item.arguments or "", f"{place}.arguments")
+                raise invalid_request("a function_call needs call_id and name", path)
+            parse_arguments(item.arguments or "", f"{path}.arguments")
             function = {"name": item.name, "arguments": item.arguments or ""}
             call = {"id": item.call_id, "type": "function", "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
             if item.call_id is None:
-                raise invalid("a function_call_output needs call_id", place)
-            text = _text(item.output or "", f"{place}.output")
+                raise invalid_request("a function_call_output needs call_id", path)
+            text = _text(item.output or "", f"{path}.output")
             return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     parts = item.content if isinstance(item.content, list) else []
     texts = [one.get("text") if isinstance(one, dict) else one.text for one in parts]
@@ -211,17 +213,19 @@ def _message(item: InputItem, place: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
-def _text(content: str | list[InputPart] | list[dict[str, Any]], place: str) -> str:
+def _text(content: str | list[InputPart] | list[dict[str, Any]], path: str) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
     for number, part in enumerate(content):
         if not isinstance(part, InputPart) or part.type not in _TEXTS:
             kind = part.type if isinstance(part, InputPart) else "this"
-            raise unsupported(f"the model does not read {kind}", f"{place}.{number}")
+            raise unsupported_field(f"the model does not read {kind}", f"{path}.{number}")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            raise invalid(f"a part of the type {part.type} needs its text", f"{place}.{number}")
+            raise invalid_request(
+                f"a part of the type {part.type} needs its text", f"{path}.{number}"
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -230,22 +234,22 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 @dataclass
-class _Response:
+class _ResponseAnswer:
     """A response that is being generated."""
 
-    call: Call[ResponseRequest]
-    hosted: Hosted
-    job: Job
-    read: Tooling
-    run: Run
+    call: RequestContext[ResponseRequest]
+    hosted: ServedModel
+    job: PromptRequests
+    read: OutputParsing
+    run: RequestRunner
     status: str = "completed"
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         parser = self.read.parser()
-        self._parser = parser if self.call.body.stream else Settled(parser)
-        self.items = Items()
+        self._parser = parser if self.call.body.stream else WholeCallsParser(parser)
+        self.items = ResponseItems()
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Parses a chunk; returns its events."""
@@ -317,16 +321,16 @@ class _Response:
         }
 
 
-async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(call: RequestContext[ResponseRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream, with sequence numbers."""
     number = 0
 
     def numbered(one: dict[str, Any]) -> bytes:
         nonlocal number
         number += 1
-        return event({**one, "sequence_number": number - 1}, one["type"])
+        return sse_event({**one, "sequence_number": number - 1}, one["type"])
 
-    async with _running(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
         begun = False
         async for batch in pieces:
             events: list[bytes] = []
@@ -337,7 +341,7 @@ async def _streamed(call: Call[ResponseRequest]) -> AsyncGenerator[bytes]:
                     events.append(numbered(shown))
             for _, chunk in batch or ():
                 events += map(numbered, answer.take(chunk))
-            yield sent(events, batch)
+            yield batch_bytes(events, batch)
         events = list(map(numbered, answer.finish()))
         kind = f"response.{answer.status}"
         yield b"".join(

@@ -8,52 +8,60 @@ from jinfer.server import embeddings, inferflow_api, info, llamacpp_api, openapi
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
-from jinfer.server.http_responses import EVENTS, Reply
+from jinfer.server.http_responses import SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
-from jinfer.server.responses import respond
-from jinfer.server.schemas.chat import ChatAnswer, ChatRequest
-from jinfer.server.schemas.completions import CompletionAnswer, CompletionRequest
+from jinfer.server.responses import create_response
+from jinfer.server.schemas.chat import ChatRequest, ChatResponse
+from jinfer.server.schemas.completions import CompletionRequest, CompletionResponse
 from jinfer.server.schemas.embeddings import (
     ClassifyRequest,
-    EmbeddingAnswer,
     EmbeddingRequest,
-    MaskAnswer,
-    MaskRequest,
-    RerankAnswer,
+    EmbeddingResponse,
+    FillMaskRequest,
+    FillMaskResponse,
     RerankRequest,
-    ScoreAnswer,
+    RerankResponse,
     ScoreRequest,
+    ScoreResponse,
 )
-from jinfer.server.schemas.info import Description, Health, Model, Models, Props, Slots, Version
+from jinfer.server.schemas.info import (
+    Health,
+    ModelCard,
+    ModelList,
+    OpenApiDocument,
+    Props,
+    SlotStates,
+    Version,
+)
 from jinfer.server.schemas.llamacpp_api import (
-    InferflowAnswer,
     InferflowRequest,
-    LlamaAnswer,
+    InferflowResponse,
     LlamaRequest,
+    LlamaResponse,
 )
-from jinfer.server.schemas.responses import ResponseAnswer, ResponseRequest
+from jinfer.server.schemas.responses import ResponseObject, ResponseRequest
 from jinfer.server.schemas.tokenize import (
-    DetokenizeAnswer,
+    ApplyTemplateRequest,
+    ApplyTemplateResponse,
     DetokenizeRequest,
-    TemplateAnswer,
-    TemplateRequest,
-    TokenizeAnswer,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
     TokenizerInfo,
 )
-from jinfer.server.service import Call
+from jinfer.server.service import RequestContext
 
 _ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
 _VECTORS, _TOKENS = "vectors", "tokens"
 PAGE = "page"
 
 
-async def _openapi(call: Call[Any]) -> Reply:
-    return Reply(openapi.description(ENDPOINTS))
+async def _openapi(call: RequestContext[Any]) -> HttpResponse:
+    return HttpResponse(openapi.openapi_document(ENDPOINTS))
 
 
-async def _docs(call: Call[Any]) -> Reply:
-    return Reply(openapi.page(ENDPOINTS), media_type="text/html; charset=utf-8")
+async def _docs(call: RequestContext[Any]) -> HttpResponse:
+    return HttpResponse(openapi.docs_page(ENDPOINTS), media_type="text/html; charset=utf-8")
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -62,7 +70,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/health", "/v1/health", "/ping"),
         info.health,
         "Whether requests are answered",
-        gives=Health,
+        response_model=Health,
         group=_ABOUT,
         public=True,
     ),
@@ -71,7 +79,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/openapi.json",),
         _openapi,
         "This description",
-        gives=Description,
+        response_model=OpenApiDocument,
         group=_ABOUT,
     ),
     Endpoint(
@@ -87,7 +95,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/version",),
         info.show_version,
         "Which jinfer this is",
-        gives=Version,
+        response_model=Version,
         group=_ABOUT,
     ),
     Endpoint(
@@ -103,7 +111,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/models", "/models"),
         info.models,
         "What is served",
-        gives=Models,
+        response_model=ModelList,
         group=_OPENAI,
     ),
     Endpoint(
@@ -111,7 +119,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/v1/models/{model:path}", "/models/{model:path}"),
         info.model,
         "One of the models",
-        gives=Model,
+        response_model=ModelCard,
         group=_OPENAI,
     ),
     Endpoint(
@@ -120,8 +128,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         chat,
         "Answers a conversation",
         ChatRequest,
-        ChatAnswer,
-        EVENTS,
+        ChatResponse,
+        SSE_MEDIA_TYPE,
         _OPENAI,
     ),
     Endpoint(
@@ -130,18 +138,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         completions,
         "Continues texts",
         CompletionRequest,
-        CompletionAnswer,
-        EVENTS,
+        CompletionResponse,
+        SSE_MEDIA_TYPE,
         _OPENAI,
     ),
     Endpoint(
         "POST",
         ("/v1/responses", "/responses"),
-        respond,
+        create_response,
         "Answers a conversation",
         ResponseRequest,
-        ResponseAnswer,
-        EVENTS,
+        ResponseObject,
+        SSE_MEDIA_TYPE,
         _OPENAI,
     ),
     Endpoint(
@@ -150,7 +158,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         embeddings.embeddings,
         "The vectors of texts",
         EmbeddingRequest,
-        EmbeddingAnswer,
+        EmbeddingResponse,
         group=_OPENAI,
     ),
     Endpoint(
@@ -159,7 +167,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         embeddings.rerank,
         "Documents by how well they fit a query",
         RerankRequest,
-        RerankAnswer,
+        RerankResponse,
         group=_VECTORS,
     ),
     Endpoint(
@@ -168,7 +176,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         embeddings.score,
         "How well pairs of texts fit",
         ScoreRequest,
-        ScoreAnswer,
+        ScoreResponse,
         group=_VECTORS,
     ),
     Endpoint(
@@ -184,8 +192,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/fill-mask", "/v1/fill-mask"),
         embeddings.fill_mask,
         "The likeliest tokens at the masks of texts",
-        MaskRequest,
-        MaskAnswer,
+        FillMaskRequest,
+        FillMaskResponse,
         group=_VECTORS,
     ),
     Endpoint(
@@ -194,7 +202,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         tokenize.tokenize,
         "The tokens of a text or a conversation",
         TokenizeRequest,
-        TokenizeAnswer,
+        TokenizeResponse,
         group=_TOKENS,
     ),
     Endpoint(
@@ -203,7 +211,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         tokenize.detokenize,
         "The text of tokens",
         DetokenizeRequest,
-        DetokenizeAnswer,
+        DetokenizeResponse,
         group=_TOKENS,
     ),
     Endpoint(
@@ -211,7 +219,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/tokenizer_info",),
         tokenize.tokenizer_info,
         "What vLLM says of a tokenizer",
-        gives=TokenizerInfo,
+        response_model=TokenizerInfo,
         group=_TOKENS,
     ),
     Endpoint(
@@ -219,18 +227,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/apply-template",),
         tokenize.apply_template,
         "The prompt that a conversation becomes",
-        TemplateRequest,
-        TemplateAnswer,
+        ApplyTemplateRequest,
+        ApplyTemplateResponse,
         group=_TOKENS,
     ),
     Endpoint(
         "POST",
         ("/completion",),
-        llamacpp_api.complete,
+        llamacpp_api.completion_route,
         "Continues texts",
         LlamaRequest,
-        LlamaAnswer,
-        EVENTS,
+        LlamaResponse,
+        SSE_MEDIA_TYPE,
         _LLAMA,
     ),
     Endpoint(
@@ -238,7 +246,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/props",),
         llamacpp_api.props,
         "What a server says of a model",
-        gives=Props,
+        response_model=Props,
         group=_LLAMA,
     ),
     Endpoint(
@@ -246,16 +254,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/slots",),
         llamacpp_api.slots,
         "What each slot of a model does",
-        gives=Slots,
+        response_model=SlotStates,
         group=_LLAMA,
     ),
     Endpoint(
         "POST",
         ("/",),
-        inferflow_api.answer,
+        inferflow_api.inferflow,
         "Answers a text",
         InferflowRequest,
-        InferflowAnswer,
+        InferflowResponse,
         inferflow_api.LINES,
         "Inferflow",
     ),

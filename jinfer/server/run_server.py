@@ -26,27 +26,27 @@ from jinfer.opening.local_weights import check
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log
 from jinfer.server.app import build_app
-from jinfer.server.serve_flags import settings_of, sources_of
+from jinfer.server.serve_flags import model_sources_of, server_settings_of
 from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 2048
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
-_TELLING = 3  # seconds to notify clients at shutdown
-_LOOK = 0.1  # seconds between two checks for another signal
+_NOTIFY_SECONDS = 3  # seconds to notify clients at shutdown
+_POLL_SECONDS = 0.1  # seconds between two checks for another signal
 # Interpreter switch interval. Python's default of 5 ms delays the event loop by up to 20 ms when
 # the engine and three workers compute.
-_TURN = 0.001
+_SWITCH_INTERVAL = 0.001
 
 
-def serve(found: Mapping[str, Any]) -> int:
+def serve(flags: Mapping[str, Any]) -> int:
     """Runs the server until a signal stops it; returns the exit status.
 
     Raises:
         SourceError, SpecError: an invalid flag.
     """
-    sys.setswitchinterval(_TURN)
-    sources, settings = sources_of(found), settings_of(found)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sources, settings = model_sources_of(flags), server_settings_of(flags)
     failures: list[BaseException] = []
     services: list[Service] = []
 
@@ -54,34 +54,34 @@ def serve(found: Mapping[str, Any]) -> int:
         failures.append(error)
         server.should_exit = True
 
-    _check_tls(found)
+    _check_tls(flags)
     for one in sources:  # fails before the first model is loaded
         check(one.path, one.overrides)
-    with _listener(found) as listener:
+    with _listener(flags) as listener:
         config = uvicorn.Config(
-            build_app(sources, settings, failed=failed, made=services.append),
+            build_app(sources, settings, on_load_error=failed, on_service=services.append),
             access_log=False,
             log_config=None,
             http=_protocol(),
             server_header=False,
-            timeout_graceful_shutdown=_last_end(found["stop_timeout"]),
-            ssl_certfile=found["ssl_certfile"],
-            ssl_keyfile=found["ssl_keyfile"],
-            ssl_ca_certs=found["ssl_ca_certs"],
-            ssl_cert_reqs=ssl.CERT_REQUIRED if found["ssl_ca_certs"] else ssl.CERT_NONE,
+            timeout_graceful_shutdown=_shutdown_timeout(flags["stop_timeout"]),
+            ssl_certfile=flags["ssl_certfile"],
+            ssl_keyfile=flags["ssl_keyfile"],
+            ssl_ca_certs=flags["ssl_ca_certs"],
+            ssl_cert_reqs=ssl.CERT_REQUIRED if flags["ssl_ca_certs"] else ssl.CERT_NONE,
             lifespan="on",
         )
-        with _tls_errors(found):
+        with _tls_errors(flags):
             config.load()
-        server = _Server(config, services[0], found["stop_timeout"])
-        plain = _is_plain(found["log_format"])
-        log = request_log.set_up(plain=plain, level=found["log_level"])
+        server = _Server(config, services[0], flags["stop_timeout"])
+        plain = _is_plain(flags["log_format"])
+        log = request_log.set_up_logging(plain=plain, level=flags["log_level"])
         progress.show(False)  # progress goes to the log instead
-        where = _where(listener, config.is_ssl)
+        where = _url(listener, config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
-        if plain and settings.page and not found["uds"]:
+        if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
-        if not settings.keys and found["host"] not in ("127.0.0.1", "localhost", "::1"):
+        if not settings.keys and flags["host"] not in ("127.0.0.1", "localhost", "::1"):
             _log.warning("anybody who reaches the port may use it; set --api-key")
         # uvicorn re-raises the signal that stopped it, unless a handler is installed.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets responses finish, within the grace period."""
-        self._service.models.admit_nobody()
+        self._service.models.refuse_requests()
         ending = asyncio.ensure_future(self._end())
         try:
             await super().shutdown(sockets)
@@ -127,11 +127,11 @@ class _Server(uvicorn.Server):
     async def _end(self) -> None:
         end = math.inf if self._seconds is None else time.monotonic() + self._seconds
         while time.monotonic() < end and not self._hurried:
-            await asyncio.sleep(_LOOK)
-        self._service.end_answers()
+            await asyncio.sleep(_POLL_SECONDS)
+        self._service.cancel_answers()
         while not self._hurried:
-            await asyncio.sleep(_LOOK)
-        await asyncio.sleep(_LOOK)  # time to send the error
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)  # time to send the error
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -140,9 +140,9 @@ def _protocol() -> Any:
     """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"
-    from jinfer.server.http_protocol import Protocol
+    from jinfer.server.http_protocol import Http10Protocol
 
-    return Protocol
+    return Http10Protocol
 
 
 def _is_plain(form: str) -> bool:
@@ -155,28 +155,28 @@ def _local(where: str) -> str:
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _last_end(seconds: float | None) -> int | None:
+def _shutdown_timeout(seconds: float | None) -> int | None:
     """The shutdown timeout after which connections are closed."""
-    return None if seconds is None else math.ceil(seconds) + _TELLING
+    return None if seconds is None else math.ceil(seconds) + _NOTIFY_SECONDS
 
 
 @contextlib.contextmanager
-def _listener(found: Mapping[str, Any]) -> Iterator[socket.socket]:
+def _listener(flags: Mapping[str, Any]) -> Iterator[socket.socket]:
     """A listening socket. Raises `SourceError`."""
-    path = found["uds"]
-    where = path or f"{found['host']}:{found['port']}"
+    path = flags["uds"]
+    where = path or f"{flags['host']}:{flags['port']}"
     try:
-        listener = _unix(Path(path)) if path else _tcp(found["host"], found["port"])
+        listener = _unix(Path(path)) if path else _tcp(flags["host"], flags["port"])
     except (OSError, OverflowError) as error:
         raise SourceError(f"cannot listen at {where}: {error}") from None
-    own = _identity(Path(path)) if path else None
+    own = _inode(Path(path)) if path else None
     with listener:
         yield listener
-    if path and own == _identity(Path(path)):  # unless another process has replaced it since
+    if path and own == _inode(Path(path)):  # unless another process has replaced it since
         Path(path).unlink(missing_ok=True)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _inode(path: Path) -> tuple[int, int] | None:
     """Device and inode of a file."""
     with contextlib.suppress(OSError):
         found = path.stat()
@@ -200,7 +200,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 def _unix(path: Path) -> socket.socket:
     """A Unix socket for this user and group; a stale one is replaced."""
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+        if stat.S_ISSOCK(path.stat().st_mode) and not _is_listening(path):
             path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o117)
@@ -215,7 +215,7 @@ def _unix(path: Path) -> socket.socket:
     return listener
 
 
-def _answers(path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
     """Whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as trial:
         try:
@@ -225,7 +225,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def _where(listener: socket.socket, tls: bool) -> str:
+def _url(listener: socket.socket, tls: bool) -> str:
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -233,21 +233,21 @@ def _where(listener: socket.socket, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{shown}:{port}"
 
 
-def _check_tls(found: Mapping[str, Any]) -> None:
+def _check_tls(flags: Mapping[str, Any]) -> None:
     """Raises `SourceError` for missing TLS files, or a key without a certificate."""
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
-        if found[key] is not None and found[_TLS[0]] is None:
+        if flags[key] is not None and flags[_TLS[0]] is None:
             raise SourceError(f"{flag} needs --ssl-certfile beside it")
-        if found[key] is not None and not Path(found[key]).is_file():
-            raise SourceError(f"{flag} {found[key]}: there is no such file")
+        if flags[key] is not None and not Path(flags[key]).is_file():
+            raise SourceError(f"{flag} {flags[key]}: there is no such file")
 
 
 @contextlib.contextmanager
-def _tls_errors(found: Mapping[str, Any]) -> Iterator[None]:
+def _tls_errors(flags: Mapping[str, Any]) -> Iterator[None]:
     """Raises `SourceError` for unusable certificates and keys."""
     try:
         yield
     except OSError as error:  # SSLError is a subclass
-        files = ", ".join(found[key] for key in _TLS if found[key])
+        files = ", ".join(flags[key] for key in _TLS if flags[key])
         raise SourceError(f"{files}: {error}") from None

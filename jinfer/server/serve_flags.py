@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
-from jinfer.cli.prog_name import program
-from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.cli.terminal.foreign_flags import SERVING
+from jinfer.cli.prog_name import prog_of_module
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
 from jinfer.distributed import job_config
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.opening.sources import SourceError
-from jinfer.server.auth import read_keys
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.auth import read_api_keys
+from jinfer.server.server_settings import ModelSource, ServerSettings
 
 PREFIX = "JINFER_"
 _SHORT = (
@@ -30,7 +30,7 @@ _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Flag:
+class ServeFlag:
     """A command-line flag.
 
     Attributes:
@@ -92,99 +92,115 @@ def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
 
 
 # The names of llama-server and vLLM are accepted as aliases.
-FLAGS: tuple[Flag, ...] = (
-    Flag(("--host",), "address to listen at", default="127.0.0.1"),
-    Flag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
-    Flag(("--uds",), "path of a unix socket to listen at instead"),
-    Flag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
-    Flag(("--model", "-m"), "a SOURCE, as llama-server names it"),
-    Flag(("--set",), "KEY=VALUE: any key of the specification, of all models", list),
-    Flag(
+FLAGS: tuple[ServeFlag, ...] = (
+    ServeFlag(("--host",), "address to listen at", default="127.0.0.1"),
+    ServeFlag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
+    ServeFlag(("--uds",), "path of a unix socket to listen at instead"),
+    ServeFlag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
+    ServeFlag(("--model", "-m"), "a SOURCE, as llama-server names it"),
+    ServeFlag(("--set",), "KEY=VALUE: any key of the specification, of all models", list),
+    ServeFlag(
         ("--ctx-size", "-c", "--max-model-len"),
         "tokens that a sequence may have (engine.context)",
         _count,
     ),
-    Flag(
+    ServeFlag(
         ("--parallel", "-np", "--max-num-seqs"),
         "sequences that run at a time (engine.slots)",
         _count,
     ),
-    Flag(
+    ServeFlag(
         ("--kv-cache", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
         "what numbers of the cache are kept as (quantization.kv_cache)",
     ),
-    Flag(("--dtype",), "of weights and computation"),
-    Flag(("--chat-template",), "a Jinja template, or a file with one"),
-    Flag(
+    ServeFlag(("--dtype",), "of weights and computation"),
+    ServeFlag(("--chat-template",), "a Jinja template, or a file with one"),
+    ServeFlag(
         ("--tool-call-parser",),
         "how models write calls of tools (prompt.tool_calls): " + ", ".join(get_args(ToolCalls)),
     ),
-    Flag(
+    ServeFlag(
         ("--reasoning-parser",),
         "how models mark their thoughts (prompt.reasoning): " + ", ".join(get_args(Reasoning)),
     ),
-    *(Flag((f"--{name}",), about) for name, about in job_config.FLAGS.items()),
-    Flag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
-    Flag(("--max-loaded",), "models in memory at a time; the least recently used leaves", _count),
-    Flag(
+    *(ServeFlag((f"--{name}",), about) for name, about in job_config.FLAGS.items()),
+    ServeFlag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
+    ServeFlag(
+        ("--max-loaded",), "models in memory at a time; the least recently used leaves", _count
+    ),
+    ServeFlag(
         ("--warm-up",),
         "make all programs: in the background, before the first request, or as they are needed",
         default="background",
         choices=("background", "before", "off"),
     ),
-    Flag(("--api-key",), "a key that opens the service", list),
-    Flag(("--api-key-file",), "a file of keys, one a line"),
-    Flag(("--cors",), "an origin that browsers may call from; * for any", list),
-    Flag(("--page",), "a page at / to chat and to see what the engine does", bool, Settings.page),
-    Flag(("--max-body",), "bytes of a request, at most", _count, Settings.max_body),
-    Flag(("--max-prompts",), "prompts of one request, at most", _count, Settings.most_prompts),
-    Flag(("--body-timeout",), "seconds that a body may take to come", float, Settings.body_seconds),
-    Flag(
+    ServeFlag(("--api-key",), "a key that opens the service", list),
+    ServeFlag(("--api-key-file",), "a file of keys, one a line"),
+    ServeFlag(("--cors",), "an origin that browsers may call from; * for any", list),
+    ServeFlag(
+        ("--page",),
+        "a page at / to chat and to see what the engine does",
+        bool,
+        ServerSettings.page,
+    ),
+    ServeFlag(("--max-body",), "bytes of a request, at most", _count, ServerSettings.max_body),
+    ServeFlag(
+        ("--max-prompts",), "prompts of one request, at most", _count, ServerSettings.max_prompts
+    ),
+    ServeFlag(
+        ("--body-timeout",),
+        "seconds that a body may take to come",
+        float,
+        ServerSettings.body_seconds,
+    ),
+    ServeFlag(
         ("--send-timeout",),
         "seconds that a client may take to read a piece",
         float,
-        Settings.send_seconds,
+        ServerSettings.send_seconds,
     ),
-    Flag(("--timeout",), "seconds that an answer may take; 0: any time", _seconds, None),
-    Flag(
+    ServeFlag(("--timeout",), "seconds that an answer may take; 0: any time", _seconds, None),
+    ServeFlag(
         ("--stop-timeout",),
         "seconds that running answers may take after SIGTERM; 0: any time",
         _seconds,
         30.0,
     ),
-    Flag(("--ping",), "seconds of silence until a stream has a comment", float, Settings.ping),
-    Flag(("--request-chat-templates",), "requests may bring chat templates along", bool),
-    Flag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
-    Flag(("--log-prompts",), "log what requests say, too", bool),
-    Flag(
+    ServeFlag(
+        ("--ping",), "seconds of silence until a stream has a comment", float, ServerSettings.ping
+    ),
+    ServeFlag(("--request-chat-templates",), "requests may bring chat templates along", bool),
+    ServeFlag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
+    ServeFlag(("--log-prompts",), "log what requests say, too", bool),
+    ServeFlag(
         ("--log-format",),
         "lines of JSON, or for a person; auto: text on a terminal",
         default="auto",
         choices=("auto", "json", "text"),
     ),
-    Flag(
+    ServeFlag(
         ("--log-level",),
         "what is logged",
         default="info",
         choices=("debug", "info", "warning", "error"),
     ),
-    Flag(("--ssl-certfile", "--ssl-cert-file"), "certificate, for TLS"),
-    Flag(("--ssl-keyfile", "--ssl-key-file"), "its key"),
-    Flag(("--ssl-ca-certs",), "certificates that clients have to be signed by"),
+    ServeFlag(("--ssl-certfile", "--ssl-cert-file"), "certificate, for TLS"),
+    ServeFlag(("--ssl-keyfile", "--ssl-key-file"), "its key"),
+    ServeFlag(("--ssl-ca-certs",), "certificates that clients have to be signed by"),
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The argument parser; flags that are not given are absent from its result."""
-    made = Parser(
-        prog=program("jinfer.serve"),
+    made = CliParser(
+        prog=prog_of_module("jinfer.serve"),
         usage="%(prog)s [SOURCE...] [flags]",
         description="Serves models over HTTP. Each flag may come from the environment: --port "
         "from JINFER_PORT, --api-key from JINFER_API_KEY (several with commas), and so on; "
         "JINFER_SOURCE has sources. The command line wins.",
         argument_default=argparse.SUPPRESS,
         short=_SHORT,
-        instead=SERVING,
+        instead=SERVER_FLAG_HINTS,
     )
     made.add_argument(
         "source",
@@ -207,13 +223,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> dict[str, Any]:
+def parse_options(
+    arguments: Sequence[str] | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """The flags of the command line, and of the environment where it has none.
 
     Raises:
         SourceError: an invalid environment variable.
     """
-    given = vars(parser().parse_args(arguments))
+    given = vars(make_parser().parse_args(arguments))
     found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
     for flag in FLAGS:
         if flag.variable in environment:
@@ -224,7 +242,7 @@ def options(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> 
     return {**found, **given}
 
 
-def _value(flag: Flag, text: str) -> Any:
+def _value(flag: ServeFlag, text: str) -> Any:
     where = f"{flag.variable}={text!r}"
     if flag.kind is bool:
         words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -241,45 +259,45 @@ def _value(flag: Flag, text: str) -> Any:
         raise SourceError(f"{where}: {error}") from None
 
 
-def settings_of(found: Mapping[str, Any]) -> Settings:
+def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
     """The server's settings. Raises `SourceError` if API keys cannot be read."""
-    keys = tuple(found["api_key"])
-    if found["api_key_file"]:
-        keys += read_keys(Path(found["api_key_file"]))
-    return Settings(
+    keys = tuple(flags["api_key"])
+    if flags["api_key_file"]:
+        keys += read_api_keys(Path(flags["api_key_file"]))
+    return ServerSettings(
         keys=keys,
-        max_body=found["max_body"],
-        body_seconds=found["body_timeout"],
-        send_seconds=found["send_timeout"],
-        timeout=found["timeout"],
-        ping=found["ping"],
-        most_prompts=found["max_prompts"],
-        log_prompts=bool(found["log_prompts"]),
-        request_templates=bool(found["request_chat_templates"]),
-        strict=bool(found["strict"]),
-        max_loaded=found["max_loaded"],
-        warm_up=found["warm_up"] == "background",
-        cors=tuple(found["cors"]),
-        page=found["page"],
+        max_body=flags["max_body"],
+        body_seconds=flags["body_timeout"],
+        send_seconds=flags["send_timeout"],
+        timeout=flags["timeout"],
+        ping=flags["ping"],
+        max_prompts=flags["max_prompts"],
+        log_prompts=bool(flags["log_prompts"]),
+        request_templates=bool(flags["request_chat_templates"]),
+        strict=bool(flags["strict"]),
+        max_loaded=flags["max_loaded"],
+        warm_up=flags["warm_up"] == "background",
+        cors=tuple(flags["cors"]),
+        page=flags["page"],
     )
 
 
-def sources_of(found: Mapping[str, Any]) -> list[Source]:
+def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
     """The models to serve.
 
     Raises:
         SourceError: there is none, or two have the same name.
         SpecError: an invalid override.
     """
-    named = [*([found["model"]] if found["model"] else []), *found["source"]]
+    named = [*([flags["model"]] if flags["model"] else []), *flags["source"]]
     if not named:
         raise SourceError(
             "there is no SOURCE; write a spec, a checkpoint, package://... or hf://..."
         )
-    overrides = _overrides(found)
+    overrides = _overrides(flags)
     sources = [_source(text, overrides) for text in named]
-    if found["alias"]:
-        sources[0] = Source(found["alias"], sources[0].path, overrides)
+    if flags["alias"]:
+        sources[0] = ModelSource(flags["alias"], sources[0].path, overrides)
     names = [one.name for one in sources]
     for name in names:
         if names.count(name) > 1:
@@ -287,9 +305,9 @@ def sources_of(found: Mapping[str, Any]) -> list[Source]:
     return sources
 
 
-def _overrides(found: Mapping[str, Any]) -> dict[str, Any]:
-    overrides: dict[str, Any] = {"engine": {"queue": found["queue"]}}
-    for text in found["set"]:
+def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+    overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
+    for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
     given: dict[str, tuple[str, str]] = {
         "ctx_size": ("engine", "context"),
@@ -299,20 +317,20 @@ def _overrides(found: Mapping[str, Any]) -> dict[str, Any]:
         "reasoning_parser": ("prompt", "reasoning"),
     }
     for key, (table, name) in given.items():
-        if found[key] is not None:
-            overrides = merge(overrides, {table: {name: found[key]}})
-    if found["dtype"]:
-        overrides = merge(overrides, {"dtype": found["dtype"]})
-    if found["warm_up"] == "before":
+        if flags[key] is not None:
+            overrides = merge(overrides, {table: {name: flags[key]}})
+    if flags["dtype"]:
+        overrides = merge(overrides, {"dtype": flags["dtype"]})
+    if flags["warm_up"] == "before":
         overrides = merge(overrides, {"engine": {"warm_up": True}})
-    if found["chat_template"]:
-        overrides = merge(overrides, {"prompt": {"chat_template": _template(found)}})
+    if flags["chat_template"]:
+        overrides = merge(overrides, {"prompt": {"chat_template": _template(flags)}})
     return overrides
 
 
-def _template(found: Mapping[str, Any]) -> str:
+def _template(flags: Mapping[str, Any]) -> str:
     """A chat template, or the content of the file that is named."""
-    text = found["chat_template"]
+    text = flags["chat_template"]
     if "{" in text:
         return text
     try:
@@ -321,15 +339,15 @@ def _template(found: Mapping[str, Any]) -> str:
         raise SourceError(f"--chat-template {text[:200]}: {error}") from None
 
 
-def _source(text: str, overrides: Mapping[str, Any]) -> Source:
+def _source(text: str, overrides: Mapping[str, Any]) -> ModelSource:
     """A model given as NAME=SOURCE, or as a source alone."""
     named = _ALIAS.fullmatch(text)
     if named is not None and not Path(text).exists():
-        return Source(named[1], named[2], overrides)
-    return Source(plain_name(text), text, overrides)
+        return ModelSource(named[1], named[2], overrides)
+    return ModelSource(default_model_name(text), text, overrides)
 
 
-def plain_name(source: str) -> str:
+def default_model_name(source: str) -> str:
     """The default name of a source: its file without the suffix, or its folder."""
     if source.startswith("hf://"):
         return source.removeprefix("hf://")

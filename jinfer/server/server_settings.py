@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model to serve.
 
     Attributes:
@@ -23,7 +23,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Options of the server; `jinfer.server.serve_flags` has their help texts.
 
     Attributes:
@@ -52,7 +52,7 @@ class Settings:
     timeout: float | None = None
     ping: float = 15.0
     retry_after: int = 1
-    most_prompts: int = 2048
+    max_prompts: int = 2048
     log_prompts: bool = False
     request_templates: bool = False
     strict: bool = False

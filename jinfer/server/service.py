@@ -13,11 +13,11 @@ from starlette.requests import Request
 
 from jinfer.engine.requests import DeadlineError
 from jinfer.server import ignored_fields
-from jinfer.server.http_errors import ApiError, closing, unsupported
-from jinfer.server.metrics import Metrics, Watch
-from jinfer.server.model_manager import Hosted, Models
-from jinfer.server.request_runner import Job, Run
-from jinfer.server.server_settings import Settings
+from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
+from jinfer.server.metrics import Metrics, RequestTimer
+from jinfer.server.model_manager import ModelManager, ServedModel
+from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.server_settings import ServerSettings
 
 # Fields that may need a grammar to be compiled.
 _GRAMMARS = frozenset(
@@ -39,23 +39,23 @@ class Service:
         answers: the requests in progress.
     """
 
-    settings: Settings
-    models: Models
+    settings: ServerSettings
+    models: ModelManager
     metrics: Metrics
     answers: set[asyncio.Future[None]] = field(default_factory=set)
 
-    def end_answers(self, reason: ApiError | None = None) -> None:
+    def cancel_answers(self, reason: ApiError | None = None) -> None:
         """Cancels all requests, with the reason that clients are told; by default a shutdown."""
         for one in self.answers:
-            one.cancel(reason or closing(self.settings.retry_after))
+            one.cancel(reason or shutting_down(self.settings.retry_after))
 
-    def run(self, hosted: Hosted, jobs: Sequence[Job]) -> Run:
+    def run(self, hosted: ServedModel, jobs: Sequence[PromptRequests]) -> RequestRunner:
         """Makes the runner of a request, with up to twice as many answers at a time as slots."""
         most = 2 * hosted.frontend.engine.scheduler.slots
-        watch = Watch(self.metrics, hosted.name)
-        return Run(hosted.frontend, jobs, watch, most, self.settings.ping)
+        watch = RequestTimer(self.metrics, hosted.name)
+        return RequestRunner(hosted.frontend, jobs, watch, most, self.settings.ping)
 
-    async def beside[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def in_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function in a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
@@ -85,7 +85,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Call[B: BaseModel]:
+class RequestContext[B: BaseModel]:
     """The context of one request.
 
     Attributes:
@@ -113,8 +113,8 @@ class Call[B: BaseModel]:
             ApiError: the server is strict.
         """
         if self.service.settings.strict:
-            raise unsupported(why, field)
-        ignored_fields.note(self.notes, field)
+            raise unsupported_field(why, field)
+        ignored_fields.note_ignored(self.notes, field)
 
 
 type Handler = Callable[[Any], Awaitable[Any]]

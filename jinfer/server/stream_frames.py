@@ -7,9 +7,9 @@ from typing import Any
 
 from jinfer.engine.output.generation import Usage
 from jinfer.server import usage
-from jinfer.server.http_errors import invalid, unsupported
-from jinfer.server.http_responses import PING, event
-from jinfer.server.request_runner import Job, Run
+from jinfer.server.http_errors import invalid_request, unsupported_field
+from jinfer.server.http_responses import SSE_PING, sse_event
+from jinfer.server.request_runner import PromptRequests, RequestRunner
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import StreamOptions
 
@@ -18,23 +18,23 @@ def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptio
     """Raises `ApiError` if stream options are given without a stream, or are invalid."""
     if stream:
         if body.best_of is not None and body.best_of > (body.n or 1):
-            raise invalid("the best of several answers is known only at the end", "best_of")
+            raise invalid_request("the best of several answers is known only at the end", "best_of")
         return
     if options is not None:
-        raise invalid("it needs stream: true", "stream_options")
+        raise invalid_request("it needs stream: true", "stream_options")
     for name in ("timings_per_token", "return_progress"):
         if getattr(body, name):
-            raise invalid("it needs stream: true", name)
+            raise invalid_request("it needs stream: true", name)
 
 
-def refuse(body: SamplingFields, **reasons: str) -> None:
+def reject_fields(body: SamplingFields, **reasons: str) -> None:
     """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():
         if getattr(body, name):
-            raise unsupported(reason, name)
+            raise unsupported_field(reason, name)
 
 
-def framed(
+def chunk_object(
     id: str,
     kind: str,
     created: int,
@@ -53,33 +53,36 @@ def framed(
     return data | {"usage": None} if options is not None and options.include_usage else data
 
 
-def choice(
+def chunk_choice(
     index: int, content: Mapping[str, Any], reason: str | None, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One entry of a chunk's `choices`."""
     return {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
 
 
-def so_far(job: Job, options: StreamOptions | None, used: Usage) -> dict[str, Any]:
+def chunk_usage(job: PromptRequests, options: StreamOptions | None, used: Usage) -> dict[str, Any]:
     """The usage and timings of a chunk, if requested."""
     result: dict[str, Any] = {}
     if options is not None and options.continuous_usage_stats:
         result["usage"] = usage.usage([job], {0: used})
     if job.asked.timings:
-        result["timings"] = usage.timings(used)
+        result["timings"] = usage.llamacpp_timings(used)
     return result
 
 
-def sent(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
+def batch_bytes(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
     """The bytes for a batch of `RequestRunner.chunks`; a ping if nothing came for some time."""
-    return b"".join(events) or (PING if batch is not None and not batch else b"")
+    return b"".join(events) or (SSE_PING if batch is not None and not batch else b"")
 
 
-def ended(
-    options: StreamOptions | None, frame: dict[str, Any], jobs: Sequence[Job], run: Run
+def final_event(
+    options: StreamOptions | None,
+    frame: dict[str, Any],
+    jobs: Sequence[PromptRequests],
+    run: RequestRunner,
 ) -> bytes:
     """The final event: the usage, if requested, and llama.cpp's timings."""
     if options is None or not options.include_usage:
         return b""
     tokens = usage.usage(jobs, run.usages)
-    return event({**frame, "usage": tokens, "timings": usage.timings(run.usages[0])})
+    return sse_event({**frame, "usage": tokens, "timings": usage.llamacpp_timings(run.usages[0])})

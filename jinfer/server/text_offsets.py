@@ -12,7 +12,7 @@ from jinfer.tokenizer.detokenizer import Detokenizer
 from jinfer.tokenizer.tokenizer_base import valid_text
 
 
-def places(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
+def token_offsets(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
     """The offset of each token in the decoded text.
 
     A token that continues a character has that character's offset. Advances the detokenizer.
@@ -24,7 +24,7 @@ def places(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
     return result
 
 
-class Offsets:
+class TextOffsets:
     """Text offsets of an answer's tokens, incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
@@ -47,11 +47,11 @@ class Offsets:
         self._shown += len(text)
         if self._detokenizer is None:
             return [0] * len(ids)
-        found = places(self._detokenizer, ids)
+        found = token_offsets(self._detokenizer, ids)
         return [min(place, self._shown) for place in found] if ended else found
 
 
-def places_in(
+def token_offsets_in(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], *, last: bool = False
 ) -> list[int]:
     """The offset of each token in a text that may name special tokens.

@@ -8,18 +8,18 @@ from typing import Any
 
 from jinfer.api.session import Frontend
 from jinfer.server import usage
-from jinfer.server.http_errors import as_api_error, invalid
-from jinfer.server.http_responses import Reply
+from jinfer.server.http_errors import as_api_error, invalid_request
+from jinfer.server.http_responses import HttpResponse
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.prompt_builder import chat_ids, chat_text
-from jinfer.server.schemas.chat import Rendering
-from jinfer.server.schemas.tokenize import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from jinfer.server.server_settings import Settings
-from jinfer.server.service import Call
+from jinfer.server.prompt_builder import chat_prompt_ids, chat_prompt_text
+from jinfer.server.schemas.chat import ChatTemplateFields
+from jinfer.server.schemas.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from jinfer.server.server_settings import ServerSettings
+from jinfer.server.service import RequestContext
 from jinfer.tokenizer import Tokenizer
 
 # Fields that belong to each kind of input.
-_OF = {
+_FIELDS_OF = {
     "content": {"add_special", "parse_special", "with_pieces"},
     "prompt": {"add_special_tokens", "return_token_strs"},
     "messages": {
@@ -37,32 +37,32 @@ _OF = {
 }
 
 
-async def tokenize(call: Call[TokenizeRequest]) -> Reply:
+async def tokenize(call: RequestContext[TokenizeRequest]) -> HttpResponse:
     """Tokenizes a text or a conversation."""
     given = call.body.given()
-    named = [name for name in _OF if name in given]
+    named = [name for name in _FIELDS_OF if name in given]
     if len(named) != 1:
-        raise invalid("give one of content, prompt and messages", "content")
+        raise invalid_request("give one of content, prompt and messages", "content")
     (name,) = named
-    for other in given.keys() - _OF[name] - {name, "model"}:
-        raise invalid(f"it cannot be used with {name}", other)
+    for other in given.keys() - _FIELDS_OF[name] - {name, "model"}:
+        raise invalid_request(f"it cannot be used with {name}", other)
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
         work = partial(_TOKENS[name], call.body, hosted.frontend, settings, call.ignore)
-        return Reply(await call.service.beside(work))
+        return HttpResponse(await call.service.in_thread(work))
 
 
-async def tokenizer_info(call: Call[Any]) -> Reply:
+async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
     """Describes a tokenizer, as vLLM does."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         opened, tokenizer = hosted.frontend.opened, hosted.frontend.opened.tokenizer
         if tokenizer is None:
-            raise invalid("the model has no tokenizer", "model")
+            raise invalid_request("the model has no tokenizer", "model")
 
         def named(id: int | None) -> str | None:
             return None if id is None else tokenizer.token(id)
 
-        return Reply(
+        return HttpResponse(
             {
                 "tokenizer_class": type(tokenizer).__name__,
                 "bos_token": named(tokenizer.bos_id),
@@ -75,7 +75,7 @@ async def tokenizer_info(call: Call[Any]) -> Reply:
 
 
 def _content(
-    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a text, as llama.cpp does."""
     tokenizer = frontend.tokenizer
@@ -105,7 +105,7 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
 
 
 def _prompt(
-    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a text, as vLLM does."""
     special = body.add_special_tokens is not False
@@ -114,14 +114,16 @@ def _prompt(
 
 
 def _messages(
-    body: TokenizeRequest, frontend: Frontend, settings: Settings, ignore: Ignore
+    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a conversation, as vLLM does."""
     if body.add_special_tokens:
-        raise invalid("the chat template says what stands around a text", "add_special_tokens")
-    names = _OF["messages"] & Rendering.model_fields.keys() | {"messages"}
-    rendering = Rendering(**{name: getattr(body, name) for name in names})
-    return _listed(body, frontend, chat_ids(rendering, frontend, settings, ignore))
+        raise invalid_request(
+            "the chat template says what stands around a text", "add_special_tokens"
+        )
+    names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
+    rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
+    return _listed(body, frontend, chat_prompt_ids(rendering, frontend, settings, ignore))
 
 
 def _listed(body: TokenizeRequest, frontend: Frontend, ids: Sequence[int]) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def _listed(body: TokenizeRequest, frontend: Frontend, ids: Sequence[int]) -> di
 _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
 
 
-async def detokenize(call: Call[DetokenizeRequest]) -> Reply:
+async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:
     """Decodes token ids."""
     async with call.service.models.use(call.body.model) as hosted:
         frontend = hosted.frontend
@@ -145,14 +147,14 @@ async def detokenize(call: Call[DetokenizeRequest]) -> Reply:
             ids = frontend.encode(call.body.tokens)
         except ValueError as error:
             raise as_api_error(error, param="tokens") from error
-        text = await call.service.beside(frontend.tokenizer.decode, ids, skip_special=False)
-        return Reply({"content": text, "prompt": text})
+        text = await call.service.in_thread(frontend.tokenizer.decode, ids, skip_special=False)
+        return HttpResponse({"content": text, "prompt": text})
 
 
-async def apply_template(call: Call[TemplateRequest]) -> Reply:
+async def apply_template(call: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
     """Renders the chat template of a conversation."""
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
         given = call.body, hosted.frontend, settings, call.ignore
-        text = await call.service.beside(chat_text, *given)
-        return Reply({"prompt": text})
+        text = await call.service.in_thread(chat_prompt_text, *given)
+        return HttpResponse({"prompt": text})

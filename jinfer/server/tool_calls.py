@@ -9,23 +9,27 @@ from jinfer.api.session import Frontend
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http_errors import as_api_error
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.output_deltas import Tooling
-from jinfer.server.schemas.chat import NamedTool, Rendering
-from jinfer.server.tool_choice import offered
-from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
+from jinfer.server.output_deltas import OutputParsing
+from jinfer.server.schemas.chat import ChatTemplateFields, NamedTool
+from jinfer.server.tool_choice import offered_tools
+from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools
-from jinfer.server.tool_parsers.lark_grammar import Lark
-from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
-from jinfer.server.tool_parsers.parser_registry import format_of, shown, thinking_of
-from jinfer.server.tool_parsers.reasoning import State, Thinking
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, ToolCallParser
+from jinfer.server.tool_parsers.parser_registry import (
+    reasoning_format,
+    special_token_ids,
+    tool_call_format,
+)
+from jinfer.server.tool_parsers.reasoning import ReasoningFormat, ReasoningState
 
-_TAIL = 16  # tokens at a prompt's end that show whether it opens a reasoning block
+_TAIL_TOKENS = 16  # tokens at a prompt's end that show whether it opens a reasoning block
 
 
-def tooling(
-    body: Rendering, parallel: bool, frontend: Frontend, prompt: list[int], ignore: Ignore
-) -> Tooling:
+def output_parsing(
+    body: ChatTemplateFields, parallel: bool, frontend: Frontend, prompt: list[int], ignore: Ignore
+) -> OutputParsing:
     """Chooses how answers are parsed and constrained. Slow: call it in a worker thread.
 
     Args:
@@ -38,36 +42,40 @@ def tooling(
     Raises:
         ApiError: invalid tools, or none where a call is required.
     """
-    offer = offered(body)
+    offer = offered_tools(body)
     tools = offer.tools
     conversation, tokenizer = frontend.opened.conversation, frontend.opened.tokenizer
     if tools:
         conversation = conversation.for_tools()
     if tokenizer is None:
-        return Tooling()
+        return OutputParsing()
     template = body.chat_template or conversation.jinja or ""
-    format = format_of(template, conversation.prompt.tool_calls)
+    format = tool_call_format(template, conversation.prompt.tool_calls)
     reasoning = None
-    if not format.thinks:
-        reasoning = thinking_of(template, tokenizer, conversation.prompt.reasoning)
-    if not (tools or reasoning or format.thinks):
-        return Tooling()
-    state: State = "free"
+    if not format.has_reasoning:
+        reasoning = reasoning_format(template, tokenizer, conversation.prompt.reasoning)
+    if not (tools or reasoning or format.has_reasoning):
+        return OutputParsing()
+    state: ReasoningState = "free"
     if reasoning is not None:
-        state = _state(reasoning, body, tokenizer.decode(prompt[-_TAIL:], skip_special=False))
-    marks = [*(format.marks if tools or format.thinks else ())]
+        state = _reasoning_state(
+            reasoning, body, tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
+        )
+    marks = [*(format.marks if tools or format.has_reasoning else ())]
     if reasoning is not None:
         marks += [reasoning.begin, reasoning.end]
-    special = shown(marks, tokenizer)
+    special = special_token_ids(marks, tokenizer)
     several = parallel and not isinstance(body.tool_choice, NamedTool)
 
-    def parser(tools: Tools) -> Machine:
-        output = Output(format.new_id, None if parallel else 1)
-        return Machine(partial(_read, format, tools, reasoning, state), output, bound=offer.wanted)
+    def parser(tools: Tools) -> ToolCallParser:
+        output = DeltaCollector(format.new_id, None if parallel else 1)
+        return ToolCallParser(
+            partial(_parse_answer, format, tools, reasoning, state), output, bound=offer.required
+        )
 
     def calling(tools: Tools, schema: Any = None) -> str:
         """The grammar of an answer that calls some tools, or matches a JSON schema."""
-        lark = Lark(tokenizer)
+        lark = LarkGrammar(tokenizer)
         thought = "" if reasoning is None else reasoning.grammar(lark, state)
         ways = [format.grammar(lark, tools, template, several)] if tools else []
         if schema is not None:
@@ -76,22 +84,24 @@ def tooling(
         lark.rule("start", f"{thought} {lark.one_of('way', ways)}".strip())
         return str(lark)
 
-    def bound(schema: Any) -> Tooling:
-        if not (tools or format.thinks or (reasoning is not None and state != "closed")):
-            return Tooling()
+    def bound(schema: Any) -> OutputParsing:
+        if not (tools or format.has_reasoning or (reasoning is not None and state != "closed")):
+            return OutputParsing()
         called, grammar = offer.grammar(tokenizer, partial(calling, schema=schema), ignore)
-        return Tooling(partial(parser, called), {"grammar": grammar}, special)
+        return OutputParsing(partial(parser, called), {"grammar": grammar}, special)
 
-    if not offer.wanted:
-        return Tooling(partial(parser, tools), {}, special, bound)
+    if not offer.required:
+        return OutputParsing(partial(parser, tools), {}, special, bound)
     try:
         called, grammar = offer.grammar(tokenizer, calling, ignore)
     except ConstraintError as error:
         raise as_api_error(error, param="tools") from error
-    return Tooling(partial(parser, called), {"grammar": grammar}, special)
+    return OutputParsing(partial(parser, called), {"grammar": grammar}, special)
 
 
-def _state(reasoning: Thinking, body: Rendering, tail: str) -> State:
+def _reasoning_state(
+    reasoning: ReasoningFormat, body: ChatTemplateFields, tail: str
+) -> ReasoningState:
     """Whether the prompt leaves the model inside, after or before reasoning."""
     if body.continue_final_message:
         content = body.messages[-1].content
@@ -100,18 +110,18 @@ def _state(reasoning: Thinking, body: Rendering, tail: str) -> State:
     return reasoning.state(tail)
 
 
-def _read(
-    format: Format,
+def _parse_answer(
+    format: ToolCallFormat,
     tools: Tools,
-    reasoning: Thinking | None,
-    state: State,
-    reader: Reader,
-    out: Output,
+    reasoning: ReasoningFormat | None,
+    state: ReasoningState,
+    reader: IncrementalReader,
+    out: DeltaCollector,
 ) -> Parse[None]:
     """Parses an answer: reasoning first, then tool calls and content."""
     if reasoning is not None:
         yield from reasoning.read(reader, out, state)
-    if tools or format.thinks:
+    if tools or format.has_reasoning:
         yield from format.read(reader, out, tools)
     else:
         yield from reader.until(("\0",), out.content)

@@ -9,18 +9,18 @@ from typing import Any
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured import compile_constraint, relaxed, supported
 from jinfer.sampling.structured.schema_relaxation import Relaxed
-from jinfer.server.http_errors import ApiError, invalid
+from jinfer.server.http_errors import ApiError, invalid_request
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.schemas.chat import NamedTool, Rendering, Tool
+from jinfer.server.schemas.chat import ChatTemplateFields, NamedTool, Tool
 from jinfer.server.tool_parsers.json_calls import Tools
-from jinfer.server.tool_parsers.lark_grammar import parameters
+from jinfer.server.tool_parsers.lark_grammar import strict_parameters
 from jinfer.tokenizer import Tokenizer
 
-_MOST_TRIALS = 32  # schemas of one request that are compiled to find what cannot be enforced
+_MAX_TRIALS = 32  # schemas of one request that are compiled to find what cannot be enforced
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedTools:
     """The tools of a request.
 
     Attributes:
@@ -31,7 +31,7 @@ class Offered:
 
     tools: Tools
     places: Mapping[str, str]
-    wanted: bool = False
+    required: bool = False
 
     def grammar(
         self, tokenizer: Tokenizer, made: Callable[[Tools], str], ignore: Ignore
@@ -55,7 +55,7 @@ class Offered:
             compile_constraint(tokenizer, grammar=grammar)
             return grammar
 
-        trials = iter(range(_MOST_TRIALS))
+        trials = iter(range(_MAX_TRIALS))
 
         def wrong(schema: Any) -> ConstraintError | None:
             try:
@@ -66,10 +66,10 @@ class Offered:
             return None
 
         try:
-            tools = self._less(supported, ignore)
+            tools = self._relaxed(supported, ignore)
             return tools, compiled(tools)
         except ConstraintError:
-            tools = self._less(
+            tools = self._relaxed(
                 lambda schema: relaxed(schema, lambda one: wrong(one) is None), ignore
             )
         try:
@@ -80,12 +80,12 @@ class Offered:
                     raise self._refusal(name, error) from error
             raise
 
-    def _less(self, way: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
+    def _relaxed(self, relax: Callable[[Any], Relaxed], ignore: Ignore) -> Tools:
         """The tools with relaxed schemas; records what was left out."""
         result: dict[str, Mapping[str, Any]] = {}
         for name, schema in self.tools.items():
             try:
-                result[name], left_out = way(parameters(schema))
+                result[name], left_out = relax(strict_parameters(schema))
             except ConstraintError as error:
                 raise self._refusal(name, error) from error
             for pointer in left_out:
@@ -95,10 +95,10 @@ class Offered:
         return result
 
     def _refusal(self, name: str, error: ConstraintError) -> ApiError:
-        return invalid(f"the tool {name}: {error}", self.places[name])
+        return invalid_request(f"the tool {name}: {error}", self.places[name])
 
 
-def offered(body: Rendering) -> Offered:
+def offered_tools(body: ChatTemplateFields) -> OfferedTools:
     """The tools that an answer may call.
 
     Raises:
@@ -106,7 +106,7 @@ def offered(body: Rendering) -> Offered:
     """
     wanted = body.tool_choice
     if wanted == "none":
-        return Offered({}, {})
+        return OfferedTools({}, {})
     tools: dict[str, Mapping[str, Any]] = {}
     places: dict[str, str] = {}
     for number, one in enumerate(body.tools or ()):
@@ -114,14 +114,14 @@ def offered(body: Rendering) -> Offered:
             continue
         name, place = one.function.name, f"tools.{number}.function"
         if name in tools:
-            raise invalid(f"there are two tools called {name}", f"{place}.name")
+            raise invalid_request(f"there are two tools called {name}", f"{place}.name")
         tools[name] = one.function.parameters or {}
         places[name] = f"{place}.parameters"
     if isinstance(wanted, NamedTool):
         name = wanted.function.name
         if name not in tools:
-            raise invalid(f"there is no tool called {name[:80]}", "tool_choice")
-        return Offered({name: tools[name]}, places, wanted=True)
+            raise invalid_request(f"there is no tool called {name[:80]}", "tool_choice")
+        return OfferedTools({name: tools[name]}, places, required=True)
     if wanted == "required" and not tools:
-        raise invalid("there are no tools to choose from", "tool_choice")
-    return Offered(tools, places, wanted == "required")
+        raise invalid_request("there are no tools to choose from", "tool_choice")
+    return OfferedTools(tools, places, wanted == "required")

@@ -7,11 +7,11 @@ from typing import Any
 
 from jinfer.engine.output.generation import Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.server.request_runner import Job
+from jinfer.server.request_runner import PromptRequests
 from jinfer.tokenizer import Tokenizer
 
 
-def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
+def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[str, Any]:
     """The usage of a request; a prompt with several answers counts once."""
     prompt = sum(len(job.ids) for job in jobs)
     cached, number = 0, 0
@@ -20,7 +20,7 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
         cached += first.cached_tokens if first is not None else 0
         number += len(job.prepared)
     new = sum(one.completion_tokens for one in usages.values())
-    result = tokens(prompt, new, cached)
+    result = token_counts(prompt, new, cached)
     if drafted := sum(one.drafted_tokens for one in usages.values()):
         accepted = sum(one.accepted_tokens for one in usages.values())
         result["completion_tokens_details"] = {
@@ -30,7 +30,7 @@ def usage(jobs: Sequence[Job], usages: Mapping[int, Usage]) -> dict[str, Any]:
     return result
 
 
-def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
+def token_counts(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
     """Token counts in OpenAI's format."""
     return {
         "prompt_tokens": prompt,
@@ -40,15 +40,15 @@ def tokens(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
     }
 
 
-def timings(of: Usage) -> dict[str, Any]:
+def llamacpp_timings(usage: Usage) -> dict[str, Any]:
     """llama.cpp's timings of one answer."""
-    computed = of.prompt_tokens - of.cached_tokens
-    prefill = max(0.0, of.prefill_seconds - of.queue_seconds)
+    computed = usage.prompt_tokens - usage.cached_tokens
+    prefill = max(0.0, usage.prefill_seconds - usage.queue_seconds)
     return {
-        "cache_n": of.cached_tokens,
+        "cache_n": usage.cached_tokens,
         **_rates("prompt", computed, prefill),
         # The decode time starts at the first token, which belongs to the prompt's time.
-        **_rates("predicted", of.completion_tokens, of.decode_seconds, first=1),
+        **_rates("predicted", usage.completion_tokens, usage.decode_seconds, first=1),
     }
 
 
@@ -90,13 +90,13 @@ def _entry(tokenizer: Tokenizer | None, one: TokenLogprob, as_ids: bool) -> dict
     data = b"" if tokenizer is None else tokenizer.spelled(one.id)
     return {
         "token": token_text(tokenizer, one.id, as_ids),
-        "logprob": finite(one.logprob),
+        "logprob": finite_logprob(one.logprob),
         "bytes": list(data),
         "token_id": one.id,
     }
 
 
-def finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
     """Replaces -inf, which JSON lacks, by OpenAI's -9999."""
     return max(logprob, -9999.0)
 
@@ -115,10 +115,10 @@ def chat_logprobs(
     ]
 
 
-def ranked(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+def ranked_logprobs(one: TokenLogprob) -> dict[str, dict[str, Any]]:
     """Log-probabilities in vLLM's format: by id, each with its rank among those listed."""
     found = {
-        str(other.id): {"logprob": finite(other.logprob), "rank": rank}
+        str(other.id): {"logprob": finite_logprob(other.logprob), "rank": rank}
         for rank, other in enumerate(one.top, 1)
     }
-    return {str(one.id): {"logprob": finite(one.logprob)}, **found}
+    return {str(one.id): {"logprob": finite_logprob(one.logprob)}, **found}

@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.modelspec.draft_head import layers_of, tapped
+from jinfer.modelspec.draft_head import add_taps, target_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import RuleSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import Opened
 from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.weights.load_weights import load
@@ -37,7 +37,7 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
     if opened.spec.type != "decoder-only":
         reason = f"{source} is a head, and the model is {opened.spec.type}; a head follows decoders"
         raise SpecError(opened.spec.path, "speculation.draft", reason)
-    layers = layers_of(follows, len(decoder.layers))
+    layers = target_layers(follows, len(decoder.layers))
     if layers is None:
         wanted = ", ".join(map(str, follows.layers))
         reason = f"{source} follows layers {wanted}, but the model has {len(decoder.layers)}"
@@ -49,7 +49,7 @@ def with_taps(opened: Opened, head: Opened, source: str) -> Opened:
             f"the model give {len(layers) * hidden}; take a head that was made for it"
         )
         raise SpecError(opened.spec.path, "speculation.draft", reason)
-    return replace(opened, spec=tapped(opened.spec, layers))
+    return replace(opened, spec=add_taps(opened.spec, layers))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
     Raises:
         LoadError, CheckpointError: weights that are missing.
     """
-    model = build(head.spec, jnp.dtype(head.dtype))
+    model = build_abstract_model(head.spec, jnp.dtype(head.dtype))
     shapes = {n: p.shape for n, p in zip(engine.model.names, engine.model.parameters, strict=True)}
     stacks = tuple(f"{stack.name}." for stack in head.spec.stacks)
     files = by_name(head.checkpoint, head.spec.tensors)
@@ -104,7 +104,7 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
     own_part = _only(model, (n for n in model.names if n not in of_model))
     ruled = _ruled(head.spec, own_part)
     own = plan_weights(own_part, ruled, head.checkpoint, head.activations, kv_cache=head.kv_cache)
-    whole = build(opened.spec, jnp.dtype(opened.dtype))
+    whole = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     part = _only(whole, of_model)
     # The rest of the checkpoint is not reported as unused.
     tensors = replace(opened.spec.tensors, ignore=("*",))

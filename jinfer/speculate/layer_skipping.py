@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
 from jinfer.speculate.drafter import DraftContext
 from jinfer.speculate.open_draft_model import KEY
@@ -36,7 +36,7 @@ def layer_skipping(context: DraftContext) -> DraftModel:
         raise SpecError(spec.path, KEY, "skip leaves no layer; name fewer")
     layers = tuple(spec.decoder.layers[i] for i in remaining)
     stacks = tuple(replace(s, layers=layers) if s.name == "decoder" else s for s in spec.stacks)
-    built = build(replace(spec, stacks=stacks), jnp.dtype(opened.dtype))
+    built = build_abstract_model(replace(spec, stacks=stacks), jnp.dtype(opened.dtype))
     indices = [engine.model.names.index(_name_in_target(n, remaining)) for n in built.names]
     model = replace(built, parameters=tuple(engine.model.parameters[i] for i in indices))
     programs = draft_programs(model, engine.programs.sizes, opened.kv_cache)

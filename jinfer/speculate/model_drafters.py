@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
 from jinfer.speculate.drafter import DraftContext
 from jinfer.speculate.head_drafter import HeadDrafter
@@ -34,7 +34,7 @@ def model_drafter(context: DraftContext) -> DraftModel:
 def _draft_model(context: DraftContext) -> DraftModel:
     entry, draft, engine = context.entry, context.draft_model, context.engine
     name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
-    model = build(draft.spec, jnp.dtype(draft.dtype))
+    model = build_abstract_model(draft.spec, jnp.dtype(draft.dtype))
     plan = plan_weights(
         model, draft.spec, draft.checkpoint, draft.activations, kv_cache=draft.kv_cache
     )

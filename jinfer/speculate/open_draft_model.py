@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.speculation_table import DraftSpec
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.tokenizer import Tokenizer
@@ -95,8 +95,8 @@ def _check_tokens(opened: Opened, draft: Opened, source: str) -> None:
         raise SpecError(
             path,
             KEY,
-            f"the tokenizer of {source} is another one: token {id} is {show(other)} there and "
-            f"{show(mine)} here; take a draft of the same family",
+            f"the tokenizer of {source} is another one: token {id} is {show_value(other)} "
+            f"there and {show_value(mine)} here; take a draft of the same family",
         )
 
 

@@ -16,8 +16,8 @@ from jinfer.engine.runner.mmap_limit import check_maps
 from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.ops.backend import target
-from jinfer.parallel.shard_params import as_here
+from jinfer.ops.backend import target_platform
+from jinfer.parallel.shard_params import packed_for_target
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class OtherDevicePrograms(CompiledPrograms):
     @property
     def pointer_layers(self) -> Mapping[str, slice]:
         """As `CompiledPrograms.pointer_layers`, for the device."""
-        with target(self.device.platform):
+        with target_platform(self.device.platform):
             return super().pointer_layers
 
     def allocate_kv_cache(self) -> Cache:
@@ -51,7 +51,7 @@ class OtherDevicePrograms(CompiledPrograms):
 
     def _compile(self, key: StepKey) -> Program:
         check_maps()
-        with self._tracing, target(self.device.platform):
+        with self._tracing, target_platform(self.device.platform):
             function, donated, arguments = self.step_function(key)
             there = SingleDeviceSharding(self.device)
             placed = jax.tree.map(
@@ -62,6 +62,6 @@ class OtherDevicePrograms(CompiledPrograms):
 
     def place(self, names: Sequence[str], values: Any) -> Any:
         """Puts a parameter, of NumPy arrays, on the device."""
-        with target(self.device.platform):
-            values = as_here(values)
+        with target_platform(self.device.platform):
+            values = packed_for_target(values)
         return jax.block_until_ready(jax.device_put(values, self.device))

@@ -11,7 +11,7 @@ import numpy as np
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.verify import Nodes
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.nn.forward_context import Copies
+from jinfer.nn.forward_context import TreeCopies
 from jinfer.speculate.token_tree import ROOT, TokenTree
 
 SIZES = (4, 8, 16, 32, 64)  # of verifying batches, in tokens
@@ -41,7 +41,7 @@ class RootedTree:
 
 @dataclass
 class TreeLayout:
-    """A flat batch under construction; see `Nodes` and `Copies`.
+    """A flat batch under construction; see `Nodes` and `TreeCopies`.
 
     Attributes:
         tokens, parents, rows, positions: of each node.
@@ -100,7 +100,7 @@ class TreeLayout:
         copies = None
         if self.branched:
             most = PLACES_PER_TOKEN * size
-            copies = Copies(
+            copies = TreeCopies(
                 _padded(self.sources, most, 0),
                 _padded(self.place_rows, most, -1),
                 _padded(self.place_positions, most, 0),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.guard.safe_files import FileRefusedError, path_exists
 from jinfer.template import template_limits
 from jinfer.template.render import compile_source, render
-from jinfer.template.sandboxed_render import compile_there, render_there
+from jinfer.template.sandboxed_render import compile_in_sandbox, render_in_sandbox
 from jinfer.template.template_errors import TemplateError
 
 _MAX_SOURCE = 1_000_000  # characters
@@ -38,7 +38,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
         self.source = source
         self.variables = dict(variables or {})
-        self._ready = _ready(source)
+        self._ready = _compiled(source)
 
     def render(
         self,
@@ -73,26 +73,28 @@ class ChatTemplate:
         return self._ready.render(names)
 
 
-class _Ready:
+class _CompiledTemplate:
     """A template, rendered in this process until a rendering needs the sandbox process."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._here = compile_source(source) if len(source) <= _MAX_COMPILED_HERE else None
         if self._here is None:
-            compile_there(source)
+            compile_in_sandbox(source)
 
     def render(self, names: Mapping[str, Any]) -> str:
         here = self._here
         if here is not None:
             try:
                 return render(here, names, template_limits.MAX_SECONDS, confined=False)
-            except template_limits.Heavy:
+            except template_limits.NeedsSandbox:
                 self._here = None
-        return render_there(self._source, names, template_limits.MAX_SECONDS)
+        return render_in_sandbox(self._source, names, template_limits.MAX_SECONDS)
 
 
-_ready = lru_cache(maxsize=32)(_Ready)  # conversations recreate their template for each answer
+_compiled = lru_cache(maxsize=32)(
+    _CompiledTemplate
+)  # conversations recreate their template for each answer
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:
@@ -121,9 +123,9 @@ def _in_folder(folder: Path) -> dict[str, str]:
     result: dict[str, str] = {}
     for file in ("tokenizer_config.json", "chat_template.json"):
         path = folder / file
-        if is_there(path):
+        if path_exists(path):
             result.update(_named(path, _object(path).get("chat_template")))
-    if is_there(folder / "chat_template.jinja"):
+    if path_exists(folder / "chat_template.jinja"):
         result[_DEFAULT] = _text(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         result[path.stem] = _text(path)
@@ -160,5 +162,5 @@ def _object(path: Path) -> dict[str, Any]:
 def _text(path: Path) -> str:
     try:
         return read_downloaded(path, _MAX_FILE).decode("utf-8-sig")
-    except (FileRefused, ValueError) as error:
+    except (FileRefusedError, ValueError) as error:
         raise TemplateError(f"{path}: {error}"[:300]) from None

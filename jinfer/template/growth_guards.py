@@ -16,11 +16,11 @@ from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import (
     MAX_BITS,
     MAX_SIZE,
-    allow,
-    check,
+    check_size,
+    check_time,
     collect,
-    heavy,
     measure,
+    require_sandbox,
 )
 
 _WIDE_BRACE = re.compile(r"[:.][^{}]*\d{4}|\{[^{}]*\{")  # {:9999}, {:{width}}
@@ -63,7 +63,7 @@ def iterators(args: Arguments) -> Arguments:
     return tuple(collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
 
 
-def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+def check_method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     """Checks a method call on a plain value; returns the arguments to call it with.
 
     Raises:
@@ -74,7 +74,7 @@ def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) ->
     guard = _METHODS.get(name) if isinstance(owner, str) else None
     args = guard(owner, args, kwargs) if guard else args
     if name not in _CHEAP_METHODS:
-        heavy()
+        require_sandbox()
     elif name in _STRIPPING:
         _strip(args)
     return args
@@ -83,19 +83,19 @@ def method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) ->
 def _strip(args: Arguments) -> None:
     """`strip` compares each character with all that are stripped."""
     if any(isinstance(arg, str) and len(arg) > _MAX_STRIPPED for arg in args):
-        heavy()
+        require_sandbox()
 
 
 def _format(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if _WIDE_BRACE.search(owner):
         raise TemplateError("the template formats with a width of thousands or a computed one")
-    allow(len(owner) + owner.count("{") * (measure(args) + measure(kwargs) + _MAX_COUNT))
+    check_size(len(owner) + owner.count("{") * (measure(args) + measure(kwargs) + _MAX_COUNT))
     return args
 
 
 def _replace(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        allow(len(owner) + owner.count(args[0]) * len(args[1]))
+        check_size(len(owner) + owner.count(args[0]) * len(args[1]))
     return args
 
 
@@ -103,20 +103,20 @@ def _join(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if len(args) != 1:
         return args
     items = collect(args[0])
-    allow(measure(items) + len(owner) * len(items))
+    check_size(measure(items) + len(owner) * len(items))
     return (items,)
 
 
 def _width(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     for value in (*args, *kwargs.values()):
         if isinstance(value, int):
-            allow((len(owner) + 1) * value if value > _MAX_COUNT else value)
-            allow(owner.count("\t") * value)
+            check_size((len(owner) + 1) * value if value > _MAX_COUNT else value)
+            check_size(owner.count("\t") * value)
     return args
 
 
 def _translate(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
-    allow(len(owner) * measure(args))
+    check_size(len(owner) * measure(args))
     return args
 
 
@@ -134,11 +134,11 @@ _METHODS: dict[str, Callable[[str, Arguments, Mapping[str, Any]], Arguments]] = 
 }
 
 
-def operator(symbol: str, left: Any, right: Any) -> None:
+def check_operator(symbol: str, left: Any, right: Any) -> None:
     """Checks `left <symbol> right`. Raises `TemplateError` if the result would be too large."""
-    check()
+    check_time()
     if symbol in ("**", "//", "/"):
-        heavy()
+        require_sandbox()
     if isinstance(left, int) and isinstance(right, int):
         bits, other = left.bit_length(), right.bit_length()
         size = bits * right if symbol == "**" else bits + other
@@ -147,14 +147,14 @@ def operator(symbol: str, left: Any, right: Any) -> None:
     elif symbol == "*":
         for value, count in ((left, right), (right, left)):
             if isinstance(value, str | bytes | list | tuple) and isinstance(count, int):
-                allow(measure(value) * count)
+                check_size(measure(value) * count)
     elif symbol == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
-        allow(len(left) + len(right))
+        check_size(len(left) + len(right))
     elif symbol == "%" and isinstance(left, str):
-        percent(left, right)
+        check_percent(left, right)
 
 
-def percent(text: str, values: Any) -> None:
+def check_percent(text: str, values: Any) -> None:
     """Checks `text % values`."""
     at = text.find("%")
     while at >= 0:
@@ -166,8 +166,8 @@ def percent(text: str, values: Any) -> None:
                 raise TemplateError(reason)
         # %% is a literal percent sign; other conversions were checked above.
         at = text.find("%", max(found.end() + text.startswith("%", found.end()), at + 1))
-    allow(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
-    heavy()
+    check_size(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
+    require_sandbox()
 
 
 def _after_name(text: str, at: int) -> int:
@@ -182,15 +182,15 @@ def _after_name(text: str, at: int) -> int:
     return len(text)
 
 
-def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
+def check_filter(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     """Checks a filter call, with its value first; returns the arguments to call it with.
 
     Raises:
         TemplateError: the result would be too large.
     """
-    check()
+    check_time()
     if name not in _CHEAP_FILTERS:
-        heavy()
+        require_sandbox()
     value, rest = args[0], args[1:]
     if name in _EACH:
         _each(value, (*rest, *kwargs.values()))
@@ -203,12 +203,12 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
         old, new = (*rest, *kwargs.values(), "", "")[:2]
         _replace(str(value), (str(old), str(new)), {})
     elif name == "format":
-        percent(str(value), (*rest, *kwargs.values()))
+        check_percent(str(value), (*rest, *kwargs.values()))
     elif name in ("center", "indent"):
         text = str(value)
         for width in (*rest, *kwargs.values()):
             size = len(width) if isinstance(width, str) else int(width)
-            allow(len(text) + (text.count("\n") + 1) * size)
+            check_size(len(text) + (text.count("\n") + 1) * size)
     elif name in ("batch", "slice"):
         _count(rest, kwargs)
     elif name == "sum":
@@ -227,9 +227,9 @@ def filter_call(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argume
 def _each(value: Any, rest: Arguments) -> None:
     """A string is also a sequence of characters, and may be longer than any list."""
     if isinstance(value, str) and len(value) > _MAX_LETTERS:
-        heavy()
+        require_sandbox()
     if any(isinstance(arg, str) and len(arg) > _MAX_NAME for arg in rest):
-        heavy()
+        require_sandbox()
 
 
 def _round(rest: Arguments) -> None:
@@ -242,7 +242,7 @@ def _joined(value: Any, rest: Arguments, kwargs: Mapping[str, Any]) -> Arguments
     if isinstance(value, Iterable):
         value = collect(value)
         between = str((*rest, kwargs.get("d", ""))[0])
-        allow(measure(value) + len(between) * len(value))
+        check_size(measure(value) + len(between) * len(value))
     return (value, *rest)
 
 
@@ -275,7 +275,7 @@ def to_json(
     for chunk in encoder.iterencode(value):  # indentation can make it long
         size += len(chunk)
         if size > MAX_SIZE:
-            allow(size)
+            check_size(size)
         chunks.append(chunk)
-    check()
+    check_time()
     return "".join(chunks)

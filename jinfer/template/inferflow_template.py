@@ -52,14 +52,14 @@ _SPACE_LETTERS = ("▁", "Ġ")  # how vocabularies write a leading space
 
 
 @dataclass(frozen=True)
-class Literal:
+class LiteralText:
     """Literal text of the template."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Slot:
+class Placeholder:
     """A placeholder or a marker: a value of `_SLOTS`."""
 
     name: str
@@ -79,10 +79,10 @@ class TokenName:
     name: str
 
 
-Part = Literal | Slot | TokenId | TokenName
-type _Filled = tuple[Sequence[Part], Mapping[str, str]]
+TemplatePart = LiteralText | Placeholder | TokenId | TokenName
+type _Filled = tuple[Sequence[TemplatePart], Mapping[str, str]]
 
-_TURN, _PREFIX, _ANSWER = Slot("turn"), Slot("res_prefix"), Slot("answer")
+_TURN, _PREFIX, _ANSWER = Placeholder("turn"), Placeholder("res_prefix"), Placeholder("answer")
 _ANSWERS = (_PREFIX, _ANSWER)
 
 
@@ -98,18 +98,18 @@ class PromptTemplate:
     """
 
     source: str
-    once: tuple[Part, ...]
-    parts: tuple[Part, ...]
-    past: tuple[Part, ...]
+    preamble: tuple[TemplatePart, ...]
+    parts: tuple[TemplatePart, ...]
+    past: tuple[TemplatePart, ...]
 
     @classmethod
     def parse(cls, text: str) -> PromptTemplate:
         """Parses a template. Raises `TemplateError` for unbalanced braces or a bad id."""
-        parts: list[Part] = []
+        parts: list[TemplatePart] = []
         for match in _PIECE.finditer(text):
             piece, name = match[0], match[1]
             if name is None:
-                parts.append(Literal(_literal(text, piece, match.start())))
+                parts.append(LiteralText(_literal(text, piece, match.start())))
             else:
                 parts.append(_part(text, name))
         for mark in (_TURN, *_ANSWERS):
@@ -133,7 +133,7 @@ class PromptTemplate:
     @property
     def has_system_prompt(self) -> bool:
         """Whether there is a placeholder for a system prompt."""
-        return Slot("system_prompt") in (*self.once, *self.parts)
+        return Placeholder("system_prompt") in (*self.preamble, *self.parts)
 
     def encode(
         self,
@@ -149,7 +149,7 @@ class PromptTemplate:
             TemplateError: a token that the vocabulary lacks.
         """
         values = _values(query, system_prompt, res_prefix, 1)
-        return self._encode(tokenizer, [((*self.once, *self.parts, _PREFIX), values)])
+        return self._encode(tokenizer, [((*self.preamble, *self.parts, _PREFIX), values)])
 
     def encode_chat(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], *, special: bool = False
@@ -171,7 +171,7 @@ class PromptTemplate:
         if system and not self.has_system_prompt:
             (query, answer), *rest = turns
             system, turns = "", [(f"{system}\n\n{query}", answer), *rest]
-        filled: list[_Filled] = [(self.once, _values("", system, "", 1))]
+        filled: list[_Filled] = [(self.preamble, _values("", system, "", 1))]
         for number, (query, answer) in enumerate(turns, 1):
             parts = self.past if number < len(turns) else (*self.parts, _PREFIX)
             filled.append((parts, _values(query, system if number == 1 else "", answer, number)))
@@ -185,9 +185,9 @@ class PromptTemplate:
         for parts, values in filled:
             for part in parts:
                 match part:
-                    case Literal(text):
+                    case LiteralText(text):
                         found = tokenizer.split_special(text)
-                    case Slot(name):
+                    case Placeholder(name):
                         text = values[name]
                         found = tokenizer.split_special(text) if special else [text]
                     case TokenId(id):
@@ -232,11 +232,11 @@ def _literal(source: str, piece: str, place: int) -> str:
     return piece[0] if piece in ("{{", "}}") else piece
 
 
-def _part(source: str, name: str) -> Part:
+def _part(source: str, name: str) -> TemplatePart:
     if name in _CHARACTERS:
-        return Literal(_CHARACTERS[name])
+        return LiteralText(_CHARACTERS[name])
     if name in _SLOTS:
-        return Slot(_SLOTS[name])
+        return Placeholder(_SLOTS[name])
     if name == "":
         raise _error(source, "{} has no name in it; a brace of the text is {{")
     if name.startswith("#") and len(name) > 1:
@@ -247,7 +247,9 @@ def _part(source: str, name: str) -> Part:
     return TokenName(name)
 
 
-def _cut(parts: Sequence[Part], marks: Sequence[Slot]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def _cut(
+    parts: Sequence[TemplatePart], marks: Sequence[Placeholder]
+) -> tuple[tuple[TemplatePart, ...], tuple[TemplatePart, ...]]:
     """The parts before the first of some markers, and those after it."""
     place = next((place for place, part in enumerate(parts) if part in marks), len(parts))
     return tuple(parts[:place]), tuple(parts[place + 1 :])

@@ -24,7 +24,14 @@ from jinja2.visitor import NodeTransformer
 
 from jinfer.template import growth_guards
 from jinfer.template.template_errors import TemplateError
-from jinfer.template.template_limits import MAX_BITS, allow, check, made, measure, write
+from jinfer.template.template_limits import (
+    MAX_BITS,
+    check_size,
+    check_time,
+    count_made,
+    count_written,
+    measure,
+)
 
 # Of no use in a prompt, and unbounded in their arguments.
 _REMOVED_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint", "striptags")
@@ -33,7 +40,7 @@ _REMOVED_GLOBALS = ("lipsum",)
 _VALUES = (str, bytes, bytearray, memoryview, int, float, list, tuple, dict, set, frozenset)
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """The tag `{% generation %}`, which marks assistant tokens for training: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and the type are Jinja's
@@ -54,8 +61,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=_written,
-            extensions=["jinja2.ext.loopcontrols", Generation],
+            finalize=_checked_output,
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         for name in _REMOVED_FILTERS:
             del self.filters[name]
@@ -65,7 +72,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: _guarded(name, run) for name, run in self.filters.items()}
         self.filters.update({_TICK: _tick, _SIZED: _sized, _CONCAT: _concat})
         tests: dict[str, Any] = self.tests
-        self.tests = {name: _ticking(run) for name, run in tests.items()}
+        self.tests = {name: _timed(run) for name, run in tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -77,16 +84,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return super()._compile(source, filename)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        growth_guards.operator(operator, left, right)
+        growth_guards.check_operator(operator, left, right)
         return _sized(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        check()
+        check_time()
         if isinstance(__obj, BuiltinMethodType | type):
             args = growth_guards.iterators(args)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, _VALUES):
-            args = growth_guards.method(owner, __obj.__name__, args, kwargs)
+            args = growth_guards.check_method(owner, __obj.__name__, args, kwargs)
         return _sized(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -96,7 +103,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(wrapped)
         def call(*args: Any, **kwargs: Any) -> str:
-            return wrapped(*growth_guards.method(value.__self__, "format", args, kwargs), **kwargs)
+            return wrapped(
+                *growth_guards.check_method(value.__self__, "format", args, kwargs), **kwargs
+            )
 
         return call
 
@@ -104,33 +113,33 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _sized(value: Any) -> Any:
     """Checks and counts a value's size."""
     if isinstance(value, str):
-        allow(len(value))
-        made(len(value))
+        check_size(len(value))
+        count_made(len(value))
     elif isinstance(value, list | tuple | dict | set):
-        made(measure(value))
+        count_made(measure(value))
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
     return value
 
 
 def _tick(value: Any) -> Any:
-    check()
+    check_time()
     return value
 
 
 def _concat(values: tuple[Any, ...]) -> str:
     size = measure(values)
-    made(size)
+    count_made(size)
     return "".join(map(str, values))
 
 
 @pass_context  # the context also keeps Jinja from calling it at compile time
-def _written(context: Context, value: Any) -> str:
+def _checked_output(context: Context, value: Any) -> str:
     """Checks and counts what `{{ }}` and literal text output."""
     if not isinstance(value, str):
         measure(value)
         value = str(value)
-    write(len(value))
+    count_written(len(value))
     return value
 
 
@@ -139,18 +148,18 @@ def _guarded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        checked = growth_guards.filter_call(name, args[skipped:], kwargs)
+        checked = growth_guards.check_filter(name, args[skipped:], kwargs)
         return _sized(run(*args[:skipped], *checked, **kwargs))
 
     return call
 
 
-def _ticking(run: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(run: Callable[..., Any]) -> Callable[..., Any]:
     """A test that checks the clock: filters run it on every item of a list."""
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check()
+        check_time()
         return run(*args, **kwargs)
 
     return call

@@ -28,7 +28,7 @@ _PARTS = re.compile(
 _ANSWERS = "assistant"  # whose reasoning and text beside calls templates omit on purpose
 
 
-def rendered(
+def render_complete(
     render: Render, messages: Sequence[Message], source: str, *, answered: bool = False
 ) -> tuple[Sequence[Message], str]:
     """The messages in the form that a template reads, and the rendered prompt.
@@ -109,7 +109,7 @@ def _left_out(render: Render, messages: Sequence[Message], text: str) -> list[in
     if not asked:
         return []
     others = [
-        {**message, "content": _saying(message.get("content"), asked[number])}
+        {**message, "content": _with_text(message.get("content"), asked[number])}
         if number in asked
         else message
         for number, message in enumerate(messages)
@@ -131,7 +131,7 @@ def _texts(content: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str) and text.strip()]
 
 
-def _saying(content: Any, words: str) -> Any:
+def _with_text(content: Any, words: str) -> Any:
     """The content in the same form with another text."""
     if isinstance(content, str):
         return words

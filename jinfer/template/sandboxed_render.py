@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinfer.guard.sandboxed_process import Child, ChildError
+from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.template.render import compile_source, render
 from jinfer.template.template_errors import TemplateError
 from jinfer.template.template_limits import MAX_SIZE
@@ -20,15 +20,15 @@ _COMPILE_SECONDS = 4.0
 _CHARACTERS_PER_SECOND = 50_000  # or more
 
 _compiled = lru_cache(maxsize=8)(compile_source)
-_child = Child(__name__, memory=_MEMORY, answer_bytes=12 * MAX_SIZE)
+_child = SandboxedProcess(__name__, memory=_MEMORY, answer_bytes=12 * MAX_SIZE)
 
 
-def compile_there(source: str) -> None:
+def compile_in_sandbox(source: str) -> None:
     """Checks that a template compiles. Raises `TemplateError`."""
     _ask({"source": source}, _COMPILE_SECONDS, "to be compiled")
 
 
-def render_there(source: str, names: Mapping[str, Any], seconds: float) -> str:
+def render_in_sandbox(source: str, names: Mapping[str, Any], seconds: float) -> str:
     """As `render.render`. Values are restricted to JSON's types. Raises `TemplateError`."""
     question = {"source": source, "names": names, "seconds": seconds}
     # A new process has to compile the template first.
@@ -43,7 +43,7 @@ def _ask(question: Mapping[str, Any], seconds: float, what: str) -> Any:
         raise TemplateError("chat template: the messages are nested too deeply") from None
     try:
         said = _child.ask(plain, seconds)
-    except ChildError as error:
+    except SandboxError as error:
         raise TemplateError(f"chat template: {error}, {what}") from None
     if "refused" in said:
         raise TemplateError(said["refused"])

@@ -1,10 +1,10 @@
 """Template errors."""
 
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 
 
 class TemplateError(ValueError):
     """A template that cannot be parsed, rejects its input, or exceeds the limits."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text))
+        super().__init__(sanitized(text))

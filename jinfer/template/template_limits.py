@@ -26,7 +26,7 @@ MAX_BITS = 4096  # of an integer
 MAX_MADE = 1 << 26  # characters of all values made outside the sandbox process
 
 
-class Heavy(BaseException):
+class NeedsSandbox(BaseException):
     """A step that only the sandbox process may do; no `except Exception` catches it."""
 
 
@@ -56,37 +56,37 @@ def limited(seconds: float, *, confined: bool = False) -> Iterator[None]:
         _budget.reset(token)
 
 
-def heavy() -> None:
+def require_sandbox() -> None:
     """Announces a step of unknown cost. Raises `NeedsSandbox` outside the sandbox process."""
     if not _budget.get().confined:
-        raise Heavy
+        raise NeedsSandbox
 
 
-def made(size: int) -> None:
+def count_made(size: int) -> None:
     """Counts the size of a new value. Raises `NeedsSandbox` if the total is too large."""
     budget = _budget.get()
     budget.made += size
     if budget.made > MAX_MADE and not budget.confined:
-        raise Heavy
+        raise NeedsSandbox
 
 
-def check() -> None:
+def check_time() -> None:
     """Raises `TemplateError` if the time is up."""
     budget = _budget.get()
     if time.thread_time() > budget.deadline:
         raise TemplateError(f"the template ran for more than {budget.seconds:g} s")
 
 
-def write(count: int) -> None:
+def count_written(count: int) -> None:
     """Counts characters written, also into variables. Raises `TemplateError` above the limit."""
-    check()
+    check_time()
     budget = _budget.get()
     budget.written += count
     if budget.written > MAX_SIZE:
         raise TemplateError(f"the template wrote more than {MAX_SIZE} characters")
 
 
-def allow(size: int) -> None:
+def check_size(size: int) -> None:
     """Raises `TemplateError` if a value of that many characters is too large."""
     if size > MAX_SIZE:
         raise TemplateError(f"the template made a value of more than {MAX_SIZE} characters")
@@ -114,11 +114,11 @@ def measure(value: Any) -> int:
             stack += item.values()
         elif isinstance(item, list | tuple | Set | range):
             size += ITEM_SIZE * len(item)
-            allow(size)
+            check_size(size)
             if not isinstance(item, range):
                 stack += item
         size += 1
-        allow(size)
+        check_size(size)
     return size
 
 
@@ -128,6 +128,6 @@ def collect(items: Iterable[Any]) -> list[Any]:
     size = 0
     for item in items:
         size += ITEM_SIZE + measure(item)
-        allow(size)
+        check_size(size)
         result.append(item)
     return result

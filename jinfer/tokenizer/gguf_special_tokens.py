@@ -38,7 +38,7 @@ ENDS = (
     "<eos>",
 )
 # Fill-in-the-middle (FIM) tokens, by the key that may name them instead.
-_FILLING = {
+_FIM = {
     "fim_pre": (
         *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>"),
         *("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
@@ -56,8 +56,8 @@ _FILLING = {
     "fim_sep": ("<|file_sep|>",),
 }
 _OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
-_FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # padding and file separators also end an answer
-END_KEYS = ("eos", "eot", "eom", *_FILLING_ENDS)  # of `tokenizer.ggml.<key>_token_id`
+_FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # padding and file separators also end an answer
+END_KEYS = ("eos", "eot", "eom", *_FIM_ENDS)  # of `tokenizer.ggml.<key>_token_id`
 # An HTML tag: Qwen's vocabularies have it as ordinary text, as the token's type can say.
 _ALSO_TEXT = frozenset({"</s>"})
 _KEY = "tokenizer.ggml."
@@ -73,7 +73,7 @@ def control_ids(
 
     Also ordinary tokens that a key names, if they look like one: templates write them.
     """
-    groups = [names for key, names in _FILLING.items() if not _has(metadata, key)]
+    groups = [names for key, names in _FIM.items() if not _has(metadata, key)]
     wanted = frozenset(name for names in (ENDS, *groups) for name in names)
     for id, name in enumerate(tokens):
         if name in wanted and (name not in _ALSO_TEXT or types[id] != PieceType.NORMAL):
@@ -88,18 +88,18 @@ def control_ids(
 
 def end_names(metadata: Mapping[str, Any], control: Collection[str]) -> list[str]:
     """The names of control tokens that end a text."""
-    groups = [_FILLING[key] for key in _FILLING_ENDS if not _has(metadata, key)]
+    groups = [_FIM[key] for key in _FIM_ENDS if not _has(metadata, key)]
     return [name for names in (ENDS, *groups) for name in names if name in control]
 
 
-def goes_on(control: Collection[str]) -> str | None:
+def message_end_name(control: Collection[str]) -> str | None:
     """The token that ends a message but not the answer, in the formats of gpt-oss and Solar."""
     calls = "<|call|>" in control or "<|calls|>" in control
     harmony = calls and ("<|return|>" in control or "<|flush|>" in control)
     return "<|end|>" if harmony else None
 
 
-def stripping(
+def stripping_names(
     metadata: Mapping[str, Any], special: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
     """The special tokens that strip white space before them, and those that strip it after them.

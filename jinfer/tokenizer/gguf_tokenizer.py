@@ -20,15 +20,15 @@ from jinfer.tokenizer.gguf_special_tokens import (
     END_KEYS,
     control_ids,
     end_names,
-    goes_on,
-    stripping,
+    message_end_name,
+    stripping_names,
 )
 from jinfer.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer, frame_like_bert, word_piece
 from jinfer.tokenizer.piece_bytes import SPACE_MARK
 from jinfer.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, splitter
 from jinfer.tokenizer.sentencepiece_model import PieceType, SentencePieceModel, build
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, Tokenizer, TokenizerError
-from jinfer.tokenizer.tokenizer_config import MAX_TOKENS, shown
+from jinfer.tokenizer.tokenizer_config import MAX_TOKENS, format_value
 
 _KEY = "tokenizer.ggml."
 _NONE = ("none", "no_vocab")
@@ -60,7 +60,8 @@ def from_gguf(metadata: Mapping[str, Any], source: Path) -> Tokenizer | None:
         case "bert":
             return _word_pieces(vocabulary)
     raise TokenizerError(
-        f"{source}: {_KEY}model is {shown(kind)}, which is not known; known: {', '.join(_KNOWN)}"
+        f"{source}: {_KEY}model is {format_value(kind)}, which is not known; "
+        f"known: {', '.join(_KNOWN)}"
     )
 
 
@@ -114,7 +115,7 @@ class _Vocabulary:
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(_KEY + key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be a bool, not {shown(value)}")
+            raise self.error(key, f"must be a bool, not {format_value(value)}")
         return value
 
     def id(self, *names: str) -> int | None:
@@ -125,7 +126,8 @@ class _Vocabulary:
                 continue
             if type(value) is not int or not 0 <= value < len(self.tokens):
                 raise self.error(
-                    f"{name}_token_id", f"is {shown(value)}, not an id below {len(self.tokens)}"
+                    f"{name}_token_id",
+                    f"is {format_value(value)}, not an id below {len(self.tokens)}",
                 )
             return value
         return None
@@ -139,7 +141,7 @@ class _Vocabulary:
         control = self.of_type(PieceType.CONTROL)
         ids = [self.id(key) for key in END_KEYS]
         ids += [control[name] for name in end_names(self.metadata, control)]
-        goes_on_after = control.get(goes_on(control) or "")
+        goes_on_after = control.get(message_end_name(control) or "")
         return tuple(dict.fromkeys(id for id in ids if id not in (None, goes_on_after)))
 
     def special(
@@ -147,7 +149,7 @@ class _Vocabulary:
     ) -> SpecialTokens:
         control = self.of_type(PieceType.CONTROL)
         parsed = self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN)
-        lstrip, rstrip = stripping(self.metadata, {*control, *parsed})
+        lstrip, rstrip = stripping_names(self.metadata, {*control, *parsed})
         return SpecialTokens(
             bos=self.id("bos"),
             eos=self.ends(),
@@ -222,7 +224,9 @@ def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
     rule = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if rule is None:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise vocabulary.error("pre", f"is {shown(name)}, which is not known; known: {known}")
+        raise vocabulary.error(
+            "pre", f"is {format_value(name)}, which is not known; known: {known}"
+        )
     return rule
 
 

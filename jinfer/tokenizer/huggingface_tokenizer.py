@@ -40,7 +40,7 @@ from jinfer.tokenizer.tokenizer_json_checks import check_merges, check_pipeline
 
 _log = logging.getLogger("jinfer")
 _LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
-_LONG = 1 << 14  # characters from which a text is encoded without holding the GIL
+_LONG_TEXT = 1 << 14  # characters from which a text is encoded without holding the GIL
 _PROBE = "a"  # a text that no normalizer removes
 _MAX_FRAME = 64  # of special tokens around a text
 
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend = backend
         self._path = path
         self._literal: tokenizers.Tokenizer | None = None
-        self._marked: _Marked | None = None
+        self._marked: _MarkedBackend | None = None
         self._lock = threading.Lock()
 
     def token(self, id: int) -> str:
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _run(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         with library_errors(self._path, "cannot encode this text"):
-            if len(text) < _LONG:
+            if len(text) < _LONG_TEXT:
                 ids: list[int] = backend.encode(text, add_special_tokens=False).ids
             else:  # releases the GIL, which `encode` does not
                 ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -122,7 +122,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return self.encode_parts(list(pieces))
         return [marked.ids.get(id, id) for id in ids]
 
-    def _marked_backend(self) -> _Marked:
+    def _marked_backend(self) -> _MarkedBackend:
         with self._lock, library_errors(self._path, "cannot be copied"):
             if self._marked is None:
                 self._marked = _with_marks(self.backend)
@@ -143,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 @dataclass(frozen=True)
-class _Marked:
+class _MarkedBackend:
     """A backend whose special tokens have names that begin with `MARK`.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Marked:
     ids: Mapping[int, int]
 
 
-def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
+def _with_marks(backend: tokenizers.Tokenizer) -> _MarkedBackend:
     described = json.loads(backend.to_str())
     described["post_processor"] = None  # it may refer to the tokens by name
     original: dict[str, int] = {}
@@ -165,7 +165,7 @@ def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
             token.update(content=name, normalized=False)
     marked = tokenizers.Tokenizer.from_str(json.dumps(described))
     ids = {id: marked.token_to_id(name) for name, id in original.items()}
-    return _Marked(marked, {new: id for id, new in ids.items() if new is not None})
+    return _MarkedBackend(marked, {new: id for id, new in ids.items() if new is not None})
 
 
 def _pieces(part: int | str) -> list[int | str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.safe_files import is_there
+from jinfer.guard.safe_files import path_exists
 from jinfer.tokenizer.gguf_tokenizer import from_gguf
 from jinfer.tokenizer.huggingface_tokenizer import (
     load_tokenizer_json,
@@ -14,8 +14,8 @@ from jinfer.tokenizer.huggingface_tokenizer import (
     load_vocab_txt,
 )
 from jinfer.tokenizer.llama2c_tokenizer import load_llama2c
-from jinfer.tokenizer.sandboxed_check import vet
-from jinfer.tokenizer.tokenizer_base import Tokenizer, library_errors, named
+from jinfer.tokenizer.sandboxed_check import check_in_sandbox
+from jinfer.tokenizer.tokenizer_base import Tokenizer, library_errors, with_path
 from jinfer.tokenizer.tokenizer_config import read_config, read_file
 from jinfer.tokenizer.tokenizer_json_checks import is_usual
 
@@ -54,37 +54,37 @@ def load_tokenizer(
         TokenizerError: an unusable file, with its name and the reason.
     """
     if trust is False or (trust is None and metadata is None and not _is_usual(path)):
-        vet(path, metadata, vocab_size)
-    with named(path), library_errors(path, "its tokenizer cannot be used"):
+        check_in_sandbox(path, metadata, vocab_size)
+    with with_path(path), library_errors(path, "its tokenizer cannot be used"):
         if metadata is not None:
             return from_gguf(metadata, path)
         folder = path if path.is_dir() else path.parent
         if path.suffix == ".bin" and path.is_file() and vocab_size is not None:
             file = folder / "tokenizer.bin"
-            return load_llama2c(file, vocab_size) if is_there(file) else None
+            return load_llama2c(file, vocab_size) if path_exists(file) else None
         return _load_folder(folder, vocab_size)
 
 
 def _is_usual(path: Path) -> bool:
     """Whether a tokenizer.json, if any, needs no check in the sandbox."""
     file = (path if path.is_dir() else path.parent) / "tokenizer.json"
-    return not is_there(file) or is_usual(read_file(file))
+    return not path_exists(file) or is_usual(read_file(file))
 
 
 def _load_folder(folder: Path, vocab_size: int | None) -> Tokenizer | None:
     config = read_config(folder)
-    if is_there(folder / "tokenizer.json"):
+    if path_exists(folder / "tokenizer.json"):
         return load_tokenizer_json(folder / "tokenizer.json", config)
     for name in _SENTENCEPIECE:
-        if is_there(folder / name):
+        if path_exists(folder / name):
             # Imported here, because others do not need the library.
             from jinfer.tokenizer.sentencepiece_kinds import load_sentencepiece
 
             return load_sentencepiece(folder / name, config)
-    if is_there(folder / "vocab.json") and is_there(folder / "merges.txt"):
+    if path_exists(folder / "vocab.json") and path_exists(folder / "merges.txt"):
         return load_vocab_merges(folder, config)
-    if is_there(folder / "vocab.txt"):
+    if path_exists(folder / "vocab.txt"):
         return load_vocab_txt(folder / "vocab.txt", config)
-    if is_there(folder / "tokenizer.bin"):
+    if path_exists(folder / "tokenizer.bin"):
         return load_llama2c(folder / "tokenizer.bin", vocab_size)
     return None

@@ -19,7 +19,7 @@ _ENGLISH_SPACING = ((" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve
 
 
 @dataclass(frozen=True)
-class Surface:
+class PieceBytes:
     """How a vocabulary represents text.
 
     Attributes:
@@ -58,7 +58,7 @@ def byte_alphabet() -> dict[str, int]:
     return letters
 
 
-def byte_level() -> Surface:
+def byte_level() -> PieceBytes:
     """Byte-level BPE. A name with other characters is an added token: plain text."""
     letters = byte_alphabet()
 
@@ -68,10 +68,10 @@ def byte_level() -> Surface:
         except KeyError:
             return plain(name)
 
-    return Surface(to_bytes, added_as_text=True)
+    return PieceBytes(to_bytes, added_as_text=True)
 
 
-def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:
+def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> PieceBytes:
     """SentencePiece: a mark for a space, and `<0xHH>` for a byte that no other piece covers."""
 
     def to_bytes(name: str) -> bytes:
@@ -80,10 +80,10 @@ def marked_spaces(strip_space: bool = True, mark: str = SPACE_MARK) -> Surface:
             return bytes([int(byte[1], 16)])
         return plain(name.replace(mark, " "))
 
-    return Surface(to_bytes, strip_space)
+    return PieceBytes(to_bytes, strip_space)
 
 
-def word_pieces(prefix: str = "##", cleanup: bool = True) -> Surface:
+def word_pieces(prefix: str = "##", cleanup: bool = True) -> PieceBytes:
     """WordPiece: `##` continues a word, any other piece starts one.
 
     With `cleanup`, spaces before English punctuation and contractions are removed piece by piece,
@@ -99,15 +99,15 @@ def word_pieces(prefix: str = "##", cleanup: bool = True) -> Surface:
                 text = text.replace(spaced, joined)
         return plain(text)
 
-    return Surface(to_bytes, strip_space=True)
+    return PieceBytes(to_bytes, strip_space=True)
 
 
-def spaced_words() -> Surface:
+def spaced_words() -> PieceBytes:
     """Whole words: a tokenizer without a decoder joins tokens with spaces."""
-    return Surface(lambda name: plain(" " + name), strip_space=True)
+    return PieceBytes(lambda name: plain(" " + name), strip_space=True)
 
 
-def from_decoder(decoder: Mapping[str, Any] | None) -> Surface:
+def from_decoder(decoder: Mapping[str, Any] | None) -> PieceBytes:
     """From the `decoder` of a tokenizer.json.
 
     Raises:

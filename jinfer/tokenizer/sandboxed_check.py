@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinfer.guard.sandboxed_process import Child, ChildError
+from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.tokenizer.tokenizer_base import TokenizerError
 
 _MEMORY = 512 << 20  # bytes, plus this for each byte of the files:
@@ -21,7 +21,9 @@ _SECONDS, _SECONDS_PER_BYTE = 3.0, 1e-6
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.bin")
 
 
-def vet(path: Path, metadata: Mapping[str, Any] | None, vocab_size: int | None) -> None:
+def check_in_sandbox(
+    path: Path, metadata: Mapping[str, Any] | None, vocab_size: int | None
+) -> None:
     """Raises `TokenizerError` unless the tokenizer can be loaded and used within limits.
 
     Args:
@@ -33,10 +35,10 @@ def vet(path: Path, metadata: Mapping[str, Any] | None, vocab_size: int | None) 
         size = 16 * sum(len(value) for value in told.values() if isinstance(value, list))
     else:
         size = sum(_size(file) for file in _files(path))
-    child = Child(_CHILD, memory=_MEMORY + _MEMORY_PER_BYTE * size, answer_bytes=1 << 16)
+    child = SandboxedProcess(_CHILD, memory=_MEMORY + _MEMORY_PER_BYTE * size, answer_bytes=1 << 16)
     try:
         said = child.ask([str(path), told, vocab_size], _SECONDS + _SECONDS_PER_BYTE * size)
-    except ChildError as error:
+    except SandboxError as error:
         raise TokenizerError(f"{path}: its tokenizer {error}; it is not used") from None
     except (TypeError, ValueError) as error:
         raise TokenizerError(f"{path}: its tokenizer is not readable: {error}"[:300]) from None

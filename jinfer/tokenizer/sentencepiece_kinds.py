@@ -13,7 +13,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from jinfer.guard.safe_files import is_there
+from jinfer.guard.safe_files import path_exists
 from jinfer.tokenizer.language_tokens import M2M100_LANGUAGES, languages
 from jinfer.tokenizer.sentencepiece_model import load, without_dummy_prefix
 from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
@@ -27,7 +27,7 @@ from jinfer.tokenizer.tokenizer_config import (
 
 _CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _CHATGLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-_MOST_GAPS = 100_000  # unused ids
+_MAX_GAPS = 100_000  # unused ids
 _FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")
 
 
@@ -95,8 +95,8 @@ def _layout(
 ) -> _Layout:
     kind = config.kind
     vocabulary = file.with_name("vocab.json")
-    if is_there(vocabulary):
-        return _looked_up(vocabulary, pieces, config)
+    if path_exists(vocabulary):
+        return _m2m100_or_marian(vocabulary, pieces, config)
     if kind.startswith(("XLMRoberta", "MBart", "Nllb")):
         return _fairseq(pieces, config)
     if kind.startswith("ChatGLM"):
@@ -148,11 +148,11 @@ def _fairseq(pieces: list[str], config: TokenizerConfig) -> _Layout:
     return _Layout(names, to_token, (language,), ("</s>",), control)
 
 
-def _looked_up(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layout:
+def _m2m100_or_marian(file: Path, pieces: list[str], config: TokenizerConfig) -> _Layout:
     """M2M100 and Marian: ids of pieces from vocab.json; M2M100's languages come after."""
     vocabulary = read_vocabulary(file)
     names = [""] * (max(vocabulary.values(), default=-1) + 1)
-    if len(names) > len(vocabulary) + _MOST_GAPS:
+    if len(names) > len(vocabulary) + _MAX_GAPS:
         raise TokenizerError(
             f"{file}: has an id of {len(names) - 1} among {len(vocabulary)} tokens"
         )
@@ -178,7 +178,7 @@ def _with_added(layout: _Layout, config: TokenizerConfig) -> _Layout:
     """The layout with the configuration's added tokens at their ids."""
     names, control = list(layout.names), set(layout.control)
     for token in config.added:
-        if token.id is not None and token.id >= len(names) + _MOST_GAPS:
+        if token.id is not None and token.id >= len(names) + _MAX_GAPS:
             raise TokenizerError(f"{config.path}: token {token.content!r} has id {token.id}")
         if token.id is not None and token.content:
             names += [""] * (token.id + 1 - len(names))

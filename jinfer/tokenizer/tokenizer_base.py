@@ -13,10 +13,10 @@ from pathlib import Path
 from jinfer.guard import sanitize
 from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
-from jinfer.tokenizer.piece_bytes import Surface
+from jinfer.tokenizer.piece_bytes import PieceBytes
 
 # Special tokens that are searched for in a text; speech models have one for each of 65,536 sounds.
-MAX_FOUND = 100_000
+MAX_PARSED = 100_000
 # Private-use characters in an unpredictable order, so that no untrusted text contains them.
 MARK = "".join(map(chr, random.SystemRandom().choices(range(0xE000, 0xF900), k=8)))
 
@@ -26,7 +26,7 @@ class TokenizerError(ValueError):
 
     def __init__(self, text: str) -> None:
         """Truncates a text of more than 1000 characters, as it may contain tokens of the file."""
-        super().__init__(sanitize.shown(text, 1000))
+        super().__init__(sanitize.sanitized(text, 1000))
 
 
 def one_line(error: BaseException) -> str:
@@ -53,7 +53,7 @@ def library_errors(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def with_path(path: Path) -> Iterator[None]:
     """Prefixes a `TokenizerError` with the path, unless it names a file of its folder."""
     try:
         yield
@@ -116,7 +116,7 @@ class Tokenizer(ABC):
         bos_id, eos_ids, pad_id, unk_id, mask_id: ids from `special`.
     """
 
-    def __init__(self, vocab_size: int, special: SpecialTokens, surface: Surface) -> None:
+    def __init__(self, vocab_size: int, special: SpecialTokens, surface: PieceBytes) -> None:
         self.vocab_size = vocab_size
         self.special = special
         self.bos_id = special.bos
@@ -129,8 +129,8 @@ class Tokenizer(ABC):
         self._bytes: dict[int, bytes] = {}
         self._control_ids = frozenset(special.control.values())
         found = {**special.parsed, **special.control}
-        if len(found) > MAX_FOUND:
-            reason = f"has {len(found)} special tokens; at most {MAX_FOUND} are looked for"
+        if len(found) > MAX_PARSED:
+            reason = f"has {len(found)} special tokens; at most {MAX_PARSED} are looked for"
             raise TokenizerError(f"the vocabulary {reason}")
         # Control tokens that may be words, such as ChatGLM's "sop", are never parsed in a text.
         words = {name for name, id in found.items() if name in special.control or id == special.unk}

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.guard.download_check import read_downloaded
-from jinfer.guard.safe_files import FileRefused, is_there
+from jinfer.guard.safe_files import FileRefusedError, path_exists
 from jinfer.tokenizer.tokenizer_base import SpecialTokens, TokenizerError, one_line
 
 MAX_TOKENS = 10_000_000  # upper bound of token ids
 MAX_BYTES = 256 << 20  # of a tokenizer's file
 MAX_JSON_BYTES = 64 << 20
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 _USUAL_NAMES = {  # defaults if no configuration names the token
     "unk_token": ("<unk>", "[UNK]"),
@@ -27,11 +35,11 @@ _USUAL_NAMES = {  # defaults if no configuration names the token
 }
 
 
-def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+def read_file(path: Path, limit: int = MAX_BYTES) -> bytes:
     """Reads a file of at most `limit` bytes. Raises `TokenizerError`."""
     try:
-        return read_downloaded(path, most)
-    except FileRefused as error:
+        return read_downloaded(path, limit)
+    except FileRefusedError as error:
         raise TokenizerError(f"{path}: {error}") from None
 
 
@@ -55,7 +63,7 @@ def read_json(path: Path) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing. Raises `TokenizerError`."""
-    if not is_there(path):
+    if not path_exists(path):
         return {}
     value = read_json(path)
     if not isinstance(value, dict):
@@ -69,13 +77,13 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     for token, id in vocabulary.items():
         if type(id) is not int or not 0 <= id < MAX_TOKENS:
             raise TokenizerError(
-                f"{path}: token {token[:50]!r} must have an id, not {shown(id)}; "
+                f"{path}: token {token[:50]!r} must have an id, not {format_value(id)}; "
                 f"ids are whole numbers below {MAX_TOKENS}"
             )
     return vocabulary
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value from a file, formatted for an error."""
     try:
         return repr(value)[:200]
@@ -125,14 +133,16 @@ class TokenizerConfig:
         if isinstance(value, Mapping):
             value = value.get("content")
         if value is not None and not isinstance(value, str):
-            raise TokenizerError(f"{self.path}: {key} must be a string, not {shown(value)}")
+            raise TokenizerError(f"{self.path}: {key} must be a string, not {format_value(value)}")
         return value
 
     def flag(self, key: str) -> bool | None:
         """True, false, or None if it is missing or null. Raises `TokenizerError`."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise TokenizerError(f"{self.path}: {key} must be true or false, not {shown(value)}")
+            raise TokenizerError(
+                f"{self.path}: {key} must be true or false, not {format_value(value)}"
+            )
         return value
 
     def number(self, key: str, default: int) -> int:
@@ -140,7 +150,7 @@ class TokenizerConfig:
         value = self.values.get(key, default)
         if type(value) is not int or not 0 <= value <= 10_000:
             raise TokenizerError(
-                f"{self.path}: {key} must be a whole number up to 10000, not {shown(value)}"
+                f"{self.path}: {key} must be a whole number up to 10000, not {format_value(value)}"
             )
         return value
 
@@ -174,12 +184,12 @@ def _list(config: TokenizerConfig, key: str) -> list[Any]:
     if isinstance(value, Mapping):  # transformers 5 writes an object of extra special tokens
         value = list(value.values())
     if not isinstance(value, list):
-        raise TokenizerError(f"{config.path}: {key} must be a list, not {shown(value)}")
+        raise TokenizerError(f"{config.path}: {key} must be a list, not {format_value(value)}")
     return value
 
 
 def _named(config: TokenizerConfig) -> Iterator[AddedToken]:
-    for key in NAMED:
+    for key in NAMED_TOKENS:
         if config.values.get(key) is not None:
             yield _added(config.path, config.values[key])
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -202,7 +212,7 @@ def _added(path: Path, entry: Any, id: int | None = None, special: bool = True) 
         return AddedToken(entry, id, special)
     if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
         raise TokenizerError(
-            f"{path}: a token must be a string or have a content, not {shown(entry)}"
+            f"{path}: a token must be a string or have a content, not {format_value(entry)}"
         )
     flags = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word")}
     return AddedToken(entry["content"], id, bool(entry.get("special", special)), **flags)
@@ -258,7 +268,7 @@ def _id(config: TokenizerConfig, key: str) -> int | None:
     value = config.generation.get(key)
     if value is not None and not _is_id(value):
         where = config.path.with_name("generation_config.json")
-        raise TokenizerError(f"{where}: {key} must be an id, not {shown(value)}")
+        raise TokenizerError(f"{where}: {key} must be an id, not {format_value(value)}")
     return value
 
 
@@ -270,6 +280,6 @@ def _ids(config: TokenizerConfig, values: Mapping[str, Any], file: str) -> Itera
         if not _is_id(id):
             where = config.path.with_name(file)
             raise TokenizerError(
-                f"{where}: eos_token_id must be an id or a list of ids, not {shown(id)}"
+                f"{where}: eos_token_id must be an id or a list of ids, not {format_value(id)}"
             )
         yield id

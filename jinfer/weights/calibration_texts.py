@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
-from jinfer.nn.abstract_model import AbstractModel, build
-from jinfer.nn.forward_context import Step
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
+from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention import kv_cache
 from jinfer.progress import task
 from jinfer.quant import parse_format
@@ -57,7 +57,7 @@ def generated_texts(
         context: tokens that a text may have.
         tokens: of all texts together.
     """
-    model = build(plan.spec, "float32")
+    model = build_abstract_model(plan.spec, "float32")
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
     # Activations in 8 bits, whatever the model will have: that is fastest.
@@ -113,13 +113,13 @@ def _write(
     each = -(-length // kv_cache.BLOCK)
     table = jnp.arange(count * each, dtype=jnp.int32).reshape(count, each)
     tables = {shape.group: table for shape in model.caches.values()}
-    cache = kv_cache.empty(model.caches, count * each, jnp.float16)
+    cache = kv_cache.zero_cache(model.caches, count * each, jnp.float16)
     rows, none = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
     key = jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=1)
     def one_more(leaves: Any, cache: Any, tokens: Array, place: Array) -> tuple[Array, Any]:
-        step = Step.flat(rows, jnp.full(count, place), none, tables, none)
+        step = ForwardBatch.flat(rows, jnp.full(count, place), none, tables, none)
         out, cache = model.module(leaves).decode(tokens, step, cache, "logits")
         if model.never:
             out = out.at[:, jnp.array(model.never, jnp.int32)].set(-jnp.inf)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs
-from jinfer.quant.quantized_tensor import empty
+from jinfer.quant.calibration_stats import InputStats
+from jinfer.quant.quantized_tensor import empty_tensor
 from jinfer.weights.row_reader import PIECE as _PIECE
 from jinfer.weights.row_reader import row_reader
 from jinfer.weights.storage_plan import Storage
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 # Called with each chunk, the values that it was quantized from, and its inputs, if they are known.
 type Watch = Callable[
-    [QuantizedTensor | OutlierTensor, Float[np.ndarray, "*stack outputs inputs"], Inputs | None],
+    [
+        QuantizedTensor | OutlierTensor,
+        Float[np.ndarray, "*stack outputs inputs"],
+        InputStats | None,
+    ],
     None,
 ]
 
@@ -32,7 +36,7 @@ def quantize_in_chunks(
     shapes: Shapes,
     storage: Storage,
     change: Callable[[np.ndarray], np.ndarray],
-    inputs: Inputs | None = None,
+    inputs: InputStats | None = None,
     watch: Watch | None = None,
 ) -> QuantizedTensor | None:
     """A parameter as `Storage.quantize` gives it, with a few MB of memory beyond the result.
@@ -51,7 +55,7 @@ def quantize_in_chunks(
     """
     if storage.outliers or storage.method == "feedback" or not origin.is_rows(shapes):
         return None
-    whole = empty(shapes[origin.parameter], storage.format, storage.columns)
+    whole = empty_tensor(shapes[origin.parameter], storage.format, storage.columns)
     result = replace(whole, activations=storage.activations)
     height = max(1, _PIECE // (result.rows * result.padded_inputs)) * result.rows
     numbers = origin.rows(shapes)
@@ -75,8 +79,8 @@ def quantize_in_chunks(
     return result
 
 
-def of_matrix(inputs: Inputs | None, index: tuple[int, ...]) -> Inputs | None:
+def of_matrix(inputs: InputStats | None, index: tuple[int, ...]) -> InputStats | None:
     """What one matrix of a stack was multiplied with."""
     if inputs is None or not inputs.rows.ndim:
         return inputs
-    return Inputs(inputs.mean[index], inputs.rows[index])
+    return InputStats(inputs.mean[index], inputs.rows[index])

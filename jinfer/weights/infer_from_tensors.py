@@ -13,7 +13,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.blocks import Block, Head, LearnedPositions, SinusoidalPositions
+from jinfer.modelspec.blocks import Block, HeadSpec, LearnedPositionsSpec, SinusoidalPositionsSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.tensor_names import TensorMap
@@ -57,7 +57,7 @@ def missing_heads(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
     if spec.follows is not None:
         return []
     stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
-    heads = (n for n, block in spec.shared if isinstance(block, Head) and not block.tied)
+    heads = (n for n, block in spec.shared if isinstance(block, HeadSpec) and not block.tied)
     return [name for name in heads if stored.find(f"{name}.weight") is None]
 
 
@@ -100,10 +100,10 @@ class _Stored:
 
 
 def _settled(block: Block, parameter: str, stored: _Stored, spec: ModelSpec) -> Block:
-    if isinstance(block, Head) and block.tied:
+    if isinstance(block, HeadSpec) and block.tied:
         own = stored.find(parameter)
         return block if own is None else replace(block, tied=_is_copy(own, stored))
-    if isinstance(block, SinusoidalPositions):
+    if isinstance(block, SinusoidalPositionsSpec):
         own = stored.find(parameter)
         if own is not None and (stored.is_converted or not _are_sinusoids(own, block)):
             return _learned(own, block, spec)
@@ -116,18 +116,20 @@ def _is_copy(head: Tensor, stored: _Stored) -> bool:
     return embed is not None and (head is embed or same_values(head, embed))
 
 
-def _learned(table: Tensor, block: SinusoidalPositions, spec: ModelSpec) -> LearnedPositions:
+def _learned(
+    table: Tensor, block: SinusoidalPositionsSpec, spec: ModelSpec
+) -> LearnedPositionsSpec:
     """The positions that a table has."""
     size = (table.shape or (0,))[0] - block.offset
     if spec.dims.get("context", 1) > size:
         reason = f"is {spec.dims.get('context', 1)}, but {table.name} has {size} positions"
         raise SpecError(spec.path, "dims.context", f"{reason}; set it to that")
-    return LearnedPositions(
+    return LearnedPositionsSpec(
         kind="learned_positions", size=size, width=block.width, offset=block.offset
     )
 
 
-def _are_sinusoids(table: Tensor, block: SinusoidalPositions) -> bool:
+def _are_sinusoids(table: Tensor, block: SinusoidalPositionsSpec) -> bool:
     """Whether a stored table says no more than the formula, but for rounding.
 
     Rows before `offset` are of no position.

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.forward_context import Step
+from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.transformer import Model
 from jinfer.ops.attention import kv_cache
 
@@ -61,7 +61,7 @@ class LayerwiseForward:
             for name, shape in self._model.caches.items()
             if name.startswith(prefix)
         }
-        cache = kv_cache.empty(shapes, texts * -(-tokens // kv_cache.BLOCK), jnp.float32)
+        cache = kv_cache.zero_cache(shapes, texts * -(-tokens // kv_cache.BLOCK), jnp.float32)
         flat = x.reshape(*rows.shape, -1)
         out, _ = stack.run_layer(number, flat, rows, step, cache, module.shared)
         return out.reshape(x.shape)
@@ -89,7 +89,7 @@ class LayerwiseForward:
         flat = x.reshape(*rows.shape, -1)
         return module.stacks[self._stack].results(flat, step, module.shared)["hidden"]
 
-    def _step(self, ids: Any) -> tuple[Array, Step]:
+    def _step(self, ids: Any) -> tuple[Array, ForwardBatch]:
         """The tokens as the stack takes them, and their batch: an encoder takes texts, a decoder a
         flat batch.
         """
@@ -97,11 +97,11 @@ class LayerwiseForward:
         lengths = jnp.full(texts, tokens, jnp.int32)
         rows = jnp.asarray(ids)
         if self._stack == "encoder":
-            return rows, Step.of_texts(rows, lengths)
+            return rows, ForwardBatch.of_texts(rows, lengths)
         each = -(-tokens // kv_cache.BLOCK)
         table = jnp.arange(texts * each, dtype=jnp.int32).reshape(texts, each)
         groups = {shape.group for shape in self._model.caches.values()}
-        step = Step.flat(
+        step = ForwardBatch.flat(
             jnp.repeat(jnp.arange(texts, dtype=jnp.int32), tokens),
             jnp.tile(jnp.arange(tokens, dtype=jnp.int32), texts),
             lengths,

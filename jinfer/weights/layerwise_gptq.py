@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.checkpoint.mapped_file import release
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import Task, task
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs, Kind, Recorded, tap
+from jinfer.quant.calibration_stats import InputStats, Kind, RecordedWeight, record_inputs
 from jinfer.weights.chunked_quantize import Watch
 from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
 from jinfer.weights.load_time import PASSES, PER_PRODUCT, per_weight
@@ -56,7 +56,9 @@ class LayerwiseGPTQ:
             progress: show a bar.
         """
         self._model = model = plan.plain
-        self._forward = LayerwiseForward(build(plan.spec, "float32"), plan.spec.stacks[0].name)
+        self._forward = LayerwiseForward(
+            build_abstract_model(plan.spec, "float32"), plan.spec.stacks[0].name
+        )
         self._origins: Mapping[str, Any] = plan.origins
         self._storages, self._texts = plan.storages, texts
         self._weighed, self._watched, self._progress = weighed, watched, progress
@@ -134,22 +136,22 @@ class LayerwiseGPTQ:
         run: Callable[[Leaves, Vectors, Texts], Any],
         vectors: Sequence[Vectors],
         bar: Task,
-    ) -> dict[str, Inputs]:
+    ) -> dict[str, InputStats]:
         """Statistics of the inputs of some weights over all texts."""
         kinds = {name: self._kind(name) for name in names}
         tapped = {
-            name: leaf if (kind := kinds[name]) is None else tap(leaf, kind)
+            name: leaf if (kind := kinds[name]) is None else record_inputs(leaf, kind)
             for name, leaf in self._plain(names).items()
         }
         for x, ids in zip(vectors, self._texts, strict=True):
             jax.block_until_ready(run(tapped, x, ids))
             bar.update(self._reading(names, ids))
-        taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, Recorded)}
+        taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, RecordedWeight)}
         found = {name: leaf.inputs() for name, leaf in taps.items()}
         return {name: known(each) for name, each in found.items() if each.rows.any()}
 
     def _stored(
-        self, names: Sequence[str], inputs: Mapping[str, Inputs], bar: Task
+        self, names: Sequence[str], inputs: Mapping[str, InputStats], bar: Task
     ) -> Iterator[tuple[str, Any]]:
         """Parameters as they are to be stored, which are added to `_known`."""
         firsts = [name for name in names if self.same[name] == name]
@@ -160,7 +162,7 @@ class LayerwiseGPTQ:
                 bar.update(self._storing(name))
                 yield name, tensor
 
-    def _one(self, name: str, inputs: Inputs | None) -> Any:
+    def _one(self, name: str, inputs: InputStats | None) -> Any:
         origin, storage = self._origins[name], self._storages.get(name)
         if storage is not None and storage.method == "feedback" and inputs is None:
             storage = replace(storage, method="search")  # nothing was multiplied with it
@@ -198,11 +200,11 @@ class LayerwiseGPTQ:
                 del self._known[name]
 
 
-def known(inputs: Inputs) -> Inputs:
+def known(inputs: InputStats) -> InputStats:
     """Inputs in which experts that no token chose have statistics of equal inputs."""
     if inputs.rows.all():
         return inputs
     mean = np.array(inputs.mean)
     products = mean.ndim == inputs.rows.ndim + 2
     mean[inputs.rows == 0] = np.eye(mean.shape[-1]) if products else 1
-    return Inputs(mean, inputs.rows)
+    return InputStats(mean, inputs.rows)

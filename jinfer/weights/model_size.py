@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quantization_table import QuantizationSpec, Role, usual_word
+from jinfer.modelspec.quantization_table import QuantizationSpec, Role, default_format
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.quant import QuantFormat, parse_format
 
@@ -90,16 +90,16 @@ def stored_bits(bits: float, role: Role = "matrix") -> float:
 
 
 def _format(bits: float, role: Role) -> QuantFormat:
-    return parse_format(usual_word(QuantizationSpec(f"q{bits:g}"), role))
+    return parse_format(default_format(QuantizationSpec(f"q{bits:g}"), role))
 
 
 def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
-    """The sizes of a model; `model` is what `build` makes of the specification."""
+    """The sizes of a model; `model` is what `build_abstract_model` makes of the specification."""
     # Here, so that to show sizes that are known needs no JAX.
-    from jinfer.nn.abstract_model import build
+    from jinfer.nn.abstract_model import build_abstract_model
     from jinfer.ops.attention.kv_cache import ENCODER
 
-    model = model or build(spec, "float32")
+    model = model or build_abstract_model(spec, "float32")
     counts, shapes = Counter[Role](), Counter[tuple[Role, tuple[int, int]]]()
     seen = set[Hashable]()
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.quantized_tensor import in_large_pages
+from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.read_parameter import LARGE
 from jinfer.weights.row_slices import RowSlice
 
@@ -110,7 +110,7 @@ def _factors(values: Any) -> list[np.ndarray]:
 
 
 def _in_large_pages(array: np.ndarray) -> np.ndarray:
-    return in_large_pages(array) if array.nbytes >= LARGE else array
+    return copy_to_huge_pages(array) if array.nbytes >= LARGE else array
 
 
 def _largest(part: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import Attention, CrossAttention, Rope
+from jinfer.modelspec.blocks import AttentionSpec, CrossAttentionSpec, RopeSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 from jinfer.weights.plan_weights import WeightPlan
@@ -54,7 +54,7 @@ class Heads:
     queries: int
     keys: int
     size: int
-    rope: Rope | None = None
+    rope: RopeSpec | None = None
     normed: bool = False
     shared: bool = False
     by_head: bool = False
@@ -113,18 +113,18 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
         modules: tuple[tuple[str, Any], ...] = layer.modules
         for name, block in modules:
             match block:
-                case Attention(clip=None, qk_norm=norm):
+                case AttentionSpec(clip=None, qk_norm=norm):
                     heads = Heads(
                         block.heads,
                         block.kv_heads,
                         block.head_dim,
-                        block.position if isinstance(block.position, Rope) else None,
+                        block.position if isinstance(block.position, RopeSpec) else None,
                         normed=norm is not None,
                         shared=norm is not None and norm.over == "head",
                         by_head=norm is not None and norm.over == "heads",
                         offset=1.0 if norm is not None and norm.plus_one else 0.0,
                     )
-                case CrossAttention():
+                case CrossAttentionSpec():
                     heads = Heads(block.heads, block.heads, block.head_dim)
                 case _:
                     continue

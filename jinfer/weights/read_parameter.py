@@ -8,8 +8,8 @@ import numpy as np
 
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs
-from jinfer.quant.quantized_tensor import in_large_pages
+from jinfer.quant.calibration_stats import InputStats
+from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.chunked_quantize import Watch, quantize_in_chunks
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes, parameter_shapes
@@ -21,7 +21,7 @@ def read_parameter(
     model: AbstractModel,
     origin: Origin,
     storage: Storage | None,
-    inputs: Inputs | None = None,
+    inputs: InputStats | None = None,
     watch: Watch | None = None,
     *,
     shapes: Shapes | None = None,
@@ -37,7 +37,7 @@ def read_parameter(
     if storage is None:
         dtype = model.parameters[model.names.index(origin.parameter)].dtype
         values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
-        return in_large_pages(values) if values.nbytes >= LARGE else values
+        return copy_to_huge_pages(values) if values.nbytes >= LARGE else values
     if storage.as_in_file:
         return storage.read(origin, shapes)
     return quantized(model, origin, shapes, storage, inputs, watch)
@@ -54,7 +54,7 @@ def quantized(
     origin: Origin,
     shapes: Shapes,
     storage: Storage,
-    inputs: Inputs | None = None,
+    inputs: InputStats | None = None,
     watch: Watch | None = None,
 ) -> QuantizedTensor | OutlierTensor:
     """A parameter quantized here; in chunks, if possible.

@@ -13,7 +13,7 @@ import numpy as np
 
 from jinfer.checkpoint.mapped_file import release
 from jinfer.progress import task
-from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.calibration_stats import InputStats
 from jinfer.weights.load_time import PER_BYTE, per_weight
 from jinfer.weights.native_parameters import NativeOrigin, Source, batches
 from jinfer.weights.plan_weights import WeightPlan
@@ -71,7 +71,7 @@ def read(
     together = put is on_device and jax.default_backend() == "cpu"
 
     def one(name: str, origin: Source) -> Any:
-        def watch(_: Any, piece: np.ndarray, __: Inputs | None) -> None:
+        def watch(_: Any, piece: np.ndarray, __: InputStats | None) -> None:
             bar.update(rates[name] * piece.size)
 
         if isinstance(origin, NativeOrigin):

@@ -14,29 +14,29 @@ import numpy as np
 
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.quant_format import WIDE
+from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import (
     AUTO,
     PLAIN,
     QuantizationSpec,
     Role,
     RuleSpec,
-    usual_word,
+    default_format,
 )
-from jinfer.modelspec.spec_errors import SpecError, nearest
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
-from jinfer.ops.matmul.half_precision import faster_as_whole_numbers, reads_as_stored
+from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_weights
 from jinfer.quant import (
     OutlierTensor,
     QuantFormat,
     QuantizedTensor,
     parse_format,
 )
-from jinfer.quant.calibration_stats import Inputs
-from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
-from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
-from jinfer.quant.quantized_tensor import MOST_COLUMNS, Activations, abstract, columns_of
+from jinfer.quant.calibration_stats import InputStats
+from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
+from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
+from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.sparse_matrix import abstract_outliers
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
@@ -52,7 +52,7 @@ def columns_here(format: QuantFormat) -> int:
     The GPU's read whole superblocks of 1,024 weights.
     """
     if backend() == "gpu":
-        return MOST_COLUMNS // format.per_code
+        return MAX_COLUMNS // format.per_code
     return columns_of(format)
 
 
@@ -90,13 +90,13 @@ class Storage:
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
         files = origin.files if origin.stacked else origin.files[0]
-        halves = self.format == WIDE
-        tensor = quantized_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
+        halves = self.format == F16_AS_INT
+        tensor = repacked_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
         assert tensor is not None, "the file has such codes"
         return self._activated(tensor)
 
     def quantize(
-        self, values: np.ndarray, inputs: Inputs | None = None
+        self, values: np.ndarray, inputs: InputStats | None = None
     ) -> QuantizedTensor | OutlierTensor:
         """A parameter with these values, in NumPy's arrays.
 
@@ -108,7 +108,9 @@ class Storage:
             known["importance"] = inputs.importance
             known["hessian"] = inputs.mean if self.method == "feedback" else None
         if self.outliers:
-            return self._activated(quantize_apart(values, self.format, self.outliers, **known))
+            return self._activated(
+                quantize_with_outliers(values, self.format, self.outliers, **known)
+            )
         return self._activated(quantize(values, self.format, **known))
 
     def _activated[T: (QuantizedTensor, OutlierTensor)](self, tensor: T) -> T:
@@ -141,14 +143,14 @@ def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
         dtype: of the computation.
     """
     wider = np.dtype(dtype).itemsize > 2
-    return wider and activations == "int8" and reads_as_stored() and faster_as_whole_numbers()
+    return wider and activations == "int8" and reads_16_bit_weights() and f16_as_int_is_faster()
 
 
 def in_stored_types(
     model: AbstractModel, types: Mapping[str, str], activations: Activations
 ) -> AbstractModel:
     """The model with its matrices in the checkpoint's types, where products read them so."""
-    if not reads_as_stored():
+    if not reads_16_bit_weights():
         return model
     return replace(with_types(model, types), rounded=activations == "int8")
 
@@ -199,7 +201,7 @@ def choose_storages(
     Args:
         activations: for all of them.
         path: the specification's file, for errors.
-        halves: see `kept_format`.
+        halves: see `repacked_format`.
 
     Raises:
         SpecError: a rule that matches nothing that could be quantized.
@@ -223,7 +225,7 @@ def choose_storages(
             origin = origins[name]
             by_rows = origin.is_rows(shapes) and name not in model.normalized
             files = origin.files if origin.stacked else origin.files[0]
-            if by_rows and (format := kept_format(files, halves)) is not None:
+            if by_rows and (format := repacked_format(files, halves)) is not None:
                 storages[name] = Storage(format, True, method, 0.0, activations)
         elif word != PLAIN:
             format = parse_format(word)
@@ -237,7 +239,9 @@ def choose_storages(
             }
             reason = f"{rule.match!r} matches no weight that the rules before it leave"
             raise SpecError(
-                path, f"quantization.rules[{i}].match", f"{reason}; {nearest(rule.match, names)}"
+                path,
+                f"quantization.rules[{i}].match",
+                f"{reason}; {nearest_hint(rule.match, names)}",
             )
     return storages
 
@@ -257,7 +261,7 @@ def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:
 
 def _word(spec: QuantizationSpec, name: str, role: Role) -> str:
     rule = _rule_of(spec, name)
-    return rule.weights if rule is not None else usual_word(spec, role)
+    return rule.weights if rule is not None else default_format(spec, role)
 
 
 def _matches(rule: RuleSpec, name: str) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.guard.sanitize import shown
-from jinfer.modelspec.tensor_names import Place, TensorMap
+from jinfer.guard.sanitize import sanitized
+from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.weights.row_reader import same_values
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class LoadError(ValueError):
     """Checkpoint and specification do not fit each other: names the file and the tensor."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text))
+        super().__init__(sanitized(text))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Origin:
     parameter: str
     files: tuple[Tensor, ...]
     stacked: bool
-    place: Place
+    place: TensorSource
     path: object
 
     @property
@@ -198,7 +198,7 @@ def find_origins(
 
 def _by_when(tensors: TensorMap, left: Sequence[str]) -> str:
     """Whose tensors they would be, but for conditions that are not fulfilled: a clause."""
-    owners = tensors.owners_left_out(left)[:3]
+    owners = tensors.omitted_owners(left)[:3]
     conditions = [f'{each.key} = "{each.when}"' for each in owners]
     return f"; left out by {' and '.join(conditions)}" if conditions else ""
 
@@ -305,7 +305,7 @@ def _alike(name: str, files: Iterable[Tensor]) -> str:
 def lookup_origin(
     parameter: str,
     shape: tuple[int, ...],
-    place: Place,
+    place: TensorSource,
     files: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> tuple[Origin | None, tuple[str, ...]]:

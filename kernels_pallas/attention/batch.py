@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class Queries(NamedTuple):
+class QueryBatch(NamedTuple):
     """Positions of the tokens of a flat batch, and the keys they see.
 
     Tokens of one sequence are adjacent: a run. Along a run the number of keys between low and last
@@ -31,7 +31,7 @@ class Queries(NamedTuple):
     tables: Int[Array, "rows blocks"]
 
 
-class Scores(NamedTuple):
+class ScoreModifiers(NamedTuple):
     """Score modifiers; a distance is the query's minus the key's position.
 
     Attributes:

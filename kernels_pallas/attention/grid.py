@@ -20,7 +20,7 @@ from kernels_pallas.matmul.grid import MULTIPROCESSORS
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-    from kernels_pallas.attention.kv_layout import Kept
+    from kernels_pallas.attention.kv_layout import PackedKV
 
 SPLITS = 32  # of a token's keys, at most
 _LEAST_SPAN = 128
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
     warps: int
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One call of the kernel.
 
     Attributes:
@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     tokens: int
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """What the launches depend on; equal shapes give equal programs.
 
     Attributes:
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
     group: int
 
 
-def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
+def tile(keys: PackedKV, values: PackedKV | None, *, many: bool) -> Tile:
     """The largest tile that registers and shared memory hold."""
     read = [keys] if values is None else [keys, values]
     width = read[-1].padded
@@ -94,7 +94,7 @@ def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
     return Tile(rows, 64 if sum(part.dim for part in read) <= _BOTH else 32, warps)
 
 
-def least_span(keys: Kept, values: Kept | None, group: int) -> int:
+def least_span(keys: PackedKV, values: PackedKV | None, group: int) -> int:
     """Keys of the smallest split: larger where its sums weigh more against the keys read."""
     read = [keys] if values is None else [keys, values]
     vectors = keys.data.shape[0] * keys.data.shape[1] * keys.data.shape[2]
@@ -105,14 +105,18 @@ def least_span(keys: Kept, values: Kept | None, group: int) -> int:
     return span
 
 
-def splits(shape: Shape, least: int) -> int:
+def max_splits(shape: AttentionShape, least: int) -> int:
     """Max splits of a token."""
     return min(SPLITS, -(-shape.length // least))
 
 
-def launches(
-    shape: Shape, keys: Kept, values: Kept | None, least: int, form: Callable[..., Tile] = tile
-) -> list[Launch]:
+def plan_launches(
+    shape: AttentionShape,
+    keys: PackedKV,
+    values: PackedKV | None,
+    least: int,
+    form: Callable[..., Tile] = tile,
+) -> list[KernelLaunch]:
     """The kernel calls: one for short runs, and one for long ones if the batch has room for any.
 
     Args:
@@ -122,16 +126,16 @@ def launches(
     small, large = (max(1, each.rows // shape.group) for each in (few, many))
     # A run is cut where the split size changes; at least this many tokens apart.
     cut = min(shape.tokens, 2 * shape.rows + shape.tokens // (SPLITS * _LEAST_SPAN // 2))
-    count = splits(shape, least)
+    count = max_splits(shape, least)
     width = (keys if values is None else values).padded
 
-    def launch(tile: Tile, most: int, pieces: int, tokens: int) -> Launch:
+    def launch(tile: Tile, most: int, pieces: int, tokens: int) -> KernelLaunch:
         tiles = -(-most * shape.group // tile.rows)
         programs = pieces * tiles * shape.kv_heads
         parts = 1 if programs >= _PROGRAMS else min(count, -(-_PROGRAMS // programs))
         if 4 * tokens * count * shape.kv_heads * shape.group * width > _PARTIAL_BYTES:
             parts = 1
-        return Launch(tile, most, pieces, tiles, parts, tokens)
+        return KernelLaunch(tile, most, pieces, tiles, parts, tokens)
 
     if shape.tokens <= _FEW_TOKENS or large == small:
         only = few if shape.tokens <= _FEW_TOKENS else many
@@ -144,7 +148,7 @@ def launches(
     ]
 
 
-def powers(
+def split_powers(
     low: Int[Array, " tokens"], last: Int[Array, " tokens"], least: int
 ) -> Int[Array, " tokens"]:
     """log2 of the keys in each token's splits: the least that leaves at most `SPLITS` splits."""
@@ -153,7 +157,7 @@ def powers(
     return jnp.maximum(32 - lax.clz(need), least.bit_length() - 1)
 
 
-class Runs(NamedTuple):
+class SequenceRuns(NamedTuple):
     """The runs of a batch, cut where the split size changes.
 
     Attributes:
@@ -167,7 +171,7 @@ class Runs(NamedTuple):
     real: Bool[Array, " tokens"]
 
 
-def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> Runs:
+def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> SequenceRuns:
     """Finds the runs."""
     count = rows.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
@@ -175,10 +179,12 @@ def runs(rows: Int[Array, " tokens"], power: Int[Array, " tokens"]) -> Runs:
     begins = jnp.concatenate([jnp.ones((1,), jnp.bool_), begins])
     first = lax.cummax(jnp.where(begins, index, 0))
     after = jnp.where(jnp.roll(begins, -1).at[-1].set(True), index + 1, count)
-    return Runs(index - first, lax.cummin(after, reverse=True) - first, rows >= 0)
+    return SequenceRuns(index - first, lax.cummin(after, reverse=True) - first, rows >= 0)
 
 
-def firsts(runs: Runs, chosen: Bool[Array, " tokens"], launch: Launch) -> Int[Array, " pieces"]:
+def first_tokens(
+    runs: SequenceRuns, chosen: Bool[Array, " tokens"], launch: KernelLaunch
+) -> Int[Array, " pieces"]:
     """The first token of each piece of the chosen runs; past the end for unused pieces."""
     begins = runs.real & chosen & (runs.place % launch.most == 0)
     count = runs.place.shape[0]

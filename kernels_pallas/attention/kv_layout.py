@@ -38,7 +38,7 @@ _MOST_PLAIN = {
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kept:
+class PackedKV:
     """Keys or values of a pool: vectors [blocks, kv_heads, TOKENS, dim], plain or quantized.
 
     A number of code q is scale * q + base, or scale * (q - levels // 2) if blocks have no base;
@@ -157,13 +157,13 @@ class Kept:
             return x
         lead = x.shape[:-1]
         padding = [(0, 0)] * len(lead) + [(0, self.padded - self.dim)]
-        return _turned(jnp.pad(x, padding))
+        return _swap_pairs(jnp.pad(x, padding))
 
     def from_tile_order(self, x: Array) -> Array:
         """The inverse of `arranged`."""
         if not self.quantized:
             return x
-        return _turned(x)[..., : self.dim]
+        return _swap_pairs(x)[..., : self.dim]
 
     def dequantized(self) -> Array:
         """The vectors dequantized to float32."""
@@ -185,8 +185,8 @@ class Kept:
         return values.reshape(*lead, self.padded)[..., : self.dim]
 
 
-def load(
-    kept: Kept, refs: Sequence[Any], where: tuple[Any, Any, Any], there: Array, *, asm: bool
+def load_tiles(
+    kept: PackedKV, refs: Sequence[Any], where: tuple[Any, Any, Any], there: Array, *, asm: bool
 ) -> list[Array]:
     """Inside a kernel: keys or values, a tile [keys, numbers] for each of `kept.spans()`.
 
@@ -198,13 +198,13 @@ def load(
     """
     if kept.quantized:
         return [
-            _decoded(kept, refs, (*where, pl.ds(*piece)), there, asm) for piece in kept.pieces()
+            _dequantized(kept, refs, (*where, pl.ds(*piece)), there, asm) for piece in kept.pieces()
         ]
     return [_read(refs[0], (*where, pl.ds(*piece)), there) for piece in kept.pieces()]
 
 
-def _decoded(
-    kept: Kept, refs: Sequence[Any], where: tuple[Any, ...], there: Array, asm: bool
+def _dequantized(
+    kept: PackedKV, refs: Sequence[Any], where: tuple[Any, ...], there: Array, asm: bool
 ) -> Array:
     """The dequantized tile of some columns, [keys, 32 p columns] of fp16."""
     half_words, scales = refs
@@ -229,12 +229,14 @@ def _decoded(
         blocks.append((scale, plus))
     slices: list[list[Array]] = [[] for _ in blocks]
     for _, _, f in unpack.fractions(words, kept.bits, asm=asm):
-        for into, numbers in zip(slices, _numbers(f, blocks, kept.levels, asm), strict=True):
+        for into, numbers in zip(
+            slices, _dequantize_fraction(f, blocks, kept.levels, asm), strict=True
+        ):
             into.append(numbers)
     return _joined([each for half in slices for each in half], columns)
 
 
-def _numbers(
+def _dequantize_fraction(
     f: Array, blocks: Sequence[tuple[Array, Array]], levels: int, asm: bool
 ) -> list[Array]:
     """Dequantizes a fraction with its blocks' scale and base: multiply-add of exact codes.
@@ -245,13 +247,13 @@ def _numbers(
     scale, base = blocks[0]
     if levels == 11:  # a first code of 0 reads as 16
         one, minus = (jnp.full(f.shape, value, jnp.float16) for value in (1, -16))
-        known = [unpack.Numbers(one, minus), unpack.Numbers(*blocks[1])]
+        known = [unpack.ScaleAndBase(one, minus), unpack.ScaleAndBase(*blocks[1])]
         first, second = unpack.weights(f, known, levels, asm=asm)
         return [unpack.fma(first, scale, base, asm=asm), second]
     if levels < 32:
         q = unpack.fma_by(f, float(levels), -float(levels), asm=asm)
         return [unpack.fma(q, scale, base, asm=asm)]
-    return unpack.weights(f, [unpack.Numbers(scale, base)], levels, asm=asm)
+    return unpack.weights(f, [unpack.ScaleAndBase(scale, base)], levels, asm=asm)
 
 
 def _joined(tiles: list[Array], columns: int) -> Array:
@@ -272,7 +274,7 @@ def _read(ref: Any, where: tuple[Any, ...], there: Array) -> Array:
     return plt.load(ref.at[where], mask=mask, other=np.zeros((), ref.dtype))
 
 
-def _turned(x: Array) -> Array:
+def _swap_pairs(x: Array) -> Array:
     """Swaps h and e in every four numbers (its own inverse)."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2, 2), -1, -2).reshape(x.shape)
 

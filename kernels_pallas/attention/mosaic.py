@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import mosaic_common
 from kernels_pallas.attention.grid import Tile
-from kernels_pallas.attention.kv_layout import TOKENS, Kept
-from kernels_pallas.mosaic_common import ROWS, plgpu, wide
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
+from kernels_pallas.mosaic_common import ROWS, broadcast_columns, plgpu
 
 LOWEST = -(2.0**20)  # the maximum score of no keys
 _NEVER = -1e30  # masked score: with -inf differences would be NaN
@@ -32,7 +32,7 @@ _COLUMNS = 128  # of a value, accumulated at once in registers
 _LOG2_E = math.log2(math.e)
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """Metadata of the rows of each tile.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     q: Any
 
 
-class Sums(NamedTuple):
+class TileSums(NamedTuple):
     """Partial softmax over the keys of splits, per tile: float32 [tiles, kv_heads, splits, ...].
 
     Attributes:
@@ -63,7 +63,7 @@ class Sums(NamedTuple):
     total: Any
 
 
-class Static(NamedTuple):
+class MosaicConfig(NamedTuple):
     """Compile-time configuration of a kernel; of keys and values only their form.
 
     Attributes:
@@ -72,15 +72,15 @@ class Static(NamedTuple):
         slopes, softcap: score modifiers.
     """
 
-    keys: Kept
-    values: Kept | None
+    keys: PackedKV
+    values: PackedKV | None
     splits: int
     parts: int
     slopes: bool
     softcap: float | None
 
 
-def takes(keys: Kept, values: Kept | None) -> bool:
+def mosaic_supports(keys: PackedKV, values: PackedKV | None) -> bool:
     """Whether the kernel supports these keys and values: 16-bit and not too wide."""
     each = [keys] if values is None else [keys, values]
     kinds = {jnp.dtype(part.tile_type) for part in each}
@@ -91,35 +91,35 @@ def takes(keys: Kept, values: Kept | None) -> bool:
     return whole and halves and kinds < {jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)}
 
 
-def tile(keys: Kept, values: Kept | None, *, many: bool) -> Tile:
+def tile(keys: PackedKV, values: PackedKV | None, *, many: bool) -> Tile:
     """Like `grid.tile`; tensor cores take 64 rows, of which only some may be used."""
     return Tile(ROWS if many else 16, TOKENS, 4)
 
 
 def tile_sums(
-    rows: Rows,
+    rows: TileRows,
     tables: Array,
-    keys: Kept,
-    values: Kept | None,
+    keys: PackedKV,
+    values: PackedKV | None,
     *,
     splits: int,
     parts: int,
     slopes: bool,
     softcap: float | None,
     interpret: bool,
-) -> Sums:
+) -> TileSums:
     """The partial softmax of each tile, or of each split if `parts` programs share them.
 
     Split s of a tile begins at (lowest key >> power) + s splits; splits that a tile does not have
     are not written.
     """
     places = 1 if parts == 1 else splits
-    static = Static(keys, values, places, parts, slopes, softcap)
+    static = MosaicConfig(keys, values, places, parts, slopes, softcap)
     tiles, kv_heads, count, _ = rows.q.shape
     width = (keys if values is None else values).dim
     lead = (tiles, kv_heads, places)
     shapes = [(*lead, count, width), (*lead, ROWS), (*lead, ROWS)]
-    call = mosaic_common.call(
+    call = mosaic_common.mosaic_call(
         functools.partial(_kernel, static=static, count=count),
         "mosaic_attention",
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -129,7 +129,7 @@ def tile_sums(
     pools = [keys.data]
     if values is not None or _halves(width) > 1:
         pools.append(keys.data if values is None else values.data)
-    return Sums(*call(*rows, tables, *pools))
+    return TileSums(*call(*rows, tables, *pools))
 
 
 def power_of_two(difference: Array) -> Array:
@@ -138,14 +138,14 @@ def power_of_two(difference: Array) -> Array:
     return lax.bitcast_convert_type(exponent << jnp.int32(23), jnp.float32)
 
 
-def _kernel(*refs: Any, static: Static, count: int) -> None:
-    given, (tables_ref, *pools) = Rows(*refs[:4]), refs[4:-3]
-    outs = Sums(*refs[-3:])
+def _kernel(*refs: Any, static: MosaicConfig, count: int) -> None:
+    given, (tables_ref, *pools) = TileRows(*refs[:4]), refs[4:-3]
+    outs = TileSums(*refs[-3:])
     keys, values = static.keys, static.keys if static.values is None else static.values
     kind, columns = keys.tile_type, values.dim // _halves(values.dim)
     dims = [keys.dim, columns][: len(pools)]
     # Both operands of a matmul have the same layout in shared memory.
-    order = mosaic_common.order(math.gcd(TOKENS, *dims), 16)
+    order = mosaic_common.shared_memory_transforms(math.gcd(TOKENS, *dims), 16)
     run = functools.partial(
         _run, given=given, tables_ref=tables_ref, pools=pools, to=outs, static=static, count=count
     )
@@ -154,8 +154,12 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
         plgpu.SMEM((ROWS, keys.dim), kind, transforms=order),
         plgpu.SMEM((ROWS, TOKENS), kind, transforms=order),
         (plgpu.SMEM((3, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.float32)),
-        Sums(
-            plgpu.SMEM((ROWS, columns), jnp.float32, transforms=mosaic_common.order(columns, 32)),
+        TileSums(
+            plgpu.SMEM(
+                (ROWS, columns),
+                jnp.float32,
+                transforms=mosaic_common.shared_memory_transforms(columns, 32),
+            ),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.SMEM((ROWS,), jnp.float32),
         ),
@@ -171,7 +175,7 @@ def _kernel(*refs: Any, static: Static, count: int) -> None:
 def _stages(dims: Sequence[int]) -> list[int]:
     """Pipeline stages: blocks of keys and of values that fit into shared memory."""
     beside = 2 * ROWS * (dims[0] + TOKENS) + 4 * ROWS * dims[-1] + 4096
-    count = mosaic_common.stages(2 * TOKENS * sum(dims), beside)
+    count = mosaic_common.pipeline_stages(2 * TOKENS * sum(dims), beside)
     return [count] * len(dims) if count > 1 else [2, 1]
 
 
@@ -179,16 +183,16 @@ def _run(
     q_tile: Any,
     weights_tile: Any,
     known: Any,
-    kept: Sums,
+    kept: TileSums,
     blocks: Sequence[Any],
     filled: Sequence[Any],
     ready: Any,
     *,
-    given: Rows,
+    given: TileRows,
     tables_ref: Any,
     pools: Sequence[Any],
-    to: Sums,
-    static: Static,
+    to: TileSums,
+    static: MosaicConfig,
     count: int,
 ) -> None:
     """The body of one program, with its shared memory."""
@@ -246,7 +250,7 @@ def _run(
         for (first, size), out in zip(spans, sums, strict=True):
             ref = kept.outs.at[:, pl.ds(first, size)]
             if static.parts == 1:
-                out = ref[...] * wide(old, size) + out * wide(new, size)
+                out = ref[...] * broadcast_columns(old, size) + out * broadcast_columns(new, size)
             ref[...] = out
 
     def write(split: Array | int) -> None:
@@ -273,14 +277,16 @@ def _run(
         # A block in another pool is masked.
         first = jnp.where(here, start, jnp.int32(1 << 30))
         places = first + lax.broadcasted_iota(jnp.int32, (ROWS, TOKENS), 1)
-        sees = (places >= wide(low, TOKENS)) & (places <= wide(last, TOKENS))
-        scores = scores * wide(times, TOKENS)
+        sees = (places >= broadcast_columns(low, TOKENS)) & (
+            places <= broadcast_columns(last, TOKENS)
+        )
+        scores = scores * broadcast_columns(times, TOKENS)
         if static.softcap is not None:
             cap = np.float32(static.softcap)
             scores = cap * (1 - 2 / (jnp.exp(scores * (2 / cap)) + 1))
         if static.slopes:
-            distance = (wide(position, TOKENS) - places).astype(jnp.float32)
-            scores = scores - wide(slope, TOKENS) * distance
+            distance = (broadcast_columns(position, TOKENS) - places).astype(jnp.float32)
+            scores = scores - broadcast_columns(slope, TOKENS) * distance
         scores = jnp.where(sees, scores * np.float32(_LOG2_E), np.float32(_NEVER))
 
         # Sums are reset at the beginning of a split.
@@ -288,7 +294,7 @@ def _run(
         highest = highest * left + (1 - left) * np.float32(LOWEST)
         above = jnp.maximum(jnp.max(scores, axis=1), np.float32(LOWEST))
         most = jnp.maximum(highest, above.astype(jnp.int32).astype(jnp.float32) + 1)
-        weights = jnp.where(sees, jnp.exp2(scores - wide(most, TOKENS)), np.float32(0))
+        weights = jnp.where(sees, jnp.exp2(scores - broadcast_columns(most, TOKENS)), np.float32(0))
         weights = weights.astype(weights_tile.dtype)
         scale = power_of_two(highest - most) * left
         total = total * scale + jnp.sum(weights.astype(jnp.float32), axis=1)
@@ -308,7 +314,7 @@ def _run(
 
         plgpu.commit_smem()
         sums = tuple(
-            out * wide(scale, many)
+            out * broadcast_columns(scale, many)
             + _product(weights_tile, values.at[:, pl.ds(column, many)], many)
             for (column, many), out in zip(spans, sums, strict=True)
         )

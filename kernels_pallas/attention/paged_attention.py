@@ -14,10 +14,16 @@ from jax import Array
 
 from kernels_pallas.attention import grid as pieces
 from kernels_pallas.attention import mosaic, tiles
-from kernels_pallas.attention.batch import Queries, Scores
-from kernels_pallas.attention.kv_layout import TOKENS, Kept
-from kernels_pallas.attention.triton import Changes, Given, Static, Tokens, attend_pieces
-from kernels_pallas.matmul.round_fp16 import rounded
+from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
+from kernels_pallas.attention.triton import (
+    KernelOperands,
+    ScoreOperands,
+    TokenMetadata,
+    TritonConfig,
+    attend_pieces,
+)
+from kernels_pallas.matmul.round_fp16 import round_rows
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -26,10 +32,10 @@ if TYPE_CHECKING:
 
 def attend(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Kept,
-    values: Kept | None,
-    queries: Queries,
-    scores: Scores,
+    keys: PackedKV,
+    values: PackedKV | None,
+    queries: QueryBatch,
+    scores: ScoreModifiers,
     *,
     backend: Backend = DEFAULT,
     interpret: bool = False,
@@ -44,30 +50,32 @@ def attend(
         values: None: the keys are the values too (MLA).
         backend: "xla" gathers and dequantizes everything in the block tables; so does "triton" for
             widths that tensor cores do not take (`PackedKV.tiled`), and "mosaic" except for plain
-            16-bit keys and values (`mosaic.takes`) without `by_distance`.
+            16-bit keys and values (`mosaic.kernel_supports`) without `by_distance`.
     """
     queries = _checked(queries, keys)
-    if not takes(keys, values, backend, by_distance=scores.by_distance is not None):
-        return _plain(q, keys, values, queries, scores)
+    if not kernel_supports(keys, values, backend, by_distance=scores.by_distance is not None):
+        return _attend_xla(q, keys, values, queries, scores)
     if backend == "triton":
         return _triton(q, keys, values, queries, scores, interpret)[0]
     found = _mosaic(q, keys, values, queries, scores, interpret)
-    return _divided(found, scores.sinks).astype(q.dtype)
+    return _normalized(found, scores.sinks).astype(q.dtype)
 
 
-def takes(keys: Kept, values: Kept | None, backend: Backend, *, by_distance: bool) -> bool:
+def kernel_supports(
+    keys: PackedKV, values: PackedKV | None, backend: Backend, *, by_distance: bool
+) -> bool:
     """Whether a back end's kernel supports these keys and values (and `by_distance`)."""
     if backend == "mosaic":
-        return not by_distance and mosaic.takes(keys, values)
+        return not by_distance and mosaic.mosaic_supports(keys, values)
     return backend == "triton" and keys.tiled and (values is None or values.tiled)
 
 
-def attend_part(
+def attend_partial(
     q: Float[Array, "tokens heads key_dim"],
-    keys: Kept,
-    values: Kept | None,
-    queries: Queries,
-    scores: Scores,
+    keys: PackedKV,
+    values: PackedKV | None,
+    queries: QueryBatch,
+    scores: ScoreModifiers,
     *,
     backend: Backend = DEFAULT,
     interpret: bool = False,
@@ -94,18 +102,18 @@ def attend_part(
 
 def _mosaic(
     q: Array,
-    keys: Kept,
-    values: Kept | None,
-    queries: Queries,
-    scores: Scores,
+    keys: PackedKV,
+    values: PackedKV | None,
+    queries: QueryBatch,
+    scores: ScoreModifiers,
     interpret: bool,
-) -> tiles.Softmax:
+) -> tiles.TokenSoftmax:
     factors, q = _factored(q, keys.tile_type)
     given = (q, factors, keys, values, queries, scores)
     return tiles.softmax(*given, interpret=interpret)
 
 
-def _divided(found: tiles.Softmax, sinks: Array | None) -> Array:
+def _normalized(found: tiles.TokenSoftmax, sinks: Array | None) -> Array:
     """Normalized values; sinks take part in the sum; zeros if no key was seen."""
     outs, highest, total = found
     if sinks is not None:
@@ -116,7 +124,7 @@ def _divided(found: tiles.Softmax, sinks: Array | None) -> Array:
     return outs / jnp.where(total == 0, 1, total)[..., None]
 
 
-def _checked(queries: Queries, keys: Kept) -> Queries:
+def _checked(queries: QueryBatch, keys: PackedKV) -> QueryBatch:
     """With invalid rows as padding, and nothing to see beyond the tables."""
     if keys.data.shape[2] != TOKENS:
         raise ValueError(f"blocks of {keys.data.shape[2]} tokens: the kernel reads {TOKENS}")
@@ -124,15 +132,15 @@ def _checked(queries: Queries, keys: Kept) -> Queries:
     rows, positions, low, last = (part.astype(jnp.int32) for part in queries[:4])
     rows = jnp.where(rows < queries.tables.shape[0], rows, -1)
     last = jnp.where(rows >= 0, jnp.minimum(last, limit), -1)
-    return Queries(rows, positions, low, last, queries.tables.astype(jnp.int32))
+    return QueryBatch(rows, positions, low, last, queries.tables.astype(jnp.int32))
 
 
 def _triton(
     q: Array,
-    keys: Kept,
-    values: Kept | None,
-    queries: Queries,
-    scores: Scores,
+    keys: PackedKV,
+    values: PackedKV | None,
+    queries: QueryBatch,
+    scores: ScoreModifiers,
     interpret: bool,
     *,
     partial: bool = False,
@@ -142,21 +150,21 @@ def _triton(
     kv_heads = keys.data.shape[1]
     least = pieces.least_span(keys, values, heads // kv_heads)
     tables = queries.tables
-    shape = pieces.Shape(
+    shape = pieces.AttentionShape(
         count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, heads // kv_heads
     )
     # A window that begins before the sequence has the splits of a full one.
-    power = pieces.powers(queries.low, queries.last, least)
+    power = pieces.split_powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
     dtype, numbers = jnp.float32 if partial else q.dtype, keys.to_tile_order(q)
     factors, numbers = _factored(numbers, keys.tile_type)
-    changes = Changes(factors, _f32(scores.slopes), _f32(scores.by_distance))
-    launches = pieces.launches(shape, keys, values, least)
+    changes = ScoreOperands(factors, _f32(scores.slopes), _f32(scores.by_distance))
+    launches = pieces.plan_launches(shape, keys, values, least)
     short = runs.length <= launches[0].most
     outs: list[Any] = []
     for index, launch in enumerate(launches):
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
-        tokens = Tokens(
+        tokens = TokenMetadata(
             queries.rows,
             queries.positions,
             jnp.maximum(queries.low, 0),
@@ -164,7 +172,7 @@ def _triton(
             power,
             jnp.cumsum(chosen, dtype=jnp.int32) - 1,
         )
-        static = Static(
+        static = TritonConfig(
             keys=keys,
             values=values,
             heads=heads,
@@ -172,12 +180,12 @@ def _triton(
             softcap=scores.softcap,
             lowest=scores.lowest,
             launch=launch,
-            splits=pieces.splits(shape, least),
+            splits=pieces.max_splits(shape, least),
             asm=not interpret,
             partial=partial,
         )
-        given = Given(
-            pieces.firsts(runs, chosen, launch),
+        given = KernelOperands(
+            pieces.first_tokens(runs, chosen, launch),
             tokens,
             tables,
             numbers.reshape(count * heads, -1),
@@ -198,13 +206,15 @@ def _triton(
     return (keys if values is None else values).from_tile_order(outs[0]), *outs[1:]
 
 
-def _plain(q: Array, keys: Kept, values: Kept | None, queries: Queries, scores: Scores) -> Array:
+def _attend_xla(
+    q: Array, keys: PackedKV, values: PackedKV | None, queries: QueryBatch, scores: ScoreModifiers
+) -> Array:
     """The same in XLA, over everything in the tables at once."""
     count, heads, dim = q.shape
     kv_heads = keys.data.shape[1]
     own = queries.tables[jnp.maximum(queries.rows, 0)]
 
-    def gathered(part: Kept) -> Array:
+    def gathered(part: PackedKV) -> Array:
         """[tokens, kv_heads, length, dim]."""
         blocks = part.dequantized().at[own].get(mode="clip")
         return blocks.swapaxes(1, 2).reshape(count, kv_heads, -1, part.dim)
@@ -245,7 +255,7 @@ def _factored(q: Array, dtype: Any) -> tuple[Array | None, Array]:
     """q in the type it is multiplied in, and the power of two each line was divided by."""
     if dtype in (jnp.bfloat16, jnp.float32):
         return None, q.astype(dtype)
-    q16, factors = rounded(q.reshape(-1, q.shape[-1]))
+    q16, factors = round_rows(q.reshape(-1, q.shape[-1]))
     return factors, q16.reshape(q.shape)
 
 

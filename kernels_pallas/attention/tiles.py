@@ -15,15 +15,15 @@ from jax import Array
 
 from kernels_pallas.attention import grid as pieces
 from kernels_pallas.attention import mosaic
-from kernels_pallas.attention.batch import Queries, Scores
-from kernels_pallas.attention.kv_layout import TOKENS, Kept
-from kernels_pallas.attention.mosaic import LOWEST, Rows, Sums, power_of_two
+from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
+from kernels_pallas.attention.mosaic import LOWEST, TileRows, TileSums, power_of_two
 from kernels_pallas.mosaic_common import ROWS
 
 _FAR = 1 << 30  # past any position
 
 
-class Softmax(NamedTuple):
+class TokenSoftmax(NamedTuple):
     """Softmax over some keys, not normalized, float32.
 
     Attributes:
@@ -40,13 +40,13 @@ class Softmax(NamedTuple):
 def softmax(
     q: Array,
     factors: Array | None,
-    keys: Kept,
-    values: Kept | None,
-    queries: Queries,
-    scores: Scores,
+    keys: PackedKV,
+    values: PackedKV | None,
+    queries: QueryBatch,
+    scores: ScoreModifiers,
     *,
     interpret: bool,
-) -> Softmax:
+) -> TokenSoftmax:
     """Attention of each token.
 
     Args:
@@ -58,22 +58,22 @@ def softmax(
     (count, heads, _), kv_heads = q.shape, keys.data.shape[1]
     group, tables = heads // kv_heads, queries.tables
     least = pieces.least_span(keys, values, group)
-    shape = pieces.Shape(count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, group)
-    power = pieces.powers(queries.low, queries.last, least)
+    shape = pieces.AttentionShape(count, tables.shape[0], tables.shape[1] * TOKENS, kv_heads, group)
+    power = pieces.split_powers(queries.low, queries.last, least)
     runs = pieces.runs(queries.rows, power)
-    launches = pieces.launches(shape, keys, values, least, mosaic.tile)
+    launches = pieces.plan_launches(shape, keys, values, least, mosaic.tile)
     short = runs.length <= launches[0].most
     times = jnp.broadcast_to(jnp.float32(scores.scale), (count, heads))
     if factors is not None:
         times = times * factors.reshape(count, heads)
     slopes = jnp.zeros((heads,)) if scores.slopes is None else scores.slopes
-    found: Softmax | None = None
+    found: TokenSoftmax | None = None
     for index, launch in enumerate(launches):
         chosen = runs.real if len(launches) == 1 else runs.real & (short if index == 0 else ~short)
-        firsts = pieces.firsts(runs, chosen, launch)
+        firsts = pieces.first_tokens(runs, chosen, launch)
         rows = _rows(q, times, slopes, queries, power, chosen, firsts, launch, kv_heads)
         # Rows of a tile begin at different keys, so a tile may touch one split more than a row.
-        splits = pieces.splits(shape, least) + 1
+        splits = pieces.max_splits(shape, least) + 1
         sums = mosaic.tile_sums(
             rows,
             tables,
@@ -87,7 +87,7 @@ def softmax(
         )
         these = _tokens(_merged(sums, rows.tile), firsts, launch, count, group)
         if found is not None:
-            these = Softmax(
+            these = TokenSoftmax(
                 *(
                     jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
                     for new, old in zip(these, found, strict=True)
@@ -96,7 +96,7 @@ def softmax(
         found = these
     assert found is not None
     seen = runs.real[:, None]
-    return Softmax(
+    return TokenSoftmax(
         jnp.where(seen[..., None], found.outs, 0), found.highest, jnp.where(seen, found.total, 0)
     )
 
@@ -105,13 +105,13 @@ def _rows(
     q: Array,
     times: Array,
     slopes: Array,
-    queries: Queries,
+    queries: QueryBatch,
     power: Array,
     chosen: Array,
     firsts: Array,
-    launch: pieces.Launch,
+    launch: pieces.KernelLaunch,
     kv_heads: int,
-) -> Rows:
+) -> TileRows:
     """The rows of each tile: heads of a token, then those of the next one of the same run."""
     count, heads, dim = q.shape
     size, tiles = launch.tile.rows, launch.pieces * launch.tiles
@@ -138,7 +138,7 @@ def _rows(
     of_piece = jnp.repeat(jnp.maximum(of_piece, 0), launch.tiles, axis=0)
     ends = jnp.stack([jnp.min(low, axis=1), jnp.max(last, axis=1) + 1], axis=1)
     filling = ((0, 0), (0, 0), (0, ROWS - size))
-    return Rows(
+    return TileRows(
         jnp.concatenate([of_piece, ends], axis=1).astype(jnp.int32),
         jnp.pad(bounds, filling),
         jnp.pad(changes, ((0, 0), *filling)),
@@ -146,13 +146,13 @@ def _rows(
     )
 
 
-def _merged(sums: Sums, tile: Array) -> Sums:
+def _merged(sums: TileSums, tile: Array) -> TileSums:
     """The merged splits of each tile, in order: [tiles, kv_heads, rows, ...]."""
     size = sums.outs.shape[3]
     highest, total = sums.highest[..., :size], sums.total[..., :size]
     places = highest.shape[2]
     if places == 1:
-        return Sums(sums.outs[:, :, 0], highest[:, :, 0], total[:, :, 0])
+        return TileSums(sums.outs[:, :, 0], highest[:, :, 0], total[:, :, 0])
     _, power, low, end = tile.T
     splits = jnp.where(end > low, ((end - 1) >> power) + 1 - (low >> power), 0)
     there = (jnp.arange(places)[None] < splits[:, None])[:, None, :, None]
@@ -165,10 +165,12 @@ def _merged(sums: Sums, tile: Array) -> Sums:
         parts = jnp.where(scales > 0, each, 0) * scales
         return reduce(add, (parts[:, :, place] for place in range(places)))
 
-    return Sums(added(sums.outs), most, added(total))
+    return TileSums(added(sums.outs), most, added(total))
 
 
-def _tokens(sums: Sums, firsts: Array, launch: pieces.Launch, count: int, group: int) -> Softmax:
+def _tokens(
+    sums: TileSums, firsts: Array, launch: pieces.KernelLaunch, count: int, group: int
+) -> TokenSoftmax:
     """The rows of the tiles as tokens; undefined for tokens without a tile."""
     token = jnp.arange(count, dtype=jnp.int32)
     piece = jnp.maximum(jnp.sum(firsts[None] <= token[:, None], axis=1, dtype=jnp.int32) - 1, 0)
@@ -180,4 +182,4 @@ def _tokens(sums: Sums, firsts: Array, launch: pieces.Launch, count: int, group:
         found = each[at, :, row % launch.tile.rows]  # [tokens, group, kv_heads, ...]
         return found.swapaxes(1, 2).reshape(count, -1, *each.shape[3:])
 
-    return Softmax(*(taken(each) for each in sums))
+    return TokenSoftmax(*(taken(each) for each in sums))

@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.attention.grid import Launch
-from kernels_pallas.attention.kv_layout import TOKENS, Kept, load
+from kernels_pallas.attention.grid import KernelLaunch
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV, load_tiles
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -25,7 +25,7 @@ _MERGED = 256  # numbers of a tile of sums
 _AT_ONCE = 2  # splits whose sums are loaded before they are merged
 
 
-class Tokens(NamedTuple):
+class TokenMetadata(NamedTuple):
     """Metadata of each token of the batch, int32 [tokens].
 
     Attributes:
@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
     place: Any
 
 
-class Changes(NamedTuple):
+class ScoreOperands(NamedTuple):
     """Operands of score modifiers; each may be None.
 
     Attributes:
@@ -58,32 +58,32 @@ class Changes(NamedTuple):
     by_distance: Any
 
 
-class Given(NamedTuple):
+class KernelOperands(NamedTuple):
     """The kernel's operands."""
 
     firsts: Any
-    tokens: Tokens
+    tokens: TokenMetadata
     tables: Any
     q: Any
-    changes: Changes
+    changes: ScoreOperands
     sinks: Any
     keys: list[Any]
     values: list[Any] | None
 
 
-class Static(NamedTuple):
+class TritonConfig(NamedTuple):
     """Compile-time configuration of a kernel; of keys and values only their form.
 
     With `partial` a block may be -1, which is masked, and results are partial sums.
     """
 
-    keys: Kept
-    values: Kept | None
+    keys: PackedKV
+    values: PackedKV | None
     heads: int
     scale: float
     softcap: float | None
     lowest: int
-    launch: Launch
+    launch: KernelLaunch
     splits: int
     asm: bool
     partial: bool = False
@@ -94,7 +94,7 @@ class Static(NamedTuple):
         return (self.keys if self.values is None else self.values).spans()
 
 
-class Sums(NamedTuple):
+class SoftmaxSums(NamedTuple):
     """Partial softmax of rows over some keys.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sums(NamedTuple):
 
 
 def attend_pieces(
-    given: Given, static: Static, dtype: Any, *, interpret: bool
+    given: KernelOperands, static: TritonConfig, dtype: Any, *, interpret: bool
 ) -> tuple[Array, ...]:
     """Attention of each token of the pieces, [tokens, heads, padded]; undefined for other tokens.
 
@@ -136,10 +136,10 @@ def attend_pieces(
 
 
 def _merge_splits(
-    tokens: Tokens,
+    tokens: TokenMetadata,
     sinks: Any,
     sums: Any,
-    static: Static,
+    static: TritonConfig,
     result: list[jax.ShapeDtypeStruct],
     *,
     interpret: bool,
@@ -157,7 +157,7 @@ def _merge_splits(
     )(tokens, sinks, sums)
 
 
-def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
+def _pieces_kernel(given: KernelOperands, *outs: Any, static: TritonConfig) -> None:
     launch, tile = static.launch, static.launch.tile
     heads, kv_heads = static.heads, static.keys.data.shape[1]
     group, count = heads // kv_heads, given.tokens.rows.shape[0]
@@ -179,7 +179,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     query_head = head * group + row % group
     line = token * heads + query_head
     q = [_tile(given.q, line, span, inside) for span in static.keys.spans()]
-    change = _changing(given, static, line, token, query_head, inside)
+    change = _score_modifier(given, static, line, token, query_head, inside)
 
     size, blocks = tile.keys, given.tables.shape[1]
     sequence, lowest, end = jnp.maximum(sequence, 0), jnp.min(low), jnp.max(last) + 1
@@ -194,7 +194,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
     stop = jnp.minimum((before + (part + 1) * each) << power, end)
     place = _at(given.tokens.place, token, inside, 0)
 
-    def keep(sums: Sums, start: Array) -> None:
+    def keep(sums: SoftmaxSums, start: Array) -> None:
         """Writes the sums of this step's split."""
         index = start >> power
         # Splits that a row does not see would overwrite its other ones.
@@ -202,7 +202,9 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
         at = (place * static.splits + index % static.splits) * heads + query_head
         _store_sums(outs, at, static, sums, mine)
 
-    def step(i: Array, state: tuple[Sums, Sums | None, Array]) -> tuple[Sums, Sums | None, Array]:
+    def step(
+        i: Array, state: tuple[SoftmaxSums, SoftmaxSums | None, Array]
+    ) -> tuple[SoftmaxSums, SoftmaxSums | None, Array]:
         sums, whole, block = state
         start = begin + i * size
         places = start + lax.iota(jnp.int32, size)
@@ -212,10 +214,10 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
             block = jnp.maximum(block, 0)
         offset = 0 if size == TOKENS else start % TOKENS
         where = (block, head, pl.ds(offset, size))
-        k = load(static.keys, given.keys, where, there, asm=static.asm)
+        k = load_tiles(static.keys, given.keys, where, there, asm=static.asm)
         v = k
         if static.values is not None and given.values is not None:
-            v = load(static.values, given.values, where, there, asm=static.asm)
+            v = load_tiles(static.values, given.values, where, there, asm=static.asm)
         scores = jnp.zeros((tile.rows, size), jnp.float32)
         for left, right in zip(q, k, strict=True):
             scores += _dot(left, right, trans_b=True)
@@ -231,7 +233,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
         # Tensor cores sum the weights too: in the same order whatever the tile's rows are. With
         # more columns than rows its warps are side by side, as in the other matmuls.
         ones = jnp.ones((size, 2 * tile.rows), v[0].dtype)
-        sums = Sums(
+        sums = SoftmaxSums(
             tuple(
                 out * scale + _dot(weights.astype(right.dtype), right)
                 for out, right in zip(sums.outs, [*v, ones], strict=True)
@@ -245,7 +247,7 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
             whole = lax.cond(ends, _merged, lambda whole, _: whole, whole, sums)
         return sums, whole, block_of(start + size)
 
-    nothing = _nothing(tile.rows, static)
+    nothing = _empty_softmax(tile.rows, static)
     steps = (jnp.maximum(stop - begin, 0) + size - 1) // size
     state = nothing, nothing if launch.parts == 1 else None, block_of(begin)
     whole = lax.fori_loop(0, steps, step, state)[1]
@@ -255,7 +257,12 @@ def _pieces_kernel(given: Given, *outs: Any, static: Static) -> None:
 
 
 def _merge_kernel(
-    tokens: Tokens, sinks_ref: Any, sums_refs: Any, *outs: Any, static: Static, rows: int
+    tokens: TokenMetadata,
+    sinks_ref: Any,
+    sums_refs: Any,
+    *outs: Any,
+    static: TritonConfig,
+    rows: int,
 ) -> None:
     (outs_ref, highest_ref, total_ref), token = sums_refs, first_program_id(asm=static.asm)
     head = pl.program_id(1) * rows + lax.iota(jnp.int32, rows)
@@ -266,25 +273,32 @@ def _merge_kernel(
     before = low >> power
     splits = jnp.where(last >= low, (last >> power) + 1 - before, 0)
 
-    def of_split(i: Array) -> Sums:
+    def of_split(i: Array) -> SoftmaxSums:
         there = real & (i < splits)
         at = (place * static.splits + (before + i) % static.splits) * static.heads + head
         tiles = (_tile(outs_ref, at, span, there) for span in static.spans)
-        return Sums((*tiles, _at(total_ref, at, there, 0)), _at(highest_ref, at, there, _NEVER))
+        return SoftmaxSums(
+            (*tiles, _at(total_ref, at, there, 0)), _at(highest_ref, at, there, _NEVER)
+        )
 
-    def step(i: Array, sums: Sums) -> Sums:
+    def step(i: Array, sums: SoftmaxSums) -> SoftmaxSums:
         # All loads are issued before the first sum. A missing split changes no bit.
         some = [of_split(i * _AT_ONCE + each) for each in range(_AT_ONCE)]
         return functools.reduce(_merged, some, sums)
 
-    nothing = _summed(_nothing(rows, static))
+    nothing = _summed(_empty_softmax(rows, static))
     sums = lax.fori_loop(0, pl.cdiv(splits, _AT_ONCE), step, nothing)
     sinks = None if sinks_ref is None else _at(sinks_ref, head, real, 0.0)
     _store_results(outs, token * static.heads + head, static, sums, sinks, real)
 
 
-def _changing(
-    given: Given, static: Static, line: Array, token: Array, head: Array, inside: Array
+def _score_modifier(
+    given: KernelOperands,
+    static: TritonConfig,
+    line: Array,
+    token: Array,
+    head: Array,
+    inside: Array,
 ) -> Any:
     """The function that modifies scores."""
     factors, slopes, by_distance = given.changes
@@ -314,20 +328,20 @@ def _changing(
     return change
 
 
-def _nothing(rows: int, static: Static) -> Sums:
+def _empty_softmax(rows: int, static: TritonConfig) -> SoftmaxSums:
     """The softmax over no keys."""
     counts = [*(count for _, count in static.spans), 2 * rows]
     outs = tuple(jnp.zeros((rows, count), jnp.float32) for count in counts)
-    return Sums(outs, jnp.full((rows,), _NEVER, jnp.float32))
+    return SoftmaxSums(outs, jnp.full((rows,), _NEVER, jnp.float32))
 
 
-def _summed(sums: Sums) -> Sums:
+def _summed(sums: SoftmaxSums) -> SoftmaxSums:
     """With the sum of weights [rows] in place of equal columns of it."""
     *outs, ones = sums.outs
-    return Sums((*outs, jnp.max(ones, axis=1)), sums.highest)
+    return SoftmaxSums((*outs, jnp.max(ones, axis=1)), sums.highest)
 
 
-def _merged(a: Sums, b: Sums) -> Sums:
+def _merged(a: SoftmaxSums, b: SoftmaxSums) -> SoftmaxSums:
     """The softmax over the keys of both."""
     most = jnp.maximum(a.highest, b.highest)
     scales = jnp.exp(a.highest - most), jnp.exp(b.highest - most)
@@ -335,10 +349,10 @@ def _merged(a: Sums, b: Sums) -> Sums:
     for left, right in zip(a.outs, b.outs, strict=True):
         x, y = (scale.reshape(-1, *[1] * (left.ndim - 1)) for scale in scales)
         outs.append(left * x + right * y)
-    return Sums(tuple(outs), most)
+    return SoftmaxSums(tuple(outs), most)
 
 
-def _finished(sums: Sums, sinks: Array | None) -> tuple[Array, ...]:
+def _finished(sums: SoftmaxSums, sinks: Array | None) -> tuple[Array, ...]:
     """The normalized values; sinks take part in the sum; zeros if no key was seen."""
     *outs, total = sums.outs
     if sinks is not None:
@@ -351,7 +365,12 @@ def _finished(sums: Sums, sinks: Array | None) -> tuple[Array, ...]:
 
 
 def _store_results(
-    outs: Any, line: Array, static: Static, sums: Sums, sinks: Array | None, mask: Array
+    outs: Any,
+    line: Array,
+    static: TritonConfig,
+    sums: SoftmaxSums,
+    sinks: Array | None,
+    mask: Array,
 ) -> None:
     if static.partial:
         _store_sums(outs, line, static, sums, mask)
@@ -359,14 +378,16 @@ def _store_results(
         _store(outs[0], line, static, _finished(sums, sinks), mask)
 
 
-def _store_sums(outs: Any, line: Array, static: Static, sums: Sums, mask: Array) -> None:
+def _store_sums(
+    outs: Any, line: Array, static: TritonConfig, sums: SoftmaxSums, mask: Array
+) -> None:
     _store(outs[0], line, static, sums.outs[:-1], mask)
     line = jnp.where(mask, line, outs[1].shape[0])
     plt.store(outs[1].at[line], sums.highest, mask=mask)
     plt.store(outs[2].at[line], sums.outs[-1], mask=mask)
 
 
-def _store(ref: Any, line: Array, static: Static, outs: Any, mask: Array) -> None:
+def _store(ref: Any, line: Array, static: TritonConfig, outs: Any, mask: Array) -> None:
     # A masked line must not alias another one: interpret mode writes back what it read.
     line = jnp.where(mask, line, ref.shape[0])
     for out, span in zip(outs, static.spans, strict=True):

@@ -16,7 +16,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul.prologue import Compute, Form, Operand, Reductions, read_row
+from kernels_pallas.matmul.prologue import (
+    Compute,
+    OperandForm,
+    PrologueOperand,
+    Reductions,
+    read_row,
+)
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -46,7 +52,7 @@ class Rotation(NamedTuple):
     adjacent: bool
 
 
-class Heads(NamedTuple):
+class HeadVectors(NamedTuple):
     """Vectors of new tokens, [tokens, heads, size].
 
     Attributes:
@@ -57,7 +63,7 @@ class Heads(NamedTuple):
         dtype: of the result.
     """
 
-    operands: Sequence[Operand]
+    operands: Sequence[PrologueOperand]
     compute: Compute
     heads: int
     size: int
@@ -65,7 +71,7 @@ class Heads(NamedTuple):
     dtype: Any
 
 
-class Places(NamedTuple):
+class WriteSlots(NamedTuple):
     """Positions and block tables of a flat batch; see `batch.QueryBatch`."""
 
     rows: Int[Array, " tokens"]
@@ -73,13 +79,13 @@ class Places(NamedTuple):
     tables: Int[Array, "rows blocks"]
 
 
-def enter(
-    q: Heads,
-    k: Heads,
-    v: Heads,
+def write_kv(
+    q: HeadVectors,
+    k: HeadVectors,
+    v: HeadVectors,
     keys: Float[Array, "blocks kv_heads block size"],
     values: Float[Array, "blocks kv_heads block size"],
-    at: Places,
+    at: WriteSlots,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads size"], Array, Array]:
@@ -95,7 +101,7 @@ def enter(
         for part, turn in zip(parts, rotations, strict=True)
     ]
     operands = [array for own in flat for array in own]
-    static = [_Static.of(part) for part in parts]
+    static = [_HeadConfig.of(part) for part in parts]
     places = [part.astype(jnp.int32) for part in at]
     kernel = functools.partial(_kernel, parts=static, interpret=interpret)
     before = len(places) + len(operands)
@@ -114,10 +120,10 @@ def enter(
     return out.reshape(count, q.heads, q.size), keys, values
 
 
-class _Static(NamedTuple):
+class _HeadConfig(NamedTuple):
     """Compile-time configuration of queries, keys or values."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[OperandForm, ...]
     compute: Compute
     heads: int
     size: int
@@ -126,8 +132,8 @@ class _Static(NamedTuple):
     dtype: Any
 
     @classmethod
-    def of(cls, part: Heads) -> _Static:
-        forms = tuple(Form.of(operand) for operand in part.operands)
+    def of(cls, part: HeadVectors) -> _HeadConfig:
+        forms = tuple(OperandForm.of(operand) for operand in part.operands)
         turn = part.rotation
         pairs = 0 if turn is None else turn.cos.shape[-1]
         adjacent = turn is not None and turn.adjacent
@@ -139,7 +145,7 @@ def _kernel(
     positions_ref: Any,
     tables_ref: Any,
     *refs: Any,
-    parts: Sequence[_Static],
+    parts: Sequence[_HeadConfig],
     interpret: bool,
 ) -> None:
     out_ref, *pools = refs[-3:]
@@ -150,7 +156,7 @@ def _kernel(
 
         def compute(
             index: int = index,
-            part: _Static = part,
+            part: _HeadConfig = part,
             own: Sequence[Any] = refs[begin:end],
             first: int = first,
         ) -> None:
@@ -173,7 +179,7 @@ def _kernel(
 
 
 def _vector(
-    refs: Sequence[Any], part: _Static, token: Array, head: Array, inner: Array, inside: Array
+    refs: Sequence[Any], part: _HeadConfig, token: Array, head: Array, inner: Array, inside: Array
 ) -> Array:
     """A head's numbers, rotated."""
     width, start = part.heads * part.size, head * part.size

@@ -43,7 +43,7 @@ def tiles(ref: Any, shape: tuple[int, ...]) -> list[Array]:
     ]
 
 
-def looked_up(
+def look_up(
     words: Sequence[Array], values: Sequence[int], registers: Sequence[Array], *, asm: bool
 ) -> Iterator[tuple[int, int, Array]]:
     """(s, e, the codes' values in fp16) for the 16 slices of a superblock.

@@ -17,7 +17,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from kernels_pallas.matmul.triton import numbers_of, operands, weights
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _OUTPUTS = 16  # per program: four warps, 16 bytes of each word per thread
 
 
-def decode(
-    matrices: Sequence[Packed], index: Int[Array, 1], *, interpret: bool = False
+def dequantize(
+    matrices: Sequence[PackedMatrix], index: Int[Array, 1], *, interpret: bool = False
 ) -> Float[Array, "outputs padded_inputs"]:
     """Matrices of stacks in fp16, stacked vertically, inputs in the order of a kernel's slices.
 
@@ -60,7 +60,7 @@ def decode(
 def _kernel(
     index_ref: Any,
     *refs: Any,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     operands: Sequence[int],
     tiles: Sequence[int],
     asm: bool,
@@ -74,7 +74,7 @@ def _kernel(
         words_ref, *number_refs = islice(left, count)
 
         def compute(
-            matrix: Packed = matrix,
+            matrix: PackedMatrix = matrix,
             words_ref: Any = words_ref,
             number_refs: Sequence[Any] = number_refs,
             begin: int = end - size,

@@ -43,7 +43,7 @@ class Tiling:
     chains: int = 1
 
 
-def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: int) -> Tiling:
+def choose_tiling(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: int) -> Tiling:
     """The tiling for x [rows, inputs], tuned on an H200.
 
     Up to 16 rows two warps compute 32 outputs: several programs fit on a multiprocessor and hide
@@ -76,7 +76,7 @@ def choose(rows: int, outputs: int, superblocks: int, *, smallest: int, bits: in
     return Tiling(tile, tile_rows, split, tile // 16, 3 if fits else 2, chains=2)
 
 
-def tiles_of_rows(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
+def row_tiles(rows: int, size: int, index: Array) -> Int[Array, "3 tiles"]:
     """For each tile of rows: the matrix of the stack, its first row, and its number of rows."""
     first = jnp.arange(0, rows, size, dtype=jnp.int32)
     present = jnp.minimum(rows - first, size)

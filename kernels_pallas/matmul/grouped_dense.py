@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul.grouped_quantized import tiles_of
+from kernels_pallas.matmul.grouped_quantized import expert_tiles
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -32,7 +32,7 @@ def takes(matrices: Array) -> bool:
     return matrices.shape[-2] >= _LEAST and _step(matrices) >= _LEAST
 
 
-def dense_expert_matmul(
+def grouped_dense_matmul(
     x: Float[Array, "rows inputs"],
     offsets: Int[Array, " experts_1"],
     matrices: Float[Array, "experts outputs inputs"],
@@ -52,7 +52,7 @@ def dense_expert_matmul(
     share = -(-rows // count)
     size = min(max(_LEAST, 1 << (share - 1).bit_length()), _MOST_ROWS)
     tile = min(_OUTPUTS, 1 << (outputs.bit_length() - 1))
-    which = tiles_of(offsets, rows, size)
+    which = expert_tiles(offsets, rows, size)
     return pl.pallas_call(
         functools.partial(_kernel, size=size, tile=tile, step=_step(matrices), asm=not interpret),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),

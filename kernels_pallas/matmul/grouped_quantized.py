@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.matmul import mosaic
-from kernels_pallas.matmul.grid import choose
-from kernels_pallas.matmul.quantized import computes, finish, product_of
-from kernels_pallas.matmul.round_fp16 import rounded
-from kernels_pallas.matmul.weight_layout import Packed, arranged
+from kernels_pallas.matmul.grid import choose_tiling
+from kernels_pallas.matmul.quantized import backend_product, kernel_supports, sum_partials
+from kernels_pallas.matmul.round_fp16 import round_rows
+from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
+def expert_tiles(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Array, "3 tiles"]:
     """The expert of each tile of at most `size` rows, its first row, and its number of rows.
 
     There are as many tiles as any distribution over experts needs; unused ones have no rows.
@@ -47,10 +47,10 @@ def tiles_of(offsets: Int[Array, " experts_1"], rows: int, size: int) -> Int[Arr
     ).astype(jnp.int32)
 
 
-def expert_matmul(
+def grouped_quantized_matmul(
     x: Float[Array, "rows inputs"],
     offsets: Int[Array, " experts_1"],
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
@@ -74,7 +74,7 @@ def expert_matmul(
         if x.shape[1] != matrix.inputs:
             raise ValueError(f"x has {x.shape[1]} inputs, the experts {matrix.inputs}")
     first = jnp.int32(0) if index is None else index[0] * count
-    tiling = choose(
+    tiling = choose_tiling(
         -(-rows // count),
         outputs * min(rows, count),
         matrices[0].superblocks,
@@ -82,26 +82,26 @@ def expert_matmul(
         bits=max(matrix.bits for matrix in matrices),
     )
     if backend == "mosaic":
-        tiling = mosaic.fitted(tiling, -(-rows // count), matrices)
-    if backend == "xla" or not all(computes(backend, each) for each in matrices):
-        return finish([y[None] for y in _decoded(x, offsets, matrices, first)], gated)
-    x16, factors = rounded(x)
-    parts = product_of(backend)(
-        arranged(x16, matrices[0]),
+        tiling = mosaic.fit_tiling(tiling, -(-rows // count), matrices)
+    if backend == "xla" or not all(kernel_supports(backend, each) for each in matrices):
+        return sum_partials([y[None] for y in _grouped_xla(x, offsets, matrices, first)], gated)
+    x16, factors = round_rows(x)
+    parts = backend_product(backend)(
+        arrange_inputs(x16, matrices[0]),
         factors,
-        tiles_of(offsets, rows, tiling.rows).at[0].add(first),
+        expert_tiles(offsets, rows, tiling.rows).at[0].add(first),
         matrices,
         tiling,
         interpret=interpret,
     )
-    return finish(parts, gated)
+    return sum_partials(parts, gated)
 
 
-def _decoded(
-    x: Array, offsets: Array, matrices: Sequence[Packed], first: Array
+def _grouped_xla(
+    x: Array, offsets: Array, matrices: Sequence[PackedMatrix], first: Array
 ) -> tuple[Array, ...]:
     """In plain XLA, with the matrices of all experts dequantized to fp16 in memory."""
-    x16, factors = rounded(x)
+    x16, factors = round_rows(x)
     results = []
     for matrix in matrices:
         chosen = jax.tree.map(

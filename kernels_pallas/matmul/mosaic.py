@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import mosaic_common
 from kernels_pallas.matmul import unpack
-from kernels_pallas.matmul.grid import Tiling, tiles_of_rows
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.grid import Tiling, row_tiles
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.mosaic_common import plgpu
-from kernels_pallas.ptx import assembled
+from kernels_pallas.ptx import mosaic_assembler
 
 OUTPUTS = mosaic_common.ROWS  # of a tile
 MOST_ROWS = 128  # above, dequantizing once and a plain matmul are cheaper
@@ -32,13 +32,13 @@ _MANY_BITS = 6  # of a code
 _ALIGNED = 8  # outputs: rows of a shared-memory tile that are adjacent
 
 
-def takes(matrix: Packed) -> bool:
+def takes(matrix: PackedMatrix) -> bool:
     """Whether the kernel supports the matrix."""
     plain = matrix.steps is None and matrix.codebook is None
     return plain and matrix.outputs >= OUTPUTS and matrix.outputs % _ALIGNED == 0
 
 
-def fitted(tiling: Tiling, rows: int, matrices: Sequence[Packed]) -> Tiling:
+def fit_tiling(tiling: Tiling, rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
     """The tiling adapted to this kernel's tiles.
 
     Args:
@@ -54,14 +54,14 @@ def product(
     x: Array,
     factors: Array,
     which: Array | None,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     tiling: Tiling,
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """See `triton.product`."""
     rows = x.shape[0]
-    which = tiles_of_rows(rows, tiling.rows, jnp.int32(0)) if which is None else which
+    which = row_tiles(rows, tiling.rows, jnp.int32(0)) if which is None else which
     first, present = which[1], which[2]
     place = jnp.arange(rows, dtype=jnp.int32)[:, None]
     mine = (place >= first[None]) & (place < (first + present)[None])
@@ -76,7 +76,7 @@ def product(
     return tuple(results)
 
 
-def _one(x: Array, which: Array, packed: Packed, tiling: Tiling, interpret: bool) -> Array:
+def _one(x: Array, which: Array, packed: PackedMatrix, tiling: Tiling, interpret: bool) -> Array:
     """The matmul of each tile of x [tiles, rows, inputs]."""
     tiles, rows, _ = x.shape
     numbers, of_tiles = _numbers(packed, which[0])
@@ -88,11 +88,13 @@ def _one(x: Array, which: Array, packed: Packed, tiling: Tiling, interpret: bool
         _kernel, packed=packed, tiling=tiling, of_tiles=of_tiles, interpret=interpret
     )
     grid = {"outputs": -(-packed.outputs // OUTPUTS), "tile": tiles, "part": tiling.split}
-    call = mosaic_common.call(kernel, "mosaic_packed_product", out, grid, interpret=interpret)
+    call = mosaic_common.mosaic_call(
+        kernel, "mosaic_packed_product", out, grid, interpret=interpret
+    )
     return jnp.asarray(call(where, x, words, numbers))
 
 
-def _numbers(packed: Packed, index: Array) -> tuple[Array, bool]:
+def _numbers(packed: PackedMatrix, index: Array) -> tuple[Array, bool]:
     """Each column's scale and base, or its scale twice, [matrices, outputs, superblocks * 64].
 
     And whether matrices are those of tiles instead of the stack's.
@@ -117,18 +119,18 @@ def _kernel(
     numbers_ref: Any,
     out_ref: Any,
     *,
-    packed: Packed,
+    packed: PackedMatrix,
     tiling: Tiling,
     of_tiles: bool,
     interpret: bool,
 ) -> None:
     width, rows = 2 * packed.columns, x_ref.shape[1]
-    order = mosaic_common.order(width, 16)
+    order = mosaic_common.shared_memory_transforms(width, 16)
     # Buffers of a superblock: words, numbers and x.
     columns = (packed.bits * width, packed.per_code * width, x_ref.shape[2] // packed.superblocks)
     sizes = (OUTPUTS, OUTPUTS, rows)
     bytes_of = sum(2 * size * count for size, count in zip(sizes, columns, strict=True))
-    stages = max(mosaic_common.stages(bytes_of, 4096), 2)
+    stages = max(mosaic_common.pipeline_stages(bytes_of, 4096), 2)
     run = functools.partial(
         _run,
         refs=(words_ref, numbers_ref, x_ref),
@@ -165,7 +167,7 @@ def _run(
     refs: Sequence[Any],
     which_ref: Any,
     out_ref: Any,
-    packed: Packed,
+    packed: PackedMatrix,
     tiling: Tiling,
     of_tiles: bool,
 ) -> None:
@@ -214,7 +216,7 @@ def _run(
 
 
 def _multiply(
-    total_ref: Any, words_ref: Any, numbers_ref: Any, x_ref: Any, packed: Packed, staged: Any
+    total_ref: Any, words_ref: Any, numbers_ref: Any, x_ref: Any, packed: PackedMatrix, staged: Any
 ) -> None:
     """Accumulates the matmul with one superblock."""
     width, asm = 2 * packed.columns, not staged
@@ -225,9 +227,9 @@ def _multiply(
             for t in range(count)
         ]
 
-    with assembled():
+    with mosaic_assembler():
         numbers = [
-            unpack.prepare(tile, packed.levels, packed.symmetric, half, asm=asm)
+            unpack.prepare_scales(tile, packed.levels, packed.symmetric, half, asm=asm)
             for half, tile in enumerate(slices(numbers_ref, packed.per_code))
         ]
         words = slices(words_ref, packed.bits)

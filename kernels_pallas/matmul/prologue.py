@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul.round_fp16 import power_of, rounded
-from kernels_pallas.matmul.weight_layout import Packed, arranged
+from kernels_pallas.matmul.round_fp16 import round_rows, row_scale
+from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -29,7 +29,7 @@ LONGEST = 1 << 15  # max width of a row in registers
 _SUPERBLOCK = 1024
 
 
-class Operand(NamedTuple):
+class PrologueOperand(NamedTuple):
     """An input of the computation of rows.
 
     Attributes:
@@ -54,7 +54,7 @@ class Reductions(NamedTuple):
 type Compute = Callable[[Sequence[Array], Reductions], Sequence[Array]]
 
 
-class Prepared(NamedTuple):
+class PreparedRows(NamedTuple):
     """The prepared x operand of matmuls.
 
     Attributes:
@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
     factors: Any
 
 
-def alone(values: Sequence[Array], _: Reductions) -> Sequence[Array]:
+def identity(values: Sequence[Array], _: Reductions) -> Sequence[Array]:
     """The `Compute` of rows that exist already: the identity."""
     return values[:1]
 
@@ -77,16 +77,16 @@ def fits(width: int) -> bool:
     return _tile(width) <= LONGEST
 
 
-def prepare(
-    operands: Sequence[Operand],
+def prepare_rows(
+    operands: Sequence[PrologueOperand],
     compute: Compute,
     rows: int,
-    like: Packed,
+    like: PackedMatrix,
     extra: Sequence[Any] = (),
     *,
     apart: bool = False,
     interpret: bool = False,
-) -> tuple[Prepared, tuple[Array, ...]]:
+) -> tuple[PreparedRows, tuple[Array, ...]]:
     """Computes rows, rounds them to fp16 with a power-of-two scale each, and arranges them.
 
     Args:
@@ -103,7 +103,7 @@ def prepare(
     tile, programs = (_SUPERBLOCK, superblocks) if apart else (_tile(width), 1)
     kernel = functools.partial(
         _kernel,
-        operands=tuple(Form.of(operand) for operand in operands),
+        operands=tuple(OperandForm.of(operand) for operand in operands),
         compute=compute,
         rows=rows,
         like=like,
@@ -126,16 +126,21 @@ def prepare(
     )(*(operand.array.reshape(-1) for operand in operands))
     x = x.reshape(rows, superblocks, like.per_code * 16, 2 * like.columns)
     factors = factors.reshape(rows, superblocks) if apart else factors
-    return Prepared(x, factors), tuple(other.reshape(rows, width) for other in others)
+    return PreparedRows(x, factors), tuple(other.reshape(rows, width) for other in others)
 
 
-def prepare_reference(
-    operands: Sequence[Operand], compute: Compute, rows: int, like: Packed, *, apart: bool = False
+def prepare_rows_reference(
+    operands: Sequence[PrologueOperand],
+    compute: Compute,
+    rows: int,
+    like: PackedMatrix,
+    *,
+    apart: bool = False,
 ) -> tuple[Float[Array, "rows superblocks slices places"], Array, Sequence[Array]]:
     """`prepare_rows` in XLA operations."""
     shapes = {"full": (rows, -1), "row": (rows, 1), "vector": (1, -1), "one": (1, 1)}
 
-    def value(operand: Operand) -> Array:
+    def value(operand: PrologueOperand) -> Array:
         if operand.kind == "parts":
             return jnp.sum(operand.array[:, :rows], axis=0)
         return jnp.reshape(operand.array, shapes[operand.kind])
@@ -149,15 +154,15 @@ def prepare_reference(
     x, *others = compute([value(operand) for operand in operands], reductions)
     x, others = jnp.broadcast_to(x, full), [jnp.broadcast_to(other, full) for other in others]
     if not apart:
-        x16, factors = rounded(x)
-        return arranged(x16, like), factors, others
+        x16, factors = round_rows(x)
+        return arrange_inputs(x16, like), factors, others
     padded = jnp.pad(x, ((0, 0), (0, like.padded_inputs - like.inputs)))
-    x16, factors = rounded(padded.reshape(-1, _SUPERBLOCK))
+    x16, factors = round_rows(padded.reshape(-1, _SUPERBLOCK))
     x16 = x16.reshape(rows, -1)[:, : like.inputs]
-    return arranged(x16, like), factors.reshape(rows, -1), others
+    return arrange_inputs(x16, like), factors.reshape(rows, -1), others
 
 
-class Form(NamedTuple):
+class OperandForm(NamedTuple):
     """Static form of an operand: its kind, and for parts their number and padded rows."""
 
     kind: str
@@ -165,12 +170,14 @@ class Form(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, operand: Operand) -> Form:
+    def of(cls, operand: PrologueOperand) -> OperandForm:
         split, rows = operand.array.shape[:2] if operand.kind == "parts" else (1, 0)
         return cls(operand.kind, split, rows)
 
 
-def read_row(ref: Any, form: Form, row: Array, width: int, place: Array, inside: Array) -> Array:
+def read_row(
+    ref: Any, form: OperandForm, row: Array, width: int, place: Array, inside: Array
+) -> Array:
     """Inside a kernel: an operand's numbers at some positions of a row of `width`."""
 
     def line(number: Any) -> Array:
@@ -195,10 +202,10 @@ def _tile(width: int) -> int:
 
 def _kernel(
     *refs: Any,
-    operands: Sequence[Form],
+    operands: Sequence[OperandForm],
     compute: Compute,
     rows: int,
-    like: Packed,
+    like: PackedMatrix,
     tile: int,
     interpret: bool,
 ) -> None:
@@ -223,7 +230,7 @@ def _kernel(
     ]
     x, *wanted = compute(values, reductions)
     x = jnp.where(inside, whole(x), np.float32(0))
-    factor = power_of(jnp.max(jnp.abs(x)))
+    factor = row_scale(jnp.max(jnp.abs(x)))
     factors_ref[row * parts + part] = factor
     p, g = like.per_code, like.columns
     x16 = (x / factor).astype(jnp.float16).reshape(-1, p, g, 8, 2, 2)

@@ -11,11 +11,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.matmul import mosaic, triton
-from kernels_pallas.matmul.dequantize import decode
-from kernels_pallas.matmul.grid import LARGEST, SMALLEST, Tiling, choose, tiles_of_rows
-from kernels_pallas.matmul.prologue import Operand, Prepared, alone, fits, prepare
-from kernels_pallas.matmul.round_fp16 import rounded
-from kernels_pallas.matmul.weight_layout import Packed, arranged
+from kernels_pallas.matmul.dequantize import dequantize
+from kernels_pallas.matmul.grid import LARGEST, SMALLEST, Tiling, choose_tiling, row_tiles
+from kernels_pallas.matmul.prologue import (
+    PreparedRows,
+    PrologueOperand,
+    fits,
+    identity,
+    prepare_rows,
+)
+from kernels_pallas.matmul.round_fp16 import round_rows
+from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
 if TYPE_CHECKING:
@@ -26,7 +32,7 @@ KERNEL_ROWS = 128  # above, dequantizing once and a plain matmul are cheaper
 
 def matmul(
     x: Float[Array, "rows inputs"],
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     *,
     index: Int[Array, 1] | None = None,
     gated: bool = False,
@@ -55,12 +61,12 @@ def matmul(
     if gated and len(matrices) != 2:
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
     if backend == "xla" or (backend == "mosaic" and x.shape[0] > mosaic.MOST_ROWS):
-        return _epilogue(decoded(x, matrices, index), gated)
+        return _epilogue(matmul_xla(x, matrices, index), gated)
     results: list[Array | None] = [None] * len(matrices)
     for together in _groups(matrices):
         chosen = [matrices[i] for i in together]
-        if not all(computes(backend, matrix) for matrix in chosen):
-            parts = decoded(x, chosen, index)
+        if not all(kernel_supports(backend, matrix) for matrix in chosen):
+            parts = matmul_xla(x, chosen, index)
         else:
             parts = _kernel(x, chosen, index, backend, interpret)
         for i, part in zip(together, parts, strict=True):
@@ -68,12 +74,12 @@ def matmul(
     return _epilogue([result for result in results if result is not None], gated)
 
 
-def computes(backend: Backend, matrix: Packed) -> bool:
+def kernel_supports(backend: Backend, matrix: PackedMatrix) -> bool:
     """Whether a back end's kernel supports the matrix; otherwise it is dequantized."""
     return mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
 
 
-def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
+def _groups(matrices: Sequence[PackedMatrix]) -> list[list[int]]:
     """Indices of matrices that one call can take: x in the same order, tiles of the same size."""
     groups: dict[Any, list[int]] = {}
     for place, matrix in enumerate(matrices):
@@ -84,7 +90,7 @@ def _groups(matrices: Sequence[Packed]) -> list[list[int]]:
 
 def _kernel(
     x: Array,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     index: Array | None,
     backend: Backend,
     interpret: bool,
@@ -92,24 +98,24 @@ def _kernel(
     """The results for the matrices of one group."""
     rows = x.shape[0]
     if backend == "triton" and fits(matrices[0].inputs):
-        operands = [Operand(x, "full")]
-        given, _ = prepare(operands, alone, rows, matrices[0], interpret=interpret)
+        operands = [PrologueOperand(x, "full")]
+        given, _ = prepare_rows(operands, identity, rows, matrices[0], interpret=interpret)
     else:
-        x16, factors = rounded(x)
-        given = Prepared(arranged(x16, matrices[0]), factors)
-    return finish(_parts(given, matrices, index, backend, interpret), False)
+        x16, factors = round_rows(x)
+        given = PreparedRows(arrange_inputs(x16, matrices[0]), factors)
+    return sum_partials(_matmul_partials(given, matrices, index, backend, interpret), False)
 
 
-def shares(matrices: Sequence[Packed]) -> bool:
+def supports_partials(matrices: Sequence[PackedMatrix]) -> bool:
     """Whether `matmul_partials` takes these matrices in one call."""
     orders = {(matrix.per_code, matrix.superblocks, matrix.inputs) for matrix in matrices}
     small = min(matrix.outputs for matrix in matrices) < SMALLEST
     return len(orders) == 1 and not small and fits(matrices[0].inputs)
 
 
-def product_parts(
-    x: Prepared,
-    matrices: Sequence[Packed],
+def matmul_partials(
+    x: PreparedRows,
+    matrices: Sequence[PackedMatrix],
     *,
     index: Int[Array, 1] | None = None,
     interpret: bool = False,
@@ -122,21 +128,23 @@ def product_parts(
     results: list[Any] = [None] * len(matrices)
     for places in _groups(matrices):
         chosen = [matrices[i] for i in places]
-        for i, part in zip(places, _parts(x, chosen, index, "triton", interpret), strict=True):
+        for i, part in zip(
+            places, _matmul_partials(x, chosen, index, "triton", interpret), strict=True
+        ):
             results[i] = part
     return tuple(results)
 
 
-def _tiling(rows: int, matrices: Sequence[Packed]) -> Tiling:
+def _tiling(rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
     outputs = [matrix.outputs for matrix in matrices]
     bits = max(matrix.bits for matrix in matrices)
     superblocks = matrices[0].superblocks
-    return choose(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
+    return choose_tiling(rows, sum(outputs), superblocks, smallest=min(outputs), bits=bits)
 
 
-def _parts(
-    x: Prepared,
-    matrices: Sequence[Packed],
+def _matmul_partials(
+    x: PreparedRows,
+    matrices: Sequence[PackedMatrix],
     index: Array | None,
     backend: Backend,
     interpret: bool,
@@ -144,35 +152,39 @@ def _parts(
     """Partial sums for the matrices of one group."""
     rows = x.x.shape[0]
     if backend == "triton" and rows > KERNEL_ROWS:
-        return _whole(x, matrices, index, interpret)
+        return _dequantized_matmul(x, matrices, index, interpret)
     tiling = _tiling(rows, matrices)
     if backend == "mosaic":
-        tiling = mosaic.fitted(tiling, rows, matrices)
-    which = None if index is None else tiles_of_rows(rows, tiling.rows, index)
-    product = product_of(backend)
+        tiling = mosaic.fit_tiling(tiling, rows, matrices)
+    which = None if index is None else row_tiles(rows, tiling.rows, index)
+    product = backend_product(backend)
     return tuple(product(x.x, x.factors, which, matrices, tiling, interpret=interpret))
 
 
-def _whole(
-    x: Prepared, matrices: Sequence[Packed], index: Array | None, interpret: bool
+def _dequantized_matmul(
+    x: PreparedRows, matrices: Sequence[PackedMatrix], index: Array | None, interpret: bool
 ) -> tuple[Array, ...]:
     """A plain matmul with the dequantized matrices, [1, rows, outputs] of each."""
     contracted = (((1,), (1,)), ((), ()))
     index = jnp.zeros((1,), jnp.int32) if index is None else index
-    weights = decode(matrices, index, interpret=interpret)
+    weights = dequantize(matrices, index, interpret=interpret)
     flat = x.x.reshape(x.x.shape[0], -1)
     y = lax.dot_general(flat, weights, contracted, preferred_element_type=jnp.float32)
     ends = list(accumulate(matrix.outputs for matrix in matrices))[:-1]
     return tuple((part * x.factors[:, None])[None] for part in jnp.split(y, ends, axis=1))
 
 
-def decoded(x: Array, matrices: Sequence[Packed], index: Array | None) -> tuple[Array, ...]:
+def matmul_xla(
+    x: Array, matrices: Sequence[PackedMatrix], index: Array | None
+) -> tuple[Array, ...]:
     """The results in plain XLA, with the chosen matrices dequantized to fp16 in memory."""
-    x16, factors = rounded(x)
+    x16, factors = round_rows(x)
     results = []
     for matrix in matrices:
         stacked = matrix.words.ndim > 5
-        chosen = at(matrix, jnp.int32(0) if index is None else index[0]) if stacked else matrix
+        chosen = (
+            index_stack(matrix, jnp.int32(0) if index is None else index[0]) if stacked else matrix
+        )
         contracted = (((1,), (1,)), ((), ()))
         weights = chosen.dequantize(jnp.float16)
         y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
@@ -180,7 +192,7 @@ def decoded(x: Array, matrices: Sequence[Packed], index: Array | None) -> tuple[
     return tuple(results)
 
 
-def at(matrix: Packed, index: Array) -> Packed:
+def index_stack(matrix: PackedMatrix, index: Array) -> PackedMatrix:
     """One matrix of a stack, copied."""
 
     def cut(part: Array) -> Array:
@@ -190,7 +202,7 @@ def at(matrix: Packed, index: Array) -> Packed:
     return jax.tree.map(cut, matrix)
 
 
-def finish(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
+def sum_partials(parts: Sequence[Array], gated: bool) -> tuple[Array, ...]:
     """Adds the partial sums [split, rows, outputs], and combines gate and up."""
     return _epilogue([p[0] if p.shape[0] == 1 else jnp.sum(p, axis=0) for p in parts], gated)
 
@@ -199,6 +211,6 @@ def _epilogue(results: Sequence[Array], gated: bool) -> tuple[Array, ...]:
     return (jax.nn.silu(results[0]) * results[1],) if gated else tuple(results)
 
 
-def product_of(backend: Backend) -> Any:
+def backend_product(backend: Backend) -> Any:
     """The kernel function of a back end."""
     return {"triton": triton.product, "mosaic": mosaic.product}[backend]

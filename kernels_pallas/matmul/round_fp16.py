@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 _LARGEST = 512.0  # magnitude of a row, so that neither it nor its small numbers leave fp16's range
 
 
-def rounded(
+def round_rows(
     x: Float[Array, "rows inputs"],
 ) -> tuple[Float[Array, "rows inputs"], Float[Array, " rows"]]:
     """x in fp16, and the power of two each row was divided by to stay in its range."""
     x = x.astype(jnp.float32)
-    factor = power_of(jnp.max(jnp.abs(x), axis=1))
+    factor = row_scale(jnp.max(jnp.abs(x), axis=1))
     return (x / factor[:, None]).astype(jnp.float16), factor
 
 
-def power_of(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+def row_scale(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     """The power of two that rows with these maximum magnitudes are divided by."""
     exponent = lax.bitcast_convert_type(highest, jnp.uint32) & np.uint32(0x7F800000)
     power = lax.bitcast_convert_type(exponent, jnp.float32)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.matmul import codebook, unpack
 from kernels_pallas.matmul.grid import Tiling
-from kernels_pallas.matmul.weight_layout import CODES, Packed
+from kernels_pallas.matmul.weight_layout import CODES, PackedMatrix
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 
@@ -29,7 +29,7 @@ def product(
     x: Array,
     factors: Array,
     which: Array | None,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     tiling: Tiling,
     *,
     interpret: bool = False,
@@ -73,7 +73,7 @@ def product(
     )
 
 
-def operands(matrix: Packed) -> list[Array]:
+def operands(matrix: PackedMatrix) -> list[Array]:
     """The arrays of a matrix: words, block numbers, and the table of a codebook."""
     tables = [] if matrix.codebook is None else [jnp.asarray(codebook.table(matrix.codebook))]
     return [matrix.half_words(), *matrix.numbers(), *tables]
@@ -84,7 +84,7 @@ def _kernel(
     factors_ref: Any,
     x_ref: Any,
     *refs: Any,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     counts: Sequence[int],
     tiles: Sequence[int],
     tiling: Tiling,
@@ -127,7 +127,7 @@ def _kernel(
 
 def _accumulate(
     x_ref: Any,
-    packed: Packed,
+    packed: PackedMatrix,
     refs: Sequence[Any],
     where: tuple[Array, Any, Any, Array, Array],
     tiling: Tiling,
@@ -174,16 +174,16 @@ def _accumulate(
 
 
 def weights(
-    packed: Packed,
+    packed: PackedMatrix,
     words: Sequence[Array],
-    numbers: Sequence[unpack.Numbers],
+    numbers: Sequence[unpack.ScaleAndBase],
     table_ref: Any,
     asm: bool,
 ) -> Iterator[tuple[int, Array]]:
     """The weights of each slice of a superblock, and its position in x."""
     if packed.codebook is not None:
         table = codebook.tiles(table_ref, words[0].shape) if asm else []
-        for s, e, value in codebook.looked_up(words, packed.codebook, table, asm=asm):
+        for s, e, value in codebook.look_up(words, packed.codebook, table, asm=asm):
             of_block = numbers[s * packed.parts // CODES]
             yield 2 * s + e, unpack.multiply(value, of_block.times, asm=asm)
         return
@@ -195,8 +195,8 @@ def weights(
 
 
 def numbers_of(
-    packed: Packed, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
-) -> list[unpack.Numbers]:
+    packed: PackedMatrix, refs: Sequence[Any], where: tuple[Array, Any, Array], asm: bool
+) -> list[unpack.ScaleAndBase]:
     """Scales and bases for `unpack.weights`, by half of a superblock or by block of a column."""
     # A codebook's values are multiplied by the scale as whole codes are.
     levels = packed.levels if packed.codebook is None else 256
@@ -208,13 +208,13 @@ def numbers_of(
             _tile(refs[0], where, (half * each, each), count, width)
             for half in range(packed.per_code)
         ]
-        return [unpack.prepare(tile, *kind, n, asm=asm) for n, tile in enumerate(tiles)]
+        return [unpack.prepare_scales(tile, *kind, n, asm=asm) for n, tile in enumerate(tiles)]
     integers, steps = (
         _tile(ref, where, (0, ref.shape[-1]), c, width)
         for ref, c in zip(refs[:2], (1, count), strict=True)
     )
     return [
-        unpack.prepare_two_level(integers, steps, *kind, part, asm=asm)
+        unpack.prepare_two_level_scales(integers, steps, *kind, part, asm=asm)
         for part in range(packed.parts)
     ]
 

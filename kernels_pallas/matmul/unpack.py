@@ -35,7 +35,7 @@ _OFFSET = float(np.uint16(0x4467).view(np.float16))
 _UPPER = 0xFFC0
 
 
-class Numbers(NamedTuple):
+class ScaleAndBase(NamedTuple):
     """Multiplier and addend of a fraction, as tiles [rows, 2 G] of fp16."""
 
     times: Array
@@ -69,7 +69,9 @@ def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple
             yield s, e, _collect(parts, _ONE, asm)
 
 
-def prepare(tile: Array, levels: int, symmetric: bool, half: int, *, asm: bool) -> Numbers:
+def prepare_scales(
+    tile: Array, levels: int, symmetric: bool, half: int, *, asm: bool
+) -> ScaleAndBase:
     """The numbers for `weights` from the tile of a superblock's half, once for all its slices.
 
     Args:
@@ -81,9 +83,9 @@ def prepare(tile: Array, levels: int, symmetric: bool, half: int, *, asm: bool) 
     return _prepared(scale, base, levels, half, asm)
 
 
-def prepare_two_level(
+def prepare_two_level_scales(
     integers: Array, steps: Array, levels: int, symmetric: bool, part: int, *, asm: bool
-) -> Numbers:
+) -> ScaleAndBase:
     """`prepare_scales` for two-level formats: integers times the step and floor of 256 weights.
 
     Their products are rounded to fp16. For random blocks of Q4_K, Q5_K and Q6_K all rounding
@@ -105,9 +107,9 @@ def prepare_two_level(
     return _prepared(scale, base, levels, 0, asm)
 
 
-def _prepared(scale: Array, base: Array | None, levels: int, half: int, asm: bool) -> Numbers:
+def _prepared(scale: Array, base: Array | None, levels: int, half: int, asm: bool) -> ScaleAndBase:
     if levels >= _EXACT_FROM:
-        return Numbers(scale, base)
+        return ScaleAndBase(scale, base)
     # A code of 0 reads as 1, which is `levels` steps; the first of a pair as 16, the second as 0.
     pair = levels == 11
     zero = (16 if half == 0 else 0) if pair else levels
@@ -115,10 +117,10 @@ def _prepared(scale: Array, base: Array | None, levels: int, half: int, asm: boo
         plus = fma_by(scale, -float(zero + levels // 2), 0.0, asm=asm)
     else:
         plus = fma_by(scale, -float(zero), base, asm=asm) if zero else base
-    return Numbers(scale if pair else fma_by(scale, float(levels), 0.0, asm=asm), plus)
+    return ScaleAndBase(scale if pair else fma_by(scale, float(levels), 0.0, asm=asm), plus)
 
 
-def weights(f: Array, numbers: Sequence[Numbers], levels: int, *, asm: bool) -> list[Array]:
+def weights(f: Array, numbers: Sequence[ScaleAndBase], levels: int, *, asm: bool) -> list[Array]:
     """The weights of a fraction: one tile, or two if codes are pairs."""
     if levels >= _EXACT_FROM:
         (only,) = numbers
@@ -137,7 +139,7 @@ def weights(f: Array, numbers: Sequence[Numbers], levels: int, *, asm: bool) -> 
     return [_plain(first, numbers[0], asm), _plain(second, numbers[1], asm)]
 
 
-def _plain(q: Array, numbers: Numbers, asm: bool) -> Array:
+def _plain(q: Array, numbers: ScaleAndBase, asm: bool) -> Array:
     assert numbers.plus is not None
     return fma(q, numbers.times, numbers.plus, asm=asm)
 

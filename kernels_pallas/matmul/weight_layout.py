@@ -27,7 +27,7 @@ BLOCKS: tuple[int, ...] = (32, 64, 128)
 TWO_LEVEL_BLOCKS: tuple[int, ...] = (16, 32)
 
 
-class Piece(NamedTuple):
+class BitField(NamedTuple):
     """A bit field of a code: `(byte >> low) & (2**width - 1)` gives bits `at`.. of the code."""
 
     byte: int
@@ -36,22 +36,22 @@ class Piece(NamedTuple):
     at: int
 
 
-def _whole(bits: int, count: int) -> list[tuple[Piece, ...]]:
+def _whole(bits: int, count: int) -> list[tuple[BitField, ...]]:
     """Codes within one byte: byte t has code t, and above it code t + bits if it fits."""
-    return [(Piece(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
+    return [(BitField(s % bits, bits * (s // bits), bits, 0),) for s in range(count)]
 
 
-def _parts(*pieces: tuple[int, int, int]) -> tuple[Piece, ...]:
+def _parts(*pieces: tuple[int, int, int]) -> tuple[BitField, ...]:
     """A code whose bits are spread over several bytes: (byte, low, width), from its lowest bit."""
     at, code = 0, []
     for byte, low, width in pieces:
-        code.append(Piece(byte, low, width, at))
+        code.append(BitField(byte, low, width, at))
         at += width
     return tuple(code)
 
 
 # PIECES[bits][code]: bit fields of each of 8 codes in `bits` bytes.
-PIECES: dict[int, list[tuple[Piece, ...]]] = {
+PIECES: dict[int, list[tuple[BitField, ...]]] = {
     2: _whole(2, 8),
     3: [*_whole(3, 6), _parts((0, 6, 2), (2, 6, 1)), _parts((1, 6, 2), (2, 7, 1))],
     4: _whole(4, 8),
@@ -73,7 +73,7 @@ PIECES: dict[int, list[tuple[Piece, ...]]] = {
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Packed:
+class PackedMatrix:
     """A quantized matrix [outputs, inputs], or a stack of them: codes and block numbers.
 
     A weight of code q is scale * q + base, or scale * (q - levels // 2) if blocks have no base, or
@@ -228,7 +228,7 @@ class Packed:
         return jnp.asarray(four)
 
 
-def arranged(x: Array, packed: Packed) -> Array:
+def arrange_inputs(x: Array, packed: PackedMatrix) -> Array:
     """x [rows, inputs] in the order of a kernel's slices: [rows, superblocks, 16 p, 2 G]."""
     p, g = packed.per_code, packed.columns
     x = jnp.pad(x, ((0, 0), (0, packed.padded_inputs - x.shape[1])))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import plan_weights
@@ -29,7 +29,7 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     Plain ones stay so, as in a converted checkpoint, which is mapped as it is.
     """
     opened = open_model(source, overrides)
-    model = build(opened.spec, opened.dtype)
+    model = build_abstract_model(opened.spec, opened.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jinfer.weights.storage_plan.faster_as_whole_numbers", lambda: False)
         plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)

@@ -18,7 +18,7 @@ from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.checkpoint.native_checkpoint import ALIGNMENT, NativeCheckpoint
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.weights.load_weights import load
@@ -63,7 +63,7 @@ def test_arrays_are_views_of_the_files(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "out")
     assert isinstance(checkpoint, NativeCheckpoint)
     opened = replace(open_model(tmp_path / "out", {}), checkpoint=checkpoint)
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     loaded = jax.tree.leaves(load(plan))
     places = {tensor.raw().ctypes.data for tensor in checkpoint.parts.values()}
@@ -296,7 +296,10 @@ def test_no_byte_of_the_metadata_breaks_the_reader(converted: Path, tmp_path: Pa
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
             plan_weights(
-                build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
+                build_abstract_model(opened.spec, "float32"),
+                opened.spec,
+                opened.checkpoint,
+                opened.activations,
             )
 
 

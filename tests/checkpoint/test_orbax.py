@@ -24,7 +24,7 @@ from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.checkpoint.native_checkpoint import native_metadata
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.tensor_mapping import LoadError
@@ -453,7 +453,10 @@ def test_no_byte_of_the_description_breaks_the_reader(converted: Path, tmp_path:
         with suppress(*USER_ERRORS):
             opened = open_model(out, {})
             plan_weights(
-                build(opened.spec, "float32"), opened.spec, opened.checkpoint, opened.activations
+                build_abstract_model(opened.spec, "float32"),
+                opened.spec,
+                opened.checkpoint,
+                opened.activations,
             )
 
 

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from jinfer.cli.remote.client_flags import parser as client
-from jinfer.cli.terminal.flag_conflicts import settle
-from jinfer.cli.terminal.generate_flags import parser
+from jinfer.cli.remote.client_flags import make_parser as client
+from jinfer.cli.terminal.flag_conflicts import merge_alternatives
+from jinfer.cli.terminal.generate_flags import make_parser
 from jinfer.cli.terminal.run_generate import _overrides
-from jinfer.server.serve_flags import parser as server
+from jinfer.server.serve_flags import make_parser as server
 
 
 def refusal(made: argparse.ArgumentParser, line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -47,7 +47,7 @@ def refusal(made: argparse.ArgumentParser, line: str, capsys: pytest.CaptureFixt
     ],
 )
 def test_mistakes(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(parser("jinfer generate"), line, capsys)
+    said = refusal(make_parser("jinfer generate"), line, capsys)
     assert said.startswith("error: ")
     assert words in said
 
@@ -99,19 +99,21 @@ def test_flags_of_other_servers(line: str, words: str, capsys: pytest.CaptureFix
     ],
 )
 def test_names_of_others(line: str, key: str, value: object) -> None:
-    options = settle(parser("jinfer generate").parse_args(line.split()))
+    options = merge_alternatives(make_parser("jinfer generate").parse_args(line.split()))
     assert getattr(options, key) == value
     assert (options.source, options.model, options.question) == ("m", None, None)
 
 
 def test_keys_of_the_specification() -> None:
     line = "m --max-model-len 2048 --kv-cache-dtype q8 --dtype float32"
-    assert _overrides(settle(parser("x").parse_args(line.split()))) == {
+    assert _overrides(merge_alternatives(make_parser("x").parse_args(line.split()))) == {
         "engine": {"context": 2048}, "quantization": {"kv_cache": "q8"}, "dtype": "float32"
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("made", [parser("jinfer generate"), server(), client("jinfer client")])
+@pytest.mark.parametrize(
+    "made", [make_parser("jinfer generate"), server(), client("jinfer client")]
+)
 def test_the_help_is_short(
     made: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,4 +128,4 @@ def test_the_help_is_short(
 
 
 def test_a_chat_says_what_it_is() -> None:
-    assert "A conversation with a model." in parser("jinfer chat").format_help()
+    assert "A conversation with a model." in make_parser("jinfer chat").format_help()

@@ -10,7 +10,7 @@ import pytest
 
 import jinfer
 from jinfer.cli import entry_point, main
-from jinfer.cli.command_registry import COMMANDS, GROUPS, Command
+from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.tools_path import provide_tools
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_every_tool_is_a_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_help_says_what_was_typed(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_was_typed(command: Subcommand, capsys: pytest.CaptureFixture[str]) -> None:
     provide_tools()
     with pytest.raises(SystemExit) as ended:
         main([*command.name.split(), "--help"])

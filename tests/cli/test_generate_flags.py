@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.cli.terminal.flag_conflicts import FlagError, check, check_effects, settle
-from jinfer.cli.terminal.generate_flags import parser, sampling, spelled
+from jinfer.cli.terminal.flag_conflicts import FlagError, check, check_effects, merge_alternatives
+from jinfer.cli.terminal.generate_flags import make_parser, sampling, spelled
 from jinfer.generate import main
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -20,11 +20,11 @@ LLAMA2 = str(ROOT / "tests" / "goldens" / "llama2")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    return parser("test").parse_args(arguments)
+    return make_parser("test").parse_args(arguments)
 
 
 def test_every_parameter_has_a_flag_with_a_help_text() -> None:
-    help = " ".join(parser("test").format_help().split())
+    help = " ".join(make_parser("test").format_help().split())
     for field in fields(SamplingParams):
         assert f"{spelled(field.name)} " in help
     assert "the k likeliest tokens; 0: all." in help
@@ -102,7 +102,7 @@ def test_a_schema_may_be_in_a_file(tmp_path: Path) -> None:
 )
 def test_flags_that_contradict_each_other(flags: str, message: str) -> None:
     def checked() -> None:
-        options = settle(parsed(*flags.split()))
+        options = merge_alternatives(parsed(*flags.split()))
         silent = options.prompt is None and options.ids is None and options.prompt_file is None
         check(options, options.chat or silent)
 

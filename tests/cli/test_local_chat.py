@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, RequestError
-from jinfer.cli.terminal.line_input import Typed
-from jinfer.cli.terminal.local_chat import Chat, fitted, rates
+from jinfer.cli.terminal.line_input import TypedInput
+from jinfer.cli.terminal.local_chat import LocalChat, drop_oldest_turns, rates
 from jinfer.cli.terminal.slash_commands import COMMANDS
 from jinfer.engine.output.generation import Usage
 from tests.cli.terminal import Terminal
@@ -31,11 +31,11 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def chat(llm: LLM) -> Chat:
-    return Chat(llm)
+def chat(llm: LLM) -> LocalChat:
+    return LocalChat(llm)
 
 
-def said(chat: Chat) -> list[tuple[str, str]]:
+def said(chat: LocalChat) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in chat.messages]
 
 
@@ -62,34 +62,34 @@ def encode(messages: Sequence[Any]) -> list[int]:
 )
 def test_old_turns_are_dropped(count: int, room: int, most: int | None, dropped: int) -> None:
     messages = turn(*(str(i) for i in range(count)))
-    ids, kept = fitted(encode, messages, room, most)
+    ids, kept = drop_oldest_turns(encode, messages, room, most)
     assert kept == messages[dropped:]
     assert len(ids) == 10 * len(kept)
     system = {"role": "system", "content": "Be brief."}
-    assert fitted(encode, [system, *messages], room + 10, most)[1][0] == system
+    assert drop_oldest_turns(encode, [system, *messages], room + 10, most)[1][0] == system
 
 
 def test_a_message_that_is_too_long() -> None:
     with pytest.raises(RequestError, match="takes 10 of the 10 tokens that there are; shorten"):
-        fitted(encode, turn("a", "b", "c"), 10, None)
+        drop_oldest_turns(encode, turn("a", "b", "c"), 10, None)
 
 
 def test_an_answer_goes_to_its_end_or_has_a_mark(
-    chat: Chat, capsys: pytest.CaptureFixture[str]
+    chat: LocalChat, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat.take(Typed("Hello"))
+    chat.take(TypedInput("Hello"))
     assert "cut off" not in capsys.readouterr().out
     assert chat.params().max_tokens is None
-    chat.take(Typed("/set max_tokens=3"))
-    chat.take(Typed("Tell me about rivers."))
+    chat.take(TypedInput("/set max_tokens=3"))
+    chat.take(TypedInput("Tell me about rivers."))
     printed = capsys.readouterr().out
     assert "[cut off: max_tokens is 3; /set max_tokens=none for no limit]" in printed
-    chat.take(Typed("/set max-tokens=none"))
-    chat.take(Typed("/set ignore_eos=true"))
-    chat.take(Typed("Write a very long story about a river, in twenty chapters."))
+    chat.take(TypedInput("/set max-tokens=none"))
+    chat.take(TypedInput("/set ignore_eos=true"))
+    chat.take(TypedInput("Write a very long story about a river, in twenty chapters."))
     assert "[cut off: the context is full" in capsys.readouterr().out
-    chat.take(Typed("/set ignore_eos=false"))
-    chat.take(Typed("Go on."))
+    chat.take(TypedInput("/set ignore_eos=false"))
+    chat.take(TypedInput("Go on."))
     assert re.search(r"\(the \d oldest messages were dropped: ", capsys.readouterr().out)
     assert said(chat)[-2] == ("user", "Go on.")
 
@@ -97,25 +97,25 @@ def test_an_answer_goes_to_its_end_or_has_a_mark(
 def test_a_limit_of_the_models_own_is_kept() -> None:
     keys: dict[str, Any] = {"generation.max_tokens": 7}
     with LLM(SPEC, **keys) as llm:
-        assert Chat(llm).params().max_tokens == 7
+        assert LocalChat(llm).params().max_tokens == 7
 
 
-def test_rates_are_of_one_turn(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rates_are_of_one_turn(chat: LocalChat, capsys: pytest.CaptureFixture[str]) -> None:
     assert rates(Usage(40, 11, 0.1, 0.5, 30), 0.0) == (
         "prefill 40 tokens (30 cached), 100/s | decode 11, 20.0/s"
     )
     assert rates(Usage(40, 11, 0.1, 0.5), 1.5).startswith("compile 1.50 s | prefill 40 tokens, ")
-    chat.take(Typed("/set max_tokens=5"))
+    chat.take(TypedInput("/set max_tokens=5"))
     for _ in range(2):
-        chat.take(Typed("Hello"))
+        chat.take(TypedInput("Hello"))
         assert "decode 5, " in capsys.readouterr().err
 
 
-def test_commands(chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands(chat: LocalChat, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "c.json"
 
     def take(line: str) -> str:
-        chat.take(Typed(line))
+        chat.take(TypedInput(line))
         printed = capsys.readouterr()
         return printed.out + printed.err
 
@@ -165,12 +165,12 @@ def test_commands(chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ],
 )
 def test_wrong_commands(
-    chat: Chat, line: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    chat: LocalChat, line: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     there, nowhere = tmp_path / "there", tmp_path / "nowhere"
     there.write_text('[{"role": "user"}]')
     sampling = dict(chat.sampling)
-    chat.take(Typed(line.format(there=there, nowhere=nowhere)))
+    chat.take(TypedInput(line.format(there=there, nowhere=nowhere)))
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: " + message.format(there=there, nowhere=nowhere))
@@ -178,9 +178,9 @@ def test_wrong_commands(
     assert (chat.messages, chat.sampling) == ([], sampling)
 
 
-def test_a_block_is_no_command(chat: Chat) -> None:
-    chat.take(Typed("/set max_tokens=2"))
-    chat.take(Typed("/exit", block=True))
+def test_a_block_is_no_command(chat: LocalChat) -> None:
+    chat.take(TypedInput("/set max_tokens=2"))
+    chat.take(TypedInput("/exit", block=True))
     assert not chat.ended
     assert said(chat)[0] == ("user", "/exit")
 
@@ -192,25 +192,28 @@ def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
 
 
 def test_ctrl_c_before_the_first_token_keeps_the_question(
-    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    chat: LocalChat,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    chat.take(Typed("/set max_tokens=2"))
+    chat.take(TypedInput("/set max_tokens=2"))
     monkeypatch.setattr(chat.llm, "stream", interrupted)
-    chat.take(Typed("Why?"))
+    chat.take(TypedInput("Why?"))
     assert said(chat) == [("user", "Why?")]
     assert "[stopped: /retry asks again" in capsys.readouterr().out
-    chat.take(Typed(f"/save {tmp_path / 'c.json'}"))
+    chat.take(TypedInput(f"/save {tmp_path / 'c.json'}"))
     assert "(1 message in " in capsys.readouterr().out
-    chat.take(Typed("How?"))  # takes its place
+    chat.take(TypedInput("How?"))  # takes its place
     assert said(chat) == [("user", "How?")]
     monkeypatch.undo()
-    chat.take(Typed("/retry"))
+    chat.take(TypedInput("/retry"))
     assert [role for role, _ in said(chat)] == ["user", "assistant"]
     assert said(chat)[0] == ("user", "How?")
 
 
 def test_ctrl_c_in_an_answer_leaves_a_mark(
-    chat: Chat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chat: LocalChat, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = chat.llm.stream
 
@@ -222,14 +225,14 @@ def test_ctrl_c_in_an_answer_leaves_a_mark(
         yield from pieces
 
     monkeypatch.setattr(chat.llm, "stream", late)
-    chat.take(Typed("Tell me about rivers."))
+    chat.take(TypedInput("Tell me about rivers."))
     assert " [stopped]\n" in capsys.readouterr().out
     assert [role for role, _ in said(chat)] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("word", ["exit", "quit", "Exit", "/exit", "/quit"])
-def test_words_that_end(chat: Chat, word: str) -> None:
-    chat.take(Typed(word))
+def test_words_that_end(chat: LocalChat, word: str) -> None:
+    chat.take(TypedInput(word))
     assert chat.ended
 
 

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 
 
 def shown(columns: int, *pieces: str) -> list[str]:
     """The lines that a terminal has in the end."""
-    lines, screen = [""], Screen(columns)
+    lines, screen = [""], WrappingWriter(columns)
     for piece in pieces:
         written = screen.wrapped(piece)
         for part in re.findall(r"\x1b\[\d+D|\x1b\[K|\n|.", written):
@@ -45,4 +45,4 @@ def test_lines_are_broken_between_words(pieces: tuple[str, ...], lines: list[str
 
 def test_elsewhere_a_text_stays_as_it_is() -> None:
     text = "a long line of many words\twith \x1b[31mcolours\x1b[0m"
-    assert Screen(0).wrapped(text) == text
+    assert WrappingWriter(0).wrapped(text) == text

@@ -16,7 +16,7 @@ import pytest
 
 from jinfer.cpu.cpp_sources import FLAGS, ISA_FLAGS, SRC
 from jinfer.cpu.quantized_matmul import Mode
-from jinfer.modelspec.quant_format import WIDE, QuantFormat
+from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor
 from tests.cpu import test_build_library, test_quantized_matmul, test_wide
 
@@ -122,7 +122,7 @@ def test_products(linear: Path, rows: int) -> None:
     for tensor, x, results in zip(tensors, xs, products(linear, tensors, xs), strict=True):
         for mode, (portable, neon) in zip(MODES, results, strict=True):
             wanted = x if mode == "float" else test_quantized_matmul.rounded(x, mode)
-            if tensor.format == WIDE:
+            if tensor.format == F16_AS_INT:
                 wanted = test_wide.rounded_to_14_bits(x)
             test_quantized_matmul.assert_product(neon, wanted, tensor, 2e-6)
             np.testing.assert_array_equal(neon, portable)

@@ -14,7 +14,7 @@ from jinfer.cpu import build_library
 from jinfer.cpu.attention_call import CachedVectors, KvFormat, Scores, attention, supported
 from jinfer.cpu.isa import Isa
 from jinfer.modelspec.quant_format import parse_format
-from jinfer.ops.attention.kv_cache import CacheShape, empty
+from jinfer.ops.attention.kv_cache import CacheShape, zero_cache
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
@@ -31,7 +31,9 @@ def zeros(*shape: int, dtype: Any = jnp.float32) -> Array:
 def arguments(kind: str = "f32") -> dict[str, Any]:
     """A call that is right: two sequences, of which one has a block before its window gone."""
     shape = CacheShape(KV_HEADS, DIM, DIM)
-    cache = empty({"a": shape}, BLOCKS, jnp.float32 if kind == "f32" else parse_format(kind))["a"]
+    cache = zero_cache({"a": shape}, BLOCKS, jnp.float32 if kind == "f32" else parse_format(kind))[
+        "a"
+    ]
     keys, values = (CachedVectors(tuple(jax.tree.leaves(part)), DIM) for part in cache)
     return {
         "q": zeros(TOKENS, HEADS, DIM),

@@ -19,8 +19,8 @@ from jinfer.cpu import build_library
 from jinfer.cpu.quantized_matmul import Mode
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
-from jinfer.ops.moe import Experts, Projection, mixture
-from jinfer.quant.sparse_matrix import OutlierTensor, sparse_of
+from jinfer.ops.moe import ExpertProjection, ExpertWeights, mixture_of_experts
+from jinfer.quant.sparse_matrix import OutlierTensor, to_sparse
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.cpu.test_quantized_matmul import CODEBOOK, TWO_LEVEL, WIDTHS, matrix
@@ -152,7 +152,7 @@ def test_outliers(width: Width) -> None:
     inputs, outputs = 576, 130
     rounded = matrix(QuantFormat(width, symmetric=True), outputs, inputs)
     where = np.random.default_rng(5).random((outputs, inputs)) < 0.01
-    sparse = sparse_of(random(outputs, inputs, seed=6), where, int(where.sum()) + 3)
+    sparse = to_sparse(random(outputs, inputs, seed=6), where, int(where.sum()) + 3)
     weight = jax.tree.map(on_device, OutlierTensor(rounded, sparse))
     check(lambda x: linear(x, weight), random(600, inputs), [2, 3, 8, 9, 64, 600], seed=7)
 
@@ -171,26 +171,26 @@ def test_mixture_of_experts(type: str, fused: str) -> None:
     """Which experts other rows go to does not matter either."""
     count, hidden, width, top_k = 5, 96, 160, 3
 
-    def projection(outputs: int, inputs: int, seed: int) -> Projection:
+    def projection(outputs: int, inputs: int, seed: int) -> ExpertProjection:
         if type in ("q4", "q8"):
             format = QuantFormat("4" if type == "q4" else "8", symmetric=True)
             weight: Any = matrix(format, outputs, inputs, stack=(count,), seed=seed)
         else:
             weight = on_device(random(count, outputs, inputs, seed=seed), type)
         bias = None if fused == "silu" else on_device(random(count, outputs, seed=seed + 9))
-        return Projection(jax.tree.map(on_device, weight), bias)
+        return ExpertProjection(jax.tree.map(on_device, weight), bias)
 
     def silu_gated(gate: Array | None, up: Array) -> Array:
         assert gate is not None
         return jax.nn.silu(gate) * up
 
     gate, up = projection(width, hidden, 1), projection(width, hidden, 2)
-    experts = Experts(gate, up, projection(hidden, width, 3), silu_gated, fused)
+    experts = ExpertWeights(gate, up, projection(hidden, width, 3), silu_gated, fused)
 
     def function(x: Any) -> Array:
         # Rows say themselves where they go, so that each takes its choice along.
         order = jnp.argsort(x[:, :count], axis=1).astype(jnp.int32)
         share = jax.nn.sigmoid(x[:, count : count + top_k])
-        return mixture(x / 16, order[:, :top_k], share, experts)
+        return mixture_of_experts(x / 16, order[:, :top_k], share, experts)
 
     check(function, random(600, hidden), [2, 3, 8, 40, 150, 600], seed=8)

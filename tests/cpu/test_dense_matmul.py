@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
 from jinfer.cpu.dense_matmul import dense_linear
-from jinfer.ops.matmul.dense import by_head, by_head_reference, products_reference
+from jinfer.ops.matmul.dense import (
+    dense_matmul_reference,
+    matmul_per_head,
+    matmul_per_head_reference,
+)
 from tests.arrays import on_device
 from tests.cpu.helpers import BF16, FUNCTIONS, isas
 
@@ -133,7 +137,7 @@ def test_a_part_of_each_heads_matrix(
     weight[:, :before] = weight[:, before + taken :] = np.nan
     part = slice(before, before + taken)
     x = matrix("float32", rows, heads, taken if transposed else width, seed=1)
-    run = jax.jit(lambda x: by_head(x, on_device(weight), part, transposed=transposed))
+    run = jax.jit(lambda x: matmul_per_head(x, on_device(weight), part, transposed=transposed))
 
     def compare() -> None:
         got = np.asarray(run(x))
@@ -149,8 +153,8 @@ def test_a_part_of_each_heads_matrix(
 def test_the_reference_by_heads_agrees(transposed: bool) -> None:
     weight, part = on_device(matrix("float32", 3, 40, 24)), slice(8, 30)
     x = on_device(matrix("float32", 5, 3, 22 if transposed else 24, seed=1))
-    got = by_head(x, weight, part, transposed=transposed)
-    wanted = by_head_reference(x, weight, part, transposed=transposed)
+    got = matmul_per_head(x, weight, part, transposed=transposed)
+    wanted = matmul_per_head_reference(x, weight, part, transposed=transposed)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -307,9 +311,9 @@ def test_the_reference_agrees(rows: int, type: str) -> None:
     """XLA's operations, which stand in where there are no custom calls."""
     x, stack = matrix("float32", rows, 100, seed=1), matrix(type, 3, 70, 100)
     weights = [on_device(stack[0]), on_device(stack[1])]
-    for got, weight in zip(products_reference(on_device(x), weights), stack, strict=False):
+    for got, weight in zip(dense_matmul_reference(on_device(x), weights), stack, strict=False):
         check(np.asarray(got), x, weight)
-    (got,) = products_reference(on_device(x), [on_device(stack)], index=jnp.int32(2))
+    (got,) = dense_matmul_reference(on_device(x), [on_device(stack)], index=jnp.int32(2))
     check(np.asarray(got), x, stack[2])
-    (got,) = products_reference(on_device(x), weights, activation="silu")
+    (got,) = dense_matmul_reference(on_device(x), weights, activation="silu")
     np.testing.assert_allclose(got, run(x, list(stack[:2]), "silu")[0], rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.modelspec.quant_format import WIDE, QuantFormat
+from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 from tests.cpu.test_quantized_matmul import (
@@ -31,10 +31,10 @@ def wide(
 ) -> QuantizedTensor:
     """Random codes and powers of two."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(-LARGEST, LARGEST + 1, (*stack, outputs, inputs)) + WIDE.zero
-    blocks = (*stack, outputs, -(-inputs // WIDE.block), 1)
+    codes = rng.integers(-LARGEST, LARGEST + 1, (*stack, outputs, inputs)) + F16_AS_INT.zero
+    blocks = (*stack, outputs, -(-inputs // F16_AS_INT.block), 1)
     scales = np.exp2(rng.integers(-20, -8, blocks)).astype(np.float16)
-    return from_codes(codes.astype(np.uint16), scales, WIDE)
+    return from_codes(codes.astype(np.uint16), scales, F16_AS_INT)
 
 
 def rounded_to_14_bits(x: np.ndarray) -> np.ndarray:
@@ -81,7 +81,9 @@ def test_the_largest_codes_and_activations(rows: int) -> None:
     codes = np.full((35, 256), LARGEST)
     codes[::3] = -LARGEST
     codes[1, ::2] *= -1
-    tensor = from_codes((codes + WIDE.zero).astype(np.uint16), np.ones((35, 4, 1)), WIDE)
+    tensor = from_codes(
+        (codes + F16_AS_INT.zero).astype(np.uint16), np.ones((35, 4, 1)), F16_AS_INT
+    )
     x = np.ones((rows, 256), np.float32)
     x[1::2] = -1
     x[0, 1::2] = -1
@@ -103,7 +105,7 @@ def test_beside_codes_of_fewer_bits() -> None:
             results = run(x, tensors)
             finer = run(x, tensors, mode="int16")
         for got, tensor in zip(results, tensors, strict=True):
-            rounding = rounded_to_14_bits if tensor.format == WIDE else rounded
+            rounding = rounded_to_14_bits if tensor.format == F16_AS_INT else rounded
             assert_product(got, rounding(x), tensor, 2e-6)
         for which in (0, 2):  # the one way that there is
             np.testing.assert_array_equal(finer[which], results[which])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jinfer import LLM, SamplingParams
-from jinfer.api.job_processes import follow, run_job
+from jinfer.api.job_processes import run_job, run_worker
 from jinfer.distributed.job_config import FLAGS, find_job
 from tests.parallel.eight.check_engine import asked, nothing_held, tokens
 from tests.parallel.eight.models import GOLDENS, answers, prompts
@@ -83,7 +83,7 @@ def lead(cases: Cases) -> int:
 def follow_all(cases: Cases) -> None:
     """Follows process 0 through all of them."""
     for case in cases:
-        follow(Path(GOLDENS / case["golden"]), keys_of(case))
+        run_worker(Path(GOLDENS / case["golden"]), keys_of(case))
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.distributed import coordinator_proxy as passages
-from jinfer.distributed.coordinator_proxy import Passage
+from jinfer.distributed.coordinator_proxy import CoordinatorProxy
 from jinfer.distributed.message_schemas import Hello
 
 MINE = Hello(1, 2, "1", "1")
@@ -23,7 +23,7 @@ def test_who_belongs_to_the_job_passes(
     """A stranger's words never come to the service; its end is not heard at once."""
     monkeypatch.setattr(passages, "_HELD", 0.5)
     monkeypatch.setenv("JINFER_JOB_KEY", "known")
-    leading, other = Passage(), Passage()
+    leading, other = CoordinatorProxy(), CoordinatorProxy()
     heard: list[bytes] = []
 
     def serve(service: socket.socket) -> None:
@@ -75,7 +75,7 @@ def test_a_long_name_of_the_temporary_folder(
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    made = Passage()
+    made = CoordinatorProxy()
     assert len(made.path) < 108
     made.close()
     shutil.rmtree(long)
@@ -86,7 +86,7 @@ def test_folders_of_processes_that_were_killed(
 ) -> None:
     """The next one removes them, and none of a process that lives."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    lives, new = Passage(), tmp_path / "jinfer-job-new"
+    lives, new = CoordinatorProxy(), tmp_path / "jinfer-job-new"
     killed, other = tmp_path / "jinfer-job-old", tmp_path / "other"
     for folder in (new, killed, other):
         folder.mkdir()
@@ -94,7 +94,7 @@ def test_folders_of_processes_that_were_killed(
     for folder in (killed, other, Path(lives.path).parent):
         os.utime(folder, (1, 1))
     if len(str(tmp_path)) < 70:
-        Passage().close()
+        CoordinatorProxy().close()
         assert not killed.exists()
         assert all(folder.exists() for folder in (new, other, Path(lives.path).parent))
     lives.close()

@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from jinfer.cpu.isa import own_isa
-from jinfer.distributed.connection import known
+from jinfer.distributed.connection import authenticate
 from jinfer.distributed.message_schemas import Hello, read_welcome
 from jinfer.version import __version__
 from tests.distributed.jobs import ended, flags, free_port, ran, started, started_job
@@ -106,7 +106,7 @@ def test_a_process_is_lost_while_jax_waits_for_it() -> None:
             assert time.monotonic() < deadline
             assert leading.poll() is None
             time.sleep(0.1)
-    calling = known(connection, called=True, seconds=60)
+    calling = authenticate(connection, called=True, seconds=60)
     calling.send(asdict(Hello(1, 2, __version__, jax.__version__, "127.0.0.1:1")))
     assert read_welcome(calling.receive()).service
     calling.close()

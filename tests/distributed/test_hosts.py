@@ -18,7 +18,7 @@ import jax
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.distributed.connection import known
+from jinfer.distributed.connection import authenticate
 from jinfer.distributed.message_schemas import Hello
 from jinfer.version import __version__
 from tests.distributed.hosts import ADDRESSES, Hosts, missing, two_hosts
@@ -205,7 +205,7 @@ def greeting(hosts: Hosts, strangers: ExitStack) -> None:
     ):
         connection = hosts.call(1, WHERE)
         strangers.enter_context(connection)
-        known(connection, called=True, seconds=20).send(said)
+        authenticate(connection, called=True, seconds=20).send(said)
 
 
 def test_by_tensors_with_strangers(hosts: Hosts, tmp_path: Path, expected: list[list[int]]) -> None:

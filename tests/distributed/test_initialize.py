@@ -13,11 +13,11 @@ import pytest
 
 from jinfer.distributed import collective_address, incoming_connections, initialize
 from jinfer.distributed import connection as link
-from jinfer.distributed.initialize import join
-from jinfer.distributed.job_config import Job, find_job
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.initialize import join_job
+from jinfer.distributed.job_config import JobConfig, find_job
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.unsupported import check_stages
-from jinfer.distributed.wire_format import packed
+from jinfer.distributed.wire_format import serialize
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from tests.distributed.jobs import free_port
@@ -25,10 +25,10 @@ from tests.distributed.jobs import free_port
 
 def test_flags_and_environment() -> None:
     named = {"coordinator": "10.0.0.1:99", "processes": "4", "process": "3"}
-    assert find_job(named, {}) == Job("10.0.0.1", 99, 4, 3)
+    assert find_job(named, {}) == JobConfig("10.0.0.1", 99, 4, 3)
     variables = {"JINFER_COORDINATOR": "[::1]:99", "JINFER_PROCESSES": "2", "JINFER_PROCESS": "0"}
-    assert find_job({}, variables) == Job("::1", 99, 2, 0)
-    assert find_job({"process": "1"}, variables) == Job("::1", 99, 2, 1)
+    assert find_job({}, variables) == JobConfig("::1", 99, 2, 0)
+    assert find_job({"process": "1"}, variables) == JobConfig("::1", 99, 2, 1)
     assert find_job({"coordinator": "host", **{k: named[k] for k in ("processes", "process")}}, {})
     assert find_job({}, {}) is None
     alone = {"coordinator": "host:1", "processes": "1", "process": "0"}
@@ -83,7 +83,7 @@ def test_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert (found.host, found.size, found.rank, found.devices) == ("10.96.0.1", 4, 2, (1,))
     leader = {"LWS_LEADER_ADDRESS": "a-0.a.b", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
-    assert find_job({}, leader) == Job("a-0.a.b", 8476, 2, 1)
+    assert find_job({}, leader) == JobConfig("a-0.a.b", 8476, 2, 1)
 
 
 @pytest.fixture
@@ -93,19 +93,19 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("JINFER_JOB_KEY", raising=False)
     monkeypatch.setattr(initialize, "_initialize", lambda *_: None)
     monkeypatch.setattr(initialize, "listen_at", lambda _: "")
-    monkeypatch.setattr(initialize, "_aside", lambda: None)
+    monkeypatch.setattr(initialize, "_redirect_stdout", lambda: None)
     monkeypatch.setattr(initialize, "keep_programs", lambda: None)
     monkeypatch.setattr(initialize, "become", lambda _: None)
     return monkeypatch
 
 
-def joined(jobs: list[Job]) -> list[Group | str]:
+def joined(jobs: list[JobConfig]) -> list[ProcessGroup | str]:
     """What comes of processes that are threads here: a group, or what is wrong."""
-    found: list[Group | str] = [""] * len(jobs)
+    found: list[ProcessGroup | str] = [""] * len(jobs)
 
-    def one(index: int, job: Job) -> None:
+    def one(index: int, job: JobConfig) -> None:
         try:
-            found[index] = join(job)
+            found[index] = join_job(job)
         except SourceError as error:
             found[index] = str(error)
 
@@ -120,17 +120,17 @@ def joined(jobs: list[Job]) -> list[Group | str]:
 def test_all_are_linked_with_all(patience: pytest.MonkeyPatch) -> None:
     patience.setenv("JINFER_JOIN_SECONDS", "30")
     port = free_port()
-    groups = joined([Job("127.0.0.1", port, 4, rank) for rank in (2, 0, 3, 1)])
+    groups = joined([JobConfig("127.0.0.1", port, 4, rank) for rank in (2, 0, 3, 1)])
     for group in groups:
-        assert isinstance(group, Group)
+        assert isinstance(group, ProcessGroup)
         assert sorted(group.links) == [n for n in range(4) if n != group.rank]
-        group.tell_all(value=group.rank)
+        group.send_to_all(value=group.rank)
     for group in groups:
-        assert isinstance(group, Group)
-        assert [group.hear(other) for other in sorted(group.links)] == [
+        assert isinstance(group, ProcessGroup)
+        assert [group.receive_from(other) for other in sorted(group.links)] == [
             {"value": other} for other in sorted(group.links)
         ]
-        group.forsake()  # so that nobody is lost when the test lets go of them
+        group.abandon()  # so that nobody is lost when the test lets go of them
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_job_that_cannot_begin(
     patience: pytest.MonkeyPatch, members: list[tuple[int, int]], wrong: str
 ) -> None:
     port = free_port()
-    for said in joined([Job("127.0.0.1", port, size, rank) for size, rank in members]):
+    for said in joined([JobConfig("127.0.0.1", port, size, rank) for size, rank in members]):
         assert isinstance(said, str)
         assert wrong in said
 
@@ -156,7 +156,7 @@ def test_another_version(patience: pytest.MonkeyPatch) -> None:
     patience.setenv("JINFER_JOB_KEY", "known")
     patience.setattr(initialize, "_versions", lambda: next(versions))
     port = free_port()
-    said = joined([Job("127.0.0.1", port, 2, rank) for rank in (1, 0)])
+    said = joined([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)])
     assert said == ["process 1 has jinfer 0.9, and process 0 has 1.0"] * 2
 
 
@@ -164,7 +164,7 @@ def test_another_key(patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     """Whoever does not know it learns nothing, and the others go on waiting."""
     patience.setattr(link, "_key", lambda: threading.current_thread().name.encode())
     port = free_port()
-    said = joined([Job("127.0.0.1", port, 2, rank) for rank in (1, 0)])
+    said = joined([JobConfig("127.0.0.1", port, 2, rank) for rank in (1, 0)])
     assert "another JINFER_JOB_KEY" in str(said[0])
     assert "did not join in time" in str(said[1])
     assert "was turned away" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_another_key(patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 def test_an_address_that_is_taken(patience: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        (said,) = joined([Job("127.0.0.1", port, 2, 0)])
+        (said,) = joined([JobConfig("127.0.0.1", port, 2, 0)])
     assert "cannot wait at 127.0.0.1" in str(said)
 
 
@@ -190,11 +190,11 @@ def test_a_stranger_s_first_message_is_bounded() -> None:
         caller = socket.create_connection(server.getsockname())
         answered, _ = server.accept()
         with caller, answered:
-            caller.sendall(packed({"process": 1, "more": "x" * (1 << 17)})[: 1 << 16])
+            caller.sendall(serialize({"process": 1, "more": "x" * (1 << 17)})[: 1 << 16])
             own = link.Link(answered)
             own.wait(10)
             with pytest.raises(link.LinkError, match=r"a message of \d+ bytes"):
-                link.hello(own)
+                link.receive_hello(own)
 
 
 def stranger(port: int, *messages: Any) -> socket.socket:
@@ -208,7 +208,7 @@ def stranger(port: int, *messages: Any) -> socket.socket:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     if messages:
-        own = link.known(connection, called=True, seconds=20)
+        own = link.authenticate(connection, called=True, seconds=20)
         for message in messages:
             own.send(message)
     return connection
@@ -232,20 +232,22 @@ def test_strangers_keep_nobody_out(
 ) -> None:
     """Idle, slow, wrong: each is a line, and the others join meanwhile."""
     patience.setenv("JINFER_JOIN_SECONDS", "60")
-    patience.setattr(incoming_connections, "HEARD", 30.0)
-    port, found = free_port(), list[Group | str]()
-    leading = threading.Thread(target=lambda: found.extend(joined([Job("127.0.0.1", port, 2, 0)])))
+    patience.setattr(incoming_connections, "HELLO_SECONDS", 30.0)
+    port, found = free_port(), list[ProcessGroup | str]()
+    leading = threading.Thread(
+        target=lambda: found.extend(joined([JobConfig("127.0.0.1", port, 2, 0)]))
+    )
     leading.start()
     strangers = [stranger(port) for _ in range(5)]
     strangers += [stranger(port, message) for message in MALFORMED + OTHERS]
     strangers[0].sendall(b"j")
     begun = time.monotonic()
-    (group,) = joined([Job("127.0.0.1", port, 2, 1)])
+    (group,) = joined([JobConfig("127.0.0.1", port, 2, 1)])
     assert time.monotonic() - begun < 25, "it waits for nobody"
     leading.join()
     for each in (group, *found):
-        assert isinstance(each, Group)
-        each.forsake()
+        assert isinstance(each, ProcessGroup)
+        each.abandon()
     for connection in strangers:
         connection.close()
     said = capsys.readouterr().err.splitlines()
@@ -258,10 +260,10 @@ def test_a_caller_has_so_long_in_all(
     patience: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever sends a byte now and then is turned away as well."""
-    patience.setattr(incoming_connections, "HEARD", 0.5)
+    patience.setattr(incoming_connections, "HELLO_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         calling = socket.create_connection(server.getsockname())
-        heard = incoming_connections.Callers(server)
+        heard = incoming_connections.IncomingConnections(server)
         ended = threading.Event()
 
         def drip() -> None:
@@ -284,7 +286,7 @@ def test_many_callers(patience: pytest.MonkeyPatch) -> None:
     """Those who have said nothing for longest have to go."""
     patience.setattr(incoming_connections, "_MOST", 3)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        heard = incoming_connections.Callers(server)
+        heard = incoming_connections.IncomingConnections(server)
         calling = [socket.create_connection(server.getsockname()) for _ in range(5)]
         with pytest.raises(TimeoutError):
             heard.next(time.monotonic() + 0.5)
@@ -307,8 +309,8 @@ def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
-    assert collective_address.misleading("127.0.1.1") == ""
-    said = collective_address.misleading("10.0.0.2")
+    assert collective_address.hostname_problem("127.0.1.1") == ""
+    said = collective_address.hostname_problem("10.0.0.2")
     assert "the hostname here leads to (127.0.1.1)" in said
     assert "write 10.0.0.2 before here in /etc/hosts" in said
 
@@ -316,7 +318,7 @@ def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stage_of_hosts_that_gloo_would_not_connect() -> None:
     """It is refused before anything is loaded, and only where gloo is needed."""
     devices = [SimpleNamespace(process_index=rank, platform="cpu") for rank in range(2)]
-    group: Any = SimpleNamespace(size=2, mute=collective_address.misleading("203.0.113.7"))
+    group: Any = SimpleNamespace(size=2, mute=collective_address.hostname_problem("203.0.113.7"))
     one, two, both = [
         SimpleNamespace(site=SimpleNamespace(devices=each))
         for each in (devices[:1], devices[1:], devices)
@@ -326,5 +328,5 @@ def test_a_stage_of_hosts_that_gloo_would_not_connect() -> None:
     check_stages(group, layers, "spec.toml")
     with pytest.raises(SpecError, match=r"divides a stage among hosts, and gloo would listen"):
         check_stages(group, tensors, "spec.toml")
-    group.mute = ""
+    group.no_collectives = ""
     check_stages(group, tensors, "spec.toml")

@@ -12,8 +12,8 @@ import pytest
 
 from jinfer.distributed import process_group as groups
 from jinfer.distributed.connection import Link
-from jinfer.distributed.message_schemas import Hello, kind, read_hello, read_welcome
-from jinfer.distributed.process_group import Group
+from jinfer.distributed.message_schemas import Hello, message_kind, read_hello, read_welcome
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.wire_format import FrameError
 from jinfer.engine.runner.step_key import StepKey
 
@@ -77,7 +77,7 @@ def test_messages() -> None:
         ({"reset": "cache"}, "reset"),
         ({"release": True}, "release"),
     ):
-        assert kind(message) == name
+        assert message_kind(message) == name
     others: list[Any] = [
         {"announce": {"kind": "decode"}},
         {"announce": []},
@@ -90,7 +90,7 @@ def test_messages() -> None:
     ]
     for other in others:
         with pytest.raises(FrameError):
-            kind(other)
+            message_kind(other)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_a_process_that_does_not_answer(
     monkeypatch.setattr(groups, "_BEAT", 0.05)
     monkeypatch.setattr(groups, "SILENT", 0.3)
     with linked() as (one, other):
-        group = Group(0, 2, {1: one})
+        group = ProcessGroup(0, 2, {1: one})
         assert group.complaint() == ""
         until(lambda: "process 1 of 2 at 127.0.0.1" in group.complaint())
         assert "has not answered for" in group.complaint()
@@ -131,10 +131,10 @@ def test_a_process_that_does_not_answer(
         assert other.receive().keys() == {"beat"}  # the other hears of this one as well
         left: list[Any] = []
         monkeypatch.setattr(group, "leave", lambda *how: left.append(how))
-        group.parting = True  # it ends, and does not wait for the other
+        group.is_leaving = True  # it ends, and does not wait for the other
         until(lambda: bool(left))
-        group.parting = False
-        group.forsake()
+        group.is_leaving = False
+        group.abandon()
     assert left[0][0] == groups.LOST
     assert "does not answer; the job ends without it" in left[0][1]
 
@@ -142,9 +142,9 @@ def test_a_process_that_does_not_answer(
 def test_a_message_that_is_none_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a line, after whoever wants to know has been told."""
     found: list[Any] = []
-    monkeypatch.setattr(Group, "leave", lambda self, *how: found.append(how))
+    monkeypatch.setattr(ProcessGroup, "leave", lambda self, *how: found.append(how))
     with linked() as (one, other):
-        Group(0, 2, {1: one})
+        ProcessGroup(0, 2, {1: one})
         other.send({"what": 1})
         until(lambda: bool(found))
     ((status, reason),) = found
@@ -156,9 +156,9 @@ def test_a_message_that_is_none_ends_the_job(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_failure_that_a_lost_process_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum fails at once where its other end is gone: the line names the lost process."""
     found: list[Any] = []
-    monkeypatch.setattr(Group, "leave", lambda self, *how: found.append(how))
+    monkeypatch.setattr(ProcessGroup, "leave", lambda self, *how: found.append(how))
     with linked() as (one, other):
-        group = Group(0, 2, {1: one})
+        group = ProcessGroup(0, 2, {1: one})
         failing = threading.Thread(
             target=group.fail, args=(RuntimeError("reset\nby peer"),), daemon=True
         )

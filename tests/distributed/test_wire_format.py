@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jinfer.distributed.wire_format import HEAD, FrameError, Ref, lengths, packed, unpacked
+from jinfer.distributed.wire_format import (
+    HEAD,
+    FrameError,
+    ResultRef,
+    deserialize,
+    parse_header,
+    serialize,
+)
 
 
 def back(message: Any) -> Any:
     """What the other end gets."""
-    content = packed(message)
-    text, data = lengths(content[:HEAD])
+    content = serialize(message)
+    text, data = parse_header(content[:HEAD])
     assert len(content) == HEAD + text + data
-    return unpacked(content[HEAD : HEAD + text], memoryview(content)[HEAD + text :])
+    return deserialize(content[HEAD : HEAD + text], memoryview(content)[HEAD + text :])
 
 
 def test_all_that_is_sent() -> None:
@@ -26,7 +33,7 @@ def test_all_that_is_sent() -> None:
         "call": 3,
         "given": [np.arange(6, dtype=np.int32).reshape(2, 3), np.bool_(True), None, 1.5, "é"],
         "tables": {"full": np.zeros((0, 4), np.int32), "slid": np.ones(3, np.uint32)},
-        "ref": Ref(2, "logits"),
+        "ref": ResultRef(2, "logits"),
         "vectors": jnp.arange(4, dtype=jnp.bfloat16),
     }
     found = back(message)
@@ -35,15 +42,15 @@ def test_all_that_is_sent() -> None:
     assert found["vectors"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["given"][0], message["given"][0])  # type: ignore[index]
     assert found["tables"]["full"].shape == (0, 4)
-    assert found["ref"] == Ref(2, "logits")
+    assert found["ref"] == ResultRef(2, "logits")
     assert (found["call"], found["given"][2:]) == (3, [None, 1.5, "é"])
 
 
 def test_what_cannot_be_sent() -> None:
     with pytest.raises(TypeError, match="an array of str96 cannot be sent"):
-        packed(np.array("abc"))
+        serialize(np.array("abc"))
     with pytest.raises(TypeError, match="object cannot be sent"):
-        packed({"what": object()})
+        serialize({"what": object()})
 
 
 @pytest.mark.parametrize(
@@ -72,14 +79,14 @@ def test_what_cannot_be_sent() -> None:
 )
 def test_what_is_none(text: bytes) -> None:
     with pytest.raises(FrameError):
-        unpacked(text, memoryview(b"0123"))
+        deserialize(text, memoryview(b"0123"))
 
 
 @given(st.binary(max_size=200), st.binary(max_size=64))
 def test_anything(text: bytes, data: bytes) -> None:
     """Is a message or refused, whatever it is."""
     with suppress(FrameError):
-        unpacked(text, memoryview(data))
+        deserialize(text, memoryview(data))
 
 
 _WORDS = st.sampled_from(["array", "dict", "ref", "float32", "bool", "f4,(2", "(,)", "O", "a"])
@@ -94,9 +101,9 @@ _PARTS = st.recursive(
 def test_any_json(parts: Any) -> None:
     """The same of what has the form of messages."""
     with suppress(FrameError):
-        unpacked(json.dumps(parts).encode(), memoryview(bytes(64)))
+        deserialize(json.dumps(parts).encode(), memoryview(bytes(64)))
 
 
 def test_lengths_are_bounded() -> None:
     with pytest.raises(FrameError):
-        lengths(b"\xff" * HEAD)
+        parse_header(b"\xff" * HEAD)

@@ -17,7 +17,7 @@ from jinfer.engine.runner import compiled_programs, program_cache
 from jinfer.engine.runner.aot_serialization import dumped, loaded
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.guard.disk_cache import Shelf
+from jinfer.guard.disk_cache import DiskCache
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 2, 77, 31]
@@ -33,14 +33,14 @@ EVERY: dict[str, SamplingParams] = {
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path) -> DiskCache:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
-    return Shelf(folder, "a version")
+    return DiskCache(folder, "a version")
 
 
 def results(
-    shelf: Shelf, golden: str, strategies: tuple[str, ...] = tuple(EVERY), **overrides: Any
+    shelf: DiskCache, golden: str, strategies: tuple[str, ...] = tuple(EVERY), **overrides: Any
 ) -> tuple[list[Any], set[str]]:
     """What a model gives, and the kinds of programs that were traced for it."""
     traced: set[str] = set()
@@ -91,7 +91,7 @@ def same(first: list[Any], second: list[Any]) -> None:
     ],
 )
 def test_a_second_start_traces_nothing(
-    shelf: Shelf, golden: str, overrides: dict, kinds: str
+    shelf: DiskCache, golden: str, overrides: dict, kinds: str
 ) -> None:
     first, made = results(shelf, golden, **overrides)
     assert made >= set(kinds.split())
@@ -100,7 +100,7 @@ def test_a_second_start_traces_nothing(
     same(first, second)
 
 
-def test_where_jax_calls_them(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_jax_calls_them(shelf: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     usual = results(shelf, "llama2", ("drawn",), **FEW)[0]
     monkeypatch.setattr("jinfer.engine.runner.aot_serialization._is_cpu", lambda: False)
@@ -109,7 +109,7 @@ def test_where_jax_calls_them(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> 
     same(usual, called)
 
 
-def test_damaged_programs_are_made_again(shelf: Shelf) -> None:
+def test_damaged_programs_are_made_again(shelf: DiskCache) -> None:
     """Every other one is cut, in the rest a bit is another one."""
     first, made = results(shelf, "llama2", ("greedy",), **FEW)
     before = sorted(path.name for path in shelf.folder.iterdir())
@@ -126,7 +126,7 @@ def test_damaged_programs_are_made_again(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize("which", ["dumped", "loaded"])
 def test_what_cannot_be_kept_is_left_to_jax(
-    shelf: Shelf, which: str, monkeypatch: pytest.MonkeyPatch
+    shelf: DiskCache, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a version of JAX that looks another way inside."""
     before = results(shelf, "llama2", ("greedy",), **FEW)[0] if which == "loaded" else None
@@ -141,7 +141,7 @@ def test_what_cannot_be_kept_is_left_to_jax(
     assert sizes == {32}  # nothing but their hashes
 
 
-def test_what_programs_depend_on(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each difference is another key."""
     with LLM(GOLDENS / "llama2") as llm, LLM(GOLDENS / "llama31") as other:
         own = llm.frontend.engine.programs
@@ -170,7 +170,7 @@ def test_what_programs_depend_on(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) 
         assert not any(" at 0x" in one for one in keys)
 
 
-def test_what_cannot_be_read_is_no_program(shelf: Shelf) -> None:
+def test_what_cannot_be_read_is_no_program(shelf: DiskCache) -> None:
     for content in (b"", b"\x02" + bytes(7) + b"{}", bytes(100), b"\xff" * 100):
         assert loaded(content) is None
 

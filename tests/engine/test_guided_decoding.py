@@ -19,7 +19,7 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search import guided_decoding
 from jinfer.engine.search.grammar_turns import Position, Turn, take_turn
 from jinfer.engine.search.guided_decoding import Guide, Guides
-from jinfer.sampling.forbidden_tokens import Forbidden
+from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured import Matcher
 from tests.sampling.schemas import random_schema
@@ -123,7 +123,7 @@ def test_only_min_tokens_give_way_to_a_whole_answer() -> None:
     for banned, ends in ((), True), ((2,), False):
         params = SamplingParams(choice=("a",), min_tokens=9, banned_token_ids=banned)
         sequence = RunningSequence(Request(1, (5, 6), params, 99, (2,)), 0, [5, 6, 7], guided=True)
-        rules = Forbidden.of(
+        rules = ForbiddenTokens.of(
             params, SamplingRow.from_params(params, (2,), 64, lambda text: [7]).sampler, None
         )
         mask = np.array([1 << 2, 0], np.uint32)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jinfer.modelspec.blocks import Disentangled
-from jinfer.nn.disentangled_attention import rows_of_distances
+from jinfer.modelspec.blocks import DisentangledSpec
+from jinfer.nn.disentangled_attention import distance_buckets
 from tests.reference.numpy_blocks import softmax
 from tests.reference.numpy_positions import Floats
 from tests.reference.numpy_tensors import Tensors, centre, dense, heads, layers_of, merged, within
@@ -31,9 +31,9 @@ def row(distance: int, buckets: int, farthest: int) -> int:
 
 @pytest.mark.parametrize(("buckets", "farthest"), [(8, 24), (256, 512), (2, 9)])
 def test_rows_of_distances(buckets: int, farthest: int) -> None:
-    block = Disentangled(kind="disentangled", buckets=buckets, max_distance=farthest)
+    block = DisentangledSpec(kind="disentangled", buckets=buckets, max_distance=farthest)
     wanted = [row(distance, buckets, farthest) for distance in range(-farthest, farthest + 1)]
-    assert rows_of_distances(block).tolist() == wanted
+    assert distance_buckets(block).tolist() == wanted
 
 
 def disentangled(x: Floats, t: Tensors, table: Floats) -> Floats:

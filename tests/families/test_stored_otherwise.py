@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
-from jinfer.modelspec.blocks import Head
-from jinfer.nn.abstract_model import build
+from jinfer.modelspec.blocks import HeadSpec
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.weights.tensor_mapping import find_origins
 from tests.opening.resolving import resolved
 
@@ -89,8 +89,10 @@ def test_every_parameter_has_its_tensor(
 ) -> None:
     """Without a head, or with the embedding as one where the family ties them."""
     found = resolved(stored(tmp_path, golden, bare(prefix), architecture), {})
-    find_origins(build(found.spec, jnp.float32), found.checkpoint, found.spec.tensors)
-    heads = [block for _, block in found.spec.shared if isinstance(block, Head)]
+    find_origins(
+        build_abstract_model(found.spec, jnp.float32), found.checkpoint, found.spec.tensors
+    )
+    heads = [block for _, block in found.spec.shared if isinstance(block, HeadSpec)]
     assert all(head.tied for head in heads)
     assert found.spec.generates == bool(heads and found.spec.decoder)
 

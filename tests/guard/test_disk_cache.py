@@ -5,24 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.guard.disk_cache import Shelf
+from jinfer.guard.disk_cache import DiskCache
 
 CONTENT = bytes(range(256)) * 4
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path) -> DiskCache:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
-    return Shelf(folder, "version 1")
+    return DiskCache(folder, "version 1")
 
 
-def entry(shelf: Shelf) -> Path:
+def entry(shelf: DiskCache) -> Path:
     (path,) = shelf.folder.iterdir()
     return path
 
 
-def test_what_is_put_there_is_found(shelf: Shelf) -> None:
+def test_what_is_put_there_is_found(shelf: DiskCache) -> None:
     assert shelf.get("a") is None
     shelf.put("a", CONTENT)
     shelf.put("b", b"")
@@ -34,13 +34,13 @@ def test_what_is_put_there_is_found(shelf: Shelf) -> None:
     assert len(list(shelf.folder.iterdir())) == 2
 
 
-def test_another_version_finds_nothing(shelf: Shelf) -> None:
+def test_another_version_finds_nothing(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
-    assert Shelf(shelf.folder, "version 2").get("a") is None
+    assert DiskCache(shelf.folder, "version 2").get("a") is None
     assert shelf.get("a") == CONTENT
 
 
-def test_an_entry_under_another_name_is_not_believed(shelf: Shelf) -> None:
+def test_an_entry_under_another_name_is_not_believed(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
     first = entry(shelf)
     shelf.put("b", b"other")
@@ -50,7 +50,7 @@ def test_an_entry_under_another_name_is_not_believed(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "hash", "longer"])
-def test_what_is_damaged_is_removed(shelf: Shelf, damage: str) -> None:
+def test_what_is_damaged_is_removed(shelf: DiskCache, damage: str) -> None:
     shelf.put("a", CONTENT)
     path = entry(shelf)
     whole = path.read_bytes()
@@ -66,7 +66,7 @@ def test_what_is_damaged_is_removed(shelf: Shelf, damage: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["writable", "link", "folder", "pipe"])
-def test_what_others_could_have_written_is_not_believed(shelf: Shelf, how: str) -> None:
+def test_what_others_could_have_written_is_not_believed(shelf: DiskCache, how: str) -> None:
     shelf.put("a", CONTENT)
     path = entry(shelf)
     if how == "writable":
@@ -83,21 +83,21 @@ def test_what_others_could_have_written_is_not_believed(shelf: Shelf, how: str) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_what_belongs_to_another_user_is_not_believed(shelf: Shelf) -> None:
+def test_what_belongs_to_another_user_is_not_believed(shelf: DiskCache) -> None:
     shelf.put("a", CONTENT)
     os.chown(entry(shelf), 1234, 1234)
     assert shelf.get("a") is None
 
 
 def test_nothing_can_be_kept(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "missing", "version 1")
+    shelf = DiskCache(tmp_path / "missing", "version 1")
     shelf.put("a", CONTENT)
     assert shelf.get("a") is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_used_least_recently_goes_first(shelf: Shelf) -> None:
-    small = Shelf(shelf.folder, shelf.maker, limit=3 * (len(CONTENT) + 32))
+def test_what_was_used_least_recently_goes_first(shelf: DiskCache) -> None:
+    small = DiskCache(shelf.folder, shelf.versions, limit=3 * (len(CONTENT) + 32))
     for age, key in enumerate("abc"):
         small.put(key, CONTENT)
         for path in shelf.folder.iterdir():
@@ -108,7 +108,7 @@ def test_what_was_used_least_recently_goes_first(shelf: Shelf) -> None:
     assert [key for key in "abcd" if small.get(key) is not None] == ["a", "c", "d"]
 
 
-def test_what_a_killed_process_left_is_removed(shelf: Shelf) -> None:
+def test_what_a_killed_process_left_is_removed(shelf: DiskCache) -> None:
     left, fresh = shelf.folder / "new-left", shelf.folder / "new-fresh"
     for path in (left, fresh):
         path.write_bytes(b"x")

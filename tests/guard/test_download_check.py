@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.guard.download_check import failed_download, read_downloaded
-from jinfer.guard.safe_files import FileRefused
+from jinfer.guard.safe_files import FileRefusedError
 from jinfer.tokenizer import TokenizerError, load_tokenizer
 
 
@@ -54,7 +54,7 @@ def test_the_answer_is_all_there_is() -> None:
 def test_a_tokenizer_that_is_a_pointer(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(FileRefused, match="git lfs pull"):
+    with pytest.raises(FileRefusedError, match="git lfs pull"):
         read_downloaded(path, 1000)
     with pytest.raises(TokenizerError, match=r"tokenizer.json: is a Git LFS pointer"):
         load_tokenizer(tmp_path)

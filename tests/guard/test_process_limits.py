@@ -36,20 +36,20 @@ def test_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = {"RLIMIT_AS": 1_300_000_000}
     monkeypatch.setattr(process_limits, "_soft_limit", allowed.get)
     with pytest.raises(USER_ERRORS, match=r"1.3 GB of address space \(ulimit -v\), and a model"):
-        process_limits.check()
+        process_limits.check_process_limits()
     allowed["RLIMIT_AS"] = 1 << 60
-    process_limits.check()
+    process_limits.check_process_limits()
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_limits, "_soft_limit", {"RLIMIT_NPROC": 200}.get)
     before = threading.active_count()
-    process_limits.check()
+    process_limits.check_process_limits()
     monkeypatch.setattr(threading.Thread, "start", failing(3))
     with pytest.raises(
-        process_limits.LimitError, match=r"cannot start \d+ threads.*raise ulimit -u"
+        process_limits.ProcessLimitError, match=r"cannot start \d+ threads.*raise ulimit -u"
     ):
-        process_limits.check()
+        process_limits.check_process_limits()
     assert threading.active_count() == before
 
 
@@ -82,9 +82,9 @@ def test_what_ends_a_command(
 
     if said is None:
         with pytest.raises(type(error)):
-            exit_status.status_of(command)
+            exit_status.run_for_status(command)
         return
-    assert exit_status.status_of(command) == 2
+    assert exit_status.run_for_status(command) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {said}")
     assert told.count("\n") == 1

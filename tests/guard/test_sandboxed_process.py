@@ -10,22 +10,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from jinfer.guard.sandboxed_process import Child, ChildError
+from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
-    child = Child("tests.guard.answers", memory=256 << 20, answer_bytes=1000)
+def child() -> Iterator[SandboxedProcess]:
+    child = SandboxedProcess("tests.guard.answers", memory=256 << 20, answer_bytes=1000)
     yield child
     child.close()
 
 
-def test_answers_are_json(child: Child) -> None:
+def test_answers_are_json(child: SandboxedProcess) -> None:
     for value in (None, 7, "é \ud800", [1, {"a": [True, 2.5]}]):
         assert child.ask(value, 5) == value
 
 
-def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: Child) -> None:
+def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: SandboxedProcess) -> None:
     assert child.ask("print", 5) == []
 
 
@@ -39,20 +39,20 @@ def test_what_it_prints_is_no_answer_and_jax_is_not_there(child: Child) -> None:
         ("deep", "nested too deeply"),
     ],
 )
-def test_past_its_bounds_it_ends(child: Child, question: str, words: str) -> None:
+def test_past_its_bounds_it_ends(child: SandboxedProcess, question: str, words: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(ChildError, match=words):
+    with pytest.raises(SandboxError, match=words):
         child.ask(question, 0.1)
     assert time.monotonic() - begun < 30
     assert child.ask("and then", 5) == "and then"
 
 
-def test_it_writes_no_file(child: Child) -> None:
-    with pytest.raises(ChildError):
+def test_it_writes_no_file(child: SandboxedProcess) -> None:
+    with pytest.raises(SandboxError):
         child.ask("write", 5)
 
 
-def test_threads_get_their_own_answers(child: Child) -> None:
+def test_threads_get_their_own_answers(child: SandboxedProcess) -> None:
     found: dict[int, int] = {}
 
     def ask(number: int) -> None:

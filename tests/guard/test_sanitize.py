@@ -12,16 +12,16 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 STRANGE = "one\ntwo\x1b[2J\u202e" + "x" * 100_000
 
 
 def test_one_line_of_a_length_to_read() -> None:
-    assert shown("usual: 東京 é") == "usual: 東京 é"
-    assert shown("a\nb\x1b[2J\ud800\u202e") == r"a\nb\x1b[2J\ud800\u202e"
-    long = shown("begin" + "x" * 10**6 + "end")
+    assert sanitized("usual: 東京 é") == "usual: 東京 é"
+    assert sanitized("a\nb\x1b[2J\ud800\u202e") == r"a\nb\x1b[2J\ud800\u202e"
+    long = sanitized("begin" + "x" * 10**6 + "end")
     assert len(long) == 2000
     assert long.startswith("beginxxx")
     assert long.endswith("xxxend")

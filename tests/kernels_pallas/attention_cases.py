@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention.batch import Queries, Scores
-from kernels_pallas.attention.kv_layout import TOKENS, Kept
+from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
 from kernels_pallas.attention.paged_attention import attend
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import kept
@@ -33,7 +33,7 @@ def run(
     backend: str,
     interpret: bool,
 ) -> jax.Array:
-    scores = Scores(**dict(rules), **arrays)
+    scores = ScoreModifiers(**dict(rules), **arrays)
     return attend(q, keys, values, queries, scores, backend=backend, interpret=interpret)  # type: ignore[arg-type]
 
 
@@ -64,12 +64,12 @@ class Batch:
         sees = self.sees(token)
         return self.tables[self.rows[token], sees // TOKENS], sees % TOKENS
 
-    def queries(self, only: int | None = None) -> Queries:
+    def queries(self, only: int | None = None) -> QueryBatch:
         """As the kernel takes it; `only` one of the tokens."""
         tokens = slice(None) if only is None else slice(only, only + 1)
         each = (self.rows, self.positions, self.low, self.last)
         taken = [part[tokens] for part in each] + [self.tables]
-        return Queries._make(on_device(part, jnp.int32) for part in taken)
+        return QueryBatch._make(on_device(part, jnp.int32) for part in taken)
 
 
 def batch_of(
@@ -143,10 +143,10 @@ def expected(
     return out
 
 
-decoded = jax.jit(Kept.dequantized)
+decoded = jax.jit(PackedKV.dequantized)
 
 
-def spoilt(part: Kept, needed: np.ndarray) -> Kept:
+def spoilt(part: PackedKV, needed: np.ndarray) -> PackedKV:
     """All that is not needed [blocks, TOKENS] made NaN, and codes random."""
     rng = np.random.default_rng(3)
 

@@ -6,33 +6,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
 from jinfer.quant.kv_vectors import quantize_vectors
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
-from kernels_pallas.attention.kv_layout import Kept
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.attention.kv_layout import PackedKV
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
 
 WIDTHS: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
-KINDS = [*PLAIN, *FORMATS]  # of a cache
+KINDS = [*FLOAT_DTYPES, *FORMATS]  # of a cache
 _quantized = jax.jit(quantize_vectors, static_argnums=1)
 H200 = jax.sharding.AbstractMesh(
     (), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
 )
 
 
-def packed(tensor: QuantizedTensor) -> Packed:
+def packed(tensor: QuantizedTensor) -> PackedMatrix:
     """The same matrix for the kernels."""
     format = tensor.format
     words, scales, steps = jax.tree.map(on_device, (tensor.words, tensor.scales, tensor.steps))
-    return Packed(words, scales, format.levels, format.block, tensor.inputs, steps, format.codebook)
+    return PackedMatrix(
+        words, scales, format.levels, format.block, tensor.inputs, steps, format.codebook
+    )
 
 
 def random_matrix(
     format: QuantFormat, shape: tuple[int, ...], seed: int = 0
-) -> tuple[Packed, np.ndarray]:
+) -> tuple[PackedMatrix, np.ndarray]:
     """A matrix [*stack, outputs, inputs] of N(0, 0.05), and its decoded values in float64."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 0.05
     tensor = quantize(values, format, columns=32 // format.per_code)
@@ -41,7 +43,7 @@ def random_matrix(
 
 def random_blocks(
     format: QuantFormat, shape: tuple[int, ...], seed: int = 0
-) -> tuple[Packed, np.ndarray]:
+) -> tuple[PackedMatrix, np.ndarray]:
     """A matrix of random codes and numbers of blocks, as a GGUF file may have them."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, format.levels, shape, np.uint8)
@@ -76,9 +78,9 @@ def assert_near(y: jax.Array, x: np.ndarray, matrix: np.ndarray, tolerance: floa
     assert error.max(initial=0) < tolerance, error.max()
 
 
-def kept(kind: str, values: np.ndarray) -> Kept:
+def kept(kind: str, values: np.ndarray) -> PackedKV:
     """Keys or values [slots, kv_heads, length, dim] as a cache of this kind has them."""
-    if kind in PLAIN:
-        return Kept(on_device(values, PLAIN[kind]))
+    if kind in FLOAT_DTYPES:
+        return PackedKV(on_device(values, FLOAT_DTYPES[kind]))
     rows = _quantized(on_device(values, jnp.float32), FORMATS[kind])
-    return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
+    return PackedKV(rows.words, rows.scales, rows.format.levels, rows.width)

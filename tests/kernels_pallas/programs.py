@@ -115,7 +115,7 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
 
     from jinfer.engine.runner.compiled_programs import CompiledPrograms
     from jinfer.engine.runner.step_key import Sizes, StepKey
-    from jinfer.ops.backend import target
+    from jinfer.ops.backend import target_platform
     from tests.kernels_pallas.helpers import H200
     from tools.bench_programs import LLAMA_3_8B, llama
 
@@ -130,7 +130,7 @@ def compiled(name: str, layers: int, folder: Path) -> tuple[Thunks, Any]:
         shape = StepKey("decode", int(tokens), stages=("temperature",))
     else:
         shape = StepKey("logits", int(tokens), 1)
-    with target("gpu"), jax.sharding.use_abstract_mesh(H200):
+    with target_platform("gpu"), jax.sharding.use_abstract_mesh(H200):
         model = llama(format, {**LLAMA_3_8B, "num_hidden_layers": layers})
         sizes = Sizes(SLOTS, CONTEXT, model.vocab, {"all": BLOCKS}, jnp.bfloat16)
         function, donated, args = CompiledPrograms(model, sizes).step_function(shape)

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, Width
-from jinfer.quant.gguf_blocks import KEPT as GGUF
-from jinfer.quant.kv_vectors import zeros
-from kernels_pallas.attention.batch import Queries, Scores
-from kernels_pallas.attention.kv_layout import Kept
-from kernels_pallas.attention.paged_attention import attend, attend_part
-from kernels_pallas.attention.write_kv import Heads, Places, Rotation, enter
-from kernels_pallas.matmul.dequantize import decode
-from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
-from kernels_pallas.matmul.grouped_quantized import expert_matmul
-from kernels_pallas.matmul.prologue import Operand, alone, prepare
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
+from jinfer.quant.kv_vectors import zero_vectors
+from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+from kernels_pallas.attention.kv_layout import PackedKV
+from kernels_pallas.attention.paged_attention import attend, attend_partial
+from kernels_pallas.attention.write_kv import HeadVectors, Rotation, WriteSlots, write_kv
+from kernels_pallas.matmul.dequantize import dequantize
+from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
+from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import matmul
-from kernels_pallas.matmul.weight_layout import Packed
-from kernels_pallas.topk_threshold import least
+from kernels_pallas.matmul.weight_layout import PackedMatrix
+from kernels_pallas.topk_threshold import mass_threshold
 from kernels_pallas.triton_ops import Backend
 
 Shape = jax.ShapeDtypeStruct
@@ -36,7 +36,7 @@ class Target(NamedTuple):
     args: tuple[Any, ...]
 
 
-def shapes(format: QuantFormat, stack: tuple[int, ...], outputs: int, inputs: int) -> Packed:
+def shapes(format: QuantFormat, stack: tuple[int, ...], outputs: int, inputs: int) -> PackedMatrix:
     """A matrix without contents."""
     p = format.per_code
     superblocks = -(-inputs // 1024)
@@ -45,7 +45,7 @@ def shapes(format: QuantFormat, stack: tuple[int, ...], outputs: int, inputs: in
     kind = jnp.int8 if format.two_level else jnp.float16
     scales = Shape((*lead, 1, 1024 // format.block, format.numbers), kind)
     steps = Shape((*lead, 1, 4, format.numbers), jnp.float16) if format.two_level else None
-    return Packed(words, scales, format.levels, format.block, inputs, steps, format.codebook)
+    return PackedMatrix(words, scales, format.levels, format.block, inputs, steps, format.codebook)
 
 
 def of_gguf(name: str, rows: int) -> Target:
@@ -57,7 +57,7 @@ def one(format: QuantFormat, rows: int, backend: str = "triton") -> Target:
     """A matrix of a stack of layers."""
     matrix = shapes(format, (32,), 14336, 4096)
 
-    def function(x: Any, index: Any, matrix: Packed) -> Any:
+    def function(x: Any, index: Any, matrix: PackedMatrix) -> Any:
         return matmul(x, [matrix], index=index, backend=backend)  # type: ignore[arg-type]
 
     args = (Shape((rows, 4096), jnp.bfloat16), Shape((1,), jnp.int32), matrix)
@@ -68,8 +68,8 @@ def whole(name: str) -> Target:
     """Two matrices decoded for products of many rows."""
     matrices = [shapes(GGUF.get(name) or FORMATS[name], (), n, 4096) for n in (4096, 1024)]
 
-    def function(index: Any, matrices: list[Packed]) -> Any:
-        return decode(matrices, index)
+    def function(index: Any, matrices: list[PackedMatrix]) -> Any:
+        return dequantize(matrices, index)
 
     return Target(f"whole-{name}", function, (Shape((1,), jnp.int32), matrices))
 
@@ -78,7 +78,7 @@ def several(width: Width) -> Target:
     """Queries, keys and values in one call, with inputs split."""
     matrices = [shapes(QuantFormat(width), (32,), n, 4096) for n in (4096, 1024, 1024)]
 
-    def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
+    def function(x: Any, index: Any, matrices: list[PackedMatrix]) -> Any:
         return matmul(x, matrices, index=index)
 
     args = (Shape((1, 4096), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
@@ -89,7 +89,7 @@ def gated(width: Width, rows: int = 1) -> Target:
     """Gate and up, and what is computed of both."""
     matrices = [shapes(QuantFormat(width), (32,), 18944, 3584) for _ in range(2)]
 
-    def function(x: Any, index: Any, matrices: list[Packed]) -> Any:
+    def function(x: Any, index: Any, matrices: list[PackedMatrix]) -> Any:
         return matmul(x, matrices, index=index, gated=True)
 
     args = (Shape((rows, 3584), jnp.bfloat16), Shape((1,), jnp.int32), matrices)
@@ -100,8 +100,8 @@ def experts(width: Width, backend: Backend = "triton") -> Target:
     """Eight rows for eight experts."""
     matrix = shapes(QuantFormat(width), (32, 8), 14336, 4096)
 
-    def function(x: Any, offsets: Any, index: Any, matrix: Packed) -> Any:
-        return expert_matmul(x, offsets, [matrix], index=index, backend=backend)
+    def function(x: Any, offsets: Any, index: Any, matrix: PackedMatrix) -> Any:
+        return grouped_quantized_matmul(x, offsets, [matrix], index=index, backend=backend)
 
     offsets = Shape((9,), jnp.int32)
     args = (Shape((8, 4096), jnp.bfloat16), offsets, Shape((1,), jnp.int32), matrix)
@@ -113,7 +113,7 @@ def dense_experts(rows: int) -> Target:
     """Of 128 small experts, as Qwen3's."""
 
     def function(x: Any, offsets: Any, matrices: Any) -> Any:
-        return dense_expert_matmul(x, offsets, matrices)
+        return grouped_dense_matmul(x, offsets, matrices)
 
     matrices = Shape((128, 768, 2048), jnp.bfloat16)
     args = (Shape((rows, 2048), jnp.bfloat16), Shape((129,), jnp.int32), matrices)
@@ -137,10 +137,10 @@ def rows(kind: str, width: Width, count: int = 1) -> Target:
 
     def function(*arrays: Any) -> Any:
         kinds: Any = ("full", "parts", "vector") if kind == "norm" else ("parts", "parts")
-        given = [Operand(*one) for one in zip(arrays, kinds, strict=True)]
+        given = [PrologueOperand(*one) for one in zip(arrays, kinds, strict=True)]
         extra = [jnp.bfloat16] if kind == "norm" else []
         compute: Any = norm if kind == "norm" else gate
-        found, others = prepare(given, compute, count, like, extra)
+        found, others = prepare_rows(given, compute, count, like, extra)
         return found.x, found.factors, others
 
     x, weight = Shape((1, count, inputs), jnp.bfloat16), Shape((inputs,), jnp.float32)
@@ -151,7 +151,7 @@ def rows(kind: str, width: Width, count: int = 1) -> Target:
 def thresholds(vocab: int) -> Target:
     """What a share of the probability leaves of a vocabulary."""
     args = tuple(Shape((2, vocab), kind) for kind in (jnp.uint32, jnp.float32))
-    return Target(f"thresholds-f32-{vocab}", least, (*args, Shape((2,), jnp.float32)))
+    return Target(f"thresholds-f32-{vocab}", mass_threshold, (*args, Shape((2,), jnp.float32)))
 
 
 def entering(count: int, adjacent: bool = False) -> Target:
@@ -160,17 +160,19 @@ def entering(count: int, adjacent: bool = False) -> Target:
     angles = [Shape((count, 64), jnp.float32)] * 2
     pools = [Shape((128, 8, 64, 128), jnp.bfloat16)] * 2
     each = Shape((count,), jnp.int32)
-    at = Places._make([each, each, Shape((16, 128), jnp.int32)])
+    at = WriteSlots._make([each, each, Shape((16, 128), jnp.int32)])
 
-    def function(parts: Any, angles: Any, pools: Any, at: Places) -> Any:
+    def function(parts: Any, angles: Any, pools: Any, at: WriteSlots) -> Any:
         cos, sin = angles
         turn = Rotation(cos, sin, adjacent)
         q, k, v = (
-            Heads([Operand(part, "parts")], alone, heads, 128, rotation, jnp.bfloat16)
+            HeadVectors(
+                [PrologueOperand(part, "parts")], identity, heads, 128, rotation, jnp.bfloat16
+            )
             for part, heads, rotation in zip(parts, (32, 8, 8), (turn, turn, None), strict=True)
         )
         keys, values = pools
-        return enter(q, k, v, keys, values, at)
+        return write_kv(q, k, v, keys, values, at)
 
     name = f"entering-bf16-{count}" + ("-adjacent" if adjacent else "")
     return Target(name, function, (parts, angles, pools, at))
@@ -199,28 +201,28 @@ def attention(
         shared: the keys are the values too.
         part: of the keys in one place, without sinks.
         backend: of `attend`.
-        options: of `Scores`.
+        options: of `ScoreModifiers`.
     """
     lead = (rows * 128, heads[1], 64)
 
-    def kept() -> Kept:
-        if kind in PLAIN:
-            return Kept(Shape((*lead, dim), PLAIN[kind]))
-        vectors = jax.eval_shape(lambda: zeros((*lead, dim), FORMATS[kind]))
-        return Kept(vectors.words, vectors.scales, vectors.format.levels, vectors.width)
+    def kept() -> PackedKV:
+        if kind in FLOAT_DTYPES:
+            return PackedKV(Shape((*lead, dim), FLOAT_DTYPES[kind]))
+        vectors = jax.eval_shape(lambda: zero_vectors((*lead, dim), FORMATS[kind]))
+        return PackedKV(vectors.words, vectors.scales, vectors.format.levels, vectors.width)
 
     q = Shape((tokens, heads[0], dim), jnp.float32 if kind == "f32" else jnp.bfloat16)
     each = Shape((tokens,), jnp.int32)
-    queries = Queries._make([each] * 4 + [Shape((rows, 128), jnp.int32)])
+    queries = QueryBatch._make([each] * 4 + [Shape((rows, 128), jnp.int32)])
     per_head = Shape((heads[0],), jnp.float32) if changed else None
     table = Shape((heads[0], 128), jnp.float32) if changed else None
     args = (q, kept(), None if shared else kept(), queries, per_head, table)
 
     def function(q: Any, keys: Any, values: Any, queries: Any, per_head: Any, table: Any) -> Any:
-        scores = Scores(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
+        scores = ScoreModifiers(0.1, by_distance=table, slopes=per_head, sinks=per_head, **options)
         if part:
             scores = scores._replace(sinks=None)
-            return attend_part(q, keys, values, queries, scores, backend=backend)
+            return attend_partial(q, keys, values, queries, scores, backend=backend)
         return attend(q, keys, values, queries, scores, backend=backend)
 
     kernel = "attention" if backend == "triton" else f"{backend}_attention"
@@ -263,7 +265,7 @@ def compiled_targets() -> list[Target]:
         thresholds(128_256),
         entering(1),
         entering(16, adjacent=True),
-        *(attention(kind) for kind in (*PLAIN, *FORMATS)),
+        *(attention(kind) for kind in (*FLOAT_DTYPES, *FORMATS)),
         attention("bf16", 128),
         attention("bf16", 512),
         attention("q4", 512),

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import grid as pieces
-from kernels_pallas.attention.batch import Scores
+from kernels_pallas.attention.batch import ScoreModifiers
 from kernels_pallas.attention.kv_layout import TOKENS
-from kernels_pallas.attention.mosaic import power_of_two, takes
-from kernels_pallas.attention.paged_attention import attend_part
+from kernels_pallas.attention.mosaic import mosaic_supports, power_of_two
+from kernels_pallas.attention.paged_attention import attend_partial
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case
 from tests.kernels_pallas.helpers import H200, kept
@@ -100,8 +100,8 @@ def test_parts_of_the_keys() -> None:
 
 @partial(jax.jit, static_argnames="scale")
 def attended(q: Any, keys: Any, values: Any, queries: Any, scale: float) -> tuple[Any, ...]:
-    scores = Scores(scale)
-    return attend_part(q, keys, values, queries, scores, backend="mosaic", interpret=True)
+    scores = ScoreModifiers(scale)
+    return attend_partial(q, keys, values, queries, scores, backend="mosaic", interpret=True)
 
 
 def test_powers_of_two_are_exact() -> None:
@@ -115,9 +115,9 @@ def test_what_it_takes() -> None:
     def of(kind: str, dim: int) -> Any:
         return kept(kind, np.zeros((1, 1, TOKENS, dim)))
 
-    assert takes(of("f16", 64), of("f16", 256))
-    assert takes(of("bf16", 80), None)
+    assert mosaic_supports(of("f16", 64), of("f16", 256))
+    assert mosaic_supports(of("bf16", 80), None)
     for keys, values in (("f32", "f32"), ("q8", "q8"), ("f16", "bf16")):
-        assert not takes(of(keys, 64), of(values, 64))
-    assert not takes(of("f16", 40), None)
-    assert not takes(of("f16", 288), None)
+        assert not mosaic_supports(of(keys, 64), of(values, 64))
+    assert not mosaic_supports(of("f16", 40), None)
+    assert not mosaic_supports(of("f16", 288), None)

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from kernels_pallas.matmul import weight_layout
-from kernels_pallas.matmul.grouped_quantized import expert_matmul
+from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
 from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import assert_near, random_blocks, random_rows
 
 run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(matmul)
 interpret = functools.partial(run, interpret=True)
-run_experts = jax.jit(expert_matmul, static_argnames=("backend", "gated", "interpret"))
+run_experts = jax.jit(grouped_quantized_matmul, static_argnames=("backend", "gated", "interpret"))
 
 # Those of another kind than jinfer's own; Q5_K is Q4_K with another width.
 NAMES = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
@@ -108,6 +108,6 @@ def test_what_the_kernels_do_not_read_is_refused() -> None:
     words, scales = jnp.zeros((4, 1, 4, 1, 32), jnp.uint32), jnp.zeros((4, 1, 1, 16, 2), jnp.int8)
     steps = jnp.zeros((4, 1, 1, 4, 2), jnp.float16)
     with pytest.raises(ValueError, match=r"in blocks of \(16, 32\)"):
-        weight_layout.Packed(words, scales, 16, 64, 1024, steps)
+        weight_layout.PackedMatrix(words, scales, 16, 64, 1024, steps)
     with pytest.raises(ValueError, match=r"look up 16 values of blocks without a base"):
-        weight_layout.Packed(words, scales, 16, 32, 1024, steps, TABLE)
+        weight_layout.PackedMatrix(words, scales, 16, 32, 1024, steps, TABLE)

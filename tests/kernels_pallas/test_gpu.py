@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import QuantFormat, Width
-from jinfer.ops.attention.kv_cache import LayerCache, Placement
+from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
-from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.sampling.thresholds import top_mass
-from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
-from kernels_pallas.matmul.grouped_quantized import expert_matmul
-from kernels_pallas.matmul.prologue import Operand, alone, prepare
-from kernels_pallas.matmul.quantized import matmul, product_parts
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
+from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
+from kernels_pallas.matmul.quantized import matmul, matmul_partials
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, Case
 from tests.kernels_pallas.helpers import (
@@ -42,7 +42,9 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU"),
 ]
 run = functools.partial(jax.jit, static_argnames=("backend", "gated"))(matmul)
-run_experts = functools.partial(jax.jit, static_argnames=("backend", "gated"))(expert_matmul)
+run_experts = functools.partial(jax.jit, static_argnames=("backend", "gated"))(
+    grouped_quantized_matmul
+)
 LONG: dict[str, Any] = {"length": 3008, "blocks": 200}
 DECODING = ((0, 2999, 1), (2, 16, 1), (1, 1233, 1))
 SEVERAL = ((0, 2995, 5), (2, 12, 5), (-1, 0, 2), (1, 1229, 5))
@@ -64,9 +66,11 @@ def test_long_rows_are_prepared_in_superblocks(width: Width) -> None:
     matrix, values = random_matrix(QuantFormat(width), (1, 1000, 9000))
 
     @jax.jit
-    def product_of(x: Array, matrix: Packed) -> Array:
-        given, _ = prepare([Operand(x, "full")], alone, x.shape[0], matrix, apart=True)
-        return jnp.sum(product_parts(given, [matrix])[0], axis=0)
+    def product_of(x: Array, matrix: PackedMatrix) -> Array:
+        given, _ = prepare_rows(
+            [PrologueOperand(x, "full")], identity, x.shape[0], matrix, apart=True
+        )
+        return jnp.sum(matmul_partials(given, [matrix])[0], axis=0)
 
     for rows in (1, 5, 16):
         x = random_rows(rows, 9000)
@@ -150,11 +154,12 @@ def test_experts(rows: int, backend: str, block: int) -> None:
 def test_plain_experts(rows: int, kind: str) -> None:
     rng = np.random.default_rng(2)
     x, matrices = (
-        on_device(rng.standard_normal(shape), PLAIN[kind]) for shape in ((rows, 768), (8, 500, 768))
+        on_device(rng.standard_normal(shape), FLOAT_DTYPES[kind])
+        for shape in ((rows, 768), (8, 500, 768))
     )
     experts = np.sort(rng.integers(0, 8, rows))
     offsets = np.searchsorted(experts, np.arange(9)).astype(np.int32)
-    y = jax.jit(dense_expert_matmul)(x, on_device(offsets), matrices)
+    y = jax.jit(grouped_dense_matmul)(x, on_device(offsets), matrices)
     exact = np.asarray(matrices, np.float64)
     for expert in range(8):
         mine = experts == expert
@@ -222,7 +227,7 @@ def test_attention_in_jinfer(kind: str) -> None:
 
     @jax.jit
     def step(
-        q: Array, k: Array, v: Array, cache: LayerCache, at: Placement
+        q: Array, k: Array, v: Array, cache: LayerCache, at: AttentionMetadata
     ) -> tuple[Array, LayerCache]:
         return extend(q, k, v, cache, at, rules)
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import QuantFormat
-from kernels_pallas.matmul.grouped_dense import dense_expert_matmul, takes
-from kernels_pallas.matmul.grouped_quantized import expert_matmul, tiles_of
+from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul, takes
+from kernels_pallas.matmul.grouped_quantized import expert_tiles, grouped_quantized_matmul
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, assert_near, random_matrix, random_rows
 
-run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(expert_matmul)
+run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret"))(
+    grouped_quantized_matmul
+)
 
 
 @settings(max_examples=40)
@@ -26,7 +28,7 @@ run = functools.partial(jax.jit, static_argnames=("backend", "gated", "interpret
 def test_every_row_is_in_one_tile(sizes: list[int], size: int) -> None:
     offsets = np.cumsum([0, *sizes])
     expert, first, present = np.asarray(
-        jax.jit(tiles_of, static_argnums=(1, 2))(on_device(offsets, jnp.int32), 45, size)
+        jax.jit(expert_tiles, static_argnums=(1, 2))(on_device(offsets, jnp.int32), 45, size)
     )
     covered = np.full(45, -1)
     for e, begin, count in zip(expert, first, present, strict=True):
@@ -84,7 +86,7 @@ def test_gate_and_up_of_experts(inputs: int) -> None:
 def test_wrong_inputs_are_refused() -> None:
     matrix, _ = random_matrix(QuantFormat("4"), (2, 16, 64))
     with pytest.raises(ValueError, match="x has 65 inputs, the experts 64"):
-        expert_matmul(jnp.zeros((3, 65)), offsets_of((1, 2)), [matrix])
+        grouped_quantized_matmul(jnp.zeros((3, 65)), offsets_of((1, 2)), [matrix])
 
 
 def offsets_of(sizes: tuple[int, ...]) -> jax.Array:
@@ -95,10 +97,10 @@ def offsets_of(sizes: tuple[int, ...]) -> jax.Array:
 @pytest.mark.parametrize("sizes", [(2, 1, 0, 4, 1), (0, 0, 70, 0, 3)])
 def test_plain_matrices_of_experts(sizes: tuple[int, ...], x_type: str, kind: str) -> None:
     rng = np.random.default_rng(3)
-    x = on_device(rng.standard_normal((sum(sizes), 192)), PLAIN[x_type])
-    matrices = on_device(rng.standard_normal((5, 40, 192)), PLAIN[kind])
+    x = on_device(rng.standard_normal((sum(sizes), 192)), FLOAT_DTYPES[x_type])
+    matrices = on_device(rng.standard_normal((5, 40, 192)), FLOAT_DTYPES[kind])
     assert takes(matrices)
-    y = jax.jit(functools.partial(dense_expert_matmul, interpret=True))(
+    y = jax.jit(functools.partial(grouped_dense_matmul, interpret=True))(
         x, offsets_of(sizes), matrices
     )
     expert = np.repeat(np.arange(5), sizes)

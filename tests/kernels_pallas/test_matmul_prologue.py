@@ -12,7 +12,13 @@ import pytest
 from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat
-from kernels_pallas.matmul.prologue import Operand, Reductions, alone, prepare, prepare_reference
+from kernels_pallas.matmul.prologue import (
+    PrologueOperand,
+    Reductions,
+    identity,
+    prepare_rows,
+    prepare_rows_reference,
+)
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import random_rows
 from tests.kernels_pallas.targets import shapes
@@ -32,24 +38,24 @@ def gate(values: Sequence[Array], _: Reductions) -> list[Array]:
     return [jax.nn.silu(values[0]) * values[1]]
 
 
-def operands(kind: str, rows: int, width: int) -> list[Operand]:
+def operands(kind: str, rows: int, width: int) -> list[PrologueOperand]:
     rng = np.random.default_rng(rows + width)
 
     def array(*shape: int, dtype: Any = jnp.float32) -> Array:
         return on_device(rng.standard_normal(shape), dtype)
 
-    parts = [Operand(array(3, rows + 2, width), "parts") for _ in range(2)]
+    parts = [PrologueOperand(array(3, rows + 2, width), "parts") for _ in range(2)]
     if kind == "gate":
         return parts
     if kind == "alone":
-        return [Operand(on_device(random_rows(rows, width)), "full")]
+        return [PrologueOperand(on_device(random_rows(rows, width)), "full")]
     return [
-        Operand(array(1, rows, width, dtype=jnp.bfloat16), "full"),
+        PrologueOperand(array(1, rows, width, dtype=jnp.bfloat16), "full"),
         parts[0],
-        Operand(array(width), "vector"),
-        Operand(array(width), "vector"),
-        Operand(array(rows), "row"),
-        Operand(jnp.float32(width), "one"),
+        PrologueOperand(array(width), "vector"),
+        PrologueOperand(array(width), "vector"),
+        PrologueOperand(array(rows), "row"),
+        PrologueOperand(jnp.float32(width), "one"),
     ]
 
 
@@ -71,14 +77,14 @@ def test_rows(kind: str, format: Any, rows: int, width: int, *, apart: bool) -> 
         pytest.skip("it reduces rows")
     like = shapes(QuantFormat(format), (), 64, width)
     given = operands(kind, rows, width)
-    compute: Any = {"alone": alone, "gate": gate, "residual": residual}[kind]
+    compute: Any = {"alone": identity, "gate": gate, "residual": residual}[kind]
     extra = [jnp.bfloat16] if kind == "residual" else []
 
     @jax.jit
     def both(arrays: Sequence[Array]) -> Any:
-        own = [Operand(array, one.kind) for array, one in zip(arrays, given, strict=True)]
-        found, others = prepare(own, compute, rows, like, extra, apart=apart, interpret=True)
-        wanted = prepare_reference(own, compute, rows, like, apart=apart)
+        own = [PrologueOperand(array, one.kind) for array, one in zip(arrays, given, strict=True)]
+        found, others = prepare_rows(own, compute, rows, like, extra, apart=apart, interpret=True)
+        wanted = prepare_rows_reference(own, compute, rows, like, apart=apart)
         return (found.x, found.factors, others), wanted
 
     (x, factors, others), wanted = both([one.array for one in given])

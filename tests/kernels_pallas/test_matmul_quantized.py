@@ -16,9 +16,9 @@ from jax import Array
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant import bit_packing
 from kernels_pallas.matmul import unpack, weight_layout
-from kernels_pallas.matmul.dequantize import decode
-from kernels_pallas.matmul.prologue import Operand, alone, prepare
-from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul, product_parts
+from kernels_pallas.matmul.dequantize import dequantize
+from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
+from kernels_pallas.matmul.quantized import KERNEL_ROWS, matmul, matmul_partials
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200, WIDTHS, assert_near, random_matrix, random_rows
 
@@ -44,7 +44,7 @@ def test_codes_stand_where_they_are_packed() -> None:
 def test_pairs_are_taken_apart_exactly() -> None:
     v = np.arange(121)
     f = on_device(1 + v / 128, jnp.float16)[None]
-    one = unpack.Numbers(jnp.ones_like(f), jnp.zeros_like(f))
+    one = unpack.ScaleAndBase(jnp.ones_like(f), jnp.zeros_like(f))
     first, second = unpack.weights(f, [one, one], 11, asm=False)
     np.testing.assert_array_equal(np.asarray(first[0]), 16 + v // 11)
     np.testing.assert_array_equal(np.asarray(second[0]), v % 11)
@@ -97,8 +97,10 @@ def test_each_superblock_of_x_has_a_power_of_two(width: Width) -> None:
 
     @jax.jit
     def parts(x: Array) -> Array:
-        given, _ = prepare([Operand(x, "full")], alone, 3, matrix, apart=True, interpret=True)
-        return jnp.concatenate(product_parts(given, [matrix], interpret=True)[0])
+        given, _ = prepare_rows(
+            [PrologueOperand(x, "full")], identity, 3, matrix, apart=True, interpret=True
+        )
+        return jnp.concatenate(matmul_partials(given, [matrix], interpret=True)[0])
 
     each = parts(on_device(x)).reshape(3, 3, 20)
     for n in range(3):
@@ -146,9 +148,9 @@ def test_many_rows_of_matrices_that_share_x() -> None:
 def test_decoded_in_the_order_of_the_other_factor(format: QuantFormat) -> None:
     built = [random_matrix(format, (2, n, 2048), n) for n in (17, 40)]
     given = [matrix for matrix, _ in built]
-    found = decode(given, on_device([1], jnp.int32), interpret=True)
+    found = dequantize(given, on_device([1], jnp.int32), interpret=True)
     wanted = np.concatenate([values[1] for _, values in built])
-    ordered = weight_layout.arranged(on_device(wanted), given[0]).reshape(found.shape)
+    ordered = weight_layout.arrange_inputs(on_device(wanted), given[0]).reshape(found.shape)
     np.testing.assert_allclose(found, ordered, rtol=2e-3, atol=6e-3 * np.abs(wanted).max())
 
 
@@ -194,4 +196,6 @@ def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="takes the matrices gate and up, not 1"):
         matmul(jnp.zeros((1, 64)), [matrix], gated=True)
     with pytest.raises(ValueError, match="repack"):
-        weight_layout.Packed(jnp.zeros((4, 1, 4, 4, 8), jnp.uint32), matrix.scales, 16, 32, 64)
+        weight_layout.PackedMatrix(
+            jnp.zeros((4, 1, 4, 4, 8), jnp.uint32), matrix.scales, 16, 32, 64
+        )

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.gguf_blocks import KEPT as GGUF
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from kernels_pallas.matmul.triton import numbers_of, operands, weights
-from kernels_pallas.matmul.weight_layout import arranged
+from kernels_pallas.matmul.weight_layout import arrange_inputs
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import WIDTHS, random_blocks, random_matrix
 from tests.kernels_pallas.ptx import elementwise_inline_asm
@@ -43,7 +43,7 @@ def test_instructions_give_the_weights(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plt, "elementwise_inline_asm", elementwise_inline_asm)
     make = random_blocks if name in GGUF else random_matrix
     matrix, values = make(FORMATS[name], (16, 2048))
-    expected = np.asarray(arranged(on_device(values), matrix))[:, 1]
+    expected = np.asarray(arrange_inputs(on_device(values), matrix))[:, 1]
     words, *numbers = (Ref(operand) for operand in operands(matrix))
     outputs, superblock = pl.ds(0, 16), 1
     tiles = [words[0, outputs, superblock, t] for t in range(matrix.bits)]

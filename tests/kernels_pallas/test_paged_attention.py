@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas.attention import grid as pieces
-from kernels_pallas.attention.kv_layout import TOKENS, Kept
+from kernels_pallas.attention.kv_layout import TOKENS, PackedKV
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, PADDING, Case, decoded
 from tests.kernels_pallas.helpers import KINDS, kept
@@ -236,16 +236,20 @@ def test_queries_that_fp16_does_not_hold(backend: str) -> None:
 def test_every_token_is_in_one_piece(group: int, count: int) -> None:
     """Of many batches, however the splits' sizes change in their runs."""
     rng, tables = np.random.default_rng(0), 12
-    keys = Kept(jax.ShapeDtypeStruct((8, 2, TOKENS, 64), jnp.bfloat16))
-    launches = pieces.launches(pieces.Shape(count, tables, 9088, 2, group), keys, keys, 128)
+    keys = PackedKV(jax.ShapeDtypeStruct((8, 2, TOKENS, 64), jnp.bfloat16))
+    launches = pieces.plan_launches(
+        pieces.AttentionShape(count, tables, 9088, 2, group), keys, keys, 128
+    )
 
     @jax.jit
     def cut(rows: jax.Array, last: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        power = pieces.powers(jnp.zeros_like(last), last, 128)
+        power = pieces.split_powers(jnp.zeros_like(last), last, 128)
         runs = pieces.runs(rows, power)
         short = runs.length <= launches[0].most
         chosen = [runs.real] if len(launches) == 1 else [short, ~short]
-        return power, [pieces.firsts(runs, *each) for each in zip(chosen, launches, strict=True)]
+        return power, [
+            pieces.first_tokens(runs, *each) for each in zip(chosen, launches, strict=True)
+        ]
 
     for _ in range(20):
         rows, last = np.full(count, PADDING, np.int32), np.zeros(count, np.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.ops.backend import target
+from jinfer.ops.backend import target_platform
 from jinfer.sampling.thresholds import top_mass, top_values
 from tests.arrays import on_device
 
@@ -25,7 +25,7 @@ def logits() -> np.ndarray:
 def test_the_greatest_that_weigh_enough(logits: np.ndarray) -> None:
     weights = np.random.default_rng(1).integers(0, 8, logits.shape).astype(np.float32)
     mass = np.floor(weights.sum(axis=1) * np.array([0.3, 0.001, 1.0], np.float32))  # sums are exact
-    with target("gpu", interpret=True):
+    with target_platform("gpu", interpret=True):
         kept = np.asarray(jax.jit(top_mass)(*map(on_device, (logits, weights, mass))))
     for row, x in enumerate(logits):
         descending = np.argsort(-x, kind="stable")
@@ -36,7 +36,7 @@ def test_the_greatest_that_weigh_enough(logits: np.ndarray) -> None:
 def test_so_many_of_the_greatest(logits: np.ndarray) -> None:
     count = on_device([1, 40, VOCAB + 5], jnp.int32)
     expected = top_values(on_device(logits), count)
-    with target("gpu", interpret=True):
+    with target_platform("gpu", interpret=True):
         kept = jax.jit(lambda x, count: top_values(x, count))(on_device(logits), count)
     assert np.array_equal(kept, expected)
     assert np.asarray(kept).sum(axis=1).tolist() == [

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts
+from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_files import families, find_family, read_toml
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 
 from .helpers import facts, gguf_facts
 
@@ -115,7 +115,7 @@ class Case:
 
     name: str
     family: str
-    facts: Facts
+    facts: CheckpointFacts
     architectures: tuple[str, ...]
 
 
@@ -147,7 +147,7 @@ def cases() -> list[Case]:
     return [*map(golden, golden_folders()), *map(made_up, MADE_UP)]
 
 
-def gguf_like(architecture: str, **more: Any) -> Facts:
+def gguf_like(architecture: str, **more: Any) -> CheckpointFacts:
     """The least metadata of a GGUF file of any architecture."""
     metadata = {f"{architecture}.{key}": value for key, value in (GGUF | more).items()}
     return gguf_facts({"general.architecture": architecture, **metadata}, {"output.weight": None})
@@ -168,7 +168,7 @@ def gguf_cases() -> Iterator[Case]:
 
 def parameters(spec: ModelSpec) -> tuple[str, ...]:
     """The names of a model's parameters."""
-    return build(spec, jnp.float32).names
+    return build_abstract_model(spec, jnp.float32).names
 
 
 def tensor_names(spec: ModelSpec) -> set[str]:

@@ -11,10 +11,10 @@ import pytest
 
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import format_table, with_families
-from jinfer.modelspec.spec_values import Missing, Values, rows_in
+from jinfer.modelspec.spec_values import MissingKey, SpecValues, row_counter
 from jinfer.modelspec.toml_tables import merge, nested
 
 PATH = "made-up.toml"
@@ -47,37 +47,37 @@ attn = { kind = "attention", position = { kind = "rope" } }
 def facts(
     config: Mapping[str, Any] | None = None,
     tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
-) -> Facts:
+) -> CheckpointFacts:
     """A checkpoint of safetensors whose config.json is `config`; `tensors` may have shapes."""
 
     def has(pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in tensors)
 
-    rows = rows_in(tensors if isinstance(tensors, Mapping) else {})
-    return Facts("safetensors", lookup_in(config or {}), has, "config.json", rows)
+    rows = row_counter(tensors if isinstance(tensors, Mapping) else {})
+    return CheckpointFacts("safetensors", lookup_in(config or {}), has, "config.json", rows)
 
 
-def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Facts:
+def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> CheckpointFacts:
     """A GGUF file, as its metadata's keys are seen: without the architecture's name."""
     prefix = metadata["general.architecture"] + "."
     known = {key.removeprefix(prefix): value for key, value in metadata.items()}
 
     def lookup(key: str) -> Any:
         if key not in known:
-            raise Missing(key)
+            raise MissingKey(key)
         return known[key]
 
-    return Facts("gguf", lookup, lambda pattern: pattern in tensors, "the GGUF metadata")
+    return CheckpointFacts("gguf", lookup, lambda pattern: pattern in tensors, "the GGUF metadata")
 
 
 def values(
     dims: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     tensors: tuple[str, ...] | Mapping[str, tuple[int, ...]] = (),
-) -> Values:
+) -> SpecValues:
     """What evaluates values, over these dimensions, config.json and tensors."""
     known = facts(config, tensors)
-    return Values(PATH, dims or {}, known.lookup, known.has, known.source, known.rows)
+    return SpecValues(PATH, dims or {}, known.lookup, known.has, known.source, known.rows)
 
 
 def model(text: str = MODEL, **changes: Any) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def resolved(table: Mapping[str, Any], config: Mapping[str, Any] | None = None) 
     return resolve([table], PATH, facts(config), {})
 
 
-def resolved_family(name: str, known: Facts, over: Mapping[str, Any] | None = None) -> ModelSpec:
+def resolved_family(
+    name: str, known: CheckpointFacts, over: Mapping[str, Any] | None = None
+) -> ModelSpec:
     """A family that comes with jinfer, resolved for a checkpoint."""
     tables = with_families({"family": name, **(over or {})}, Path(PATH))
     return resolve(tables, PATH, known, format_table(known.format))

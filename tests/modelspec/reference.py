@@ -9,7 +9,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from jinfer.modelspec.blocks import ACTIVATION_ALIASES, Attention, Block, QKNorm, Scaling
+from jinfer.modelspec.blocks import (
+    ACTIVATION_ALIASES,
+    AttentionSpec,
+    Block,
+    QKNormSpec,
+    RopeScalingSpec,
+)
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
@@ -25,8 +31,8 @@ def reference() -> dict[str, str]:
     return {
         "blocks": "\n\n".join(_section(cls) for cls in get_args(Block)),
         "positions": "\n\n".join(_section(cls) for cls in _positions()),
-        "qk_norm": _table(QKNorm),
-        "scaling": _table(Scaling),
+        "qk_norm": _table(QKNormSpec),
+        "scaling": _table(RopeScalingSpec),
         "engine": _table(EngineSpec),
         "prompt": _table(PromptSpec),
         "quantization": _table(QuantizationSpec),
@@ -43,7 +49,9 @@ def reference() -> dict[str, str]:
 
 def _positions() -> list[Any]:
     """The tables that can be the position of an attention."""
-    return [cls for cls in union(fields(Attention)["position"][1]) if dataclasses.is_dataclass(cls)]
+    return [
+        cls for cls in union(fields(AttentionSpec)["position"][1]) if dataclasses.is_dataclass(cls)
+    ]
 
 
 def rewritten(page: str) -> str:

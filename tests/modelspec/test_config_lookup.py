@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.config_lookup import lookup_in
-from jinfer.modelspec.spec_values import Missing
+from jinfer.modelspec.spec_values import MissingKey
 
 TABLE = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 5.0, "partial_rotary_factor": 0.5}
 KINDS = {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_type": "linear"}}
@@ -28,7 +28,7 @@ def test_rotary_keys_of_every_release(config: dict[str, Any], found: dict[str, A
     assert lookup("rope_theta") == 5.0
     assert lookup("partial_rotary_factor") == 0.5
     if found is None:
-        with pytest.raises(Missing):
+        with pytest.raises(MissingKey):
             lookup("rope_scaling")
         return
     assert dict(lookup("rope_scaling")) == found
@@ -38,7 +38,7 @@ def test_rotary_keys_of_every_release(config: dict[str, Any], found: dict[str, A
 def test_empty_tables_count_as_absent() -> None:
     lookup = lookup_in({"rope_scaling": {}, "rope_parameters": {}, "inner": {"empty": {}}})
     for key in ("rope_scaling", "rope_parameters", "rope_theta", "inner.empty"):
-        with pytest.raises(Missing):
+        with pytest.raises(MissingKey):
             lookup(key)
 
 

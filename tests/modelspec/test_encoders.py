@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import CrossAttention, Pool
+from jinfer.modelspec.blocks import CrossAttentionSpec, PoolSpec
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.toml_tables import merge, nested
@@ -66,7 +66,7 @@ def test_an_encoder() -> None:
     found = spec.stacks[0]
     assert len(found.layers) == 2
     assert set(found.stem.calls) == {"norm", "embed", "types", "position"}
-    assert dict(found.modules)["first"] == Pool(kind="pool", take="first")
+    assert dict(found.modules)["first"] == PoolSpec(kind="pool", take="first")
 
 
 def test_the_results_of_a_head_are_what_it_assigns_and_its_value() -> None:
@@ -85,7 +85,7 @@ def test_a_head_may_end_by_assigning_any_name() -> None:
 @pytest.mark.parametrize("take", ["first", "last", "mean"])
 def test_pools(take: str) -> None:
     spec = resolved(encoder(encoder__modules__first__take=take))
-    assert dict(spec.stacks[0].modules)["first"] == Pool(kind="pool", take=take)  # type: ignore[arg-type]
+    assert dict(spec.stacks[0].modules)["first"] == PoolSpec(kind="pool", take=take)  # type: ignore[arg-type]
 
 
 def test_a_decoder_beside_an_encoder() -> None:
@@ -95,7 +95,7 @@ def test_a_decoder_beside_an_encoder() -> None:
     ]  # fmt: skip
     for layer in stack(spec, "decoder").layers:
         assert layer.wiring.calls == ("attn", "norm", "cross")
-        assert dict(layer.modules)["cross"] == CrossAttention(
+        assert dict(layer.modules)["cross"] == CrossAttentionSpec(
             kind="cross_attention", inputs=32, encoded=32, heads=4, head_dim=8
         )
     assert [name for name, _ in spec.shared] == ["embed", "logits"]
@@ -105,7 +105,7 @@ def test_cross_attention_has_its_own_sizes() -> None:
     cross = {"encoded": 48, "heads": 2, "bias": "qv", "scale": 1}
     spec = resolved(seq2seq(decoder__modules__cross=cross))
     block = dict(stack(spec, "decoder").layers[0].modules)["cross"]
-    assert isinstance(block, CrossAttention)
+    assert isinstance(block, CrossAttentionSpec)
     assert (block.encoded, block.heads, block.scale) == (48, 2, 1.0)
     assert [block.has_bias(letter) for letter in "qkvo"] == [True, False, True, False]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import Attention, Head, Rope, Scaling
+from jinfer.modelspec.blocks import AttentionSpec, HeadSpec, RopeScalingSpec, RopeSpec
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts
+from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, find_family
 
@@ -41,22 +41,22 @@ def resolved_golden(folder: str, file: str = "config.json") -> ModelSpec:
     return resolved_case(golden(folder, file))
 
 
-def attention(spec: ModelSpec, layer: int = 0) -> Attention:
+def attention(spec: ModelSpec, layer: int = 0) -> AttentionSpec:
     assert spec.decoder is not None
     block = dict(spec.decoder.layers[layer].modules)["attn"]
-    assert isinstance(block, Attention)
+    assert isinstance(block, AttentionSpec)
     return block
 
 
-def rope(spec: ModelSpec) -> Rope:
+def rope(spec: ModelSpec) -> RopeSpec:
     position = attention(spec).position
-    assert isinstance(position, Rope)
+    assert isinstance(position, RopeSpec)
     return position
 
 
-def spec_head(spec: ModelSpec) -> Head:
+def spec_head(spec: ModelSpec) -> HeadSpec:
     head = dict(spec.shared)["logits"]
-    assert isinstance(head, Head)
+    assert isinstance(head, HeadSpec)
     return head
 
 
@@ -121,7 +121,7 @@ def test_a_gguf_head_is_tied_where_it_has_no_tensor() -> None:
 
 def test_llama2c() -> None:
     known = facts(LLAMA2C)
-    known = Facts("llama2c", known.lookup, known.has, "the header")
+    known = CheckpointFacts("llama2c", known.lookup, known.has, "the header")
     assert find_family(known, [], Path("model.bin")).stem == "llama"
     spec = resolved_family("llama", known)
     assert rope(spec).pairs == "adjacent"
@@ -137,13 +137,17 @@ def test_rotary_scaling_is_read_from_either_config() -> None:
     linear = rope(resolved_golden("llama_rope_linear")).scaling
     assert (linear and linear.rope_type, linear and linear.factor) == ("linear", 4.0)
     yarn = rope(resolved_golden("qwen25_yarn", "config.v5.json")).scaling
-    assert yarn == Scaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+    assert yarn == RopeScalingSpec(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32
+    )
 
 
 def test_rotary_scaling_is_read_from_gguf_metadata() -> None:
     scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
     linear = rope(resolved_family("llama", gguf_like("llama", **scaled))).scaling
-    assert linear == Scaling(rope_type="linear", factor=4.0, original_max_position_embeddings=256)
+    assert linear == RopeScalingSpec(
+        rope_type="linear", factor=4.0, original_max_position_embeddings=256
+    )
     assert rope(resolved_family("llama", gguf_like("llama"))).scaling is None
 
 
@@ -257,9 +261,9 @@ def test_kinds_of_layers_rotate_in_their_own_ways(family: str) -> None:
         spec.stacks[0].layers, [(9e5, "linear", 8), (7e4, "yarn", 2)], strict=False
     ):
         block = dict(layer.modules)["attn"]
-        assert isinstance(block, Attention)
+        assert isinstance(block, AttentionSpec)
         position = block.position
-        assert isinstance(position, Rope)
+        assert isinstance(position, RopeSpec)
         assert position.scaling is not None
         assert (position.theta, position.scaling.rope_type) == (theta, kind)
         assert position.scaling.factor == factor

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.formula import Formula, Sort, compile_formula
+from jinfer.modelspec.formula import ArrayKind, Formula, compile_formula
 from jinfer.modelspec.spec_errors import SpecError
 
 from .helpers import PATH, one_line
 
-INPUTS: dict[str, Sort] = {
+INPUTS: dict[str, ArrayKind] = {
     "x": "vectors", "tokens": "indices", "positions": "indices", "encoded": "encoded",
 }  # fmt: skip
-MODULES: dict[str, tuple[Sort, ...]] = {
+MODULES: dict[str, tuple[ArrayKind, ...]] = {
     "attn": ("vectors",), "ffn": ("vectors",), "embed": ("indices",),
     "cross": ("vectors", "encoded"),
 }  # fmt: skip
@@ -27,7 +27,7 @@ def compiled(text: Any, **more: Any) -> Formula:
         key="decoder.layer",
         inputs=INPUTS,
         modules=MODULES,
-        takes=MODULES.__getitem__,
+        argument_kinds=MODULES.__getitem__,
         constant=CONSTANTS.get,
         sizes=CONSTANTS,
         **more,

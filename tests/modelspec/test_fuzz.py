@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import (
     families,
@@ -111,7 +111,7 @@ def caught(action: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def resolves_or_refuses(tables: list[Any], known: Facts) -> None:
+def resolves_or_refuses(tables: list[Any], known: CheckpointFacts) -> None:
     begin = time.monotonic()
     spec, error = caught(lambda: resolve(tables, PATH, known, format_table(known.format)))
     assert isinstance(spec, ModelSpec) or error.startswith(f"{PATH}: ")
@@ -161,7 +161,7 @@ PLACES = [
 
 @FEW
 @given(place=st.sampled_from(PLACES), value=VALUES, known=LLAMAS)
-def test_any_value_anywhere(place: tuple[str, ...], value: Any, known: Facts) -> None:
+def test_any_value_anywhere(place: tuple[str, ...], value: Any, known: CheckpointFacts) -> None:
     for key in reversed(place):
         value = {key: value}
     resolves_or_refuses([read_toml(families()["llama"]), value], known)

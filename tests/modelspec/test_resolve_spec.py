@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
-from jinfer.modelspec.spec_errors import SpecError, nearest, show
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import merge
 
 from .helpers import PATH, error_of, model, one_line, resolved
@@ -151,14 +151,16 @@ def test_another_block_may_leave_sizes_of_a_family_unused() -> None:
     rope = {"kind": "rope", "dim": "rope_dim", "theta": 1e4}
     attn = {"kind": "latent_attention", "position": rope}
     over = {"dims": sizes, "decoder": {"modules": {"attn": attn}}}
-    assert not {"theta", "kv_heads"} & resolve([family, over], PATH, Facts(), {}).dims.keys()
+    assert (
+        not {"theta", "kv_heads"} & resolve([family, over], PATH, CheckpointFacts(), {}).dims.keys()
+    )
     for misspelt in ({"thet": 1}, {"latent_rnk": 8}):
         for tables in (
             [merge(family, {"dims": misspelt}), over],
             [family, over, {"dims": misspelt}],
         ):
             with pytest.raises(SpecError, match=r"dims\.(thet|latent_rnk): is used nowhere"):
-                resolve(tables, PATH, Facts(), {})
+                resolve(tables, PATH, CheckpointFacts(), {})
 
 
 LATENT: Any = {
@@ -197,7 +199,7 @@ def test_a_key_that_another_kind_leaves_behind(
     family: dict[str, Any], said: dict[str, Any], reason: str
 ) -> None:
     """What a family says of a module is not lost without a word where another kind replaces it."""
-    known, base = Facts("gguf"), model(**family)
+    known, base = CheckpointFacts("gguf"), model(**family)
     with pytest.raises(SpecError) as caught:
         resolve([base, LATENT], PATH, known, {})
     assert one_line(caught.value).startswith(reason)
@@ -219,7 +221,7 @@ def test_a_key_that_another_kind_leaves_behind(
     ],
 )
 def test_what_is_left_behind_and_changes_nothing(family: dict[str, Any]) -> None:
-    assert resolve([model(**family), LATENT], PATH, Facts("gguf"), {}).decoder is not None
+    assert resolve([model(**family), LATENT], PATH, CheckpointFacts("gguf"), {}).decoder is not None
 
 
 def test_another_format_overrides_only_itself() -> None:
@@ -228,7 +230,7 @@ def test_another_format_overrides_only_itself() -> None:
         gguf__decoder__modules__attn__position__pairs="adjacent",
         gguf__modules__logits__tied=True,
     )
-    plain, gguf = resolved(table), resolve([table], PATH, Facts("gguf"), {})
+    plain, gguf = resolved(table), resolve([table], PATH, CheckpointFacts("gguf"), {})
     assert (plain.dims["heads"], gguf.dims["heads"]) == (4, 2)
     assert "'halves'" in repr(plain.stacks)
     assert "'adjacent'" in repr(gguf.stacks)
@@ -241,12 +243,12 @@ def test_order_of_tables() -> None:
     base = {"dims": {"vocab": 2, "context": 2}}
     family["gguf"] = {"dims": {"context": 3}}
     over = {"dims": {"heads": 8}}
-    spec = resolve([family, over], PATH, Facts("gguf"), base)
+    spec = resolve([family, over], PATH, CheckpointFacts("gguf"), base)
     assert {k: spec.dims[k] for k in ("vocab", "context", "heads")} == {
         "vocab": 2, "context": 3, "heads": 8,
     }  # fmt: skip
     last = {"dims": {"context": 9, "vocab": 9}}
-    spec = resolve([family, over, last], PATH, Facts("gguf"), base)
+    spec = resolve([family, over, last], PATH, CheckpointFacts("gguf"), base)
     assert (spec.dims["context"], spec.dims["vocab"]) == (9, 9)
 
 
@@ -260,18 +262,20 @@ def test_merge() -> None:
 
 
 def test_nearest() -> None:
-    assert nearest("heds", ["heads", "layers"]) == "did you mean 'heads'? allowed: heads, layers"
-    assert nearest("xyz", ["heads"]) == "allowed: heads"
-    assert nearest("x", []) == "nothing is allowed here"
-    assert nearest(None, ["a"]) == "allowed: a"
-    assert nearest("x" * 10**6, [f"word{i}" for i in range(100)]).endswith(", ...")
+    assert (
+        nearest_hint("heds", ["heads", "layers"]) == "did you mean 'heads'? allowed: heads, layers"
+    )
+    assert nearest_hint("xyz", ["heads"]) == "allowed: heads"
+    assert nearest_hint("x", []) == "nothing is allowed here"
+    assert nearest_hint(None, ["a"]) == "allowed: a"
+    assert nearest_hint("x" * 10**6, [f"word{i}" for i in range(100)]).endswith(", ...")
 
 
 def test_show_is_short() -> None:
-    assert show("a" * 10**6).startswith("'aaa")
+    assert show_value("a" * 10**6).startswith("'aaa")
     for value in ("a" * 10**6, list(range(10**5)), [[[[1]]]], 10**5000, "line\nline"):
-        assert len(show(value)) < 200
-        assert "\n" not in show(value)
+        assert len(show_value(value)) < 200
+        assert "\n" not in show_value(value)
 
 
 def test_error_is_one_value() -> None:
@@ -300,7 +304,7 @@ def test_scaling_that_depends_on_the_length_served(
         table["decoder"]["modules"]["attn"]["position"]["scaling"]["rope_type"] = other
         spec = resolved(table)
         assert " length=None)" in repr(spec.stacks)
-        assert (spec.steady, spec.stretch) == (steady, 2.0 if steady else 1.0)
+        assert (spec.steady, spec.dynamic_factor) == (steady, 2.0 if steady else 1.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from jinfer.modelspec import spec_files
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.family_match import matches
-from jinfer.modelspec.resolve_spec import Facts
+from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import (
     _may_match,
@@ -127,14 +127,14 @@ def test_family_is_found() -> None:
     assert found({}, "MistralForCausalLM") == "mistral"
     assert found({}, "Other", "LlamaForCausalLM") == "llama"
     assert found({"multi_query": True}, "FalconForCausalLM") == "falcon"
-    assert find_family(Facts("gguf"), ["qwen2"], Path("file.gguf")).stem == "qwen2"
-    assert find_family(Facts("llama2c"), [], Path("file.bin")).stem == "llama"
+    assert find_family(CheckpointFacts("gguf"), ["qwen2"], Path("file.gguf")).stem == "qwen2"
+    assert find_family(CheckpointFacts("llama2c"), [], Path("file.bin")).stem == "llama"
 
 
 def test_a_condition_decides_between_families_of_one_name() -> None:
     """GGUF's "llama" is a mixture of experts if the file says how many there are."""
     for metadata, family in (({"expert_count": 8}, "mixtral"), ({"expert_count": 0}, "llama")):
-        known = Facts("gguf", lookup_in(metadata))
+        known = CheckpointFacts("gguf", lookup_in(metadata))
         assert find_family(known, ["llama"], Path("file.gguf")).stem == family
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_values import Missing
+from jinfer.modelspec.spec_values import MissingKey
 
 from .helpers import one_line, values
 
@@ -281,5 +281,5 @@ def test_lookup_in_nested_tables() -> None:
     lookup = lookup_in(CONFIG)
     assert lookup("rope.deep.er") == 7
     for key in ("missing", "window", "rope.null", "rope.theta.x", "types.0"):
-        with pytest.raises(Missing):
+        with pytest.raises(MissingKey):
             lookup(key)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.blocks import GatedMLP
+from jinfer.modelspec.blocks import GatedMLPSpec
 from jinfer.modelspec.model_spec import ModelSpec
 
 from .helpers import MODEL, error_of, model, resolved
@@ -111,7 +111,7 @@ def test_a_variant_has_its_own_wiring_and_modules() -> None:
     assert decoder is not None
     plain, wide = decoder.layers
     assert dict(plain.modules).keys() == {"norm", "attn"}
-    assert isinstance(dict(wide.modules)["ffn"], GatedMLP)
+    assert isinstance(dict(wide.modules)["ffn"], GatedMLPSpec)
     assert dict(wide.wiring.constants) == {"mix": 0.5, "layers": 2}
     # another kind replaces the module's table, so the attention's rope is not merged with ALiBi
     assert "Alibi" in repr(plain.modules)

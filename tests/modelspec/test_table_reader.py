@@ -7,18 +7,18 @@ import pytest
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.blocks import (
-    Attention,
+    AttentionSpec,
     Block,
-    LatentAttention,
-    MixtureOfExperts,
-    QKNorm,
-    Relative,
-    Rope,
-    Scaling,
+    LatentAttentionSpec,
+    MoESpec,
+    QKNormSpec,
+    RelativeBiasSpec,
+    RopeScalingSpec,
+    RopeSpec,
 )
-from jinfer.modelspec.bounded_types import Count, Layers, NotNegative, Positive, Size
+from jinfer.modelspec.bounded_types import Count, LayerCount, NotNegative, Positive, Size
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.table_reader import read
+from jinfer.modelspec.table_reader import read_value
 
 from .helpers import one_line, values
 
@@ -36,12 +36,12 @@ class Plain:
 
 
 def reading(cls: Any, written: Any) -> Any:
-    return read(cls, written, values(DIMS, CONFIG), "some.key")
+    return read_value(cls, written, values(DIMS, CONFIG), "some.key")
 
 
 def refusal(cls: Any, written: Any, dims: dict[str, Any] | None = None) -> str:
     with pytest.raises(SpecError) as caught:
-        read(cls, written, values(DIMS if dims is None else dims, CONFIG), "some.key")
+        read_value(cls, written, values(DIMS if dims is None else dims, CONFIG), "some.key")
     return one_line(caught.value)
 
 
@@ -69,7 +69,7 @@ def refusal(cls: Any, written: Any, dims: dict[str, Any] | None = None) -> str:
         (Size, 1, 1),
         (Size | None, "none", None),
         (Count, 0, 0),
-        (Layers, 10000, 10000),
+        (LayerCount, 10000, 10000),
         (NotNegative, 0, 0.0),
         (Positive, "1e-5", 1e-5),
         (Plain, {"count": "$size"}, Plain(count=7)),
@@ -116,7 +116,7 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Size, 1.5, "1.5 is not a whole number from 1 to 2^31 - 1"),
         (Size | None, 0, "0 is not a whole number from 1 to 2^31 - 1 or none"),
         (Count, -1, "-1 is not a whole number from 0 to 2^31 - 1"),
-        (Layers, 10**9, "1000000000 is not a whole number from 1 to 10000"),
+        (LayerCount, 10**9, "1000000000 is not a whole number from 1 to 10000"),
         (Positive, 0, "0 is not a number above 0"),
         (NotNegative, -1e-9, "-1e-09 is not a number from 0 on"),
         (Plain, 3, "3 is not a table { ... }"),
@@ -149,9 +149,9 @@ def test_read_refused(cls: Any, written: Any, reason: str) -> None:
 
 def test_fields_left_out_are_dimensions_or_defaults() -> None:
     attention = reading(Block, {"kind": "attention", "position": {"kind": "rope"}})
-    assert attention == Attention(
+    assert attention == AttentionSpec(
         kind="attention", inputs=32, outputs=32, heads=4, kv_heads=2, head_dim=8,
-        position=Rope(kind="rope", dim=8),
+        position=RopeSpec(kind="rope", dim=8),
     )  # fmt: skip
 
 
@@ -240,43 +240,43 @@ def test_fields_that_do_not_fit_each_other(table: dict[str, Any], reason: str) -
 
 def test_norms_of_queries_and_keys() -> None:
     norm = {"kind": "layer", "over": "heads", "eps": 1e-5, "bias": True}
-    attention: Attention = reading(Block, ATTENTION | {"qk_norm": norm})
-    assert attention.qk_norm == QKNorm(kind="layer", over="heads", eps=1e-5, bias=True)
+    attention: AttentionSpec = reading(Block, ATTENTION | {"qk_norm": norm})
+    assert attention.qk_norm == QKNormSpec(kind="layer", over="heads", eps=1e-5, bias=True)
     rms = reading(Block, ATTENTION | {"qk_norm": {"kind": "rms"}})
-    assert rms.qk_norm == QKNorm(kind="rms", over="head", eps=1e-6)
+    assert rms.qk_norm == QKNormSpec(kind="rms", over="head", eps=1e-6)
     assert reading(Block, ATTENTION | {"qk_norm": "none"}).qk_norm is None
 
 
 def test_relative_positions_have_defaults() -> None:
-    attention: Attention = reading(Block, ATTENTION | {"position": RELATIVE})
-    assert attention.position == Relative(kind="relative", buckets=32, max_distance=128)
+    attention: AttentionSpec = reading(Block, ATTENTION | {"position": RELATIVE})
+    assert attention.position == RelativeBiasSpec(kind="relative", buckets=32, max_distance=128)
 
 
 def test_a_latent_attention_takes_its_sizes_from_the_dimensions() -> None:
     dims = DIMS | {"latent_rank": 24, "nope_dim": 12, "rope_dim": 4, "value_dim": 16}
     table = {"kind": "latent_attention", "position": {"kind": "rope", "dim": "rope_dim"}}
-    block = read(Block, table, values(dims), "some.key")
-    assert block == LatentAttention(
+    block = read_value(Block, table, values(dims), "some.key")
+    assert block == LatentAttentionSpec(
         kind="latent_attention", inputs=32, heads=4, latent_rank=24, query_rank=None, nope_dim=12,
-        rope_dim=4, value_dim=16, position=Rope(kind="rope", dim=4),
+        rope_dim=4, value_dim=16, position=RopeSpec(kind="rope", dim=4),
     )  # fmt: skip
-    assert read(Block, table | {"query_rank": 20}, values(dims), "some.key").query_rank == 20
+    assert read_value(Block, table | {"query_rank": 20}, values(dims), "some.key").query_rank == 20
 
 
 def test_a_mixture_of_experts_takes_its_sizes_from_the_dimensions() -> None:
     dims = DIMS | {"experts": 8, "top_k": 2, "expert_intermediate": 16}
-    block = read(Block, {"kind": "moe"}, values(dims), "some.key")
-    assert block == MixtureOfExperts(kind="moe", inputs=32, experts=8, top_k=2, width=16)
+    block = read_value(Block, {"kind": "moe"}, values(dims), "some.key")
+    assert block == MoESpec(kind="moe", inputs=32, experts=8, top_k=2, width=16)
 
 
-def scaled(scaling: Any) -> Scaling | None:
-    rope: Rope = reading(Rope, {"kind": "rope", "scaling": scaling})
+def scaled(scaling: Any) -> RopeScalingSpec | None:
+    rope: RopeSpec = reading(RopeSpec, {"kind": "rope", "scaling": scaling})
     return rope.scaling
 
 
 def test_scaling_is_read_from_a_config_table_whole() -> None:
     table = {"type": "linear", "rope_type": "linear", "factor": 4, "rope_theta": 5e5}
-    assert scaled(table) == Scaling(
+    assert scaled(table) == RopeScalingSpec(
         rope_type="linear", factor=4.0, original_max_position_embeddings=64
     )
     assert scaled({"rope_type": "default", "rope_theta": 1e4}) is None
@@ -311,12 +311,12 @@ def test_scaling_is_read_from_a_config_table_whole() -> None:
     ],
 )  # fmt: skip
 def test_scaling_refused(table: dict[str, Any], reason: str) -> None:
-    assert reason in refusal(Rope, {"kind": "rope", "scaling": table})
+    assert reason in refusal(RopeSpec, {"kind": "rope", "scaling": table})
 
 
 def test_bias_by_letter() -> None:
     def biased(bias: Any) -> str:
-        attention: Attention = reading(Block, {"kind": "attention", "bias": bias})
+        attention: AttentionSpec = reading(Block, {"kind": "attention", "bias": bias})
         return "".join(letter for letter in "qkvo" if attention.has_bias(letter))
 
     assert [biased(b) for b in (True, False, "qkv", "o")] == ["qkvo", "", "qkv", "o"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.tensor_names import Place, TensorMap, read_tensor_map
+from jinfer.modelspec.tensor_names import TensorMap, TensorSource, read_tensor_map
 
 from .helpers import one_line, values
 
@@ -57,10 +57,12 @@ def test_fused_tensors() -> None:
     )
     parts = tuple(f"decoder.1.attn.{part}.weight" for part in "qkv")
     for parameter in parts:
-        assert tensors.place(parameter) == Place(("h.1.qkv.weight",), parts, 4, transpose=True)
+        assert tensors.place(parameter) == TensorSource(
+            ("h.1.qkv.weight",), parts, 4, transpose=True
+        )
     place = tensors.place("decoder.0.ffn.up.bias")
     parts = ("decoder.0.ffn.gate.bias", "decoder.0.ffn.up.bias")
-    assert place == Place(("h.0.gate_up.bias",), parts)
+    assert place == TensorSource(("h.0.gate_up.bias",), parts)
     assert tensors.place("decoder.0.attn.o.weight") is None
 
 
@@ -73,10 +75,10 @@ def test_stacked_tensors() -> None:
         }
     )
     place = tensors.place("decoder.2.ffn.experts.down.bias")
-    assert place == Place(("h.2.experts.{e}.down.bias", "h.2.down_exps.bias"))
+    assert place == TensorSource(("h.2.experts.{e}.down.bias", "h.2.down_exps.bias"))
     parts = ("decoder.2.ffn.experts.gate.weight", "decoder.2.ffn.experts.up.weight")
     place = tensors.place(parts[0])
-    assert place == Place(("h.2.x.weight",), parts, groups=2, axis=1)
+    assert place == TensorSource(("h.2.x.weight",), parts, groups=2, axis=1)
 
 
 def test_several_lines_for_one_parameter() -> None:
@@ -89,20 +91,20 @@ def test_several_lines_for_one_parameter() -> None:
     parts = ("a.gate.weight", "a.up.weight")
     tensors = tensor_map({"a.up.weight": "base"}, family)
     assert list_of(tensors.place("a.up.weight")) == [
-        Place(("fused",), parts, axis=1),
-        Place(("up.{e}.weight",)),
-        Place(("both.weight",), parts),
+        TensorSource(("fused",), parts, axis=1),
+        TensorSource(("up.{e}.weight",)),
+        TensorSource(("both.weight",), parts),
     ]
     assert list_of(tensors.place("a.gate.weight")) == [
-        Place(("fused",), parts, axis=1),
-        Place(("both.weight",), parts),
+        TensorSource(("fused",), parts, axis=1),
+        TensorSource(("both.weight",), parts),
     ]
     own = tensor_map(family, {"a.up": "own"})
-    assert list_of(own.place("a.up.weight")) == [Place(("own.weight",))]
+    assert list_of(own.place("a.up.weight")) == [TensorSource(("own.weight",))]
 
 
-def list_of(place: Place | None) -> list[Place]:
-    return [replace(each, otherwise=None) for each in place.choices()] if place else []
+def list_of(place: TensorSource | None) -> list[TensorSource]:
+    return [replace(each, fallback=None) for each in place.choices()] if place else []
 
 
 def test_every_format_has_its_own_table() -> None:

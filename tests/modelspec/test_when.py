@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 
 from .helpers import MODEL, PATH, error_of, facts, model, resolved
 
@@ -187,5 +187,5 @@ def test_a_format_may_supply_a_head_that_nothing_calls() -> None:
     assert error_of(table).startswith("modules.unused: is called by no formula")
     del table["modules"]["unused"]
     base = {"modules": {"logits": {"kind": "head", "tied": True}}}
-    spec = resolve([table], PATH, Facts("gguf"), base)
+    spec = resolve([table], PATH, CheckpointFacts("gguf"), base)
     assert [name for name, _ in spec.shared] == ["embed"]

@@ -45,7 +45,7 @@ def test_activation(name: str) -> None:
             got = np.asarray(activate(name, x))
         assert_allclose(got, wanted, rtol=1e-5, atol=2e-6)
         assert_allclose(got[np.abs(VALUES) < 4], wanted[np.abs(VALUES) < 4], rtol=2e-5, atol=2e-8)
-    block = blocks.ActivationBlock(kind="activation", function=name)  # type: ignore[arg-type]
+    block = blocks.ActivationSpec(kind="activation", function=name)  # type: ignore[arg-type]
     assert np.array_equal(Activation(block, jnp.float32)(x), activate(name, x))
 
 
@@ -79,7 +79,7 @@ def test_activation_of_bfloat16_is_computed_in_float32(name: str) -> None:
 def test_gated(name: Any, keys: dict[str, Any]) -> None:
     """Over a grid of both inputs, far beyond where the clamped one cuts."""
     gate, up = (side.ravel() for side in np.meshgrid(VALUES, VALUES[::4]))
-    block = blocks.GatedMLP(kind="gated", inputs=1, width=1, activation=name, **keys)
+    block = blocks.GatedMLPSpec(kind="gated", inputs=1, width=1, activation=name, **keys)
     assert block.check() is None
     got = Gating.of(block)(on_device(gate, jnp.float32), on_device(up, jnp.float32))
     gate, up = (np.asarray(np.float32(x), np.float64) for x in (gate, up))
@@ -110,11 +110,11 @@ def test_block(kind: Any, bias: bool) -> None:
     sizes: Any = {"inputs": 6, "width": 10, "bias": bias}
     module: MLP | GatedMLP
     if kind == "mlp":
-        module = MLP(blocks.MLP(kind="mlp", activation="relu2", **sizes), jnp.float32)
+        module = MLP(blocks.MLPSpec(kind="mlp", activation="relu2", **sizes), jnp.float32)
         up, down = fill(module.up, rng), fill(module.down, rng)
         wanted = down(numpy_blocks.relu_squared(up(wide)))
     else:
-        module = GatedMLP(blocks.GatedMLP(kind="gated", **sizes), jnp.float32)
+        module = GatedMLP(blocks.GatedMLPSpec(kind="gated", **sizes), jnp.float32)
         gate, up, down = fill(module.gate, rng), fill(module.up, rng), fill(module.down, rng)
         wanted = down(numpy_blocks.silu(gate(wide)) * up(wide))
     assert_allclose(module(on_device(x)), wanted, rtol=1e-5, atol=1e-4)

@@ -14,7 +14,7 @@ from tests.arrays import on_device
 
 def test_logits_of_bfloat16_are_not_rounded() -> None:
     """Two logits that bfloat16 cannot tell apart keep their order."""
-    head: Any = Head(blocks.Head(kind="head", inputs=64, outputs=300), jnp.bfloat16)
+    head: Any = Head(blocks.HeadSpec(kind="head", inputs=64, outputs=300), jnp.bfloat16)
     rng = np.random.default_rng(0)
     weight = on_device(rng.normal(size=(300, 64)), jnp.bfloat16)
     x = on_device(rng.normal(size=(5, 64)), jnp.bfloat16)

@@ -37,7 +37,7 @@ def output(module: Any, dtype: DTypeLike) -> Floats:
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_rms(dtype: DTypeLike, rtol: float, atol: float, plus_one: bool, eps: float) -> None:
     """Computed in float32 and rounded once, also for a bfloat16 input."""
-    module = RMSNorm(blocks.RMSNorm(kind="rms", size=SIZE, eps=eps, plus_one=plus_one), dtype)
+    module = RMSNorm(blocks.RMSNormSpec(kind="rms", size=SIZE, eps=eps, plus_one=plus_one), dtype)
     module.weight.set_value(on_device(WEIGHT, jnp.float32))
     wanted = rms_norm(rounded(X, dtype), WEIGHT + plus_one, eps)
     assert_allclose(output(module, dtype), wanted, rtol=rtol, atol=atol)
@@ -58,7 +58,7 @@ def test_layer(
     plus_one: bool,
     eps: float,
 ) -> None:
-    block = blocks.LayerNorm(
+    block = blocks.LayerNormSpec(
         kind="layer", size=SIZE, eps=eps, weight=weight, bias=bias, plus_one=plus_one
     )
     module = LayerNorm(block, dtype)
@@ -76,6 +76,6 @@ def test_layer(
 def test_layer_norm_of_a_large_mean() -> None:
     """The mean is taken away before squaring; the mean of squares minus its square would be 0."""
     x = 1e4 + np.arange(SIZE, dtype=np.float32)[None, None]
-    block = blocks.LayerNorm(kind="layer", size=SIZE, weight=False, bias=False)
+    block = blocks.LayerNormSpec(kind="layer", size=SIZE, weight=False, bias=False)
     got = LayerNorm(block, jnp.float32)(on_device(x))
     assert_allclose(got, layer_norm(x.astype(np.float64)), atol=1e-3)

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.blocks import Alibi, LearnedPositions, Rope, Scaling, SinusoidalPositions
+from jinfer.modelspec.blocks import (
+    AlibiSpec,
+    LearnedPositionsSpec,
+    RopeScalingSpec,
+    RopeSpec,
+    SinusoidalPositionsSpec,
+)
 from jinfer.nn.positions import PositionTable, Rotary, Sinusoids, alibi_slopes, rope_frequencies
 from tests.arrays import on_device
 from tests.reference.numpy_positions import (
@@ -33,11 +39,11 @@ X = np.random.default_rng(0).normal(size=(2, 4, 3, HEAD_DIM))
 
 
 def rotary(dim: int = HEAD_DIM, **fields: Any) -> Rotary:
-    return Rotary(Rope(kind="rope", dim=dim, **fields), jnp.float32)
+    return Rotary(RopeSpec(kind="rope", dim=dim, **fields), jnp.float32)
 
 
-def scaling(kind: Any, **fields: Any) -> Scaling:
-    return Scaling(
+def scaling(kind: Any, **fields: Any) -> RopeScalingSpec:
+    return RopeScalingSpec(
         rope_type=kind, **{"factor": 4.0, "original_max_position_embeddings": CONTEXT} | fields
     )
 
@@ -133,7 +139,7 @@ def test_rope_keeps_the_type() -> None:
         "longrope-factor",
     ],
 )
-def test_scaling(scaled: Scaling | None, frequencies: Floats, factor: float) -> None:
+def test_scaling(scaled: RopeScalingSpec | None, frequencies: Floats, factor: float) -> None:
     module = rotary(scaling=scaled)
     got, magnitude = rope_frequencies(module.block)
     assert_allclose(got, frequencies, rtol=1e-12)
@@ -171,17 +177,17 @@ def test_factors_of_the_checkpoint_divide_the_frequencies() -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71])
 def test_alibi_slopes(heads: int) -> None:
-    slopes = alibi_slopes(heads, Alibi(kind="alibi"))
+    slopes = alibi_slopes(heads, AlibiSpec(kind="alibi"))
     assert_allclose(slopes, alibi_slopes_floor(heads), rtol=1e-12)
-    slopes = alibi_slopes(heads, Alibi(kind="alibi", factor=0.25))
+    slopes = alibi_slopes(heads, AlibiSpec(kind="alibi", factor=0.25))
     assert_allclose(slopes, alibi_slopes_floor(heads) / 4, rtol=1e-12)
-    slopes = alibi_slopes(heads, Alibi(kind="alibi", max_bias=5.0))
+    slopes = alibi_slopes(heads, AlibiSpec(kind="alibi", max_bias=5.0))
     assert_allclose(slopes, alibi_slopes_ceil(heads, bias_max=5.0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("offset", [0, 2])
 def test_learned_positions(offset: int) -> None:
-    block = LearnedPositions(kind="learned_positions", size=CONTEXT, width=6, offset=offset)
+    block = LearnedPositionsSpec(kind="learned_positions", size=CONTEXT, width=6, offset=offset)
     module = PositionTable(block, jnp.float32)
     table = np.random.default_rng(1).normal(size=(CONTEXT + offset, 6)).astype(np.float32)
     assert module.weight.shape == table.shape
@@ -196,7 +202,7 @@ def test_learned_positions(offset: int) -> None:
     [("standard", sinusoids_marian), ("tensor2tensor", sinusoids_fairseq)],
 )
 def test_sinusoids(frequencies: Any, definition: Any, offset: int) -> None:
-    block = SinusoidalPositions(
+    block = SinusoidalPositionsSpec(
         kind="sinusoidal_positions", width=10, offset=offset, frequencies=frequencies
     )
     got = Sinusoids(block, jnp.float32)(on_device(POSITIONS))

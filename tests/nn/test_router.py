@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.blocks import MixtureOfExperts
+from jinfer.modelspec.blocks import MoESpec
 from jinfer.nn.router import Router
 from jinfer.ops.moe_routing import route
 from tests.arrays import on_device
@@ -22,9 +22,9 @@ LOGITS = RNG.normal(size=(ROWS, EXPERTS)) * 2
 CORRECTION = RNG.normal(size=EXPERTS)
 
 
-def block(**changes: Any) -> MixtureOfExperts:
+def block(**changes: Any) -> MoESpec:
     made = {"experts": EXPERTS, "top_k": 3, "inputs": 4, "width": 5} | changes
-    made_up = MixtureOfExperts(kind="moe", **made)
+    made_up = MoESpec(kind="moe", **made)
     assert made_up.check() is None
     return made_up
 
@@ -164,6 +164,6 @@ def test_router_in_float32() -> None:
 )
 def test_fields_that_do_not_fit(changes: dict[str, Any], field: str) -> None:
     made = {"experts": EXPERTS, "top_k": 3, "inputs": 4, "width": 5} | changes
-    wrong = MixtureOfExperts(kind="moe", **made).check()
+    wrong = MoESpec(kind="moe", **made).check()
     assert wrong is not None
     assert wrong[0] == field

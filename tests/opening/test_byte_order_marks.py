@@ -12,8 +12,8 @@ from jinfer.checkpoint.strict_json import parse_object
 from jinfer.cli.terminal.generate_flags import _text_or_file
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.opening.open_model import open_model
-from jinfer.server.auth import read_keys
-from jinfer.server.serve_flags import options, sources_of
+from jinfer.server.auth import read_api_keys
+from jinfer.server.serve_flags import model_sources_of, parse_options
 from tests.test_goldens import GOLDENS
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -26,7 +26,7 @@ def marked(path: Path, text: str) -> Path:
 
 def test_keys(tmp_path: Path) -> None:
     path = marked(tmp_path / "keys.txt", "secret\r\nsecond\r\n  # none\r\n")
-    assert read_keys(path) == ("secret", "second")
+    assert read_api_keys(path) == ("secret", "second")
 
 
 def test_specifications(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_specifications(tmp_path: Path) -> None:
 def test_texts_of_flags(tmp_path: Path) -> None:
     path = marked(tmp_path / "text", TEMPLATE)
     assert _text_or_file(str(path)) == TEMPLATE
-    (source,) = sources_of(options(["m", "--chat-template", str(path)], {}))
+    (source,) = model_sources_of(parse_options(["m", "--chat-template", str(path)], {}))
     assert source.overrides["prompt"]["chat_template"] == TEMPLATE
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import with_families
 from jinfer.opening.chat_prompt import Conversation
@@ -37,7 +37,7 @@ def written(
     """Whether there is a template, and the prompt it gives."""
     tables = with_families({"family": "llama", "dims": DIMS, "prompt": prompt}, source)
     conversation = Conversation.of(
-        resolve(tables, "here", Facts(), {}), source, config if config is not None else {}
+        resolve(tables, "here", CheckpointFacts(), {}), source, config if config is not None else {}
     )
     if not conversation.has_template:
         return False, ""
@@ -103,7 +103,7 @@ def test_a_template_that_drops_the_words_is_refused(
 ) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
     tables = with_families({"family": "llama", "dims": DIMS}, tmp_path)
-    conversation = Conversation.of(resolve(tables, "here", Facts(), {}), tmp_path, {})
+    conversation = Conversation.of(resolve(tables, "here", CheckpointFacts(), {}), tmp_path, {})
     messages = [{"role": "user", "content": content}]
     if kept:
         conversation.encode(tokenizer(), messages)
@@ -122,7 +122,7 @@ def test_without_its_own_the_fallback_counts(tmp_path: Path) -> None:
 
 def test_without_any_there_is_no_chat(tmp_path: Path) -> None:
     tables = with_families({"family": "llama", "dims": DIMS}, tmp_path)
-    conversation = Conversation.of(resolve(tables, "here", Facts(), {}), tmp_path, {})
+    conversation = Conversation.of(resolve(tables, "here", CheckpointFacts(), {}), tmp_path, {})
     with pytest.raises(TemplateError, match="the model has no chat template; set prompt"):
         conversation.encode(tokenizer(), USER)
 
@@ -135,7 +135,7 @@ def encoded(found: Tokenizer, template: str, content: str, **variables: Any) -> 
     tables = with_families(
         {"family": "llama", "dims": DIMS, "prompt": {"chat_template": template}}, Path("x")
     )
-    conversation = Conversation.of(resolve(tables, "here", Facts(), {}), Path("x"), {})
+    conversation = Conversation.of(resolve(tables, "here", CheckpointFacts(), {}), Path("x"), {})
     return conversation.encode(found, [{"role": "user", "content": content}], **variables)
 
 
@@ -191,7 +191,7 @@ def test_ordinary_conversations_have_the_tokens_that_they_had() -> None:
         tables = with_families(
             {"family": "llama", "dims": DIMS, "prompt": {"chat_template": source}}, Path("x")
         )
-        facts = resolve(tables, "here", Facts(), {})
+        facts = resolve(tables, "here", CheckpointFacts(), {})
         spoken[name] = Conversation.of(facts, Path("x"), {})
     for kind in KINDS:
         found = load_tokenizer(GOLDENS / kind)

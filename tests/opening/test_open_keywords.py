@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, RequestError
-from jinfer.modelspec.resolve_spec import TOP
+from jinfer.modelspec.resolve_spec import TOP_KEYS
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_keywords import FOREIGN, check_keywords
 from jinfer.opening.open_model import open_model
@@ -58,7 +58,7 @@ def test_what_is_no_source(source: Any) -> None:
 
 
 def test_keys_of_specifications_are_not_foreign() -> None:
-    assert not FOREIGN.keys() & set(TOP)
+    assert not FOREIGN.keys() & set(TOP_KEYS)
     check_keywords({"engine.context": 5, "engine": {"slots": 2}, "dtype": "float32"})
     with pytest.raises(SpecError, match="nonsense: unknown key; allowed: "):
         open_model(GOLDEN, {"nonsense": 1})
@@ -67,8 +67,8 @@ def test_keys_of_specifications_are_not_foreign() -> None:
 def test_where_foreign_keys_lead_is_somewhere() -> None:
     for found in {found for found in FOREIGN.values() if " " not in found}:
         table, _, key = found.partition(".")
-        assert table in TOP
-        if key and key not in TOP:  # without its table it leads to itself
+        assert table in TOP_KEYS
+        if key and key not in TOP_KEYS:  # without its table it leads to itself
             with pytest.raises(RequestError, match=f"here it is {found}"):
                 check_keywords({key: 1})
 

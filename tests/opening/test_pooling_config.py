@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jinfer import LLM, RequestError
-from jinfer.api.text_embeddings import SIMILARITIES, Tokens, tokens_of
+from jinfer.api.text_embeddings import SIMILARITIES, EmbeddingTokens, tokenize_texts
 from jinfer.checkpoint import open_checkpoint
 from jinfer.opening.pooling_config import POOLINGS, PoolingSpec, find_pooling, pool
 from jinfer.opening.sources import SourceError
@@ -329,7 +329,7 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def words_of(llm: LLM, given: Any, name: str | None = None) -> list[tuple[str, int]]:
-    found = tokens_of(llm.frontend, given, name)
+    found = tokenize_texts(llm.frontend, given, name)
     return [(" ".join(map(llm.frontend.tokenizer.token, one.ids)), one.skipped) for one in found]
 
 
@@ -341,7 +341,7 @@ def test_prompts(prompted: LLM) -> None:
         ("[CLS] tell : tell [SEP]", 3),
     ]
     assert words_of(prompted, "cat", "none") == [("[CLS] cat [SEP]", 0)]
-    assert tokens_of(prompted.frontend, [[2, 6, 3]], None) == [Tokens([2, 6, 3])]
+    assert tokenize_texts(prompted.frontend, [[2, 6, 3]], None) == [EmbeddingTokens([2, 6, 3])]
     with pytest.raises(RequestError, match="no prompt 'qery'; did you mean 'query'"):
         prompted.embed("cat", prompt_name="qery")
     with pytest.raises(RequestError, match="prompt_name is for texts"):

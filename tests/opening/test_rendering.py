@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import with_families
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.template import TemplateError
@@ -41,7 +41,7 @@ def talk(template: str, **values: Any) -> Conversation:
 
 def opened(source: Path, config: dict[str, Any]) -> Conversation:
     tables = with_families({"family": "llama", "dims": DIMS}, source)
-    return Conversation.of(resolve(tables, "here", Facts(), {}), source, config)
+    return Conversation.of(resolve(tables, "here", CheckpointFacts(), {}), source, config)
 
 
 PLAIN = "plain {{ messages[0].content }}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.spec_errors import SpecError, show
+from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.opening.open_model import open_model
 from jinfer.opening.unused_config import consequences
 from tests.families.gguf_files import write_gguf
@@ -71,7 +71,7 @@ def test_a_key_that_changes_answers_is_named(
 ) -> None:
     folder = with_keys(tmp_path / "model", **keys)
     key, value = list(keys.items())[-1]
-    line = f"{folder}: {key} = {show(value)} is not followed: {how}"
+    line = f"{folder}: {key} = {show_value(value)} is not followed: {how}"
     assert line in warned(folder, caplog)
     with pytest.raises(SpecError, match=f": .* is not followed: {how}"):
         open_model(folder, {})

@@ -14,8 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.modelspec.cache_dtype import parse_kind
-from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, LayerCache, Placement, empty, write
+from jinfer.modelspec.cache_dtype import parse_cache_dtype
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    AttentionMetadata,
+    CacheShape,
+    LayerCache,
+    write_cache,
+    zero_cache,
+)
 from jinfer.quant.bit_packing import unpack
 from jinfer.quant.kv_vectors import QuantizedVectors
 from tests.arrays import on_device
@@ -57,16 +64,16 @@ def blocks_of(lengths: Sequence[int]) -> int:
     return sum(-(-length // BLOCK) for length in lengths)
 
 
-def placed(runs: Sequence[Run], tables: np.ndarray) -> Placement:
+def placed(runs: Sequence[Run], tables: np.ndarray) -> AttentionMetadata:
     """Where the tokens of these runs stand."""
     rows = np.concatenate([np.full(run.length, run.row, np.int32) for run in runs])
     positions = np.concatenate([run.start + np.arange(run.length, dtype=np.int32) for run in runs])
-    return Placement(on_device(rows), on_device(positions), on_device(tables))
+    return AttentionMetadata(on_device(rows), on_device(positions), on_device(tables))
 
 
 def unwritten(kind: str, shape: CacheShape, blocks: int) -> LayerCache:
     """A pool of which nothing is a number."""
-    cache = jax.eval_shape(lambda: empty({"a": shape}, blocks, parse_kind(kind)))["a"]
+    cache = jax.eval_shape(lambda: zero_cache({"a": shape}, blocks, parse_cache_dtype(kind)))["a"]
 
     def no_numbers(x: Any) -> Array:
         return on_device(np.full(x.shape, 0xABCDEF01 if x.dtype == np.uint32 else np.nan, x.dtype))
@@ -84,7 +91,7 @@ def filled(
     at = placed([Run(row, 0, len(each)) for row, each in enumerate(keys)], tables)
     whole = f32(np.concatenate(keys))
     new = whole[..., :0] if values is None else f32(np.concatenate(values))
-    return jax.jit(write)(unwritten(kind, shape, blocks), whole, new, at)
+    return jax.jit(write_cache)(unwritten(kind, shape, blocks), whole, new, at)
 
 
 def attended(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
 from jinfer.modelspec.quant_format import FORMATS
-from jinfer.ops.attention.kv_cache import CacheShape, LayerCache, Placement
+from jinfer.ops.attention.kv_cache import AttentionMetadata, CacheShape, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_text, extend
 from tests.arrays import on_device
@@ -215,7 +215,7 @@ def test_a_broken_neighbour_does_not_change_bits() -> None:
     lengths = [70, 5]
     tables, shape = tables_of(lengths), CacheShape(1, 40, 40)
     q, k, v = random(1, 75, 4, 40), random(2, 75, 1, 40), random(3, 75, 1, 40)
-    at: Placement = placed([Run(0, 0, 70), Run(1, 0, 5)], tables)
+    at: AttentionMetadata = placed([Run(0, 0, 70), Run(1, 0, 5)], tables)
     clean, _ = step(f32(q), f32(k), f32(v), unwritten("f32", shape, 3), at, {}, ())
     for part, place in ((k, 67), (v, 67), (q, 71)):
         before, part[place, 0, 3] = part[place, 0, 3], np.nan

@@ -10,15 +10,21 @@ import pytest
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.cache_dtype import parse_cache_dtype
 from jinfer.modelspec.quant_format import FORMATS
 from jinfer.ops.attention import paged_attention
-from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, LayerCache, Placement, empty
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    AttentionMetadata,
+    CacheShape,
+    LayerCache,
+    zero_cache,
+)
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_text, extend
 from jinfer.ops.attention.xla import extend_xla
-from jinfer.ops.backend import target
-from jinfer.quant.kv_vectors import zeros
+from jinfer.ops.backend import target_platform
+from jinfer.quant.kv_vectors import zero_vectors
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
 from tests.ops.paged import SCALE, Run, attended, expected, placed, random, sequences, tables_of
@@ -37,7 +43,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def _interpreted(_on_gpu: None) -> Iterator[None]:
-    with target("gpu", interpret=True):
+    with target_platform("gpu", interpret=True):
         yield
 
 
@@ -177,14 +183,14 @@ def test_whole_texts(window: int | None) -> None:
 )
 def test_lowers_for_a_gpu(kind: str) -> None:
     """A decoding step; the decoded cache, of float32 or the queries' type, is nowhere in it."""
-    cache = empty({"a": CacheShape(8, 128, 128)}, 256, parse_kind(kind))["a"]
+    cache = zero_cache({"a": CacheShape(8, 128, 128)}, 256, parse_cache_dtype(kind))["a"]
     cache = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
     x = jax.ShapeDtypeStruct((4, 32, 128), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
     each = jax.ShapeDtypeStruct((4,), jnp.int32)
-    at: Any = Placement(*(each, each, jax.ShapeDtypeStruct((4, 64), jnp.int32)))  # type: ignore[arg-type]
+    at: Any = AttentionMetadata(*(each, each, jax.ShapeDtypeStruct((4, 64), jnp.int32)))  # type: ignore[arg-type]
 
-    def step(q: Array, k: Array, cache: LayerCache, at: Placement) -> Any:
+    def step(q: Array, k: Array, cache: LayerCache, at: AttentionMetadata) -> Any:
         return extend(q, k, k, cache, at, ScoreRules(SCALE))
 
     with jax.sharding.use_abstract_mesh(H200):
@@ -198,7 +204,7 @@ def test_lowers_for_a_gpu(kind: str) -> None:
 def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     q = jnp.zeros((1, 2, 24))
     even, odd = (jnp.zeros((1, 1, BLOCK, dim), jnp.bfloat16) for dim in (48, 24))
-    codes = zeros((1, 1, BLOCK, 24), FORMATS["q4"])
+    codes = zero_vectors((1, 1, BLOCK, 24), FORMATS["q4"])
     rules, bias = ScoreRules(1.0), ScoreRules(1.0, bias=lambda d: d[:, None].astype(jnp.float32))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.delenv("JINFER_NO_KERNELS", raising=False)

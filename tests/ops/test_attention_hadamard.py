@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library, rowwise
-from jinfer.ops.attention.hadamard import hadamard, hadamard_reference, parts
+from jinfer.ops.attention.hadamard import hadamard, hadamard_reference, transform_sizes
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
@@ -24,7 +24,12 @@ def drawn(size: int, tokens: int = 5, heads: int = 3) -> Any:
 
 
 def test_parts() -> None:
-    assert [parts(size) for size in (80, 96, 1, 640)] == [[64, 16], [64, 32], [1], [512, 128]]
+    assert [transform_sizes(size) for size in (80, 96, 1, 640)] == [
+        [64, 16],
+        [64, 32],
+        [1],
+        [512, 128],
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,9 +13,15 @@ from numpy.testing import assert_allclose
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import ISAS
-from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.cache_dtype import parse_cache_dtype
 from jinfer.modelspec.quant_format import FORMATS
-from jinfer.ops.attention.kv_cache import CacheShape, LayerCache, Placement, empty, nbytes
+from jinfer.ops.attention.kv_cache import (
+    AttentionMetadata,
+    CacheShape,
+    LayerCache,
+    nbytes,
+    zero_cache,
+)
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_reference, extend
 from jinfer.ops.attention.xla import attend_xla, extend_xla
@@ -70,7 +76,7 @@ def run(
     k: Floats,
     v: Floats | None,
     cache: LayerCache,
-    at: Placement,
+    at: AttentionMetadata,
     softcap: float | None = None,
 ) -> tuple[np.ndarray, LayerCache]:
     """New tokens [tokens, heads, dim] of a flat batch."""
@@ -200,9 +206,9 @@ def test_a_broken_key_shows(form: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8", "q3.5"])
 def test_the_cache_stays_where_it_is(form: Any, kind: str) -> None:
     """A decoding step of two layers: no second cache, and no decoded one."""
-    caches = empty(dict.fromkeys("ab", CacheShape(2, 64, 64)), 128, parse_kind(kind))
+    caches = zero_cache(dict.fromkeys("ab", CacheShape(2, 64, 64)), 128, parse_cache_dtype(kind))
 
-    def step(caches: Any, x: Array, at: Placement) -> tuple[Any, Array]:
+    def step(caches: Any, x: Array, at: AttentionMetadata) -> tuple[Any, Array]:
         after = {}
         for name, cache in caches.items():
             x, after[name] = form(x, x, x, cache, at, ScoreRules(SCALE))

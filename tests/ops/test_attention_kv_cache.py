@@ -1,4 +1,4 @@
-"""The paged cache: what `write` puts where, and that a donated cache stays where it is."""
+"""The paged cache: what `write_cache` puts where, and that a donated cache stays where it is."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from numpy.testing import assert_allclose
 
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
+    AttentionMetadata,
     Cache,
     CacheShape,
     LayerCache,
-    Placement,
-    empty,
     nbytes,
-    write,
+    write_cache,
+    zero_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_reference
@@ -48,7 +48,7 @@ def test_empty() -> None:
         "decoder.1.cross": CacheShape(4, 8, 6, "encoder"),
     }
     blocks = {"decoder.0.attn": 3, "decoder.1.attn": 2, "decoder.1.cross": 1}
-    cache = empty(shapes, blocks, jnp.bfloat16)
+    cache = zero_cache(shapes, blocks, jnp.bfloat16)
     assert {name: (k.shape, v.shape) for name, (k, v) in cache.items()} == {
         "decoder.0.attn": ((3, 2, BLOCK, 8), (3, 2, BLOCK, 8)),
         "decoder.1.attn": ((2, 1, BLOCK, 4), (2, 1, BLOCK, 0)),
@@ -57,7 +57,7 @@ def test_empty() -> None:
     leaves = jax.tree.leaves(cache)
     assert all(leaf.dtype == jnp.bfloat16 and not leaf.any() for leaf in leaves)
     assert nbytes(cache) == 2 * BLOCK * (3 * 2 * (8 + 8) + 2 * 4 + 4 * (8 + 6))
-    assert {k.shape[0] for k, _ in empty(shapes, 5, jnp.bfloat16).values()} == {5}
+    assert {k.shape[0] for k, _ in zero_cache(shapes, 5, jnp.bfloat16).values()} == {5}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_write(runs: list[Run]) -> None:
     old, count = full(), sum(run.length for run in runs)
     keys, values = tokens(1, count), tokens(2, count)
     at = placed(runs, tables)
-    new = jax.jit(write)(old, on_device(keys), on_device(values), at)
+    new = jax.jit(write_cache)(old, on_device(keys), on_device(values), at)
     for got, before, given in zip(new, old, (keys, values), strict=True):
         wanted, t = np.array(before), 0
         for run in runs:
@@ -89,23 +89,23 @@ def test_write(runs: list[Run]) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        Placement(on_device([0]), on_device([BLOCK]), on_device([[1]])),  # beyond the table
-        Placement(on_device([0]), on_device([-1]), on_device([[1]])),
-        Placement(on_device([7]), on_device([3]), on_device([[1]])),  # no such row
-        Placement(on_device([0]), on_device([3]), on_device([[BLOCKS]])),  # no such block
+        AttentionMetadata(on_device([0]), on_device([BLOCK]), on_device([[1]])),  # beyond the table
+        AttentionMetadata(on_device([0]), on_device([-1]), on_device([[1]])),
+        AttentionMetadata(on_device([7]), on_device([3]), on_device([[1]])),  # no such row
+        AttentionMetadata(on_device([0]), on_device([3]), on_device([[BLOCKS]])),  # no such block
     ],
     ids=["beyond", "before", "row", "block"],
 )
-def test_what_has_no_place_is_dropped(at: Placement) -> None:
+def test_what_has_no_place_is_dropped(at: AttentionMetadata) -> None:
     old = full()
-    new = write(old, on_device(tokens(1, 1)), on_device(tokens(2, 1)), at)
+    new = write_cache(old, on_device(tokens(1, 1)), on_device(tokens(2, 1)), at)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
         assert np.array_equal(a, b)
 
 
 def test_write_takes_the_type_of_the_cache() -> None:
     at = placed([Run(0, 0, 2)], np.array([[1]], np.int32))
-    new = write(full(jnp.bfloat16), on_device(tokens(1, 2)), on_device(tokens(2, 2)), at)
+    new = write_cache(full(jnp.bfloat16), on_device(tokens(1, 2)), on_device(tokens(2, 2)), at)
     assert isinstance(new.keys, Array)
     assert isinstance(new.values, Array)
     assert new.keys.dtype == new.values.dtype == jnp.bfloat16
@@ -117,7 +117,7 @@ def test_write_into_half_precision_stays_finite() -> None:
     """As large as a float16 can be, but not infinite; NaN stays."""
     at = placed([Run(0, 0, 3)], np.array([[0]], np.int32))
     new = jnp.broadcast_to(on_device([1e6, -1e6, jnp.nan])[:, None, None], (3, KV_HEADS, HEAD_DIM))
-    keys = jax.tree.leaves(write(full(jnp.float16), new, new, at))[0]
+    keys = jax.tree.leaves(write_cache(full(jnp.float16), new, new, at))[0]
     got = np.asarray(keys[0, :, :3], np.float32)
     assert np.array_equal(got[:, 0], np.full((KV_HEADS, HEAD_DIM), 65504.0))
     assert np.array_equal(got[:, 1], np.full((KV_HEADS, HEAD_DIM), -65504.0))
@@ -128,10 +128,10 @@ def compiled_step(cache: Cache, attention: Any) -> tuple[Any, Any, int]:
     """A decoding step through every layer of a donated cache: the program, its arguments and
     the bytes of its temporary memory, which would hold a copy of a cache."""
 
-    def step(cache: Cache, x: Array, at: Placement) -> tuple[Cache, Array]:
+    def step(cache: Cache, x: Array, at: AttentionMetadata) -> tuple[Cache, Array]:
         after = {}
         for name, layer in cache.items():
-            after[name] = write(layer, x, x, at)
+            after[name] = write_cache(layer, x, x, at)
             x = attention(x, *after[name], at, at.positions, ScoreRules(scale=1.0))
         return after, x
 
@@ -148,7 +148,7 @@ def compiled_step(cache: Cache, attention: Any) -> tuple[Any, Any, int]:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_donated_cache_is_changed_in_place(dtype: DTypeLike) -> None:
     """Written to and read in one program: no second cache, and no copy on the way."""
-    cache = empty({"a": SHAPE, "b": SHAPE}, 256, dtype)
+    cache = zero_cache({"a": SHAPE, "b": SHAPE}, 256, dtype)
     program, arguments, temporary = compiled_step(cache, attend)
     assert temporary < cache["a"].keys.nbytes / 2
     places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
@@ -159,6 +159,6 @@ def test_a_donated_cache_is_changed_in_place(dtype: DTypeLike) -> None:
 
 def test_a_reader_of_the_whole_cache_does_not_have_it_copied() -> None:
     """Such a reader needs temporary memory itself, but not more of it with every layer."""
-    caches = [empty(dict.fromkeys(n, SHAPE), 256, jnp.bfloat16) for n in ("a", "abc")]
+    caches = [zero_cache(dict.fromkeys(n, SHAPE), 256, jnp.bfloat16) for n in ("a", "abc")]
     one, three = (compiled_step(cache, attend_reference)[2] for cache in caches)
     assert three - one < caches[0]["a"].keys.nbytes / 2

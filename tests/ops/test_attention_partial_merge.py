@@ -10,8 +10,8 @@ import pytest
 from jinfer.ops.attention import gpu, paged_attention
 from jinfer.ops.attention.kv_cache import BLOCK, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import extend, extend_part
-from jinfer.ops.attention.partial_merge import Part, joined
+from jinfer.ops.attention.paged_attention import extend, extend_partial
+from jinfer.ops.attention.partial_merge import PartialAttention, merge_partials
 from tests.arrays import on_device
 from tests.ops.paged import SCALE, Run, blocks_of, filled, placed, random, tables_of
 
@@ -101,15 +101,15 @@ def compare(
         return extend(q, *new, cache, placed(runs, tables), rules)
 
     @jax.jit
-    def part(cache: LayerCache, own: Any) -> tuple[Part, LayerCache]:
-        return extend_part(q, *new, cache, placed(runs, own), rules._replace(sinks=None))
+    def part(cache: LayerCache, own: Any) -> tuple[PartialAttention, LayerCache]:
+        return extend_partial(q, *new, cache, placed(runs, own), rules._replace(sinks=None))
 
     first = total // 2
     cut = [jax.tree.map(lambda x, c=c: x[c], pool) for c in (slice(first), slice(first, None))]
     assert len({*np.sign(divided(tables, first)[0][0] + 0.5)}) == 2  # a sequence in both
     parts, after = zip(*map(part, cut, divided(tables, first)), strict=True)
     wanted, kept = whole(pool)
-    found = joined(parts, rules.sinks, jnp.float32)
+    found = merge_partials(parts, rules.sinks, jnp.float32)
     # Weights of a quantized cache's values are of 16 bits there, each part's by its own highest.
     rounded = form == "kernel" and kind != "f32"
     np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-4 if rounded else 2e-6)
@@ -118,9 +118,9 @@ def compare(
 
 
 def test_nothing_seen_is_zeros() -> None:
-    nothing = Part(
+    nothing = PartialAttention(
         jnp.zeros((1, 2, 3)), jnp.stack([jnp.full((1, 2), -jnp.inf), jnp.zeros((1, 2))], -1)
     )
     np.testing.assert_array_equal(
-        joined([nothing, nothing], None, jnp.float32), np.zeros((1, 2, 3))
+        merge_partials([nothing, nothing], None, jnp.float32), np.zeros((1, 2, 3))
     )

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import parse_kind
+from jinfer.modelspec.cache_dtype import parse_cache_dtype
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
+    AttentionMetadata,
     CacheShape,
     LayerCache,
-    Placement,
-    empty,
     nbytes,
-    write,
+    write_cache,
+    zero_cache,
 )
 from jinfer.quant.bit_packing import unpack
-from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors, zeros
+from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors, zero_vectors
 from tests.arrays import on_device
 from tests.reference.numpy_cache import kept
 
@@ -48,12 +48,12 @@ def plain(rows: Any) -> np.ndarray:
 
 
 def test_names() -> None:
-    assert parse_kind("f16") == jnp.float16
-    assert parse_kind("q3.5") is FORMATS["q3.5"]
+    assert parse_cache_dtype("f16") == jnp.float16
+    assert parse_cache_dtype("q3.5") is FORMATS["q3.5"]
     with pytest.raises(ValueError, match=r"no kind of cache 'q7'; there are f32, .*q8"):
-        parse_kind("q7")
+        parse_cache_dtype("q7")
     with pytest.raises(ValueError, match="q4_b64"):
-        zeros((1, 64), QuantFormat("4", 64))
+        zero_vectors((1, 64), QuantFormat("4", 64))
 
 
 @pytest.mark.parametrize("kind", WIDTHS)
@@ -67,7 +67,7 @@ def test_vectors_against_the_definition(kind: str, data: st.DataObject) -> None:
     x[0, 0] = data.draw(st.sampled_from([0.0, 1.0, -2.5]), "constant")
     vectors = quantized(x, FORMATS[kind])
     assert vectors.shape == x.shape
-    fresh = zeros(x.shape, FORMATS[kind])
+    fresh = zero_vectors(x.shape, FORMATS[kind])
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, vectors)
     got, wanted = plain(vectors), kept(x.astype(np.float64), kind)
     # A number in the middle between two codes may become either; a base or scale in the middle
@@ -116,13 +116,13 @@ def test_the_error_falls_with_the_bits() -> None:
 def test_write_and_move(kind: str) -> None:
     """Tokens go where they belong, and a permutation of rows permutes all parts."""
     shapes = {"a": CacheShape(2, 40, 24), "latent": CacheShape(1, 48, 0)}
-    cache = jax.jit(lambda: empty(shapes, 3, parse_kind(kind)))()
+    cache = jax.jit(lambda: zero_cache(shapes, 3, parse_cache_dtype(kind)))()
     keys, values = random(3, 4, 2, 40), random(4, 4, 2, 24)
     rows, positions = jnp.zeros(4, jnp.int32), jnp.arange(67, 71, dtype=jnp.int32)
-    at = Placement(rows, positions, on_device([[0, 1]], jnp.int32))
-    layer = jax.jit(write)(cache["a"], on_device(keys), on_device(values), at)
+    at = AttentionMetadata(rows, positions, on_device([[0, 1]], jnp.int32))
+    layer = jax.jit(write_cache)(cache["a"], on_device(keys), on_device(values), at)
     latents = on_device(random(5, 4, 1, 48))
-    latent = jax.jit(write)(cache["latent"], latents, latents[..., :0], at)
+    latent = jax.jit(write_cache)(cache["latent"], latents, latents[..., :0], at)
     after = {"a": layer, "latent": latent}
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, cache)
     for pool, new in ((layer.keys, keys), (layer.values, values)):
@@ -142,7 +142,9 @@ def test_write_and_move(kind: str) -> None:
 def test_bytes() -> None:
     """Per token and head of 64 numbers: the codes, and two numbers of 16 bits for each 32."""
     shape = {"a": CacheShape(1, 64, 64)}
-    per_vector = {name: nbytes(empty(shape, 1, parse_kind(name))) // 2 // BLOCK for name in KINDS}
+    per_vector = {
+        name: nbytes(zero_cache(shape, 1, parse_cache_dtype(name))) // 2 // BLOCK for name in KINDS
+    }
     bytes_ = {"f32": 256, "bf16": 128, "f16": 128, "q8": 68, "q6": 56, "q5": 48, "q4": 40}
     assert per_vector == bytes_ | {"q3.5": 36, "q3": 32, "q2": 24}
 
@@ -150,6 +152,6 @@ def test_bytes() -> None:
 def test_numbers_too_large_for_the_type() -> None:
     cache = LayerCache(*(jnp.zeros((1, 1, 2, 4), jnp.float16),) * 2)
     huge, first = jnp.full((1, 1, 4), 1e6), jnp.zeros(1, jnp.int32)
-    after = write(cache, huge, -huge, Placement(first, first, first[None]))
+    after = write_cache(cache, huge, -huge, AttentionMetadata(first, first, first[None]))
     assert np.asarray(after.keys).max() == 65504
     assert np.asarray(after.values).min() == -65504

@@ -12,11 +12,11 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import Isa
-from jinfer.ops.attention.kv_cache import LayerCache, Placement
+from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, extend
-from jinfer.ops.fusion.fuse_cpu import Chains, chained
-from jinfer.ops.fusion.weight_pointers import Told, table
+from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuse_operations
+from jinfer.ops.fusion.weight_pointers import WeightPointers, table
 from jinfer.ops.matmul.matmul import linear, linears
 from jinfer.ops.norm import normalize
 from tests.arrays import on_device
@@ -85,7 +85,7 @@ def cache(kind: str, batch: Batch, tables: np.ndarray, seed: int) -> LayerCache:
 
 
 def layer(
-    x: jax.Array, cache: LayerCache, at: Placement, rules: ScoreRules
+    x: jax.Array, cache: LayerCache, at: AttentionMetadata, rules: ScoreRules
 ) -> tuple[jax.Array, LayerCache]:
     """As a decoder's, with norms of heads."""
     q, k, v = linears(norm(x), [W["q"], W["k"], W["v"]], [None] * 3)
@@ -97,7 +97,7 @@ def layer(
 
 
 def layers(of: tuple[ScoreRules, ScoreRules]) -> Callable[..., tuple[jax.Array, Caches]]:
-    def run(x: jax.Array, caches: Caches, at: Placement) -> tuple[jax.Array, Caches]:
+    def run(x: jax.Array, caches: Caches, at: AttentionMetadata) -> tuple[jax.Array, Caches]:
         x, first = layer(x, caches[0], at, of[0])
         x, second = layer(x, caches[1], at, of[1])
         return x, (first, second)
@@ -105,7 +105,7 @@ def layers(of: tuple[ScoreRules, ScoreRules]) -> Callable[..., tuple[jax.Array, 
     return run
 
 
-def given(batch: Batch, kind: str) -> tuple[jax.Array, Caches, Placement]:
+def given(batch: Batch, kind: str) -> tuple[jax.Array, Caches, AttentionMetadata]:
     tables = tables_of(batch.lengths)
     at = placed(batch.runs, tables)
     x = on_device(random(7, 1, len(at.rows), SIZE), jnp.float32)
@@ -113,7 +113,7 @@ def given(batch: Batch, kind: str) -> tuple[jax.Array, Caches, Placement]:
 
 
 def assert_same(function: Callable[..., Any], arguments: Any) -> None:
-    assert_equal(jax.jit(chained(function))(*arguments), jax.jit(function)(*arguments))
+    assert_equal(jax.jit(fuse_operations(function))(*arguments), jax.jit(function)(*arguments))
 
 
 def assert_equal(got: Any, wanted: Any) -> None:
@@ -128,7 +128,7 @@ def assert_equal(got: Any, wanted: Any) -> None:
 def test_calls_and_bits(batch: str, kind: str) -> None:
     """Two layers are one call, whatever the cache holds and however attention is cut."""
     function, arguments = layers(RULES["plain"]), given(BATCHES[batch], kind)
-    assert calls(lambda x: chained(function)(x, *arguments[1:]), arguments[0]) == {
+    assert calls(lambda x: fuse_operations(function)(x, *arguments[1:]), arguments[0]) == {
         "jinfer_fused_layers": 1
     }
     assert_same(function, arguments)
@@ -156,7 +156,7 @@ def test_keys_that_are_values() -> None:
         return x + linear(out.reshape(x.shape), W["o"]), pool
 
     x = on_device(random(7, 1, len(at.rows), SIZE), jnp.float32)
-    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_fused_layers": 1}
+    assert calls(lambda x: fuse_operations(function)(x, pool), x) == {"jinfer_fused_layers": 1}
     assert_same(function, (x, pool))
 
 
@@ -170,7 +170,7 @@ def test_keys_of_somebody_else() -> None:
         out = attend(q, pool.keys, pool.values, at, at.positions, PLAIN)
         return x + linear(out.reshape(x.shape), W["o"]), pool
 
-    assert calls(lambda x: chained(function)(x, pool), x) == {"jinfer_fused_layers": 2}
+    assert calls(lambda x: fuse_operations(function)(x, pool), x) == {"jinfer_fused_layers": 2}
     assert_same(function, (x, pool))
 
 
@@ -178,7 +178,7 @@ def test_keys_as_they_were() -> None:
     """Who reads a pool that another attention of the call writes to sees what was there before."""
     x, (pool, _), at = given(BATCHES["one token each"], "f16")
     weights = jax.device_put([W["q"], W["o"]])
-    told = Told(table(jax.tree.leaves(weights)), range(len(jax.tree.leaves(weights))))
+    told = WeightPointers(table(jax.tree.leaves(weights)), range(len(jax.tree.leaves(weights))))
 
     def function(w: Any, x: jax.Array, pool: LayerCache) -> tuple[jax.Array, LayerCache]:
         after, written = layer(x, pool, at, PLAIN)
@@ -187,17 +187,17 @@ def test_keys_as_they_were() -> None:
         return after + linear(out.reshape(x.shape), w[1]), written
 
     def rewritten(*given: Any) -> Any:
-        return chained(function, told)(*given)
+        return fuse_operations(function, told)(*given)
 
     assert calls(lambda x: rewritten(weights, x, pool), x) == {"jinfer_fused_layers": 1}
-    for changed in (rewritten, chained(function)):
+    for changed in (rewritten, fuse_operations(function)):
         assert_equal(jax.jit(changed)(weights, x, pool), jax.jit(function)(weights, x, pool))
 
 
 def test_no_tokens() -> None:
     """Nothing is put together where there are no rows."""
     x = jnp.zeros((1, 0, SIZE), jnp.float32)
-    assert chained(lambda x: x + linear(norm(x), W["o"]))(x).shape == x.shape
+    assert fuse_operations(lambda x: x + linear(norm(x), W["o"]))(x).shape == x.shape
 
 
 def test_axes_that_change_places_are_no_rows() -> None:
@@ -206,7 +206,7 @@ def test_axes_that_change_places_are_no_rows() -> None:
         return x + linear(jax.lax.reshape(y, x.shape, dimensions=(2, 1, 0)), W["o"])
 
     x = on_device(random(7, 1, 3, SIZE), jnp.float32)
-    assert calls(chained(function), x) == {"jinfer_fused_layers": 2}
+    assert calls(fuse_operations(function), x) == {"jinfer_fused_layers": 2}
     assert_same(function, (x,))
 
 
@@ -214,7 +214,7 @@ def test_what_is_not_computed_whole_stays_a_call_of_its_own() -> None:
     far = PLAIN._replace(by_distance=jnp.ones((HEADS, 30)))
     x, caches, at = given(BATCHES["prompts"], "f16")
     function = layers((far, PLAIN))
-    found = calls(lambda x: chained(function)(x, caches, at), x)
+    found = calls(lambda x: fuse_operations(function)(x, caches, at), x)
     assert found == {"jinfer_fused_layers": 2, "jinfer_attention": 1}
     assert_same(function, (x, caches, at))
 
@@ -227,12 +227,12 @@ def test_what_nobody_needs_is_not_computed() -> None:
         linear(norm(out), W["q"])
         return out
 
-    whole = Chains(layers(RULES["plain"]), (x, caches, at))
-    assert len(Chains(first, (x,))._plan.rows) == len(whole._plan.rows)
+    whole = FusedFunction(layers(RULES["plain"]), (x, caches, at))
+    assert len(FusedFunction(first, (x,))._plan.rows) == len(whole._plan.rows)
 
 
 def test_a_place_that_is_not_in_the_pool_is_refused() -> None:
     x, caches, at = given(BATCHES["one token each"], "f16")
     wrong = at._replace(tables=at.tables + 99)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"jinfer_attention: token 0 .* pool"):
-        jax.block_until_ready(jax.jit(chained(layers(RULES["plain"])))(x, caches, wrong))
+        jax.block_until_ready(jax.jit(fuse_operations(layers(RULES["plain"])))(x, caches, wrong))

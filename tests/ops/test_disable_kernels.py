@@ -22,13 +22,13 @@ from jinfer.ops.disable_kernels import SwitchError
 )
 def test_what_is_off(given: str, off: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JINFER_NO_KERNELS", given)
-    assert disable_kernels.turned_off() == off
-    assert disable_kernels.kernels("products") == ("products" not in off)
+    assert disable_kernels.disabled_kernels() == off
+    assert disable_kernels.kernels_enabled("products") == ("products" not in off)
 
 
 def test_all_are_on_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JINFER_NO_KERNELS", raising=False)
-    assert not disable_kernels.turned_off()
+    assert not disable_kernels.disabled_kernels()
 
 
 def test_unknown_words_are_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

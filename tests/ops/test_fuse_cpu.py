@@ -15,12 +15,12 @@ from jinfer.cpu import build_library
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import hadamard
-from jinfer.ops.fusion.fuse_cpu import chained, chains_here
+from jinfer.ops.fusion.fuse_cpu import fuse_operations, fuses_for_cpu
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
-from jinfer.quant.calibration_stats import tap
+from jinfer.quant.calibration_stats import record_inputs
 from tests.arrays import on_device
 from tests.cpu.test_quantized_matmul import matrix
 
@@ -166,14 +166,14 @@ def test_calls_and_bits(name: str, dtype: Any) -> None:
 
     for tokens in (1, 5, 40):
         x = np.random.default_rng(tokens).standard_normal((1, tokens, SIZE)).astype(np.float32)
-        assert calls(chained(function), x) == left
-        got, wanted = jax.jit(chained(function))(x), jax.jit(function)(x)
+        assert calls(fuse_operations(function), x) == left
+        got, wanted = jax.jit(fuse_operations(function))(x), jax.jit(function)(x)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
 
 
 def test_where_something_is_recorded_nothing_is_rewritten() -> None:
-    assert chains_here({"w": W["q"]})
-    assert not chains_here({"w": tap(W["q"], "squares")})
+    assert fuses_for_cpu({"w": W["q"]})
+    assert not fuses_for_cpu({"w": record_inputs(W["q"], "squares")})
 
 
 def test_what_is_no_chain_stays() -> None:
@@ -181,8 +181,8 @@ def test_what_is_no_chain_stays() -> None:
         return jnp.tanh(x) + x, norm(x)
 
     x = jnp.ones((1, 3, SIZE), jnp.float32)
-    assert calls(chained(function), x) == {"jinfer_norm": 1}
-    np.testing.assert_array_equal(chained(function)(x)[0], function(x)[0])
+    assert calls(fuse_operations(function), x) == {"jinfer_norm": 1}
+    np.testing.assert_array_equal(fuse_operations(function)(x)[0], function(x)[0])
 
 
 def test_other_arguments_and_results() -> None:
@@ -197,7 +197,7 @@ def test_other_arguments_and_results() -> None:
         return {"y": inner(y, n.astype(jnp.float32)), "n": n + 1, "same": x["a"]}
 
     x, n = {"a": np.ones((1, 2, SIZE), np.float32)}, jnp.int32(3)
-    got, wanted = chained(function)(x, n), function(x, n)
+    got, wanted = fuse_operations(function)(x, n), function(x, n)
     assert got.keys() == wanted.keys()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

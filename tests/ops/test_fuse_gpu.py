@@ -13,10 +13,10 @@ import pytest
 from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat, Width
-from jinfer.ops.attention.kv_cache import LayerCache, Placement
-from jinfer.ops.attention.write_kv import enter
-from jinfer.ops.backend import target
-from jinfer.ops.fusion.fuse_gpu import prepared
+from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache
+from jinfer.ops.attention.write_kv import write_kv
+from jinfer.ops.backend import target_platform
+from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
@@ -24,7 +24,7 @@ from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantize_matrix import quantize
 from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import Tiling
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
 
 MATMUL, ROWS, PREPARED = map(
@@ -124,7 +124,7 @@ LAYERS: dict[Callable[..., Array], int] = {
 
 def prepare_calls(layer: Callable[..., Array], x: Array) -> int:
     """How many kernels of a layer prepare rows."""
-    return str(jax.make_jaxpr(prepared(layer))(x, W)).count("name=prepare_rows\n")
+    return str(jax.make_jaxpr(fuse_for_gpu(layer))(x, W)).count("name=prepare_rows\n")
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def plain_product(
     x: Array,
     factors: Array,
     which: Array | None,
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     tiling: Tiling,
     *,
     interpret: bool,
@@ -147,7 +147,7 @@ def plain_product(
     assert which is None
     x = x.reshape(x.shape[0], -1).astype(jnp.float32)
 
-    def product(matrix: Packed) -> Array:
+    def product(matrix: PackedMatrix) -> Array:
         numbers = matrix.half_words()[0].reshape(matrix.outputs, -1).astype(jnp.float32)
         weights = jnp.tile(numbers / 2.0**20 - 2.0**-5, (1, -(-x.shape[1] // numbers.shape[1])))
         # A power of two of its own has at most the only superblock.
@@ -196,8 +196,8 @@ def check_layer(
 ) -> None:
     """Holds what the kernels compute to what the layer computes as it is."""
     x = on_device(np.random.default_rng(1).standard_normal((1, rows, SIZE)), dtype)
-    with target("gpu", interpret=True):
-        found = jax.jit(prepared(layer))(x, W)
+    with target_platform("gpu", interpret=True):
+        found = jax.jit(fuse_for_gpu(layer))(x, W)
         assert layer not in LAYERS or prepare_calls(layer, x) == LAYERS[layer]
         monkeypatch.setattr(MATMUL, "fits", lambda width: False)  # rows are rounded by XLA
         plain = jax.jit(layer)(x, W)
@@ -210,7 +210,7 @@ def check_layer(
 
 
 def entered(
-    x: Array, w: Weights, cache: LayerCache, at: Placement, pairs: int, adjacent: bool
+    x: Array, w: Weights, cache: LayerCache, at: AttentionMetadata, pairs: int, adjacent: bool
 ) -> tuple[Array, LayerCache]:
     """Attention before it looks at the keys."""
     q, k, v = linears(x, [w["q"], w["k"], w["v"]], [w["bias"], None, None])
@@ -219,7 +219,7 @@ def entered(
     turn = jnp.cos(angles), jnp.sin(angles)
     q, k = (rotate(part, *turn, size=DIM, adjacent=adjacent) for part in (q, k))
     q, k, v = (part.reshape(-1, part.shape[-1] // DIM, DIM) for part in (q, k, v))
-    return enter(q, k, v, cache, at)
+    return write_kv(q, k, v, cache, at)
 
 
 @pytest.mark.usefixtures("_plain_products")
@@ -234,14 +234,14 @@ def test_new_tokens_in_a_cache(pairs: int, adjacent: bool, kind: Any) -> None:
     pools = (on_device(rng.standard_normal((5, KV_HEADS, 64, DIM)), kind) for _ in range(2))
     cache = LayerCache(*pools)
     rows, positions = on_device([0, 0, -1, 1, 2, 9]), on_device([63, 64, 0, 3, 70, 2])
-    at = Placement(rows, positions, on_device([[2, 0], [3, 1], [4, -1]]))
+    at = AttentionMetadata(rows, positions, on_device([[2, 0], [3, 1], [4, -1]]))
 
     def run(x: Array, w: Weights, cache: LayerCache) -> tuple[Array, LayerCache]:
         return entered(x, w, cache, at, pairs, adjacent)
 
-    with target("gpu", interpret=True):
-        assert "name=enter_cache" in str(jax.make_jaxpr(prepared(run))(x, W, cache))
-        found, kept = jax.jit(prepared(run))(x, W, cache)
+    with target_platform("gpu", interpret=True):
+        assert "name=enter_cache" in str(jax.make_jaxpr(fuse_for_gpu(run))(x, W, cache))
+        found, kept = jax.jit(fuse_for_gpu(run))(x, W, cache)
         plain, wanted = jax.jit(run)(x, W, cache)
     leaves = map(jax.tree.leaves, (kept, wanted, cache))
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
@@ -260,6 +260,6 @@ def test_nothing_else_is_changed() -> None:
         return y + x, jnp.cumsum(y * x, axis=0)
 
     x = on_device(np.random.default_rng(1).standard_normal((5, 7)), jnp.float32)
-    with target("gpu", interpret=True):
-        for found, wanted in zip(prepared(function)(x), function(x), strict=True):
+    with target_platform("gpu", interpret=True):
+        for found, wanted in zip(fuse_for_gpu(function)(x), function(x), strict=True):
             np.testing.assert_array_equal(found, wanted)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from numpy.testing import assert_allclose
 
 from jinfer.ops.matmul import half_precision
-from jinfer.ops.matmul.matmul import gated_linear, linear, linear_of, linears, take_rows
+from jinfer.ops.matmul.matmul import gated_linear, linear, linear_of_stack, linears, take_rows
 from tests.arrays import on_device
 from tests.reference.numpy_blocks import linear as numpy_linear
 
@@ -20,8 +20,8 @@ NARROW = [jnp.bfloat16, jnp.float16]
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the custom call, where there is one, and without."""
     if request.param == "xla":
-        monkeypatch.setattr(half_precision, "reads_as_stored", lambda: False)
-    elif not half_precision.reads_as_stored():
+        monkeypatch.setattr(half_precision, "reads_16_bit_weights", lambda: False)
+    elif not half_precision.reads_16_bit_weights():
         pytest.skip("no custom calls")
 
 
@@ -90,12 +90,12 @@ def test_weights_of_16_bits_are_exact(narrow: DTypeLike, rows: tuple[int, ...]) 
 def test_one_of_a_stack(narrow: DTypeLike) -> None:
     x, stack, biases = random(1, 5, 40), random(2, 3, 20, 40, dtype=narrow), random(3, 3, 20)
     for index in range(3):
-        got = linear_of(x, stack, biases, jnp.int32(index))
+        got = linear_of_stack(x, stack, biases, jnp.int32(index))
         wanted = product(x, stack[index]) + np.asarray(biases[index])
         assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not half_precision.reads_as_stored(), reason="no custom calls")
+@pytest.mark.skipif(not half_precision.reads_16_bit_weights(), reason="no custom calls")
 @pytest.mark.parametrize("narrow", [jnp.float32, *NARROW])
 def test_gate_and_up_in_one(narrow: DTypeLike) -> None:
     x, gate, up = random(1, 2, 3, 40), random(2, 20, 40, dtype=narrow), random(3, 20, 40)

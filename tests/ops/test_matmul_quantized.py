@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jinfer.ops.matmul.quantized import products
-from jinfer.ops.matmul.quantized_xla import product_reference, product_xla
+from jinfer.ops.matmul.quantized import quantized_matmul
+from jinfer.ops.matmul.quantized_xla import quantized_matmul_reference, quantized_matmul_xla
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import abstract, from_codes
 
@@ -34,13 +34,13 @@ FORMATS = [
     QuantFormat("3", 16, symmetric=True, two_level=True),
     QuantFormat("6", 16, symmetric=True, two_level=True),
 ]
-product = jax.jit(product_xla)
+product = jax.jit(quantized_matmul_xla)
 
 
 @jax.jit
 def reference(x: Any, weight: QuantizedTensor) -> tuple[Any, Any]:
     """The product, and the sum of its terms' magnitudes."""
-    return product_reference(x, weight), jnp.abs(x) @ jnp.abs(weight.dequantize()).T
+    return quantized_matmul_reference(x, weight), jnp.abs(x) @ jnp.abs(weight.dequantize()).T
 
 
 def matrix(format: QuantFormat, outputs: int, inputs: int, seed: int = 0) -> QuantizedTensor:
@@ -129,7 +129,7 @@ def test_matrices_of_different_codebooks_in_one_call() -> None:
         for seed, book in enumerate((CODEBOOK, other))
     ]
     x = np.random.default_rng(2).standard_normal((3, 96)).astype(np.float32)
-    for got, weight in zip(jax.jit(products)(x, weights), weights, strict=True):
+    for got, weight in zip(jax.jit(quantized_matmul)(x, weights), weights, strict=True):
         wanted, terms = reference(x, weight)
         # Activations are rounded to 8 bits where there are custom calls.
         assert np.abs(np.asarray(got) - wanted).max() < 0.002 * float(terms.max())

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from jax import Array
 from numpy.testing import assert_allclose
 
-from jinfer.modelspec.cache_dtype import PLAIN
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops import moe
-from jinfer.ops.backend import target
-from jinfer.ops.moe import Experts, Projection, mixture, mixture_reference
+from jinfer.ops.backend import target_platform
+from jinfer.ops.moe import (
+    ExpertProjection,
+    ExpertWeights,
+    mixture_of_experts,
+    mixture_of_experts_reference,
+)
 from jinfer.quant.quantize_matrix import quantize
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import H200
@@ -25,7 +30,7 @@ from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
 
 HIDDEN, WIDTH = 6, 5
-BOTH = pytest.mark.parametrize("function", [mixture_reference, mixture])
+BOTH = pytest.mark.parametrize("function", [mixture_of_experts_reference, mixture_of_experts])
 
 
 def silu_gated(gate: Array | None, up: Array) -> Array:
@@ -38,22 +43,24 @@ def plain(gate: Array | None, up: Array) -> Array:
     return jax.nn.relu(up)
 
 
-def made_up(count: int, gated: bool, biased: bool) -> Experts:
+def made_up(count: int, gated: bool, biased: bool) -> ExpertWeights:
     rng = np.random.default_rng(count)
 
-    def projection(outputs: int, inputs: int) -> Projection:
+    def projection(outputs: int, inputs: int) -> ExpertProjection:
         weight, bias = rng.normal(size=(count, outputs, inputs)), rng.normal(size=(count, outputs))
-        return Projection(
+        return ExpertProjection(
             on_device(weight, jnp.float32), on_device(bias, jnp.float32) if biased else None
         )
 
     gate = projection(WIDTH, HIDDEN) if gated else None
     activation = silu_gated if gated else plain
-    return Experts(gate, projection(WIDTH, HIDDEN), projection(HIDDEN, WIDTH), activation)
+    return ExpertWeights(gate, projection(WIDTH, HIDDEN), projection(HIDDEN, WIDTH), activation)
 
 
-def numpy_mixture(x: Array, chosen: np.ndarray, weights: np.ndarray, experts: Experts) -> Floats:
-    def project(projection: Projection, e: int, row: Floats) -> Floats:
+def numpy_mixture(
+    x: Array, chosen: np.ndarray, weights: np.ndarray, experts: ExpertWeights
+) -> Floats:
+    def project(projection: ExpertProjection, e: int, row: Floats) -> Floats:
         weight, bias = projection
         return linear(row, np.asarray(weight[e]), None if bias is None else bias[e])
 
@@ -70,7 +77,7 @@ def numpy_mixture(x: Array, chosen: np.ndarray, weights: np.ndarray, experts: Ex
 @partial(jax.jit, static_argnames=("function", "activation"))
 def run(function: Any, x: Array, chosen: Array, weights: Array, parts: Any, activation: Any) -> Any:
     gate, up, down = parts
-    return function(x, chosen, weights, Experts(gate, up, down, activation))
+    return function(x, chosen, weights, ExpertWeights(gate, up, down, activation))
 
 
 # Experts, those of a row, rows, gated, biased: few, because each is a program of its own.
@@ -102,7 +109,7 @@ def test_any_choice(any_shape: st.SearchStrategy[Any], data: st.DataObject) -> N
     x = on_device(rng.normal(size=(rows, HIDDEN)), jnp.float32)
     experts = made_up(count, gated, biased)
     wanted = numpy_mixture(x, chosen, weights, experts)
-    for function in (mixture_reference, mixture):
+    for function in (mixture_of_experts_reference, mixture_of_experts):
         given = on_device(chosen, jnp.int32), on_device(weights)
         got = run(function, x, *given, experts[:3], experts.activation)
         assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
@@ -132,7 +139,9 @@ def test_bfloat16_is_summed_in_float32(function: object) -> None:
 
     def run(*weights: float) -> Floats:
         given = on_device(np.tile(weights, (12, 1)), jnp.float32)
-        got = function(x, chosen, given, Experts(matrices[0], matrices[1], matrices[2], silu_gated))
+        got = function(
+            x, chosen, given, ExpertWeights(matrices[0], matrices[1], matrices[2], silu_gated)
+        )
         assert got.dtype == jnp.bfloat16
         return np.asarray(got, np.float64)
 
@@ -143,8 +152,8 @@ def test_bfloat16_is_summed_in_float32(function: object) -> None:
 @pytest.fixture
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The way to a GPU's kernels, which are interpreted; the loop over blocks is out of it."""
-    monkeypatch.setattr(moe, "_in_blocks", None)
-    with target("gpu", interpret=True):
+    monkeypatch.setattr(moe, "_blockwise_feed_forward", None)
+    with target_platform("gpu", interpret=True):
         yield
 
 
@@ -169,43 +178,45 @@ def test_all_chosen_experts_by_mosaic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_on_gpu(stored: str, kind: str, rows: int) -> None:
-    """Against `mixture_reference`, with experts rounded as they are stored."""
+    """Against `mixture_of_experts_reference`, with experts rounded as they are stored."""
     gated, biased = kind != "plain", kind == "biased"
     experts = wide(stored, gated, biased)
     rng = np.random.default_rng(2)
     x = on_device(rng.normal(size=(rows, 64)), jnp.bfloat16 if stored == "bf16" else jnp.float32)
     chosen = on_device(np.stack([rng.permutation(5)[:2] for _ in range(rows)]), jnp.int32)
     weights = on_device(rng.normal(size=(rows, 2)), jnp.float32)
-    got = jax.jit(partial(mixture, experts=experts))(x, chosen, weights)
-    wanted = jax.jit(partial(mixture_reference, experts=decoded(experts)))(x, chosen, weights)
+    got = jax.jit(partial(mixture_of_experts, experts=experts))(x, chosen, weights)
+    wanted = jax.jit(partial(mixture_of_experts_reference, experts=decoded(experts)))(
+        x, chosen, weights
+    )
     bound = {"bf16": 3e-2, "f32": 1e-4}.get(stored, 2e-2)  # codes' weights and x are fp16
     assert_allclose(np.asarray(got, np.float32), np.asarray(wanted, np.float32), bound, bound)
 
 
-def wide(stored: str, gated: bool, biased: bool) -> Experts:
+def wide(stored: str, gated: bool, biased: bool) -> ExpertWeights:
     """Five experts of 96 x 64 in a form that kernels read."""
     rng = np.random.default_rng(4)
 
-    def projection(outputs: int, inputs: int) -> Projection:
+    def projection(outputs: int, inputs: int) -> ExpertProjection:
         values = rng.normal(size=(5, outputs, inputs)).astype(np.float32) / 8
         bias = on_device(rng.normal(size=(5, outputs)), jnp.float32) if biased else None
-        if stored in PLAIN:
-            return Projection(on_device(values, PLAIN[stored]), bias)
+        if stored in FLOAT_DTYPES:
+            return ExpertProjection(on_device(values, FLOAT_DTYPES[stored]), bias)
         format = parse_format(stored)
         weight = quantize(values, format, columns=32 // format.per_code)
-        return Projection(jax.tree.map(on_device, weight), bias)
+        return ExpertProjection(jax.tree.map(on_device, weight), bias)
 
     gate = projection(96, 64) if gated else None
     fused = "silu" if gated and not biased else "none"
     activation = silu_gated if gated else plain
-    return Experts(gate, projection(96, 64), projection(64, 96), activation, fused)
+    return ExpertWeights(gate, projection(96, 64), projection(64, 96), activation, fused)
 
 
 plain_of = jax.jit(lambda matrices: matrices.dequantize())
 
 
-def decoded(experts: Experts) -> Experts:
-    def full(one: Projection) -> Projection:
+def decoded(experts: ExpertWeights) -> ExpertWeights:
+    def full(one: ExpertProjection) -> ExpertProjection:
         matrices: Any = one.weight
         return one if isinstance(matrices, Array) else one._replace(weight=plain_of(matrices))
 

@@ -15,7 +15,7 @@ from jinfer.ops.attention import xla
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, attend_reference
-from jinfer.ops.attention.xla import Partial, _partial, attend_xla, merge
+from jinfer.ops.attention.xla import PartialSoftmax, _partial, attend_xla, merge_softmax
 from tests.arrays import on_device
 from tests.ops.paged import SCALE, Run, blocks_of, expected, placed, random, sequences, tables_of
 from tests.ops.paged import filled as filled_pool
@@ -27,11 +27,11 @@ HEAD_DIM = 8
 
 def attend_by_sequences(*arguments: Any) -> Any:
     """XLA's other form, which large batches take."""
-    before, xla.FEW = xla.FEW, 0
+    before, xla.FEW_TOKENS = xla.FEW_TOKENS, 0
     try:
         return attend_xla(*arguments)
     finally:
-        xla.FEW = before
+        xla.FEW_TOKENS = before
 
 
 FAST = pytest.mark.parametrize("form", [attend, attend_xla, attend_by_sequences])
@@ -237,7 +237,7 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
     positions = on_device([[7, 8, 9], [37, 38, 39]], jnp.int32)
 
     @partial(jax.jit, static_argnums=(0, 1))
-    def part(first: int, last: int) -> Partial:
+    def part(first: int, last: int) -> PartialSoftmax:
         at = jnp.arange(first, last, dtype=jnp.int32)[None]
         k, v = keys[:, :, first:last], values[:, :, first:last]
         rules = ScoreRules(SCALE, window=window)
@@ -248,15 +248,17 @@ def test_parts_merge_into_the_whole(cuts: list[int], window: int | None) -> None
     for order in (parts, parts[::-1]):
         merged = order[0]
         for other in order[1:]:
-            merged = merge(merged, other)
+            merged = merge_softmax(merged, other)
         assert_allclose(merged.highest, whole.highest, rtol=1e-5, atol=1e-6)
         assert_allclose(merged.total, whole.total, rtol=1e-5)
         assert_allclose(merged.out, whole.out, atol=1e-5)
 
 
 def test_nothing_merged_with_nothing_is_nothing() -> None:
-    nothing = Partial(jnp.zeros((1, 1, 1, 4)), jnp.full((1, 1, 1), -jnp.inf), jnp.zeros((1, 1, 1)))
-    merged = merge(nothing, nothing)
+    nothing = PartialSoftmax(
+        jnp.zeros((1, 1, 1, 4)), jnp.full((1, 1, 1), -jnp.inf), jnp.zeros((1, 1, 1))
+    )
+    merged = merge_softmax(nothing, nothing)
     assert np.array_equal(merged.out, nothing.out)
     assert np.array_equal(merged.total, nothing.total)
     assert merged.highest.item() == -np.inf

@@ -14,12 +14,12 @@ from jax import Array
 
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.step_key import Sizes, StepKey
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.ops.attention import paged_attention
-from jinfer.ops.attention.kv_cache import Rows, empty
+from jinfer.ops.attention.kv_cache import KVPool, zero_cache
 from jinfer.ops.attention.xla import attend_xla
-from jinfer.ops.backend import target
+from jinfer.ops.backend import target_platform
 from jinfer.ops.fusion import fuse_cpu
 from jinfer.quant import parse_format
 from jinfer.quant.quantized_tensor import abstract
@@ -60,7 +60,7 @@ def filled(parameters: Any) -> Any:
     return jax.tree.map(numbers, parameters)
 
 
-def attend(q: Array, keys: Rows, values: Rows | None, *rest: Any) -> Array:
+def attend(q: Array, keys: KVPool, values: KVPool | None, *rest: Any) -> Array:
     """Attention by XLA."""
     return attend_xla(q, keys, keys if values is None else values, *rest)
 
@@ -72,8 +72,8 @@ def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(triton, "product", plain_product)
     # The kernel of attention has tests of its own, and takes long to compile.
     monkeypatch.setattr(paged_attention, "attend_gpu", attend)
-    with target("gpu", interpret=True):
-        model = quantized(build(spec, jnp.float32))
+    with target_platform("gpu", interpret=True):
+        model = quantized(build_abstract_model(spec, jnp.float32))
         blocks = {shape.group: 4 for shape in model.caches.values()}
         sizes = Sizes(2, CONTEXT, model.vocab, blocks, jnp.float32)
         function, _, args = CompiledPrograms(model, sizes).step_function(
@@ -83,7 +83,7 @@ def test_models(family: str, goldens: Path, monkeypatch: pytest.MonkeyPatch) -> 
         rows, positions = on_device([0, 0, 1]), on_device([0, 1, 0])
         tables = {group: on_device([[1, 0], [2, 3]]) for group in blocks}
         counts = on_device([2, 1])
-        cache = empty(model.caches, 4, jnp.float32)
+        cache = zero_cache(model.caches, 4, jnp.float32)
         given = (leaves, cache, on_device([5, 7, 9]), rows, positions, counts, tables, counts)
         calls = str(jax.make_jaxpr(function)(*given)).count("name=prepare_rows")
         found = jax.jit(function)(*given)

@@ -11,23 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.ops.backend import target
+from jinfer.ops.backend import target_platform
 from jinfer.ops.matmul import quantized
-from jinfer.ops.matmul.quantized import products
+from jinfer.ops.matmul.quantized import quantized_matmul
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.quant.gguf_blocks import KEPT
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS
 from jinfer.quant.quantized_tensor import abstract, from_codes
 from tests.kernels_pallas.helpers import H200
 
 SWITCH = "JINFER_NO_KERNELS"
 OTHERS = {"q4": QuantFormat("4"), "q3.5": QuantFormat("3.5")}
-FORMATS = {**KEPT, **OTHERS}
+FORMATS = {**REPACKED_FORMATS, **OTHERS}
 
 
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(SWITCH, raising=False)
-    with target("gpu"):
+    with target_platform("gpu"):
         yield
 
 
@@ -48,7 +48,7 @@ def matrix(format: QuantFormat, shape: tuple[int, ...], columns: int = 32) -> Qu
 def lowered(weights: Any, index: Any = None, rows: int = 1) -> str:
     """What CUDA is given to compute products with weights of these shapes."""
     x = jax.ShapeDtypeStruct((rows, weights[0].inputs), jnp.float32)
-    compute = jax.jit(lambda x, weights, index: products(x, weights, index=index))
+    compute = jax.jit(lambda x, weights, index: quantized_matmul(x, weights, index=index))
     with jax.sharding.use_abstract_mesh(H200):
         return compute.trace(x, weights, index).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -57,7 +57,7 @@ def check(weight: QuantizedTensor, activation: str = "none") -> None:
     """Holds products of 3 rows with one of a stack to the definition."""
     x = np.random.default_rng(1).standard_normal((3, weight.inputs)).astype(np.float32)
     weights = [weight] * (1 if activation == "none" else 2)
-    run = jax.jit(partial(products, activation=activation))
+    run = jax.jit(partial(quantized_matmul, activation=activation))
     (y,) = run(x, weights, index=jnp.int32(1))
     full = np.asarray(weight.dequantize()[1], np.float64)
     expected = x @ full.T
@@ -69,7 +69,7 @@ def check(weight: QuantizedTensor, activation: str = "none") -> None:
 
 @pytest.mark.parametrize("activation", ["none", "relu"])
 def test_the_kernel_gives_the_product(activation: str) -> None:
-    with target("gpu", interpret=True):
+    with target_platform("gpu", interpret=True):
         check(matrix(FORMATS["Q6_K"], (2, 20, 512)), activation)
 
 
@@ -91,11 +91,11 @@ def test_and_for_what_the_kernel_does_not_read() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_a_kernel(name: str) -> None:
     weight = abstract((256, 1024), FORMATS[name], 32 // FORMATS[name].per_code)
-    assert quantized._in_kernels(weight)
+    assert quantized._gpu_kernels_support(weight)
 
 
 def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, stack = (abstract((*lead, 256, 1024), KEPT["Q4_K"], 32) for lead in ((), (3,)))
+    one, stack = (abstract((*lead, 256, 1024), REPACKED_FORMATS["Q4_K"], 32) for lead in ((), (3,)))
     index = jax.ShapeDtypeStruct((), jnp.int32)
     kernel = "xla.gpu.triton"
     assert kernel in lowered([one])
@@ -110,7 +110,7 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix is decoded as a whole, and multiplied by tensor cores."""
-    weight = abstract((4096, 1024), KEPT["Q4_K"], 32)
+    weight = abstract((4096, 1024), REPACKED_FORMATS["Q4_K"], 32)
     for off, rows in (("1", 512), ("", 2048)):
         monkeypatch.setenv(SWITCH, off)
         text = lowered([weight], rows=rows)

@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.ops.fusion.fuse_cpu import chained
-from jinfer.ops.fusion.weight_pointers import Told, read_by, table, together, told, told_of
+from jinfer.ops.fusion.fuse_cpu import fuse_operations
+from jinfer.ops.fusion.weight_pointers import (
+    WeightPointers,
+    merge_weight_pointers,
+    table,
+    use_weight_pointers,
+    used_arrays,
+    weight_pointers_of,
+)
 from tests.arrays import on_device
 from tests.ops.test_fuse_cpu import CASES, W, Weights
 
@@ -33,8 +40,10 @@ def test_told_weights_give_the_bits_of_given_ones(name: str) -> None:
     run, w = first(CASES[name][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
     rows = range(len(where))
-    got = jax.jit(lambda w, x, where: chained(run, Told(where, rows))(w, x))(w, X, where)
-    wanted = jax.jit(chained(run))(w, X)
+    got = jax.jit(lambda w, x, where: fuse_operations(run, WeightPointers(where, rows))(w, x))(
+        w, X, where
+    )
+    wanted = jax.jit(fuse_operations(run))(w, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -42,9 +51,9 @@ def test_told_weights_give_the_bits_of_given_ones(name: str) -> None:
 def test_a_told_weight_is_not_read() -> None:
     run, w = first(CASES["one after the other"][0]), jax.device_put(W)
     where = table(jax.tree.leaves(w))
-    assert all(read_by(lambda w: chained(run)(w, X), w))
-    weights = Told(where, range(len(where)))
-    assert not any(read_by(lambda w: chained(run, weights)(w, X), w))
+    assert all(used_arrays(lambda w: fuse_operations(run)(w, X), w))
+    weights = WeightPointers(where, range(len(where)))
+    assert not any(used_arrays(lambda w: fuse_operations(run, weights)(w, X), w))
 
 
 def test_what_an_array_is_for_is_found_inside() -> None:
@@ -55,7 +64,7 @@ def test_what_an_array_is_for_is_found_inside() -> None:
         c, _ = inside(arrays[2], b)
         return inside(a, arrays[3])[0], c
 
-    assert read_by(function, tuple(jnp.ones(3) for _ in range(4))) == [True, False, True, False]
+    assert used_arrays(function, tuple(jnp.ones(3) for _ in range(4))) == [True, False, True, False]
 
 
 def test_weights_live_as_long_as_programs_that_were_told() -> None:
@@ -89,19 +98,19 @@ def test_weights_live_as_long_as_programs_that_were_told() -> None:
 
 def test_tables_are_those_of_this_thread_and_moment() -> None:
     where = table([jnp.ones(3), jnp.ones(4), jnp.ones(5)])
-    assert told_of("decoder.0") is None
-    with told(where, {"decoder.0": slice(7, 9), "decoder.1": slice(2, 3)}):
-        first, second = told_of("decoder.0"), told_of("decoder.1")
+    assert weight_pointers_of("decoder.0") is None
+    with use_weight_pointers(where, {"decoder.0": slice(7, 9), "decoder.1": slice(2, 3)}):
+        first, second = weight_pointers_of("decoder.0"), weight_pointers_of("decoder.1")
         assert first == (where, range(2))
         assert second == (where, range(2, 3))
         assert first is not None
         assert second is not None
-        assert together([first, second]) == (where, range(3))
-        assert together([]) is None
+        assert merge_weight_pointers([first, second]) == (where, range(3))
+        assert merge_weight_pointers([]) is None
         with pytest.raises(AssertionError):
-            together([second, first])
+            merge_weight_pointers([second, first])
         np.testing.assert_array_equal(second.sliced_table(), where[2:])
-        assert told_of("decoder.2") is None
-        with told(None, {"decoder.0": slice(7, 9)}):
-            assert told_of("decoder.0") is None
-    assert told_of("decoder.0") is None
+        assert weight_pointers_of("decoder.2") is None
+        with use_weight_pointers(None, {"decoder.0": slice(7, 9)}):
+            assert weight_pointers_of("decoder.0") is None
+    assert weight_pointers_of("decoder.0") is None

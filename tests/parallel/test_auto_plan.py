@@ -10,18 +10,18 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.partition_table import CPU
 from jinfer.parallel import auto_plan
-from jinfer.parallel.cost_model import MACHINES, Link, Machine
+from jinfer.parallel.cost_model import HARDWARE, Hardware, Interconnect
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import memory_plan
-from jinfer.parallel.placement import plan_of
+from jinfer.parallel.placement import partition_plan
 from tests.parallel.test_memory_plan import golden, planned
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TYPE = jnp.dtype(jnp.float32)
-CARD = MACHINES["rtx4090"]
+CARD = HARDWARE["rtx4090"]
 
 
-def found(room: float, count: int = 1, machine: Machine = CARD) -> list[auto_plan.Option]:
+def found(room: float, count: int = 1, machine: Hardware = CARD) -> list[auto_plan.OffloadOption]:
     """What fits on devices with so much memory."""
     spec, model = golden()
     spec = replace(spec, engine=replace(spec.engine, kv_tokens=512))
@@ -29,15 +29,15 @@ def found(room: float, count: int = 1, machine: Machine = CARD) -> list[auto_pla
     def free(name: str) -> float:
         return 1e9 if name in (CPU, HOST) else room
 
-    every = auto_plan.options(spec, model, 256, TYPE, TYPE, machine, count, free)
+    every = auto_plan.offload_options(spec, model, 256, TYPE, TYPE, machine, count, free)
     for option in every:  # each does what it promises
         own = replace(spec, partition=replace(spec.partition, **option.keys))
-        plan = plan_of(own, model, 256, TYPE, TYPE, imagined=True)
+        plan = partition_plan(own, model, 256, TYPE, TYPE, dry_run=True)
         assert not memory_plan(plan, own, model, TYPE, TYPE, 256, free).problem
     return every
 
 
-def kinds(every: list[auto_plan.Option]) -> set[tuple[str, ...]]:
+def kinds(every: list[auto_plan.OffloadOption]) -> set[tuple[str, ...]]:
     return {tuple(option.keys)[1:] for option in every}
 
 
@@ -57,8 +57,8 @@ def test_links_and_memories_decide() -> None:
     (whole,) = planned(1e9).places
     room = whole.together - whole.tables / 2
     free = replace(CARD, call=0.0, read=1e15, flops=1e18)
-    quick = replace(free, host=Link(1e15, 0.0))
-    slow = replace(free, host=Link(1e3, 0.0))
+    quick = replace(free, host=Interconnect(1e15, 0.0))
+    slow = replace(free, host=Interconnect(1e3, 0.0))
     assert "streamed_layers" in found(room, machine=quick)[0].keys
     first = found(room, machine=slow)[0].keys
     assert {"host_embeddings", "cpu_layers"} & first.keys()  # one vector alone is sent
@@ -89,7 +89,7 @@ def test_auto_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def memories() -> Any:
         return lambda name: 1e9 if name in (CPU, HOST) else room
 
-    monkeypatch.setattr(auto_plan, "memories", memories)
+    monkeypatch.setattr(auto_plan, "free_memories", memories)
     monkeypatch.setattr(auto_plan, "has_own_memory", lambda devices: True)
     with LLM(GOLDENS / "llama2", progress=True, **auto) as llm:
         assert [each.token_ids for each in llm.generate(prompts, params)] == plain

@@ -10,8 +10,8 @@ import pytest
 
 from jinfer.engine.runner.steps import copy_blocks
 from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, LayerCache
-from jinfer.parallel.block_transfer import Exchange, Place, put, take
-from jinfer.parallel.device_groups import Site
+from jinfer.parallel.block_transfer import BlockCopier, CacheMemory, gather_blocks, scatter_blocks
+from jinfer.parallel.device_groups import DeviceGroup
 
 FIRST, TOTAL = 3, 7
 
@@ -39,11 +39,13 @@ def test_copies(copies: list[tuple[int, int]]) -> None:
     pool: Any = {
         name: LayerCache(random(rng, 2), random(rng, width)) for name, width in (("a", 2), ("b", 0))
     }
-    site = Site((jax.devices()[0],))
-    programs = (jax.jit(partial(each, model)) for each in (copy_blocks, take, put))
+    site = DeviceGroup((jax.devices()[0],))
+    programs = (
+        jax.jit(partial(each, model)) for each in (copy_blocks, gather_blocks, scatter_blocks)
+    )
     copy, taking, putting = programs
-    place = Place(site, copy, taking, putting, at_once)
-    exchange = Exchange({"all": FIRST}, frozenset(pool), (place, place))
+    place = CacheMemory(site, copy, taking, putting, at_once)
+    exchange = BlockCopier({"all": FIRST}, frozenset(pool), (place, place))
     sources, targets = (
         {"all": np.array([*(copy[i] for copy in copies), 0, 0], np.int32)} for i in (0, 1)
     )

@@ -9,16 +9,23 @@ import pytest
 from jinfer import LLM
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec, device_groups
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.parallel.layer_plan import Plan, Weight, balance, make_plan
+from jinfer.parallel.layer_plan import (
+    ModelBytes,
+    PartitionPlan,
+    balance_layers,
+    make_partition_plan,
+)
 
-WEIGHT = Weight({"decoder": [10] * 8}, before=5, after=25)
+WEIGHT = ModelBytes({"decoder": [10] * 8}, before=5, after=25)
 
 
-def plan(there: int = 4, weight: Weight = WEIGHT, **keys: Any) -> Plan:
-    return make_plan(PartitionSpec(**keys), weight, there, 8, "spec.toml", lambda: (("0",), ("1",)))
+def plan(there: int = 4, weight: ModelBytes = WEIGHT, **keys: Any) -> PartitionPlan:
+    return make_partition_plan(
+        PartitionSpec(**keys), weight, there, 8, "spec.toml", lambda: (("0",), ("1",))
+    )
 
 
-def shown(plan: Plan) -> list[tuple[str, int]]:
+def shown(plan: PartitionPlan) -> list[tuple[str, int]]:
     return [("&".join(row.devices), len(row.slice.layers["decoder"])) for row in plan.stages]
 
 
@@ -71,7 +78,7 @@ def test_layers_are_balanced_by_bytes() -> None:
     ],
 )
 def test_balance(sizes: list[int], before: int, after: int, stages: int, counts: list[int]) -> None:
-    found = balance(sizes, before, after, stages, 1)
+    found = balance_layers(sizes, before, after, stages, 1)
     assert sum(found) == len(sizes)
     loads = _loads(sizes, found, before, after)
     assert max(loads) == max(_loads(sizes, counts, before, after))
@@ -97,7 +104,7 @@ def test_a_stage_on_the_host() -> None:
 
 
 def test_an_encoder_follows_its_decoder() -> None:
-    weight = Weight({"encoder": [1, 1], "decoder": [1] * 6}, 0, 0)
+    weight = ModelBytes({"encoder": [1, 1], "decoder": [1] * 6}, 0, 0)
     rows = plan(weight=weight, devices="0;1;2").stages
     assert sorted(len(row.slice.layers["encoder"]) for row in rows) == [0, 1, 1]
     assert [row.slice.layers["decoder"] for row in rows] == [range(2), range(2, 4), range(4, 6)]
@@ -136,7 +143,7 @@ def test_wrong_plans(keys: dict[str, Any], error: str) -> None:
 
 
 def test_more_stages_than_layers() -> None:
-    weight = Weight({"decoder": [1, 1, 1]}, 0, 0)
+    weight = ModelBytes({"decoder": [1, 1, 1]}, 0, 0)
     with pytest.raises(SpecError, match="4 stages are more than the decoder's 3 layers"):
         plan(weight=weight, devices="0;1;2;3")
 

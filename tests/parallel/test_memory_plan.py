@@ -13,11 +13,11 @@ from jinfer import LLM
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU, PartitionSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.parallel.memory_budget import HOST
 from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import plan_of
+from jinfer.parallel.placement import partition_plan
 from jinfer.weights.plan_weights import plan_weights
 from tools import bench_partition, inspect
 
@@ -31,7 +31,7 @@ def planned(room: float, host: float = 1e9, tokens: int = 512, **keys: Any) -> M
     whole, model = golden()
     engine = replace(whole.engine, kv_tokens=tokens)
     spec = replace(whole, partition=PartitionSpec(**keys), engine=engine)
-    plan = plan_of(spec, model, 256, TYPE, TYPE, imagined=True)
+    plan = partition_plan(spec, model, 256, TYPE, TYPE, dry_run=True)
 
     def free(name: str) -> float:
         return host if name in (CPU, HOST) else room
@@ -42,7 +42,7 @@ def planned(room: float, host: float = 1e9, tokens: int = 512, **keys: Any) -> M
 @cache
 def golden() -> tuple[ModelSpec, AbstractModel]:
     opened = open_model(GOLDENS / "llama2", {"dtype": "float32"})
-    model = build(opened.spec, TYPE)
+    model = build_abstract_model(opened.spec, TYPE)
     found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return opened.spec, found.model
 

@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer.parallel.shard_params import abstract_part, check_blocks, cut
-from jinfer.parallel.shard_sizes import Share, ShareError, even
+from jinfer.parallel.shard_params import abstract_shard, check_quant_blocks, slice_shard
+from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly
 from jinfer.quant import parse_format
-from jinfer.quant.quantize_matrix import quantize, quantize_apart
+from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import abstract
 
 RNG = np.random.default_rng(4)
 
 
-def sliced(values: np.ndarray, axis: int, share: Share, part: int) -> np.ndarray:
+def sliced(values: np.ndarray, axis: int, share: AxisSharding, part: int) -> np.ndarray:
     """The part as it should be."""
     wanted = np.zeros((*values.shape[:axis], share.size, *values.shape[axis + 1 :]), values.dtype)
     begin, count = share.starts[part], share.counts[part]
@@ -24,7 +24,7 @@ def sliced(values: np.ndarray, axis: int, share: Share, part: int) -> np.ndarray
     return wanted
 
 
-def real(share: Share, part: int, axis: int) -> tuple[slice, ...]:
+def real(share: AxisSharding, part: int, axis: int) -> tuple[slice, ...]:
     """What of a part is no padding."""
     return (*(slice(None),) * axis, slice(share.counts[part]))
 
@@ -36,12 +36,12 @@ def same_shapes(abstract: Any, values: Any) -> bool:
     return same and str(jax.tree.structure(abstract)) == str(jax.tree.structure(values))
 
 
-def check_parts(whole: Any, axis: int, share: Share) -> None:
+def check_parts(whole: Any, axis: int, share: AxisSharding) -> None:
     """Each part of a quantized matrix is as announced, and has the numbers of the whole."""
-    check_blocks(whole, {axis: share})
+    check_quant_blocks(whole, {axis: share})
     for part in range(len(share.counts)):
-        own = cut(whole, {axis: share}, part)
-        assert same_shapes(abstract_part(whole, {axis: share}), own)
+        own = slice_shard(whole, {axis: share}, part)
+        assert same_shapes(abstract_shard(whole, {axis: share}), own)
         got = np.asarray(own.dequantize())
         wanted = sliced(np.asarray(whole.dequantize()), axis, share, part)
         here = real(share, part, axis)
@@ -51,10 +51,10 @@ def check_parts(whole: Any, axis: int, share: Share) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_plain(axis: int) -> None:
     values = RNG.normal(size=(10, 6)).astype(np.float32)
-    share = even(values.shape[axis], 4)
+    share = shard_evenly(values.shape[axis], 4)
     for part in range(4):
         np.testing.assert_array_equal(
-            cut(values, {axis: share}, part), sliced(values, axis, share, part)
+            slice_shard(values, {axis: share}, part), sliced(values, axis, share, part)
         )
 
 
@@ -73,7 +73,9 @@ def test_plain(axis: int) -> None:
 )
 def test_quantized(name: str, shape: tuple[int, ...], axis: int, devices: int, unit: int) -> None:
     values = RNG.normal(size=shape).astype(np.float32)
-    check_parts(quantize(values, parse_format(name)), axis, even(shape[axis], devices, unit))
+    check_parts(
+        quantize(values, parse_format(name)), axis, shard_evenly(shape[axis], devices, unit)
+    )
 
 
 @pytest.mark.parametrize("shape", [(24, 512), (3, 24, 640)])
@@ -84,20 +86,20 @@ def test_a_block_wider_than_a_superblock(
     """Two superblocks share its numbers: a part has as many of these as half its superblocks."""
     whole = quantize(RNG.normal(size=shape).astype(np.float32), parse_format("q4_b128"))
     axis = len(shape) - back
-    check_parts(whole, axis, even(shape[axis], devices, unit))
+    check_parts(whole, axis, shard_evenly(shape[axis], devices, unit))
 
 
 def test_rows_of_padding_are_zeros() -> None:
     whole = quantize(RNG.normal(size=(6, 64)).astype(np.float32), parse_format("q4"))
-    share = even(6, 4)
-    got = np.asarray(cut(whole, {0: share}, 3).dequantize())
+    share = shard_evenly(6, 4)
+    got = np.asarray(slice_shard(whole, {0: share}, 3).dequantize())
     assert share.counts[3] == 0
     assert not got.any()
 
 
 def test_blocks_of_padding_are_zeros() -> None:
     whole = quantize(RNG.normal(size=(16, 96)).astype(np.float32), parse_format("q4"))
-    got = np.asarray(cut(whole, {1: even(96, 2, 32)}, 1).dequantize())
+    got = np.asarray(slice_shard(whole, {1: shard_evenly(96, 2, 32)}, 1).dequantize())
     assert got.shape == (16, 64)
     assert not got[:, 32:].any()
 
@@ -105,11 +107,11 @@ def test_blocks_of_padding_are_zeros() -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_outliers(axis: int) -> None:
     values = RNG.normal(size=(48, 64)).astype(np.float32)
-    whole = quantize_apart(values, parse_format("q4"), 0.05)
-    share = even(values.shape[axis], 2)
+    whole = quantize_with_outliers(values, parse_format("q4"), 0.05)
+    share = shard_evenly(values.shape[axis], 2)
     for part in range(2):
-        own = cut(whole, {axis: share}, part)
-        assert same_shapes(abstract_part(whole, {axis: share}), own)
+        own = slice_shard(whole, {axis: share}, part)
+        assert same_shapes(abstract_shard(whole, {axis: share}), own)
         np.testing.assert_array_equal(
             np.asarray(own.dequantize()),
             sliced(np.asarray(whole.dequantize()), axis, share, part),
@@ -119,5 +121,5 @@ def test_outliers(axis: int) -> None:
 
 def test_a_block_that_would_be_torn_apart() -> None:
     whole = abstract((16, 96), parse_format("q4"))
-    with pytest.raises(ShareError, match=r"parts of 48 of its 96 columns .* blocks of 32"):
-        check_blocks(whole, {1: even(96, 2)})
+    with pytest.raises(ShardingError, match=r"parts of 48 of its 96 columns .* blocks of 32"):
+        check_quant_blocks(whole, {1: shard_evenly(96, 2)})

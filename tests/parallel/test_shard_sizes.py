@@ -2,10 +2,16 @@
 
 import pytest
 
-from jinfer.parallel.shard_sizes import Share, ShareError, even, heads, of_elements
+from jinfer.parallel.shard_sizes import (
+    AxisSharding,
+    ShardingError,
+    in_elements,
+    shard_evenly,
+    shard_heads,
+)
 
 
-def units(share: Share) -> list[list[int]]:
+def units(share: AxisSharding) -> list[list[int]]:
     """The units of each part, without padding."""
     pairs = zip(share.starts, share.counts, strict=True)
     return [list(range(start, start + count)) for start, count in pairs]
@@ -28,7 +34,7 @@ def units(share: Share) -> list[list[int]]:
 def test_every_query_head_finds_its_key_head(
     query: int, key: int, devices: int, of_query: list[list[int]], of_key: list[list[int]]
 ) -> None:
-    queries, keys = heads(query, key, devices)
+    queries, keys = shard_heads(query, key, devices)
     assert units(queries) == of_query
     assert units(keys) == of_key
     group = queries.size // keys.size
@@ -38,23 +44,23 @@ def test_every_query_head_finds_its_key_head(
 
 
 def test_heads_that_cannot_be_divided() -> None:
-    with pytest.raises(ShareError, match="4 heads cannot be divided among 8 devices"):
-        heads(4, 4, 8)
-    with pytest.raises(ShareError, match="2 key and value heads do not divide among 3 devices"):
-        heads(6, 2, 3)
+    with pytest.raises(ShardingError, match="4 heads cannot be divided among 8 devices"):
+        shard_heads(4, 4, 8)
+    with pytest.raises(ShardingError, match="2 key and value heads do not divide among 3 devices"):
+        shard_heads(6, 2, 3)
 
 
 def test_columns_stay_in_whole_blocks() -> None:
-    share = even(112, 4, 32)
+    share = shard_evenly(112, 4, 32)
     assert (share.size, units(share)) == (
         32,
         [[*range(32)], [*range(32, 64)], [*range(64, 96)], [*range(96, 112)]],
     )
     assert share.padding == 16
-    assert even(112, 4).size == 28
+    assert shard_evenly(112, 4).size == 28
 
 
 def test_elements_of_units() -> None:
-    share = of_elements(even(6, 4), 60)
+    share = in_elements(shard_evenly(6, 4), 60)
     assert (share.total, share.size, share.starts) == (60, 20, (0, 20, 40, 60))
     assert share.counts == (20, 20, 20, 0)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.nn.forward_context import Step
+from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.matmul import matmul as ops
 from jinfer.quant import calibration_stats
-from jinfer.quant.calibration_stats import Kind, Recorded, tap
+from jinfer.quant.calibration_stats import Kind, RecordedWeight, record_inputs
 from tests.arrays import on_device
 from tests.weights.loading import model, parameters
 
@@ -43,7 +43,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
     abstract, _ = model()
     plain = tuple(parameters(abstract)[name] for name in abstract.names)
     taps = {
-        name: tap(leaf, "products" if ".q." in name or ".o." in name else "squares")
+        name: record_inputs(leaf, "products" if ".q." in name or ".o." in name else "squares")
         for name, leaf, role in zip(abstract.names, plain, abstract.roles, strict=True)
         if role == "matrix"
     }
@@ -51,7 +51,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 
     def run(leaves: tuple[Any, ...], tokens: Any) -> Any:
         module = abstract.module(leaves)
-        step = Step.of_texts(tokens, on_device([tokens.shape[1]], jnp.int32))
+        step = ForwardBatch.of_texts(tokens, on_device([tokens.shape[1]], jnp.int32))
         stack = module.stacks["decoder"]
         x = stack.embed(tokens, jnp.zeros_like(tokens), step, module.shared)
         return stack.run_layers(x, tokens, step, {}, module.shared)[0]
@@ -82,10 +82,10 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
 def test_one_of_a_stack_and_some_rows(kind: Kind) -> None:
     x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype(np.float32)
     where = np.arange(8).reshape(2, 4) % 3 > 0
-    tapped = tap(np.zeros((3, 5, 6), np.float32), kind)
+    tapped = record_inputs(np.zeros((3, 5, 6), np.float32), kind)
 
     @jax.jit
-    def run(tapped: Recorded, x: Any, experts: Any) -> Any:
+    def run(tapped: RecordedWeight, x: Any, experts: Any) -> Any:
         def one(expert: Any, total: Any) -> Any:
             (weight,) = calibration_stats.record(x, [tapped], expert, where)
             return total + weight.sum()

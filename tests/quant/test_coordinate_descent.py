@@ -7,9 +7,14 @@ import pytest
 
 from jinfer.quant import parse_format
 from jinfer.quant.coordinate_descent import descend, descend_reference
-from jinfer.quant.gptq import DAMPING, feedback
+from jinfer.quant.gptq import DAMPING, quantize_gptq
 from jinfer.quant.quantize_matrix import quantize
-from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nearest_numbers
+from jinfer.quant.round_to_nearest import (
+    dequantize,
+    nearest_codes,
+    nearest_numbers,
+    split_into_blocks,
+)
 from tests.quant.test_gptq import INPUTS, correlated
 
 WAYS = [descend, descend_reference]
@@ -30,14 +35,14 @@ def test_the_loss_falls(name: str, from_nearest: bool, way: Any) -> None:
     H = (x.T @ x).astype(np.float64)
     given = H.copy()
     if from_nearest:
-        blocks = in_blocks(weight, format.block)
+        blocks = split_into_blocks(weight, format.block)
         numbers = nearest_numbers(blocks, format)
         start = (nearest_codes(blocks, *numbers, format), *numbers)
     else:
-        start = feedback(weight, H, format)[:3]
-    before = loss(weight, decoded(*start, format), H)
+        start = quantize_gptq(weight, H, format)[:3]
+    before = loss(weight, dequantize(*start, format), H)
     codes, scale, base = way(weight, H, *start, format, damping=DAMPING)
-    after = loss(weight, decoded(codes, scale, base, format), H)
+    after = loss(weight, dequantize(codes, scale, base, format), H)
     assert after < (0.7 if from_nearest else 0.97) * before
     assert codes.shape == start[0].shape
     assert codes.max() < format.levels
@@ -51,13 +56,13 @@ def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < share
-    codes, scale, base, moved = feedback(weight, H, format, exact=exact)
+    codes, scale, base, moved = quantize_gptq(weight, H, format, exact=exact)
     kept = np.where(exact, moved, np.float32(np.nan)) if share else None
     start = (weight, H, codes, scale, base, format)
-    ours, wanted = (way(*start, damping=DAMPING, kept=kept) for way in WAYS)
+    ours, wanted = (way(*start, damping=DAMPING, outliers=kept) for way in WAYS)
 
     def left(codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None) -> float:
-        whole = decoded(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
+        whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
     assert left(*ours) == pytest.approx(left(*wanted), rel=0.01)
@@ -73,16 +78,16 @@ def test_no_single_code_could_be_better(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("jinfer.quant.coordinate_descent.ROUNDS", 30)
     (weight, x), format = correlated(3), parse_format("q3")
     weight, H = weight[:4, :64], (x.T @ x)[:64, :64].astype(np.float64)
-    start = feedback(weight, H, format)[:3]
+    start = quantize_gptq(weight, H, format)[:3]
     codes, scale, base = descend(weight, H, *start, format, damping=DAMPING)
-    least = loss(weight, decoded(codes, scale, base, format), H)
+    least = loss(weight, dequantize(codes, scale, base, format), H)
     for row in range(4):
         for column in range(64):
             for change in (-1, 1):
                 other = codes.astype(np.int64)
                 other[row, column // 32, column % 32] += change
                 if 0 <= other[row, column // 32, column % 32] < format.levels:
-                    changed = decoded(other.astype(np.uint8), scale, base, format)
+                    changed = dequantize(other.astype(np.uint8), scale, base, format)
                     assert loss(weight, changed, H) > least * (1 - 1e-5)
 
 
@@ -91,11 +96,11 @@ def test_what_is_kept_exactly_stays(way: Any) -> None:
     (weight, x), format = correlated(2), parse_format("q3")
     H = (x.T @ x).astype(np.float64)
     exact = np.random.default_rng(0).random(weight.shape) < 0.05
-    codes, scale, base, moved = feedback(weight, H, format, exact=exact)
+    codes, scale, base, moved = quantize_gptq(weight, H, format, exact=exact)
     kept = np.where(exact, moved, np.float32(np.nan))
 
     def error(codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None) -> float:
-        whole = decoded(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
+        whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
     better = way(weight, H, codes, scale, base, format, damping=DAMPING, kept=kept)
@@ -107,11 +112,11 @@ def test_constant_weights_stay(way: Any) -> None:
     """Blocks of one value have a step of 0."""
     format = parse_format("q4")
     weight = np.full((3, 64), 0.25, np.float32)
-    blocks = in_blocks(weight, 32)
+    blocks = split_into_blocks(weight, 32)
     numbers = nearest_numbers(blocks, format)
     start = (nearest_codes(blocks, *numbers, format), *numbers)
     codes, scale, base = way(weight, np.eye(64) + 0.1, *start, format, damping=DAMPING)
-    np.testing.assert_array_equal(decoded(codes, scale, base, format), blocks)
+    np.testing.assert_array_equal(dequantize(codes, scale, base, format), blocks)
 
 
 def test_rows_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

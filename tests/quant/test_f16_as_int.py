@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.cpu import build_library, repack_gguf
-from jinfer.modelspec.quant_format import FORMATS, WIDE
+from jinfer.modelspec.quant_format import F16_AS_INT, FORMATS
 from jinfer.quant import QuantizedTensor, f16_as_int
-from jinfer.quant.f16_as_int import whole_numbers
-from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
+from jinfer.quant.f16_as_int import quantize_f16
+from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
 from jinfer.quant.quantized_tensor import from_codes, to_codes
 
 
@@ -27,9 +27,9 @@ def stored(values: np.ndarray, name: str = "F16") -> Tensor:
 
 
 def kept(tensor: Tensor | list[Tensor], rows: np.ndarray | None = None) -> QuantizedTensor:
-    result = quantized_tensor(tensor, rows, halves=True)
+    result = repacked_tensor(tensor, rows, halves=True)
     assert result is not None
-    assert result.format == kept_format(tensor, halves=True) == WIDE
+    assert result.format == repacked_format(tensor, halves=True) == F16_AS_INT
     return result
 
 
@@ -37,18 +37,18 @@ def any_numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Random bits: numbers of all magnitudes, a few of them not finite, and some blocks alike."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 1 << 16, shape, np.uint16)
-    alike = rng.random((*shape[:-1], shape[-1] // WIDE.block)) < 0.7
+    alike = rng.random((*shape[:-1], shape[-1] // F16_AS_INT.block)) < 0.7
     with np.errstate(invalid="ignore"):
         values = bits.view(np.float16).astype(np.float32)
     near = rng.standard_normal(shape).astype(np.float32)
-    return np.where(np.repeat(alike, WIDE.block, axis=-1), near, values)
+    return np.where(np.repeat(alike, F16_AS_INT.block, axis=-1), near, values)
 
 
 def test_how_far_off_numbers_are() -> None:
     rng = np.random.default_rng(0)
-    values = rng.standard_normal((200, WIDE.block)) * np.exp2(rng.integers(-9, 9, (200, 1)))
+    values = rng.standard_normal((200, F16_AS_INT.block)) * np.exp2(rng.integers(-9, 9, (200, 1)))
     values = values.astype(np.float16).astype(np.float32)
-    codes, scales = whole_numbers(values)
+    codes, scales = quantize_f16(values)
     assert codes.dtype == np.int16
     most = np.abs(values).max(axis=1)
     assert np.all((np.abs(codes).max(axis=1) >= 1 << 12) & (np.abs(codes).max(axis=1) <= 1 << 13))
@@ -60,15 +60,15 @@ def test_how_far_off_numbers_are() -> None:
 
 
 def test_the_least_number_of_float16_is_kept() -> None:
-    values = np.zeros((2, WIDE.block), np.float32)
+    values = np.zeros((2, F16_AS_INT.block), np.float32)
     values[0, 5], values[0, 6] = 2.0**-24, -3 * 2.0**-24
-    codes, scales = whole_numbers(values)
+    codes, scales = quantize_f16(values)
     np.testing.assert_array_equal(codes * scales.astype(np.float64)[:, None], values)
 
 
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
 def test_a_block_with_a_number_that_is_not_finite(number: float) -> None:
-    values = np.ones((2, WIDE.block), np.float32)
+    values = np.ones((2, F16_AS_INT.block), np.float32)
     values[1, 7] = number
     meant = np.asarray(kept(stored(values)).dequantize())
     assert np.all(meant[0] == 1)
@@ -81,7 +81,7 @@ def test_a_block_with_a_number_that_is_not_finite(number: float) -> None:
 def test_compiled_code_is_the_definition(
     outputs: int, blocks: int, seed: int, data: st.DataObject
 ) -> None:
-    file = stored(any_numbers((outputs, blocks * WIDE.block), seed))
+    file = stored(any_numbers((outputs, blocks * F16_AS_INT.block), seed))
     rows = data.draw(st.sampled_from([None, np.arange(outputs)[::-1].copy()]))
     compiled = kept(file, rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,12 +91,12 @@ def test_compiled_code_is_the_definition(
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
     # The layout is that of `from_codes`, padding included.
     codes, scales, _ = to_codes(compiled)
-    again = from_codes(codes[:, : compiled.inputs], scales, WIDE)
+    again = from_codes(codes[:, : compiled.inputs], scales, F16_AS_INT)
     np.testing.assert_array_equal(again.words, compiled.words)
-    # And it means what `whole_numbers` says.
+    # And it means what `quantize_f16` says.
     with np.errstate(invalid="ignore"):
         values = file.read().astype(np.float32)[slice(None) if rows is None else rows]
-    codes, scales = whole_numbers(values.reshape(outputs, blocks, WIDE.block))
+    codes, scales = quantize_f16(values.reshape(outputs, blocks, F16_AS_INT.block))
     meant = (codes * scales.astype(np.float32)[..., None]).reshape(outputs, -1)
     np.testing.assert_array_equal(np.asarray(compiled.dequantize()), meant)
 
@@ -120,11 +120,11 @@ def test_a_stack() -> None:
 def test_what_is_not_kept() -> None:
     plain = stored(np.ones((8, 64)))
     other = stored(np.ones((8, 64)), "BF16")
-    assert kept_format(plain) is None  # unless it is asked for
-    assert quantized_tensor(plain) is None
-    assert kept_format(other, halves=True) is None
-    assert kept_format([plain, other], halves=True) is None
-    assert kept_format(stored(np.ones((8, 96))), halves=True) is None  # no whole blocks
-    assert kept_format(stored(np.ones(64)), halves=True) is None
-    assert WIDE not in FORMATS.values()  # nor can it be asked for in a specification
+    assert repacked_format(plain) is None  # unless it is asked for
+    assert repacked_tensor(plain) is None
+    assert repacked_format(other, halves=True) is None
+    assert repacked_format([plain, other], halves=True) is None
+    assert repacked_format(stored(np.ones((8, 96))), halves=True) is None  # no whole blocks
+    assert repacked_format(stored(np.ones(64)), halves=True) is None
+    assert F16_AS_INT not in FORMATS.values()  # nor can it be asked for in a specification
     assert f16_as_int.BYTES == 128

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from jinfer.checkpoint import Tensor, ggml_types
 from jinfer.cpu import build_library, repack_gguf
 from jinfer.quant import QuantFormat, QuantizedTensor
-from jinfer.quant.gguf_blocks import KEPT as FORMATS
-from jinfer.quant.gguf_blocks import kept_format, quantized_tensor
-from jinfer.quant.quantized_tensor import ALIGNMENT, abstract, empty, from_codes, to_codes
+from jinfer.quant.gguf_blocks import REPACKED_FORMATS as FORMATS
+from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
+from jinfer.quant.quantized_tensor import ALIGNMENT, abstract, empty_tensor, from_codes, to_codes
 
 KEPT = sorted(FORMATS)
 OTHERS = sorted(ggml_types.BLOCKS.keys() - FORMATS.keys())
@@ -69,9 +69,9 @@ def tensor(name: str, raw: np.ndarray, shape: tuple[int, ...]) -> Tensor:
 
 
 def kept(tensors: Tensor | list[Tensor], *args: object, **keywords: object) -> QuantizedTensor:
-    result = quantized_tensor(tensors, *args, **keywords)  # type: ignore[arg-type]
+    result = repacked_tensor(tensors, *args, **keywords)  # type: ignore[arg-type]
     assert result is not None
-    assert result.format == kept_format(tensors)
+    assert result.format == repacked_format(tensors)
     return result
 
 
@@ -115,7 +115,7 @@ def test_golden_blocks(goldens: Path) -> None:
             if name in KEPT:
                 assert_same(values(kept(read)), arrays[f"{name}_f32"])
             else:
-                assert quantized_tensor(read) is None
+                assert repacked_tensor(read) is None
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -155,7 +155,7 @@ def test_compiled_code_writes_to_no_other_place(change: object, repacked_by: str
     if repacked_by == "numpy":
         pytest.skip("not by NumPy")
     rows = stored("Q4_0", (16, 64)).raw().reshape(16, -1)
-    target = empty((16, 64), FORMATS["Q4_0"])
+    target = empty_tensor((16, 64), FORMATS["Q4_0"])
     rows, words, scales = change(rows, target.words, target.scales)  # type: ignore[operator]
     refusing = inspect.unwrap(repack_gguf.repack)
     assert not refusing("Q4_0", rows, (18, 32), words, scales, None)
@@ -222,18 +222,18 @@ def test_formats() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_types_are_decoded(name: str) -> None:
-    assert kept_format(stored(name, (2, 256))) is None
-    assert quantized_tensor(stored(name, (2, 256))) is None
+    assert repacked_format(stored(name, (2, 256))) is None
+    assert repacked_tensor(stored(name, (2, 256))) is None
 
 
 def test_what_is_no_matrix_is_decoded() -> None:
-    assert quantized_tensor(stored("Q8_0", (64,))) is None
+    assert repacked_tensor(stored("Q8_0", (64,))) is None
 
 
 def test_mixed_types_are_decoded() -> None:
     both = [stored("Q4_K", (4, 256)), stored("Q6_K", (4, 256))]
-    assert kept_format(both) is None
-    assert quantized_tensor(both) is None
+    assert repacked_format(both) is None
+    assert repacked_tensor(both) is None
 
 
 def test_scales_beyond_float16_are_decoded() -> None:
@@ -242,7 +242,7 @@ def test_scales_beyond_float16_are_decoded() -> None:
         raw[:, 0] = 127
         raw[2, 0] = exponent
         read = tensor("MXFP4", raw, (2, 64))
-        assert (kept_format(read) is not None) == is_kept
+        assert (repacked_format(read) is not None) == is_kept
         if is_kept:
             assert_same(values(kept(read)), read.read())
         raw[2, 1:] = 0  # the scale of zeros does not matter
@@ -291,7 +291,7 @@ def test_little_memory_beside_the_result(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("jinfer.quant.quantized_tensor._HUGE_PAGE", ALIGNMENT)
     read = stored(name, (2048, 2048))
     rows = np.arange(2048)[::-1]
-    quantized_tensor(read)  # what is made once
+    repacked_tensor(read)  # what is made once
     tracemalloc.start()
     try:
         result = kept(read, rows)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.gptq import DAMPING, feedback, feedback_reference
+from jinfer.quant.gptq import DAMPING, quantize_gptq, quantize_gptq_reference
 from jinfer.quant.quantize_matrix import quantize
-from jinfer.quant.round_to_nearest import decoded
+from jinfer.quant.round_to_nearest import dequantize
 
 OUTPUTS, INPUTS = 48, 200  # the last block is not whole
-WAYS = [feedback, feedback_reference]
+WAYS = [quantize_gptq, quantize_gptq_reference]
 
 
 def correlated(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +45,7 @@ def test_every_column_is_what_the_equation_says(name: str, way: Any) -> None:
     (weight, x), format = correlated(1), parse_format(name)
     H = (x.T @ x).astype(np.float64)
     codes, scale, base, moved = way(weight, H, format)
-    full = decoded(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
+    full = dequantize(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
 
     # Blocks by falling importance, columns within a block likewise.
     means = [np.diag(H)[k : k + 32].sum() / 32 for k in range(0, INPUTS, 32)]
@@ -69,9 +69,9 @@ def test_exact_weights_make_no_error(way: Any) -> None:
     (weight, x), format = correlated(2), parse_format("q3")
     exact = np.random.default_rng(0).random(weight.shape) < 0.05
     codes, scale, base, moved = way(weight, x.T @ x, format, exact=exact)
-    full = decoded(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
+    full = dequantize(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
     codes, scale, base, _ = way(weight, x.T @ x, format)
-    before = decoded(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
+    before = dequantize(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
     mixed = output_error(x, weight, np.where(exact, moved, full))
     assert mixed < 0.97 * output_error(x, weight, before)
 
@@ -91,7 +91,7 @@ def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
             np.testing.assert_allclose(a[same], b[same], rtol=1e-2, atol=2e-3)
 
     def error(codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None, _: Any) -> float:
-        full = decoded(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
+        full = dequantize(codes, scale, base, format).reshape(OUTPUTS, -1)[:, :INPUTS]
         return output_error(x, weight, full)
 
     assert error(*ours) == pytest.approx(error(*wanted), rel=0.01)

@@ -9,8 +9,8 @@ import pytest
 
 from jinfer.quant import OutlierTensor, SparseTensor, parse_format
 from jinfer.quant.outlier_weights import find_outliers, without_outliers
-from jinfer.quant.quantize_matrix import Method, quantize, quantize_apart
-from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count, sparse_of
+from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
+from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count, to_sparse
 from tests.arrays import on_device
 
 
@@ -28,9 +28,9 @@ def rmse(values: np.ndarray, tensor: object) -> float:
 def test_error_falls_and_outliers_are_exact(name: str, method: Method) -> None:
     values, format = heavy((200, 300)), parse_format(name)
     plain = rmse(values, quantize(values, format, method=method))
-    apart = quantize_apart(values, format, 0.01, method=method)
+    apart = quantize_with_outliers(values, format, 0.01, method=method)
     assert rmse(values, apart) < 0.85 * plain
-    few = quantize_apart(values, format, 0.001, method=method)
+    few = quantize_with_outliers(values, format, 0.001, method=method)
     assert rmse(values, apart) < rmse(values, few) < 0.98 * plain
     kept = np.asarray(apart.outliers.dense()) != 0
     assert 0 < kept.sum() <= 600
@@ -49,7 +49,7 @@ def test_with_feedback() -> None:
         np.linalg.norm(x @ (np.asarray(t.dequantize()) - values).T)
         for t in (
             quantize(values, format, method="feedback", hessian=x.T @ x),
-            quantize_apart(values, format, 0.01, method="feedback", hessian=x.T @ x),
+            quantize_with_outliers(values, format, 0.01, method="feedback", hessian=x.T @ x),
         )
     ]
     assert errors[1] < 0.9 * errors[0]
@@ -97,7 +97,7 @@ def test_nothing_to_keep() -> None:
     np.testing.assert_array_equal(without_outliers(heavy((2, 40)), everything, 32), 0)
     for share in (0.0, 0.1):  # a share that blocks cannot use leaves places empty
         values = heavy((4, 40)) if share == 0 else np.ones((4, 40), np.float32)
-        tensor = quantize_apart(values, format, share)
+        tensor = quantize_with_outliers(values, format, share)
         assert tensor.outliers.values.shape == (outlier_count(values.shape, share),)
         np.testing.assert_array_equal(tensor.dequantize(), tensor.rounded.dequantize())
         x = jnp.ones((2, 40))
@@ -107,12 +107,12 @@ def test_nothing_to_keep() -> None:
 
 def test_stacks() -> None:
     values, format = heavy((2, 3, 40, 100)), parse_format("q3.5")
-    tensor = quantize_apart(values, format, 0.01, method="search")
+    tensor = quantize_with_outliers(values, format, 0.01, method="search")
     like = abstract_outliers(values.shape, format, 0.01)
     for part, other in zip(jax.tree.leaves(tensor), jax.tree.leaves(like), strict=True):
         assert (part.shape, part.dtype) == (other.shape, other.dtype)
     assert (tensor.shape, tensor.stack) == (values.shape, (2, 3))
-    one = quantize_apart(values[1, 2], format, 0.01, method="search")
+    one = quantize_with_outliers(values[1, 2], format, 0.01, method="search")
     np.testing.assert_array_equal(tensor[1, 2].dequantize(), one.dequantize())
     np.testing.assert_allclose(tensor.dequantize()[1, 2], one.dequantize(), rtol=0, atol=1e-5)
     assert one[...] is one
@@ -126,7 +126,7 @@ def test_product(rows: int) -> None:
     where = rng.random((50, 80)) < 0.02
     where[7, :5] = where[49] = True  # a full row, at the end
     matrix = np.where(where, rng.normal(size=(50, 80)), 0).astype(np.float32)
-    sparse: SparseTensor = jax.tree.map(on_device, sparse_of(matrix, where, int(where.sum()) + 3))
+    sparse: SparseTensor = jax.tree.map(on_device, to_sparse(matrix, where, int(where.sum()) + 3))
     np.testing.assert_array_equal(sparse.dense(), matrix)
     x = rng.normal(size=(rows, 80)).astype(np.float32)
     got = jax.jit(SparseTensor.product)(sparse, on_device(x))
@@ -138,7 +138,7 @@ def test_product(rows: int) -> None:
 def test_taken_rows() -> None:
     values = heavy((30, 64))
     tensor: OutlierTensor = jax.tree.map(
-        on_device, quantize_apart(values, parse_format("q6"), 0.02)
+        on_device, quantize_with_outliers(values, parse_format("q6"), 0.02)
     )
     rows = on_device([4, 4, 29])
     full = jax.device_get(tensor).dequantize()

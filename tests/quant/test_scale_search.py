@@ -10,8 +10,13 @@ from hypothesis import given, settings
 
 from jinfer.quant import QuantFormat, parse_format
 from jinfer.quant.quantize_matrix import quantize
-from jinfer.quant.round_to_nearest import decoded, in_blocks, nearest_codes, nearest_numbers
-from jinfer.quant.scale_search import search
+from jinfer.quant.round_to_nearest import (
+    dequantize,
+    nearest_codes,
+    nearest_numbers,
+    split_into_blocks,
+)
+from jinfer.quant.scale_search import search_scales
 
 FORMATS = [parse_format(name) for name in ("q2", "q3.5_b64", "q4_sym", "q3.5_sym", "q8")]
 
@@ -23,11 +28,14 @@ def losses(
     weights = np.ones(values.shape[-1]) if importance is None else importance
     weights = np.pad(weights, (0, -values.shape[-1] % format.block))
     weights = weights.reshape(-1, format.block).astype(np.float64)
-    blocks = in_blocks(values, format.block)
+    blocks = split_into_blocks(values, format.block)
     numbers = nearest_numbers(blocks, format)
-    both = search(values, format, importance), (nearest_codes(blocks, *numbers, format), *numbers)
+    both = (
+        search_scales(values, format, importance),
+        (nearest_codes(blocks, *numbers, format), *numbers),
+    )
     searched, rounded = (
-        (weights * (decoded(*found, format).astype(np.float64) - blocks) ** 2).sum(axis=-1)
+        (weights * (dequantize(*found, format).astype(np.float64) - blocks) ** 2).sum(axis=-1)
         for found in both
     )
     return searched, rounded
@@ -47,7 +55,7 @@ def test_never_worse_than_rounding(format: QuantFormat, values: np.ndarray, weig
     importance = np.random.default_rng(0).gamma(0.5, size=values.shape[-1:]) + 1e-3
     searched, rounded = losses(values, format, importance if weighted else None)
     # The two are compared in float32, where the values themselves are not exact.
-    slack = 1e-6 * (in_blocks(values, format.block).astype(np.float64) ** 2).sum(axis=-1)
+    slack = 1e-6 * (split_into_blocks(values, format.block).astype(np.float64) ** 2).sum(axis=-1)
     assert (searched <= rounded * (1 + 1e-4) + slack * 1e-3).all()
 
 
@@ -84,8 +92,8 @@ def test_importance_is_what_counts() -> None:
     values = rng.standard_normal((64, 256)).astype(np.float32)
     importance = np.where(np.arange(256) % 8 == 0, 100.0, 1.0)
     weighted, _ = losses(values, format, importance)
-    codes, scale, base = search(values, format)
-    plain = decoded(codes, scale, base, format).reshape(values.shape)
+    codes, scale, base = search_scales(values, format)
+    plain = dequantize(codes, scale, base, format).reshape(values.shape)
     unweighted = (importance * (plain - values) ** 2).sum()
     assert weighted.sum() < 0.7 * unweighted
     # Inputs that never came are still decoded to something near.
@@ -98,10 +106,10 @@ def test_chunks_threads_and_stacks_make_no_difference() -> None:
     values = rng.standard_normal((3, 300, 1000)).astype(np.float32)
     importance = rng.random((3, 1000))
     with ThreadPoolExecutor(3) as pool:
-        each = list(pool.map(lambda e: search(values[e], format, importance[e]), range(3)))
-    row = search(values[1, 7:8], format, importance[1])
+        each = list(pool.map(lambda e: search_scales(values[e], format, importance[e]), range(3)))
+    row = search_scales(values[1, 7:8], format, importance[1])
     np.testing.assert_array_equal(row[0][0], each[1][0][7])
     whole = quantize(values, format, method="search", importance=importance)
     for e, (codes, scale, base) in enumerate(each):
-        matrix = decoded(codes, scale, base, format).reshape(300, -1)[:, :1000]
+        matrix = dequantize(codes, scale, base, format).reshape(300, -1)[:, :1000]
         np.testing.assert_allclose(whole[e].dequantize(), matrix, rtol=0, atol=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.ops import sampler_calls
-from jinfer.sampling.sampler import filtered, sample
+from jinfer.sampling.sampler import apply_stages, sample
 from jinfer.sampling.sampling_metadata import (
     SamplerState,
     SamplingMetadata,
@@ -45,7 +45,7 @@ class Jitted:
 
 
 SAMPLE = Jitted(sample)
-FILTER = Jitted(filtered)
+FILTER = Jitted(apply_stages)
 
 
 class Batch(NamedTuple):

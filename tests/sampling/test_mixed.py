@@ -13,8 +13,8 @@ from numpy.testing import assert_allclose
 from jinfer.cpu import build_library
 from jinfer.cpu.isa import Isa
 from jinfer.ops import sampler_calls
-from jinfer.ops.backend import target
-from jinfer.sampling.sampler import filtered, sample
+from jinfer.ops.backend import target_platform
+from jinfer.sampling.sampler import apply_stages, sample
 from jinfer.sampling.sampler_chain import chain
 from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 from jinfer.sampling.sampling_params import SamplingParams
@@ -211,7 +211,7 @@ def test_rows_and_progress_are_all_that_a_request_needs() -> None:
     assert isinstance(row.sampler, SamplingMetadata)
 
 
-ON_A_GPU = Jitted(sample), Jitted(filtered)
+ON_A_GPU = Jitted(sample), Jitted(apply_stages)
 KINDS = ["plain", "ties", "forbidden", "flat", "huge"]
 
 
@@ -262,7 +262,7 @@ def test_a_gpu_with_its_kernels_chooses_what_xla_chooses(kind: str, both_ways: s
         pytest.skip("once is enough")
     rows = Run(ALL, list(range(len(ALL))), VOCAB).rows
     x, (wanted_tokens, wanted_mu, wanted) = on_device(logits_of_kind(kind)), by_xla(kind)
-    with target("gpu", interpret=True):
+    with target_platform("gpu", interpret=True):
         tokens, progress = ON_A_GPU[0](x, *rows)
         left = np.asarray(ON_A_GPU[1](x, rows.sampler, rows.progress, rows.past))
     assert np.array_equal(tokens, wanted_tokens)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.forbidden_tokens import Forbidden, token_ids
+from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.param_ranges import MAX_END_IDS, MAX_LOGPROBS, MAX_STOP_IDS
 from jinfer.sampling.sampling_metadata import allowed_mask, mask_words, metadata_row
@@ -259,7 +259,7 @@ def test_the_host_forbids_what_the_sampler_does() -> None:
         params(),
     ):
         row = metadata_row(one, (7, 120), VOCAB)
-        rules = Forbidden.of(one, row, allowed_mask(one, VOCAB), (11,))
+        rules = ForbiddenTokens.of(one, row, allowed_mask(one, VOCAB), (11,))
         mask = np.full(mask_words(VOCAB), 0xFFFFFFFF, np.uint32)
         rules.clear(mask, text, drawn)
         some = batch(one, end_ids=(7, 120), past=[text], prompts=[len(text) - drawn])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from jinfer.sampling.contrastive_score import candidates, contrastive
+from jinfer.sampling.contrastive_score import candidates, contrastive_choice
 from jinfer.sampling.sampling_metadata import allowed_mask
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.sampling.strategies import PAPERS_FSD
@@ -387,15 +387,15 @@ def test_contrastive(alpha: float, seed: int) -> None:
     hidden, past = rng.normal(size=(5, 16)), rng.normal(size=(9, 16))
     past[7:] = hidden[0]  # beyond the sequence: not to be looked at
     narrow, seen = (on_device(part, jnp.float32) for part in (hidden, past))
-    chosen = contrastive(p[0], narrow, seen, jnp.int32(7), jnp.float32(alpha))
+    chosen = contrastive_choice(p[0], narrow, seen, jnp.int32(7), jnp.float32(alpha))
     assert chosen.item() == numpy.contrastive(np.asarray(p[0], float), hidden, past[:7], alpha)
 
 
 def test_contrastive_never_takes_what_is_not_there() -> None:
     p, hidden = on_device([0.0, 0.1, 0.0]), jnp.eye(3)
     past = on_device([[0.0, 1.0, 0.0]])
-    assert contrastive(p, hidden, past, jnp.int32(1), jnp.float32(1.0)).item() == 1
-    assert contrastive(p, hidden, past, jnp.int32(0), jnp.float32(0.5)).item() == 1
+    assert contrastive_choice(p, hidden, past, jnp.int32(1), jnp.float32(1.0)).item() == 1
+    assert contrastive_choice(p, hidden, past, jnp.int32(0), jnp.float32(0.5)).item() == 1
 
 
 # Orders.

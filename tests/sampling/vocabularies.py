@@ -10,7 +10,7 @@ import pytest
 
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
-from jinfer.tokenizer.piece_bytes import Surface
+from jinfer.tokenizer.piece_bytes import PieceBytes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 # Those whose vocabularies hold all (or nearly all) single bytes.
@@ -48,7 +48,7 @@ class ListTokenizer(Tokenizer):
 
     def __init__(self, tokens: list[bytes], control: dict[str, int], eos: tuple[int, ...]) -> None:
         special = SpecialTokens(eos=eos, control=control)
-        super().__init__(len(tokens), special, Surface(lambda name: b""))
+        super().__init__(len(tokens), special, PieceBytes(lambda name: b""))
         self.tokens = tokens
         self.names = {id: name for name, id in control.items()}
 

@@ -12,14 +12,14 @@ import httpx
 import uvicorn
 
 from jinfer.server.app import build_app
-from jinfer.server.http_protocol import Protocol
-from jinfer.server.model_manager import Hosted
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.http_protocol import Http10Protocol
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = ROOT / "tests" / "goldens"
-SMOL = Source("smol", str(ROOT / "specs" / "smollm2_135m_instruct.toml"), {"dtype": "float32"})
+SMOL = ModelSource("smol", str(ROOT / "specs" / "smollm2_135m_instruct.toml"), {"dtype": "float32"})
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Running:
     url: str
     service: Service
 
-    def hosted(self, name: str | None = None) -> Hosted:
+    def hosted(self, name: str | None = None) -> ServedModel:
         """One of its models."""
         return self.service.models.named(name)
 
@@ -51,14 +51,14 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    sources: Sequence[Source],
-    settings: Settings | None = None,
+    sources: Sequence[ModelSource],
+    settings: ServerSettings | None = None,
     *,
     wait: bool = True,
-    protocol: type[Protocol] = Protocol,
+    protocol: type[Http10Protocol] = Http10Protocol,
 ) -> Iterator[Running]:
     """A server with these models; waits until they are there."""
-    app = build_app(sources, settings or Settings(warm_up=False))
+    app = build_app(sources, settings or ServerSettings(warm_up=False))
     server = uvicorn.Server(
         uvicorn.Config(
             app,

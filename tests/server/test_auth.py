@@ -2,19 +2,19 @@
 
 import pytest
 
-from jinfer.server.auth import check
+from jinfer.server.auth import check_api_key
 from jinfer.server.http_errors import ApiError
 
 
 def test_each_of_several_keys_is_enough() -> None:
     keys = ("first", "second", "third")
     for key in keys:
-        check(keys, f"Bearer {key}", "")
-        check(keys, "", key)
+        check_api_key(keys, f"Bearer {key}", "")
+        check_api_key(keys, "", key)
     with pytest.raises(ApiError):
-        check(keys, "Bearer fourth", "")
+        check_api_key(keys, "Bearer fourth", "")
 
 
 def test_without_keys_everybody_may_ask() -> None:
-    check((), "", "")
-    check((), "Bearer any", "")
+    check_api_key((), "", "")
+    check_api_key((), "Bearer any", "")

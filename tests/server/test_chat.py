@@ -98,10 +98,10 @@ def test_usage_in_every_piece(smol: Running) -> None:
 
 def test_rates_leave_the_first_token_out() -> None:
     """The time begins with it."""
-    found = usage.timings(Usage(10, 5, 1.0, 2.0))
+    found = usage.llamacpp_timings(Usage(10, 5, 1.0, 2.0))
     assert (found["predicted_n"], found["predicted_ms"]) == (5, 2000)
     assert (found["predicted_per_second"], found["predicted_per_token_ms"]) == (2, 500)
-    assert usage.timings(Usage(10, 1, 1.0, 0.0))["predicted_per_second"] == 0
+    assert usage.llamacpp_timings(Usage(10, 1, 1.0, 0.0))["predicted_per_second"] == 0
 
 
 def test_cached_tokens(client: openai.OpenAI) -> None:

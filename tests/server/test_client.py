@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from jinfer.cli.remote.chat_request import fields
-from jinfer.cli.remote.http_client import Server
+from jinfer.cli.remote.chat_request import sampling_fields
+from jinfer.cli.remote.http_client import ServerConnection
 from jinfer.cli.remote.remote_chat import RemoteChat
-from jinfer.cli.terminal.line_input import Typed
+from jinfer.cli.terminal.line_input import TypedInput
 from jinfer.client import main
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server.schemas.chat import ChatRequest
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.cli.terminal import Terminal
 from tests.server.running import GOLDENS, ROOT, Running, serving
 
@@ -117,12 +117,12 @@ def test_every_parameter_is_a_field_of_the_service() -> None:
     values = {each.name: each.default for each in fields_of(SamplingParams)}
     given = {**values, "json_schema": '{"type": "object"}', "logprobs": 2, "logit_bias": [(1, 2)]}
     for name, value in given.items():
-        sent = fields({name: 1 if value is None else value})
+        sent = sampling_fields({name: 1 if value is None else value})
         assert sent.keys() <= ChatRequest.model_fields.keys(), name
-    assert fields({"strategy": "greedy", "top_p": None}) == {"temperature": 0}
-    assert fields({"json_schema": True}) == {"response_format": {"type": "json_object"}}
+    assert sampling_fields({"strategy": "greedy", "top_p": None}) == {"temperature": 0}
+    assert sampling_fields({"json_schema": True}) == {"response_format": {"type": "json_object"}}
     with pytest.raises(RequestError, match="json_schema: is no JSON: "):
-        fields({"json_schema": "{"})
+        sampling_fields({"json_schema": "{"})
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_no_question(ask: Any) -> None:
 def test_a_key(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdin", Keyboard())
     monkeypatch.setenv("JINFER_API_KEY", "k1,k2")
-    source = Source("tiny", str(GOLDENS / "llama2"), {"dtype": "float32"})
-    with serving([source], Settings(warm_up=False, keys=("k1", "k2"))) as running:
+    source = ModelSource("tiny", str(GOLDENS / "llama2"), {"dtype": "float32"})
+    with serving([source], ServerSettings(warm_up=False, keys=("k1", "k2"))) as running:
         wrong = ["Hi", "--url", running.url, "--api-key", "no"]
         assert main(wrong) == 2
         assert "key" in capsys.readouterr().err
@@ -255,7 +255,7 @@ def test_a_unix_socket(tmp_path: Path, ask: Any) -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            assert Server(f"unix:{path}").models() == ["first"]
+            assert ServerConnection(f"unix:{path}").models() == ["first"]
             assert ask("Hi", "-n", "2", "--url", f"unix:{path}") == (0, "Yes\n", "")
         finally:
             server.shutdown()
@@ -281,10 +281,10 @@ def test_ctrl_c_stops_an_answer(smol: Running) -> None:
 
 
 def test_a_chat(strict: Running, capsys: Any, tmp_path: Path) -> None:
-    chat = RemoteChat(Server(strict.url), "smol")
+    chat = RemoteChat(ServerConnection(strict.url), "smol")
 
     def take(line: str) -> str:
-        chat.take(Typed(line))
+        chat.take(TypedInput(line))
         printed = capsys.readouterr()
         return printed.out + printed.err
 
@@ -311,17 +311,17 @@ def test_a_chat(strict: Running, capsys: Any, tmp_path: Path) -> None:
 
 def test_old_turns_are_dropped(capsys: Any) -> None:
     path = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
-    source = Source("small", path, {"dtype": "float32", "engine": {"context": 128}})
+    source = ModelSource("small", path, {"dtype": "float32", "engine": {"context": 128}})
     with serving([source]) as running:
-        chat = RemoteChat(Server(running.url), "small")
+        chat = RemoteChat(ServerConnection(running.url), "small")
         chat.sampling = {"temperature": 0, "max_tokens": 8}
         for _ in range(4):
-            chat.take(Typed("word " * 40))
+            chat.take(TypedInput("word " * 40))
         printed = capsys.readouterr()
         assert "(the 2 oldest messages were dropped: the context is full)" in printed.out
         assert "error" not in printed.err
         held = list(chat.messages)
-        chat.take(Typed("word " * 400))
+        chat.take(TypedInput("word " * 400))
         assert capsys.readouterr().err.startswith("error: ")
         assert chat.messages == held
 

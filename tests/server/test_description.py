@@ -5,7 +5,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jinfer.server.openapi import description
+from jinfer.server.openapi import openapi_document
 from jinfer.server.routes import ENDPOINTS
 from tests.server.running import Running
 
@@ -14,7 +14,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def schema_of(path: str, method: str) -> dict[str, Any]:
     """What a whole answer is."""
-    made = description(ENDPOINTS)
+    made = openapi_document(ENDPOINTS)
     answer = made["paths"][path][method]["responses"]["200"]["content"]["application/json"]
     return {**answer["schema"], "components": made["components"]}
 
@@ -48,7 +48,7 @@ def test_an_answer_is_as_described(smol: Running, path: str, body: Any) -> None:
 
 
 def test_every_route_is_described() -> None:
-    paths = description(ENDPOINTS)["paths"]
+    paths = openapi_document(ENDPOINTS)["paths"]
     for one in ENDPOINTS:
         for path in one.paths:
             assert one.method.lower() in paths[path.replace(":path}", "}")]

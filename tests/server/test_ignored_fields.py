@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.ignored_fields import HEADER, MOST_NAMED
+from jinfer.server.ignored_fields import HEADER, MAX_NAMED
 from tests.server.running import Running
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -88,17 +88,17 @@ def test_what_is_told_is_bounded(smol: Running) -> None:
         assert answer.status_code == 200
         assert "set-cookie" not in answer.headers
         told = answer.headers[HEADER].split(", ")
-        assert len(told) == MOST_NAMED
+        assert len(told) == MAX_NAMED
         assert told[0].startswith("chat_template_kwargs.a??set-cookie:?0")
         assert HEADER not in http.post(CHAT, json=BODIES[CHAT]).headers
 
 
 def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
-    from jinfer.server.responses import as_chat
+    from jinfer.server.responses import to_chat_request
     from jinfer.server.schemas.responses import ResponseRequest
 
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
-    chat = as_chat(ResponseRequest.model_validate(given))
+    chat = to_chat_request(ResponseRequest.model_validate(given))
     assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
     sent = chat.given()
     assert (sent["top_k"], sent["seed"], sent["max_completion_tokens"]) == (5, 1, 1)
@@ -116,11 +116,11 @@ def test_other_tools_leave_functions_alone(smol: Running) -> None:
 
 
 def test_several_models_have_names() -> None:
-    from jinfer.server.model_manager import Models
-    from jinfer.server.server_settings import Source
+    from jinfer.server.model_manager import ModelManager
+    from jinfer.server.server_settings import ModelSource
 
-    one, two = Source("a", "x"), Source("b", "y")
-    assert Models([one]).stands_in_for("gpt")
-    assert not Models([one]).stands_in_for("a")
-    assert not Models([one], strict=True).stands_in_for("gpt")
-    assert not Models([one, two]).stands_in_for("gpt")
+    one, two = ModelSource("a", "x"), ModelSource("b", "y")
+    assert ModelManager([one]).answers_to("gpt")
+    assert not ModelManager([one]).answers_to("a")
+    assert not ModelManager([one], strict=True).answers_to("gpt")
+    assert not ModelManager([one, two]).answers_to("gpt")

@@ -12,10 +12,10 @@ import pytest
 
 from jinfer.engine.engine import Engine
 from jinfer.server import app, model_manager
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
 
-LLAMA = Source("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
+LLAMA = ModelSource("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 
 
@@ -23,7 +23,7 @@ ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": T
 class Job:
     """As a group of processes looks to a service."""
 
-    farewells: list[Any] = field(default_factory=list)
+    exit_callbacks: list[Any] = field(default_factory=list)
     complains: str = ""
     parting: bool = False
 
@@ -42,7 +42,7 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture(scope="module")
 def running(job: Job) -> Iterator[Running]:
-    with serving([LLAMA], Settings(warm_up=False, ping=0.05)) as found:
+    with serving([LLAMA], ServerSettings(warm_up=False, ping=0.05)) as found:
         yield found
 
 
@@ -111,7 +111,7 @@ def test_a_lost_process_ends_streams_with_an_event(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.5)  # the stream has its status
-    (farewell,) = job.farewells
+    (farewell,) = job.exit_callbacks
     begun = time.monotonic()
     farewell("process 1 of 2 at 10.0.0.2:99 was lost; the job ends")
     assert time.monotonic() - begun < 1.5

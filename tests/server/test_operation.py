@@ -19,21 +19,21 @@ import pytest
 
 from jinfer.engine.engine import Engine
 from jinfer.server.request_log import JsonLines
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, SMOL, Running, serving
 
 TINY = {"dtype": "float32", "engine.slots": 2, "engine.queue": 3}
-LLAMA = Source("llama", str(GOLDENS / "llama2"), TINY)
+LLAMA = ModelSource("llama", str(GOLDENS / "llama2"), TINY)
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Running]:
     """A small model without a tokenizer: ids in, ids out."""
-    settings = Settings(
+    settings = ServerSettings(
         keys=("first", "sécond"),
         body_seconds=1.0,
-        most_prompts=4,
+        max_prompts=4,
         cors=("https://page.example",),
         retry_after=7,
         warm_up=False,
@@ -220,7 +220,7 @@ def test_a_body_that_does_not_come(tiny: Running) -> None:
 
 
 def test_an_answer_that_takes_too_long() -> None:
-    with serving([LLAMA], Settings(timeout=0.0001, warm_up=False)) as running:
+    with serving([LLAMA], ServerSettings(timeout=0.0001, warm_up=False)) as running:
         answer = post(running, LONG)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "deadline_exceeded"
@@ -252,7 +252,7 @@ def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> 
 
 
 def test_silence_has_pings() -> None:
-    with serving([LLAMA], Settings(ping=0.05, warm_up=False)) as running:
+    with serving([LLAMA], ServerSettings(ping=0.05, warm_up=False)) as running:
         release = threading.Event()
         thread = running.hosted().llm.frontend.thread
         busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
@@ -267,14 +267,14 @@ def test_silence_has_pings() -> None:
 def test_while_it_loads(monkeypatch: Any) -> None:
     release = threading.Event()
 
-    def slow(source: Source) -> Any:
+    def slow(source: ModelSource) -> Any:
         release.wait(60)
         return opened(source)
 
     from jinfer.server import model_manager
 
-    opened = model_manager._opened
-    monkeypatch.setattr(model_manager, "_opened", slow)
+    opened = model_manager._open_llm
+    monkeypatch.setattr(model_manager, "_open_llm", slow)
     with serving([LLAMA], wait=False) as running:
         health = httpx.get(f"{running.url}/health")
         assert health.status_code == 503
@@ -291,8 +291,8 @@ def test_while_it_loads(monkeypatch: Any) -> None:
 
 
 def test_several_models_of_which_one_fits() -> None:
-    sources = [Source(name, str(GOLDENS / "llama2"), TINY) for name in ("one", "two", "three")]
-    with serving(sources, Settings(max_loaded=1, warm_up=False)) as running:
+    sources = [ModelSource(name, str(GOLDENS / "llama2"), TINY) for name in ("one", "two", "three")]
+    with serving(sources, ServerSettings(max_loaded=1, warm_up=False)) as running:
 
         def states() -> list[str]:
             return [one.state for one in running.service.models.hosted]
@@ -313,8 +313,8 @@ def test_several_models_of_which_one_fits() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_later(tmp_path: Path) -> None:
-    sources = [LLAMA, Source("none", str(tmp_path / "nothing"))]
-    with serving(sources, Settings(max_loaded=1, warm_up=False)) as running:
+    sources = [LLAMA, ModelSource("none", str(tmp_path / "nothing"))]
+    with serving(sources, ServerSettings(max_loaded=1, warm_up=False)) as running:
         answer = post(running, {**LONG, "model": "none"})
         assert answer.status_code == 503
         assert "could not be loaded" in answer.json()["error"]["message"]
@@ -342,7 +342,7 @@ def test_the_log(tiny: Running, caplog: Any) -> None:
 
 def test_the_log_with_texts(caplog: Any) -> None:
     with (
-        serving([LLAMA], Settings(log_prompts=True, warm_up=False)) as running,
+        serving([LLAMA], ServerSettings(log_prompts=True, warm_up=False)) as running,
         caplog.at_level(logging.INFO, "jinfer.access"),
     ):
         post(running, {"prompt": "my secret"})
@@ -351,7 +351,7 @@ def test_the_log_with_texts(caplog: Any) -> None:
 
 
 def test_templates_of_requests() -> None:
-    settings = Settings(request_templates=True, warm_up=False)
+    settings = ServerSettings(request_templates=True, warm_up=False)
     with serving([SMOL], settings) as running:
         messages = [{"role": "user", "content": "Hello"}]
         template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"

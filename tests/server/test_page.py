@@ -9,15 +9,15 @@ import httpx
 import pytest
 
 from jinfer.sampling.sampling_params import RANGES, SamplingParams
-from jinfer.server.openapi import description
+from jinfer.server.openapi import openapi_document
 from jinfer.server.page.static_files import files
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.schemas.parameter_groups import GROUPS, parameter_of
-from jinfer.server.serve_flags import options, settings_of
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.serve_flags import parse_options, server_settings_of
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
 
-LLAMA = Source("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
+LLAMA = ModelSource("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
 TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -30,7 +30,7 @@ SVG = "http://www.w3.org/2000/svg"
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Running]:
-    with serving([LLAMA], Settings(keys=("secret",), warm_up=False)) as running:
+    with serving([LLAMA], ServerSettings(keys=("secret",), warm_up=False)) as running:
         yield running
 
 
@@ -123,11 +123,11 @@ def test_the_page_is_public_and_nothing_else(
 
 
 def test_without_the_page() -> None:
-    assert settings_of(options(["m"], {})).page
-    assert not settings_of(options(["m", "--no-page"], {})).page
-    assert not settings_of(options(["m"], {"JINFER_PAGE": "false"})).page
-    assert settings_of(options(["m", "--page"], {"JINFER_PAGE": "false"})).page
-    with serving([LLAMA], Settings(page=False, warm_up=False)) as running:
+    assert server_settings_of(parse_options(["m"], {})).page
+    assert not server_settings_of(parse_options(["m", "--no-page"], {})).page
+    assert not server_settings_of(parse_options(["m"], {"JINFER_PAGE": "false"})).page
+    assert server_settings_of(parse_options(["m", "--page"], {"JINFER_PAGE": "false"})).page
+    with serving([LLAMA], ServerSettings(page=False, warm_up=False)) as running:
         answer = httpx.get(running.url)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
         assert httpx.get(f"{running.url}/page/main.js").status_code == 404
@@ -136,7 +136,7 @@ def test_without_the_page() -> None:
 
 def asked() -> dict[str, Any]:
     """The schemas of a chat request's fields."""
-    schemas = description(ENDPOINTS)["components"]["schemas"]
+    schemas = openapi_document(ENDPOINTS)["components"]["schemas"]
     properties: dict[str, Any] = schemas["ChatRequest"]["properties"]
     return properties
 

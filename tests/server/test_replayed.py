@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.http_errors import ApiError
-from jinfer.server.prompt_builder import messages_of
+from jinfer.server.prompt_builder import template_messages
 from jinfer.server.schemas.chat import Message
-from jinfer.server.tool_parsers.template_shape import shape_of, shaped
+from jinfer.server.tool_parsers.template_shape import convert_messages, detect_shape
 from jinfer.template import ChatTemplate
 from tests.server.running import Running
 
@@ -169,7 +169,7 @@ def test_what_other_services_put_beside_an_answer(smol: Running) -> None:
 def messages(template: str, *given: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages as that template is given them."""
     conversation = Conversation(PromptSpec(), template)
-    return messages_of([Message.model_validate(one) for one in given], conversation)
+    return template_messages([Message.model_validate(one) for one in given], conversation)
 
 
 def test_thoughts_by_their_other_name() -> None:
@@ -186,12 +186,12 @@ def test_a_template_that_takes_arguments_apart() -> None:
         "<{{ k }}={{ v }}>{% endfor %}{% endfor %}"
         "{% endfor %}"
     )
-    way = shape_of(template)
+    way = detect_shape(template)
     assert way is not None
     for said, shown in (("", "f"), ("null", "f"), ('{"a": 1}', "f<a=1>")):
         call = {**CALL, "function": {"name": "f", "arguments": said}}
         given = messages(template, {"role": "assistant", "tool_calls": [call]})
-        assert ChatTemplate(template).render(shaped(given, way)) == shown
+        assert ChatTemplate(template).render(convert_messages(given, way)) == shown
 
 
 def test_a_role_of_a_template() -> None:

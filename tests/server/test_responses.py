@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.server.output_deltas import CallDelta, Delta
-from jinfer.server.response_items import Items
+from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
+from jinfer.server.response_items import ResponseItems
 from tests.server.running import Running
 
 ANSWER = "Hello! How can I assist you today?"
@@ -163,15 +163,15 @@ def test_what_is_refused(smol: Running, change: dict[str, Any], param: str | Non
 
 
 def test_items_of_every_kind() -> None:
-    items = Items()
+    items = ResponseItems()
     events = [
-        *items.push(Delta(reasoning="Hm"), []),
-        *items.push(Delta(reasoning=", well."), []),
-        *items.push(Delta(content="Yes."), []),
-        *items.push(Delta(calls=(CallDelta(0, "c0", "add", ""),)), []),
-        *items.push(Delta(calls=(CallDelta(0, arguments='{"a"'),)), []),
-        *items.push(Delta(calls=(CallDelta(0, arguments=":1}"),)), []),
-        *items.push(Delta(calls=(CallDelta(1, "c1", "sub", "{}"),)), []),
+        *items.push(OutputDelta(reasoning="Hm"), []),
+        *items.push(OutputDelta(reasoning=", well."), []),
+        *items.push(OutputDelta(content="Yes."), []),
+        *items.push(OutputDelta(calls=(ToolCallDelta(0, "c0", "add", ""),)), []),
+        *items.push(OutputDelta(calls=(ToolCallDelta(0, arguments='{"a"'),)), []),
+        *items.push(OutputDelta(calls=(ToolCallDelta(0, arguments=":1}"),)), []),
+        *items.push(OutputDelta(calls=(ToolCallDelta(1, "c1", "sub", "{}"),)), []),
         *items.close(),
     ]
     thought, message, first, second = items.done
@@ -186,9 +186,9 @@ def test_items_of_every_kind() -> None:
 
 
 def test_an_item_that_was_none() -> None:
-    items = Items()
-    items.push(Delta(calls=(CallDelta(0, "c0", "add", '{"a'),)), [])
-    items.push(Delta(content="{a", calls=(CallDelta(0, arguments="b", end="void"),)), [])
+    items = ResponseItems()
+    items.push(OutputDelta(calls=(ToolCallDelta(0, "c0", "add", '{"a'),)), [])
+    items.push(OutputDelta(content="{a", calls=(ToolCallDelta(0, arguments="b", end="void"),)), [])
     items.close()
     call, message = items.done
     assert (call["status"], call["arguments"]) == ("incomplete", '{"ab')
@@ -196,6 +196,6 @@ def test_an_item_that_was_none() -> None:
 
 
 def test_an_answer_of_nothing() -> None:
-    items = Items()
+    items = ResponseItems()
     items.close()
     assert items.done[0]["content"][0]["text"] == ""

@@ -23,7 +23,13 @@ from jinfer import serve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log, run_server
-from jinfer.server.serve_flags import FLAGS, options, plain_name, settings_of, sources_of
+from jinfer.server.serve_flags import (
+    FLAGS,
+    default_model_name,
+    model_sources_of,
+    parse_options,
+    server_settings_of,
+)
 from tests.server.running import GOLDENS, ROOT
 
 LLAMA = str(GOLDENS / "llama2")
@@ -224,7 +230,7 @@ def test_tls_flags_that_cannot_be(flags: list[str], told: str, capsys: Any) -> N
 )
 def test_numbers_that_cannot_be(flags: list[str], told: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        options(["m", *flags], {})
+        parse_options(["m", *flags], {})
     assert told in capsys.readouterr().err
 
 
@@ -262,29 +268,29 @@ def test_the_command_line_wins_over_the_environment() -> None:
         "JINFER_CORS": "https://a, https://b",
         "JINFER_TIMEOUT": "0",
     }
-    found = options(["--port", "2"], environment)
+    found = parse_options(["--port", "2"], environment)
     assert found["port"] == 2
-    settings = settings_of(found)
+    settings = server_settings_of(found)
     assert settings.max_body == 100
     assert settings.log_prompts
     assert settings.cors == ("https://a", "https://b")
     assert settings.timeout is None
-    assert [(one.name, one.path) for one in sources_of(found)] == [
+    assert [(one.name, one.path) for one in model_sources_of(found)] == [
         ("a", "one.gguf"),
         ("two", "two.gguf"),
     ]
-    assert sources_of(options(["b=three"], environment))[0].name == "b"
+    assert model_sources_of(parse_options(["b=three"], environment))[0].name == "b"
 
 
 def test_flags_of_other_servers() -> None:
     llama = ["-m", "m.gguf", "-c", "512", "-np", "3", "-ctk", "q8", "--alias", "x", "--host", "::1"]
-    found = options(llama, {})
-    (source,) = sources_of(found)
+    found = parse_options(llama, {})
+    (source,) = model_sources_of(found)
     assert source.name == "x"
     assert source.overrides["engine"] == {"queue": 256, "context": 512, "slots": 3}
     assert source.overrides["quantization"] == {"kv_cache": "q8"}
     vllm = ["m", "--served-model-name", "y", "--max-model-len", "64", "--max-num-seqs", "2"]
-    (source,) = sources_of(options(vllm, {}))
+    (source,) = model_sources_of(parse_options(vllm, {}))
     assert (source.name, source.overrides["engine"]["slots"]) == ("y", 2)
 
 
@@ -304,9 +310,9 @@ def test_flags_of_other_servers() -> None:
 def test_flags_that_cannot_be(arguments: list[str], environment: dict[str, str], told: str) -> None:
 
     def read() -> None:
-        found = options(arguments, environment)
-        settings_of(found)
-        sources_of(found)
+        found = parse_options(arguments, environment)
+        server_settings_of(found)
+        model_sources_of(found)
 
     with pytest.raises((SourceError, SpecError), match=told):
         read()
@@ -315,11 +321,11 @@ def test_flags_that_cannot_be(arguments: list[str], environment: dict[str, str],
 def test_keys_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\none\n\n two \n")
-    found = options(["m", "--api-key", "three", "--api-key-file", str(path)], {})
-    assert settings_of(found).keys == ("three", "one", "two")
+    found = parse_options(["m", "--api-key", "three", "--api-key-file", str(path)], {})
+    assert server_settings_of(found).keys == ("three", "one", "two")
     path.write_text("# none\n")
     with pytest.raises(SourceError, match="has no key"):
-        settings_of(found)
+        server_settings_of(found)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_names(source: str, name: str) -> None:
-    assert plain_name(source) == name
+    assert default_model_name(source) == name
 
 
 def test_every_flag_is_in_the_documentation() -> None:

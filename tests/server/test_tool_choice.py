@@ -7,9 +7,9 @@ import pytest
 
 from jinfer.sampling.structured import ConstraintError, compile_constraint
 from jinfer.server.http_errors import ApiError
-from jinfer.server.tool_choice import Offered
+from jinfer.server.tool_choice import OfferedTools
 from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.lark_grammar import Lark
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.tokenizer import Tokenizer
 from tests.server.running import ROOT, Running
 
@@ -31,12 +31,12 @@ def bound(tokenizer: Tokenizer, schema: Any) -> tuple[Any, list[str]]:
     told: list[str] = []
 
     def made(tools: Any) -> str:
-        lark = Lark(tokenizer)
+        lark = LarkGrammar(tokenizer)
         lark.rule("start", HERMES.grammar(lark, tools, "", False))
         return str(lark)
 
     given = {"properties": {"a": schema, "b": {"type": "boolean"}}}
-    offer = Offered({"f": given}, {"f": "tools.0.function.parameters"}, wanted=True)
+    offer = OfferedTools({"f": given}, {"f": "tools.0.function.parameters"}, required=True)
     tools, _ = offer.grammar(tokenizer, made, lambda field, why: told.append(field))
     assert tools["f"]["properties"]["b"] == {"type": "boolean"}
     return tools["f"]["properties"]["a"], told
@@ -141,12 +141,12 @@ def accepted(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 def test_a_call_or_json(smol: Running) -> None:
     """With a format and tools that may be called, an answer is one or the other."""
     from jinfer.server.schemas.chat import ChatRequest
-    from jinfer.server.tool_calls import tooling
+    from jinfer.server.tool_calls import output_parsing
 
     body = ChatRequest.model_validate({"messages": ASKED, "tools": [tool(properties={})]})
     llm = smol.hosted().llm
     ids = llm.encode_chat(ASKED)
-    read = tooling(body, True, llm.frontend, ids, lambda field, why: None)
+    read = output_parsing(body, True, llm.frontend, ids, lambda field, why: None)
     assert read.changes == {}
     assert read.bound is not None
     read = read.bound({"type": "object", "properties": {"x": TEXT}, "required": ["x"]})

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import Source
+from jinfer.server.server_settings import ModelSource
 from jinfer.server.tool_parsers import call_format as tool_format
 from tests.server.running import SMOL, Running, serving
 from tools.bench_models import LlamaShape, make_up
@@ -27,7 +27,7 @@ CHATML = (
 LLAMA = CHATML.replace("<tool_call>\n", "<|python_tag|>").replace("</tool_call>", "")
 
 
-def models(tiny: str) -> Iterator[Source]:
+def models(tiny: str) -> Iterator[ModelSource]:
     """The demonstration model where it has to know something; one of random weights where not."""
     for name, path, template, own in (
         ("hermes", SMOL.path, CHATML, {}),
@@ -37,8 +37,8 @@ def models(tiny: str) -> Iterator[Source]:
         ("always", tiny, CHATML.replace("enable_thinking", "true"), {"reasoning": "think"}),
     ):
         prompt = {"chat_template": template, **own}
-        yield Source(name, path, {**SMOL.overrides, "prompt": prompt, "engine": {"slots": 4}})
-    yield Source("smol", tiny, {**SMOL.overrides, "engine": {"slots": 4}})
+        yield ModelSource(name, path, {**SMOL.overrides, "prompt": prompt, "engine": {"slots": 4}})
+    yield ModelSource("smol", tiny, {**SMOL.overrides, "engine": {"slots": 4}})
 
 
 WEATHER: dict[str, Any] = {
@@ -182,13 +182,13 @@ def test_a_response_that_the_limit_cuts_in_a_call(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize(
     ("most", "tokens"),
-    [(3, 300), pytest.param(tool_format.MOST_CALLS, 1000, marks=pytest.mark.soak)],
+    [(3, 300), pytest.param(tool_format.MAX_CALLS, 1000, marks=pytest.mark.soak)],
 )
 def test_parallel_calls(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, most: int, tokens: int
 ) -> None:
     # Without an end of sequence, it has to go on with calls, as long as it may.
-    monkeypatch.setattr(tool_format, "MOST_CALLS", most)
+    monkeypatch.setattr(tool_format, "MAX_CALLS", most)
     ends = {2: -100.0, 0: -100.0}
     given = {"tool_choice": "required", "logit_bias": ends, "seed": 1, "temperature": 1.0}
     answer = create(client, **given, max_tokens=tokens)

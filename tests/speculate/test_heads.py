@@ -11,9 +11,9 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.forward_context import Step
+from jinfer.nn.forward_context import ForwardBatch
 from jinfer.opening.open_model import open_model
-from jinfer.ops.attention.kv_cache import BLOCK, empty
+from jinfer.ops.attention.kv_cache import BLOCK, zero_cache
 from jinfer.speculate.head_drafter import HeadDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.arrays import on_device
@@ -44,13 +44,13 @@ def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     count = len(vectors)
     every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
     tables = {group: jnp.arange(2, dtype=jnp.int32)[None] for group in head.programs.sizes.blocks}
-    at = Step.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
+    at = ForwardBatch.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
     assert count <= 2 * BLOCK
     module = head.model.module(head.parameters)
     tokens = on_device(AHEAD[:count], jnp.int32)
     taken = module.taken(on_device(vectors, jnp.float32))
     # In float32, which a head's own cache is not: it only drafts.
-    cache = empty(head.model.caches, 2, jnp.float32)
+    cache = zero_cache(head.model.caches, 2, jnp.float32)
     out, _ = module.decode_all(tokens, at, cache, None, taken)
     return np.asarray(out["logits"], np.float64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jinfer.ops.backend import target
+from jinfer.ops.backend import target_platform
 from tools import bench_programs
 from tools.bench_programs import LLAMA_3_8B, bytes_read, llama, operations
 from tools.kernel_profile import kernels_of, lines
@@ -46,7 +46,7 @@ def test_a_place_that_is_none_is_told_first(
 
 
 def test_what_programs_must_read_and_compute() -> None:
-    with target("gpu"):
+    with target_platform("gpu"):
         model = llama("q4")
     # 4 bits, and a scale and a base of 16 for each 32 weights; norms; 1,024 keys and values.
     layer = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096

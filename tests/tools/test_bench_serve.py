@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import ROOT, Running, serving
 from tools.bench_serve import main
-from tools.bench_serve_load import Mix, Work, arrivals, conversation
-from tools.bench_serve_stats import Answered, Limits, figures, percentiles
+from tools.bench_serve_load import LengthMix, Workload, arrivals, conversation
+from tools.bench_serve_stats import AnswerTimes, LatencyLimits, figures, percentiles
 
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 
@@ -21,7 +21,9 @@ SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     engine = {"engine": {"context": 512, "slots": 4}}
-    with serving([Source("smol", SPEC, engine)], Settings(strict=True, warm_up=False)) as running:
+    with serving(
+        [ModelSource("smol", SPEC, engine)], ServerSettings(strict=True, warm_up=False)
+    ) as running:
         yield running
 
 
@@ -86,12 +88,12 @@ def test_a_server_without_models(monkeypatch: Any, capsys: Any) -> None:
 
 def test_figures_of_known_times() -> None:
     answers = [
-        Answered(0.0, [1.0, 1.5, 2.0], tokens=3, prompt=10, cached=5),
-        Answered(1.0, [1.25, 3.25, 5.0], tokens=11, prompt=30, cached=15),
-        Answered(2.0, error="503: later"),
-        Answered(2.5),
+        AnswerTimes(0.0, [1.0, 1.5, 2.0], tokens=3, prompt=10, cached=5),
+        AnswerTimes(1.0, [1.25, 3.25, 5.0], tokens=11, prompt=30, cached=15),
+        AnswerTimes(2.0, error="503: later"),
+        AnswerTimes(2.5),
     ]
-    found = figures("x", 2, answers, Limits(first=0.5, between=0.4))
+    found = figures("x", 2, answers, LatencyLimits(first=0.5, between=0.4))
     assert (found.answers, found.failed, found.seconds) == (2, 2, 5.0)
     assert (found.requests, found.tokens, found.prompts) == (0.4, 14 / 5, 8.0)
     assert (found.good, found.cached) == (0.2, 0.5)
@@ -100,7 +102,7 @@ def test_figures_of_known_times() -> None:
     assert found.gap["p99"] == 2.0
     assert found.whole == {"p50": 2.0, "p90": 4.0, "p95": 4.0, "p99": 4.0}
     assert found.errors == {"503: later": 1, "an empty answer": 1}
-    assert figures("x", 1, [Answered(0.0)], Limits()).tokens == 0
+    assert figures("x", 1, [AnswerTimes(0.0)], LatencyLimits()).tokens == 0
 
 
 def test_percentiles_are_values() -> None:
@@ -114,13 +116,13 @@ def test_percentiles_are_values() -> None:
 
 
 def test_mixes_and_conversations() -> None:
-    mix = Mix.parse("32:3,512:1")
+    mix = LengthMix.parse("32:3,512:1")
     drawn = [mix.draw(random.Random(i)) for i in range(2000)]
     assert 0.7 < drawn.count(32) / 2000 < 0.8
     for text in ("0", "x", "5:0", "5:-1", ""):
         with pytest.raises(ValueError, match=r"at least 1|invalid literal"):
-            Mix.parse(text)
-    work = Work(Mix.parse("4"), mix, shared=7, turns=3)
+            LengthMix.parse(text)
+    work = Workload(LengthMix.parse("4"), mix, shared=7, turns=3)
     first, again, other = (conversation(work, number) for number in (0, 0, 1))
     assert first == again
     assert len(first) == 3

@@ -9,9 +9,9 @@ import pytest
 
 from jinfer import LLM
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.modelspec.view.formula_graph import graph_of
-from jinfer.modelspec.view.model_html import table
-from jinfer.modelspec.view.model_svg import CHARACTER, draw
+from jinfer.modelspec.view.formula_graph import formula_graph
+from jinfer.modelspec.view.model_html import table_html
+from jinfer.modelspec.view.model_svg import CHARACTER, draw_model
 from tests.modelspec.helpers import model, resolved
 from tests.opening.resolving import resolved as of_files
 
@@ -25,7 +25,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def drawn(spec: ModelSpec) -> ElementTree.Element:
-    return ElementTree.fromstring(draw(spec))
+    return ElementTree.fromstring(draw_model(spec))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +83,7 @@ def test_every_module_call_appears(name: str) -> None:
 
 
 def test_variants_are_drawn_once_each() -> None:
-    text = draw(spec_of("deepseek_moe"))
+    text = draw_model(spec_of("deepseek_moe"))
     assert ">layer 0<" in text
     assert ">layers 1..2  × 2<" in text
     assert text.count('data-module="decoder.shared_expert"') == 1
@@ -106,7 +106,7 @@ def test_the_residual_stream_is_the_main_line(layer: str, main: list[str], lanes
         changes["decoder__modules__mlp"] = {"kind": "linear"}
     spec = resolved(model(**changes))
     assert spec.decoder is not None
-    graph = graph_of(spec.decoder.layers[0].wiring, "x")
+    graph = formula_graph(spec.decoder.layers[0].wiring, "x")
     assert [graph.nodes[number].label for number in graph.main] == main
     assert {graph.nodes[number].lane for number in graph.main} == {0}
     assert graph.lanes == lanes
@@ -120,11 +120,11 @@ def test_notebooks_show_the_drawing_and_the_sizes() -> None:
     title = f"{llm.frontend.cache_report()}; wiring and sizes"
     assert shown.startswith(f"<div><p><b>{llm!r}</b></p><details><summary>{title}</summary>")
     assert llm.spec._repr_html_() in shown
-    assert draw(llm.spec) in shown
+    assert draw_model(llm.spec) in shown
     assert "decoder-only" in shown
     assert ">intermediate</td>" in shown
     assert ">112</td>" in shown
 
 
 def test_numbers_of_32_bits_are_shown_as_they_were_meant() -> None:
-    assert ">1e-05</td>" in table(("eps",), [(9.999999747378752e-06,)])
+    assert ">1e-05</td>" in table_html(("eps",), [(9.999999747378752e-06,)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import bench_offload, gpu_check
-from tools.gpu_check import PARTS, Part, check, run_part
+from tools.gpu_check import PARTS, CheckPart, check, run_part
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def test_figures_of_each_part_are_written(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     parts = (
-        Part("limited", ("part_module", "{json}"), 60, memory=gpu_check.SMALL_CARD),
-        Part("absent", ("no_such_module_of_anybody",), 60),
+        CheckPart("limited", ("part_module", "{json}"), 60, memory=gpu_check.SMALL_CARD),
+        CheckPart("absent", ("no_such_module_of_anybody",), 60),
     )
     out = tmp_path / "gpu.json"
     found = check(out, 600, parts)
@@ -46,7 +46,10 @@ def test_figures_of_each_part_are_written(
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     row = run_part(
-        Part("slow", ("timeit", "-n1", "-r1", "import time; time.sleep(60)"), 1), tmp_path, 0, 1
+        CheckPart("slow", ("timeit", "-n1", "-r1", "import time; time.sleep(60)"), 1),
+        tmp_path,
+        0,
+        1,
     )
     assert row["status"] is None
     assert 1 <= row["seconds"] < 30
@@ -55,7 +58,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_counts_of_tests_are_read(tmp_path: Path) -> None:
     tests = tmp_path / "test_two.py"
     tests.write_text("def test_one(): pass\ndef test_two(): assert False\n")
-    part = Part("tests", ("pytest", "-q", "-rf", "-p", "no:cacheprovider", str(tests)), 60)
+    part = CheckPart("tests", ("pytest", "-q", "-rf", "-p", "no:cacheprovider", str(tests)), 60)
     row = run_part(part, tmp_path, 0, 60)
     assert row["tests"] == {"passed": 1, "failed": 1}
     assert row["failed"][0].startswith("FAILED")

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jinfer.parallel.cost_model import Work
+from jinfer.parallel.cost_model import ModelCost
 from tools import bench_partition, inspect
-from tools.bench_process_splits import Side, compare, predict
+from tools.bench_process_splits import SplitJob, compare, predict
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -146,15 +146,15 @@ def test_splits_over_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 def test_a_prediction_follows_from_the_figures() -> None:
     """With figures that are known, by hand: two processes of half of the cores."""
-    work = Work(
+    work = ModelCost(
         1e9, 0.8e9, 0.8e9, layers=10, hidden=4e3, vocab=0, cache=0, kv_heads=8, tables=0.2e9
     )
     none: list[Any] = []
-    single = Side("", 1, 1, none, {"read": 8e9, "flops": 1e15}, {1: [1 / 0.11], 8: [8 / 0.15]})
+    single = SplitJob("", 1, 1, none, {"read": 8e9, "flops": 1e15}, {1: [1 / 0.11], 8: [8 / 0.15]})
     figures = {"read": 5e9, "flops": 1e15, "together": 8e9, "sums": [1e9, 1e-4]}
     figures["passes"] = [1e12, 1e-3]
-    layers = Side("0;1", 2, 1, none, figures)
-    tensor = Side("0&1", 1, 2, none, figures)
+    layers = SplitJob("0;1", 2, 1, none, figures)
+    tensor = SplitJob("0&1", 1, 2, none, figures)
     halves = [0.5, 0.5]
     # 0.8e9 / 5e9 s of reading, 10 ms that the single process took beside, a vector for each stage.
     assert 1 / predict(single, layers, 1, work, halves) == pytest.approx(0.16 + 0.01 + 0.002)

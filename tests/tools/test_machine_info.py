@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.machine_info import Counters, counters, machine, others, read_rate
+from tools.machine_info import CPUCounters, counters, machine, others, read_rate
 
 
 def test_the_machine() -> None:
@@ -31,8 +31,8 @@ def test_neither_the_best_reading_nor_the_worst_decides(monkeypatch: pytest.Monk
 
 
 def test_others_are_what_is_left() -> None:
-    before = Counters(clock=100, busy=1000, stolen=50, own=10)
-    after = Counters(clock=110, busy=1025, stolen=50, own=30)
+    before = CPUCounters(clock=100, busy=1000, stolen=50, own=10)
+    after = CPUCounters(clock=110, busy=1025, stolen=50, own=30)
     found = others(before, after)
     assert found is not None
     assert found.cores == pytest.approx(0.5)
@@ -40,11 +40,11 @@ def test_others_are_what_is_left() -> None:
     assert not found.quiet
     assert "0.50 cores busy" in str(found)
     assert "trust no figure" in str(found)
-    calm = others(before, Counters(clock=110, busy=1020.5, stolen=50, own=30))
+    calm = others(before, CPUCounters(clock=110, busy=1020.5, stolen=50, own=30))
     assert calm is not None
     assert calm.quiet
     assert "trust" not in str(calm)
-    stolen = others(before, Counters(clock=110, busy=1020, stolen=60, own=30))
+    stolen = others(before, CPUCounters(clock=110, busy=1020, stolen=60, own=30))
     assert stolen is not None
     assert not stolen.quiet
 
@@ -63,4 +63,4 @@ def test_without_counters_nothing_is_known(tmp_path: Path, text: str | None) -> 
     if text is not None:
         (tmp_path / "stat").write_text(text)
     assert counters(tmp_path / "stat") is None
-    assert others(None, Counters(1, 1, 1, 1)) is None
+    assert others(None, CPUCounters(1, 1, 1, 1)) is None

@@ -16,12 +16,12 @@ from jinfer.checkpoint.orbax import orbax_api
 from jinfer.opening.open_model import open_model
 from jinfer.opening.pooling_config import Projection
 from jinfer.quant import parse_format
-from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method, quantize
 from tests.opening.resolving import resolved
 from tools.inspect import main as inspect
 from tools.quantize import convert, main
-from tools.quantize_table import Measured, Row, to_text
+from tools.quantize_table import ErrorSums, FormatRow, to_text
 from tools.toml_writer import toml_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -74,7 +74,10 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_small_model() -> None:
-    rows = [Row("q4", 2, 2048, 1280, 0.07654, 0.01234), Row("float32", 1, 64, 256, None)]
+    rows = [
+        FormatRow("q4", 2, 2048, 1280, 0.07654, 0.01234),
+        FormatRow("float32", 1, 64, 256, None),
+    ]
     assert to_text(rows).splitlines()[1:] == [
         "q4                            2          2,048       0.0   5.000    7.65%    1.23%",
         "float32                       1             64       0.0  32.000                  ",
@@ -91,12 +94,12 @@ def test_errors_of_products_rank_methods() -> None:
     weights = rng.normal(size=(64, 96)).astype(np.float32)
     inputs = rng.normal(size=(500, 4)) @ rng.normal(size=(4, 96)) + rng.normal(size=(500, 96)) / 4
     mean = (inputs.T @ inputs / 500).astype(np.float32)
-    found = dict[str, Measured]()
+    found = dict[str, ErrorSums]()
     for method in get_args(Method):
         hessian = mean if method == "feedback" else None
         tensor = quantize(weights, parse_format("q3"), method=method, hessian=hessian)
-        found[method] = Measured()
-        found[method].add(tensor, weights, Inputs(mean, np.array(500, np.float32)))
+        found[method] = ErrorSums()
+        found[method].add(tensor, weights, InputStats(mean, np.array(500, np.float32)))
         wrong = inputs @ (tensor.dequantize() - weights).T
         given = inputs @ weights.T
         share = np.square(wrong).mean() / np.square(given).mean()

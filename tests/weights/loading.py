@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.modelspec.resolve_spec import Facts, resolve
+from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.modelspec.toml_tables import merge
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.read_weights import read
 from jinfer.weights.storage_plan import Storage
@@ -76,8 +76,8 @@ class Held:
 def model(dtype: Any = np.float32, **changes: Any) -> tuple[AbstractModel, TensorMap]:
     """The tiny model and the names of its tensors; `changes` are laid over its tables."""
     table: Mapping[str, Any] = merge(tomllib.loads(SPEC), changes)
-    spec = resolve([table], "made-up.toml", Facts(), {})
-    return build(spec, dtype), spec.tensors
+    spec = resolve([table], "made-up.toml", CheckpointFacts(), {})
+    return build_abstract_model(spec, dtype), spec.tensors
 
 
 def tensor(name: str, values: np.ndarray) -> Tensor:

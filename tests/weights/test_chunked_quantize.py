@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Inputs
+from jinfer.quant.calibration_stats import InputStats
 from jinfer.weights import chunked_quantize
 from jinfer.weights.read_parameter import quantized, read_values
 from jinfer.weights.storage_plan import choose_storages
@@ -39,7 +39,7 @@ def test_pieces_are_parts_of_the_whole(
     settings = {"weights": weights, "method": method, "threshold": 0}
     keys = {f"quantization.{key}": value for key, value in settings.items()}
     opened = open_model(GOLDENS / source, keys)
-    model, spec = build(opened.spec, "float32"), opened.spec
+    model, spec = build_abstract_model(opened.spec, "float32"), opened.spec
     origins, shapes = find_origins(model, opened.checkpoint, spec.tensors), parameter_shapes(model)
     storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
     assert storages
@@ -48,12 +48,12 @@ def test_pieces_are_parts_of_the_whole(
         origin = origins[name]
         seen: list[np.ndarray] = []
         mean = np.random.default_rng(0).random((*shapes[name][:-2], shapes[name][-1]), np.float32)
-        inputs = Inputs(mean, np.ones(shapes[name][:-2], np.float32))
+        inputs = InputStats(mean, np.ones(shapes[name][:-2], np.float32))
 
         def watch(
             _: QuantizedTensor | OutlierTensor,
             values: np.ndarray,
-            __: Inputs | None,
+            __: InputStats | None,
             seen: list[np.ndarray] = seen,
         ) -> None:
             seen.append(values)

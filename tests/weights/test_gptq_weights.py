@@ -12,9 +12,9 @@ import pytest
 from jinfer import LLM
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.ops.matmul.half_precision import reads_as_stored
+from jinfer.ops.matmul.half_precision import reads_16_bit_weights
 from jinfer.weights import (
     cache_folder,
     calibration_texts,
@@ -171,7 +171,7 @@ def test_the_frontend_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_that_a_model_writes() -> None:
     """Two tokens by chance, then by its own probabilities; the same ones every time."""
     opened = open_model(MODEL, {"dtype": "float32", "quantization.weights": "q3"})
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     of = plan(model, opened.checkpoint, opened.spec.tensors)
     batches = [calibration_texts.generated_texts(of, 32, tokens=2048) for _ in range(2)]
     ids, again = (np.concatenate(each) for each in batches)
@@ -193,7 +193,7 @@ def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(calibration_texts, "generated_texts", lambda *_, **__: "own")
     for name, writes in (("llama2", True), ("bert", False)):
         opened = open_model(GOLDENS / name, {"dtype": "float32"})
-        model, spec = build(opened.spec, "float32"), opened.spec
+        model, spec = build_abstract_model(opened.spec, "float32"), opened.spec
         own = WeightPlan(model, spec, opened.checkpoint, {})
         found: Any = calibration_texts.default_texts(own, tokens=2048)
         if writes:
@@ -205,11 +205,11 @@ def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPat
         assert max(batch.max() for batch in found) < spec.dims["vocab"]
 
 
-@pytest.mark.skipif(not reads_as_stored(), reason="no custom calls")
+@pytest.mark.skipif(not reads_16_bit_weights(), reason="no custom calls")
 def test_processors_that_round_to_bfloat16_find_the_same() -> None:
     keys = {"weights": "q4", "method": "feedback", "threshold": 0}
     opened = open_model(GOLDENS / "smollm2", {f"quantization.{k}": v for k, v in keys.items()})
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     assert found.model.rounded
     assert not layerwise_gptq.LayerwiseGPTQ(found, [])._forward._model.rounded

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import Tensor, open_checkpoint
-from jinfer.modelspec.blocks import SinusoidalPositions
+from jinfer.modelspec.blocks import SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.positions import sinusoids
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_model import resolve_model
@@ -56,7 +56,7 @@ def parameters(source: Path) -> dict[str, Any]:
     """Each parameter's name -> the tensor it is read from."""
     opened = open_files(source, {})
     spec, _ = resolve_model(opened, {})
-    origins = find_origins(build(spec, "float32"), opened.checkpoint, spec.tensors)
+    origins = find_origins(build_abstract_model(spec, "float32"), opened.checkpoint, spec.tensors)
     return {name: origin.files[0] for name, origin in origins.items()}
 
 
@@ -177,7 +177,7 @@ def test_a_quantized_copy_is_a_head_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_stored_sinusoids_are_no_parameter(dtype: Any, tmp_path: Path) -> None:
-    block = SinusoidalPositions(kind="sinusoidal_positions", width=64)
+    block = SinusoidalPositionsSpec(kind="sinusoidal_positions", width=64)
     table = sinusoids(block, np.arange(128)).astype(np.float32)
 
     def change(tensors: dict[str, np.ndarray]) -> None:
@@ -194,7 +194,7 @@ def test_stored_sinusoids_are_no_parameter(dtype: Any, tmp_path: Path) -> None:
 
 def test_stored_positions_under_their_older_name(tmp_path: Path) -> None:
     """M2M100's: a row before the first position is for the padding."""
-    block = SinusoidalPositions(
+    block = SinusoidalPositionsSpec(
         kind="sinusoidal_positions", width=64, offset=2, frequencies="tensor2tensor"
     )
     table = sinusoids(block, np.arange(-2, 128)).astype(np.float32)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.nn.abstract_model import AbstractModel, build
+from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.quant import QuantizedTensor
-from jinfer.quant.calibration_stats import tap
+from jinfer.quant.calibration_stats import record_inputs
 from jinfer.weights.choose_method import with_gptq
 from jinfer.weights.layer_forward import LayerwiseForward
 from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
@@ -54,7 +54,7 @@ def _keys(weights: str) -> dict[str, Any]:
 
 def opened(name: str) -> Model:
     found = open_model(GOLDENS / name, {"dtype": "float32"})
-    model = build(found.spec, "float32")
+    model = build_abstract_model(found.spec, "float32")
     own = plan(model, found.checkpoint, found.spec.tensors)
     return Model(found, model, own, dict(zip(model.names, read_all(own), strict=True)))
 
@@ -97,7 +97,7 @@ def test_each_layer_is_for_the_inputs_that_the_ones_before_give() -> None:
     vectors = [walk.embed(others, ids) for ids in read]
     for number, names in enumerate(walk.layers):
         plain = {n: of.leaves[n] for n in names}
-        plain |= {n: tap(plain[n], "products") for n in names if n in storages}
+        plain |= {n: record_inputs(plain[n], "products") for n in names if n in storages}
         for x, ids in zip(vectors, read, strict=True):
             walk.layer(number, plain | others, x, ids)
         for name in names:

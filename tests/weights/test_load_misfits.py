@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Checkpoint, CheckpointError
-from jinfer.modelspec.spec_values import Values
+from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.tensor_names import TensorMap, read_tensor_map
 from jinfer.weights.tensor_mapping import LoadError
 
@@ -50,7 +50,7 @@ def test_many_tensors_without_a_parameter_are_counted() -> None:
 
 
 def test_a_tensor_of_a_gguf_file_is_ignored_in_its_own_table() -> None:
-    names = read_tensor_map([{"gguf": {}}], "gguf", Values("", {}, str, bool))
+    names = read_tensor_map([{"gguf": {}}], "gguf", SpecValues("", {}, str, bool))
     abstract, own = model()
     extra = checkpoint(good() | {"rotary": np.zeros(3)})
     with pytest.raises(LoadError, match=r"in \[tensors.gguf\], or .* under tensors.gguf.ignore$"):

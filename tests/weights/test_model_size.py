@@ -8,7 +8,7 @@ import pytest
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import resolve
 from jinfer.modelspec.spec_files import families, read_toml, with_families
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of, stored_bits
 from jinfer.weights.storage_plan import choose_storages, stored
@@ -49,7 +49,7 @@ def test_bits_of_a_weight() -> None:
 def test_a_width_takes_what_its_format_takes(bits: float) -> None:
     keys = {"quantization.weights": f"q{bits:g}", "quantization.threshold": 0}
     opened = open_model(Path(__file__).parents[1] / "goldens" / "llama2", keys)
-    model = build(opened.spec, "float16")
+    model = build_abstract_model(opened.spec, "float16")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
     storages = choose_storages(model, opened.spec.quantization, origins, "float", "here")
     assert len(storages) > 20

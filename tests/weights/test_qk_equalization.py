@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.checkpoint.ggml_types import BLOCKS
-from jinfer.modelspec.blocks import Rope
-from jinfer.nn.abstract_model import build
+from jinfer.modelspec.blocks import RopeSpec
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import parse_format
-from jinfer.quant.gguf_blocks import quantized_tensor
-from jinfer.quant.quantize_matrix import quantize, quantize_apart
+from jinfer.quant.gguf_blocks import repacked_tensor
+from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
@@ -153,7 +153,7 @@ def test_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
     """As one device loads them, and as several take their parts."""
     opened = open_model(model(tmp_path / "large", 50.0), {"quantization.kv_cache": "q8"})
-    of = build(opened.spec, np.dtype(np.float32))
+    of = build_abstract_model(opened.spec, np.dtype(np.float32))
     found = plan_weights(of, opened.spec, opened.checkpoint, opened.activations)
     own = replace(found, kv_cache=opened.kv_cache)
     plain, whole = (dict(zip(of.names, load(each), strict=True)) for each in (found, own))
@@ -170,7 +170,7 @@ def test_some_rows_and_whole_weights_are_changed_alike(tmp_path: Path) -> None:
 
 
 def test_ordinary_weights_stay_as_they_are() -> None:
-    heads = Heads(HEADS, KV_HEADS, SIZE, Rope(kind="rope", dim=SIZE))
+    heads = Heads(HEADS, KV_HEADS, SIZE, RopeSpec(kind="rope", dim=SIZE))
     q, k = (Magnitude(RNG.uniform(0.5, 2, n * SIZE), 0.0) for n in (HEADS, KV_HEADS))
     exponents, error = exponents_of(heads, [q], [k])
     assert not exponents.any()
@@ -179,7 +179,7 @@ def test_ordinary_weights_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("pairs", ["halves", "adjacent"])
 def test_channels_that_are_rotated_together_share_a_factor(pairs: Any) -> None:
-    heads = Heads(HEADS, KV_HEADS, SIZE, Rope(kind="rope", dim=16, pairs=pairs))
+    heads = Heads(HEADS, KV_HEADS, SIZE, RopeSpec(kind="rope", dim=16, pairs=pairs))
     squares = np.ones((KV_HEADS, SIZE))
     squares[1, [2, 40]] = 2.0**20
     q, k = Magnitude(np.ones(HEADS * SIZE), 0.0), Magnitude(squares.ravel(), 0.0)
@@ -202,7 +202,7 @@ def blocks(name: str, fields: int) -> Any:
     """Random codes of a GGUF type, with float16 fields that are ordinary numbers."""
     raw = stored(name, (40, 1024)).raw().reshape(40 * 1024 // BLOCKS[name].values, -1).copy()
     raw[:, : 2 * fields] = np.full(fields, 0.01, np.float16).view(np.uint8)[None]
-    return quantized_tensor(tensor(name, raw, (40, 1024)))
+    return repacked_tensor(tensor(name, raw, (40, 1024)))
 
 
 WEIGHT = matrix(40, 300)
@@ -212,7 +212,7 @@ FORMS = {
     "q4": quantize(WEIGHT, parse_format("q4"), method="nearest"),
     "q3.5": quantize(WEIGHT, parse_format("q3.5"), method="nearest"),
     "q8_b128": quantize(WEIGHT, parse_format("q8_b128"), method="nearest"),
-    "outliers": quantize_apart(WEIGHT, parse_format("q4"), 0.01, method="nearest"),
+    "outliers": quantize_with_outliers(WEIGHT, parse_format("q4"), 0.01, method="nearest"),
     "Q4_0": blocks("Q4_0", 1),
     "Q4_K": blocks("Q4_K", 2),
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights import cache_folder, choose_method, load_time, quantized_cache
 from jinfer.weights.load_weights import load
@@ -165,7 +165,7 @@ def test_where_feedback_would_take_too_long(
 def test_parameters_that_are_placed_one_by_one(cache: Path) -> None:
     keys = {f"quantization.{key}": value for key, value in Q4.items()}
     opened = open_model(GOLDENS / "gemma", {"dtype": "float32", **keys})
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     found: Any = {}
 

@@ -13,7 +13,7 @@ from jinfer import LLM
 from jinfer.checkpoint import Checkpoint
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.cpu.build_library import isa, lowered_isa
-from jinfer.modelspec.quant_format import WIDE
+from jinfer.modelspec.quant_format import F16_AS_INT
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.ops.matmul import half_precision as storing
 from jinfer.quant import QuantizedTensor
@@ -28,7 +28,7 @@ from tools.quantize import main as quantize
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [1, 5, 9, 2, 40, 7, 3, 11, 6, 20, 8, 15, 4, 33, 12, 10, 2, 31]
 PLAIN = {"quantization.weights": "plain"}
-needs_calls = pytest.mark.skipif(not storing.reads_as_stored(), reason="no custom calls")
+needs_calls = pytest.mark.skipif(not storing.reads_16_bit_weights(), reason="no custom calls")
 
 
 def open_model(name: str, **overrides: Any) -> LLM:
@@ -92,7 +92,7 @@ def test_whole_numbers_where_they_are_faster(name: str) -> None:
     with lowered_isa("avx2"):
         llm = open_model(name, dtype="auto")
         quantized = [leaf for leaf in llm._engine.parameters if isinstance(leaf, QuantizedTensor)]
-        assert {leaf.format for leaf in quantized} == ({WIDE} if isa() == "avx2" else set())
+        assert {leaf.format for leaf in quantized} == ({F16_AS_INT} if isa() == "avx2" else set())
         whole = llm.logits([IDS])[0]
         in_parts = np.concatenate([llm.logits([IDS[:n]])[0][-1:] for n in (1, 3, len(IDS))])
     wanted = open_model(name).logits([IDS])[0]
@@ -120,7 +120,7 @@ def test_an_encoder() -> None:
 @needs_calls
 def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [open_model("mixtral").logits([ids])[0] for ids in (IDS, IDS[:1])]
-    monkeypatch.setattr(storing, "reads_as_stored", lambda: False)
+    monkeypatch.setattr(storing, "reads_16_bit_weights", lambda: False)
     monkeypatch.setattr("jinfer.ops.matmul.dense.cpu.dense_linear", None)
     jax.clear_caches()  # layers that were traced with the call
     kept = open_model("mixtral")

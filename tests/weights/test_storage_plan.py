@@ -9,7 +9,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import QuantizedTensor
 from jinfer.weights.read_weights import read
@@ -28,7 +28,7 @@ def storages(source: Path, **quantization: Any) -> dict[str, str]:
     """Name of each quantized parameter -> the name of its format."""
     keys = {f"quantization.{key}": value for key, value in {"threshold": 0, **quantization}.items()}
     opened = open_model(source, keys)
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
     chosen = choose_storages(
         model, opened.spec.quantization, origins, opened.activations, opened.spec.path
@@ -109,7 +109,7 @@ def test_a_quantized_model_computes_with_its_quantized_weights(
 
 def test_quantized_parameters_take_the_memory_that_they_should() -> None:
     opened = open_model(MODEL, {"quantization.weights": "q4", "quantization.threshold": 0})
-    model = build(opened.spec, "float32")
+    model = build_abstract_model(opened.spec, "float32")
     origins = find_origins(model, opened.checkpoint, opened.spec.tensors)
     chosen = choose_storages(model, opened.spec.quantization, origins, "int8", "spec")
     own = plan(model, opened.checkpoint, opened.spec.tensors, chosen)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.cli.remote.http_client import Server, objects
+from jinfer.cli.remote.http_client import ServerConnection, dicts_in
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
 from jinfer.progress import task
@@ -21,7 +21,7 @@ _NAMES = {"include_stop": "include_stop_str_in_output", "skip_special": "skip_sp
 
 
 @dataclass
-class Answer:
+class RemoteAnswer:
     """An answer that is being received.
 
     Attributes:
@@ -56,23 +56,23 @@ class Answer:
         return " | ".join(said) or f"{self.seconds:.2f} s"
 
 
-def body(
+def chat_body(
     messages: Sequence[Message], sampling: Mapping[str, Any], model: str | None
 ) -> dict[str, Any]:
     """The body of a chat completion request. Raises `RequestError`."""
     named = {} if model is None else {"model": model}
-    return {**named, "messages": list(messages), **fields(sampling)}
+    return {**named, "messages": list(messages), **sampling_fields(sampling)}
 
 
-def raw(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
+def completion_body(text: str, sampling: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The body of a text completion request, without a chat template. Raises `RequestError`."""
-    asked = {"model": model, "prompt": text, **fields(sampling)}
+    asked = {"model": model, "prompt": text, **sampling_fields(sampling)}
     if asked.pop("logprobs", None):
         asked["logprobs"] = asked.pop("top_logprobs")
     return asked
 
 
-def fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters under the API's names, OpenAI's where there is one.
 
     Raises:
@@ -109,12 +109,12 @@ def _format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def stream(
-    server: Server,
-    asked: Mapping[str, Any],
+def stream_answer(
+    server: ServerConnection,
+    body: Mapping[str, Any],
     show: Callable[[str], None],
     think: Callable[[str], None],
-) -> Answer:
+) -> RemoteAnswer:
     """Streams an answer. Ctrl-C cancels it, also on the server.
 
     Args:
@@ -124,9 +124,9 @@ def stream(
     Raises:
         RemoteError: the request failed.
     """
-    answer, begun = Answer(), time.perf_counter()
-    path = TEXT if "prompt" in asked else CHAT
-    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    answer, begun = RemoteAnswer(), time.perf_counter()
+    path = TEXT if "prompt" in body else CHAT
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with contextlib.closing(server.events(path, streamed)) as events:
             with task(f"waiting for {server.url}"):
@@ -141,7 +141,7 @@ def stream(
 
 
 def _take(
-    answer: Answer,
+    answer: RemoteAnswer,
     event: Mapping[str, Any],
     begun: float,
     show: Callable[[str], None],
@@ -149,7 +149,7 @@ def _take(
 ) -> None:
     if isinstance(event.get("usage"), Mapping):
         answer.usage = event["usage"]
-    for choice in objects(event.get("choices")):
+    for choice in dicts_in(event.get("choices")):
         answer.reason = choice.get("finish_reason") or answer.reason
         delta = dict(choice.get("delta") or {})
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from jinfer.cli.remote.http_client import DEFAULT, RemoteError, Server
+from jinfer.cli.remote.http_client import DEFAULT_URL, RemoteError, ServerConnection
 from jinfer.cli.terminal import foreign_flags
-from jinfer.cli.terminal.argument_parser import Parser
+from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.cli.terminal.flag_conflicts import FlagError, check_pairs
 from jinfer.cli.terminal.generate_flags import add_sampling
 
@@ -15,17 +15,17 @@ _SHORT = (
     *("--url", "--api-key", "--model", "--system", "--raw", "--json", "--timeout"),
     *("--max-tokens", "--temperature", "--help"),
 )
-INSTEAD = {
-    **foreign_flags.INSTEAD,
+FOREIGN_FLAGS = {
+    **foreign_flags.FLAG_HINTS,
     ("-p", "--prompt"): "write the question without a flag",
     ("-c", "--ctx-size", "--max-model-len"): "who starts the server says it",
     ("--host", "--port"): "--url http://HOST:PORT says where the server is",
 }
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
     """The argument parser; flags that are not given are None."""
-    parser = Parser(
+    parser = CliParser(
         prog=prog,
         usage="%(prog)s [QUESTION] [flags]",
         description="Asks a server with OpenAI's interface. Without a question, in a terminal: a "
@@ -33,11 +33,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         short=_SHORT,
         words="question",
-        instead=INSTEAD,
+        instead=FOREIGN_FLAGS,
     )
     add = parser.add_argument
     add("question", nargs="*", help="what to answer; several words need no quotes")
-    add("--url", help=f"where the server is: http(s)://... or unix:/PATH (JINFER_URL; {DEFAULT})")
+    add(
+        "--url",
+        help=f"where the server is: http(s)://... or unix:/PATH (JINFER_URL; {DEFAULT_URL})",
+    )
     add("--api-key", metavar="KEY", help="what opens it (JINFER_API_KEY)")
     add("--model", metavar="NAME", help="which of its models (JINFER_MODEL; else its first)")
     add("--system", metavar="TEXT", help="the system message")
@@ -59,13 +62,13 @@ def check(options: argparse.Namespace, chat: bool) -> None:
         raise FlagError("--logprobs needs --json, which shows them")
 
 
-def server(options: argparse.Namespace, environment: Mapping[str, str]) -> Server:
+def server_of(options: argparse.Namespace, environment: Mapping[str, str]) -> ServerConnection:
     """The server to connect to; flags override the environment. Raises `RemoteError`."""
     key = options.api_key or environment.get("JINFER_API_KEY", "").partition(",")[0].strip()
     if not (key.isascii() and key.isprintable()):
         raise RemoteError("--api-key: a key has letters, digits and signs of ASCII alone")
-    url = options.url or environment.get("JINFER_URL") or DEFAULT
-    return Server(url, key or None, options.timeout)
+    url = options.url or environment.get("JINFER_URL") or DEFAULT_URL
+    return ServerConnection(url, key or None, options.timeout)
 
 
 def _seconds(text: str) -> float:

@@ -13,10 +13,10 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from jinfer.engine.requests import RequestError
-from jinfer.guard.sanitize import shown
+from jinfer.guard.sanitize import sanitized
 from jinfer.version import __version__
 
-DEFAULT = "http://127.0.0.1:8080"
+DEFAULT_URL = "http://127.0.0.1:8080"
 _CONNECT = 10.0  # seconds
 _MAX_ERROR = 1 << 16  # bytes of an error response
 _MAX_LINE = 16 << 20  # bytes of one event
@@ -32,12 +32,12 @@ class RemoteError(RequestError):
     """
 
     def __init__(self, message: str, *, full: bool = False) -> None:
-        super().__init__(shown(" ".join(message.split())))
+        super().__init__(sanitized(" ".join(message.split())))
         self.full = full
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerConnection:
     """A server's address.
 
     Attributes:
@@ -46,7 +46,7 @@ class Server:
         timeout: seconds of silence until a request fails; None: no limit.
     """
 
-    url: str = DEFAULT
+    url: str = DEFAULT_URL
     key: str | None = None
     timeout: float | None = None
 
@@ -54,7 +54,7 @@ class Server:
         """The names of the served models. Raises `RemoteError`."""
         with self._asked("GET", "/v1/models", None) as answer:
             found = _json(answer.read())
-        named = [each.get("id") for each in objects(found.get("data"))]
+        named = [each.get("id") for each in dicts_in(found.get("data"))]
         return [name for name in named if isinstance(name, str)]
 
     def whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Server:
                     return
                 event = _json(data)
                 if "error" in event:
-                    raise _refusal(event, "the answer ended with an error")
+                    raise _error_of_body(event, "the answer ended with an error")
                 yield event
         raise RemoteError(f"{self.url}: the answer broke off")
 
@@ -97,9 +97,9 @@ class Server:
             connection.request(method, base + path, content, headers)
             answer = connection.getresponse()
             if answer.status != http.client.OK:
-                raise _refused(answer)
+                raise _error_of_response(answer)
             if told := answer.getheader(_IGNORED):
-                print(f"ignored by the server: {shown(told)}", file=sys.stderr)
+                print(f"ignored by the server: {sanitized(told)}", file=sys.stderr)
             yield answer
         except TimeoutError:
             raise RemoteError(f"{self.url}: the server says nothing") from None
@@ -115,7 +115,7 @@ class Server:
             connection.close()
 
 
-class _Unix(http.client.HTTPConnection):
+class _UnixConnection(http.client.HTTPConnection):
     """A connection to a Unix socket."""
 
     def __init__(self, path: str) -> None:
@@ -128,7 +128,7 @@ class _Unix(http.client.HTTPConnection):
         self.sock.connect(self.path)
 
 
-def objects(value: object) -> list[dict[str, Any]]:
+def dicts_in(value: object) -> list[dict[str, Any]]:
     """The objects of a list; empty if it is not a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
@@ -147,7 +147,7 @@ def _parts(url: str) -> SplitResult:
 
 def _connection(parts: SplitResult) -> http.client.HTTPConnection:
     if parts.scheme == "unix":
-        return _Unix(parts.path)
+        return _UnixConnection(parts.path)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(str(parts.hostname), parts.port, timeout=_CONNECT)
 
@@ -162,7 +162,7 @@ def _json(content: bytes) -> dict[str, Any]:
     return result
 
 
-def _refused(answer: http.client.HTTPResponse) -> RemoteError:
+def _error_of_response(answer: http.client.HTTPResponse) -> RemoteError:
     """The error for a failed response, with the server's message if it has one."""
     content = answer.read(_MAX_ERROR)
     status = f"{answer.status} {answer.reason}".strip()
@@ -173,12 +173,12 @@ def _refused(answer: http.client.HTTPResponse) -> RemoteError:
     text = content.decode(errors="replace").strip()
     is_page = "html" in (answer.getheader("Content-Type") or "")
     otherwise = status if is_page or not text else f"{status}: {text}"
-    return _refusal(found, otherwise) if isinstance(found, dict) else RemoteError(otherwise)
+    return _error_of_body(found, otherwise) if isinstance(found, dict) else RemoteError(otherwise)
 
 
-def _refusal(found: Mapping[str, Any], otherwise: str) -> RemoteError:
+def _error_of_body(body: Mapping[str, Any], otherwise: str) -> RemoteError:
     """The error in a JSON body: OpenAI's format, or a text under a common key."""
-    error = found.get("error", found)
+    error = body.get("error", body)
     if not isinstance(error, Mapping):
         return RemoteError(str(error))
     said = error.get("message") or error.get("detail") or otherwise

@@ -5,23 +5,23 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jinfer.api.prompt_inputs import parameters
-from jinfer.cli.remote.chat_request import Answer, body, stream
-from jinfer.cli.remote.http_client import RemoteError, Server
+from jinfer.api.prompt_inputs import parse_params
+from jinfer.cli.remote.chat_request import RemoteAnswer, chat_body, stream_answer
+from jinfer.cli.remote.http_client import RemoteError, ServerConnection
 from jinfer.cli.terminal.chat_loop import (
     STOPPED,
     UNANSWERED,
-    Dialogue,
-    count,
-    one_at_a_time,
-    say_rates,
+    ChatSession,
+    check_streamable,
+    plural,
+    print_rates,
 )
-from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
 
 
-class RemoteChat(Dialogue):
+class RemoteChat(ChatSession):
     """A conversation with a model on a server.
 
     Attributes:
@@ -30,23 +30,23 @@ class RemoteChat(Dialogue):
         last: the last answer.
     """
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: ServerConnection, model: str) -> None:
         super().__init__()
         self.server, self.model = server, model
-        self.last = Answer()
+        self.last = RemoteAnswer()
         self._asked = self._answered = 0
 
     def answer(self, message: str) -> None:
         """Answers a message; drops the oldest turns if the context is full."""
-        kept: list[Message] = [*self.said(), {"role": "user", "content": message}]
-        dropped, screen = 0, Screen()
+        kept: list[Message] = [*self.answered_messages(), {"role": "user", "content": message}]
+        dropped, screen = 0, WrappingWriter()
         while True:
             try:
-                asked = body(kept, self.sampling, self.model)
-                self.last = answer = stream(self.server, asked, screen, think)
+                asked = chat_body(kept, self.sampling, self.model)
+                self.last = answer = stream_answer(self.server, asked, screen, print_reasoning)
                 break
             except RemoteError as error:
-                turn = _oldest(kept) if error.full else range(0)
+                turn = _oldest_turn(kept) if error.full else range(0)
                 if not turn:
                     raise
                 del kept[turn.start : turn.stop]
@@ -59,8 +59,8 @@ class RemoteChat(Dialogue):
         cut = " [cut off: a limit of tokens]" if answer.reason == "length" else ""
         screen.end(STOPPED if answer.interrupted else cut)
         if dropped:
-            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
-        say_rates(answer.rates())
+            print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
+        print_rates(answer.rates())
         self._asked += answer.usage.get("prompt_tokens") or 0
         self._answered += answer.usage.get("completion_tokens") or 0
 
@@ -69,23 +69,23 @@ class RemoteChat(Dialogue):
         given = {**self.sampling, **changes}
         usual = {"temperature": 1.0}  # OpenAI's default, if neither the user nor the model sets one
         set_ = {name: value for name, value in given.items() if value is not None}
-        return one_at_a_time(parameters({}, None, usual | set_))
+        return check_streamable(parse_params({}, None, usual | set_))
 
     def stats(self) -> list[str]:
         """Token counts of all answers."""
         return [
-            f"{count(len(self.messages), 'message')} with {self.model} at {self.server.url}",
+            f"{plural(len(self.messages), 'message')} with {self.model} at {self.server.url}",
             f"so far: {self._asked} tokens of prompts, {self._answered} of answers",
         ]
 
 
-def think(text: str) -> None:
+def print_reasoning(text: str) -> None:
     """Prints a piece of reasoning, distinct from the answer."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
-def _oldest(messages: list[Message]) -> range:
+def _oldest_turn(messages: list[Message]) -> range:
     """The range of the oldest turn that may be dropped; the last question stays."""
     first = 1 if messages[0]["role"] == "system" else 0
     later = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]

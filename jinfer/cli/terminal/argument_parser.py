@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 _CLOSE = 0.6
 
 
-class Parser(argparse.ArgumentParser):
+class CliParser(argparse.ArgumentParser):
     """An argument parser.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jinfer.cli.terminal import line_input
-from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, follow
+from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, run_command
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.chat_prompt import Message
@@ -21,7 +21,7 @@ UNANSWERED = "[stopped: /retry asks again, another message takes its place]"
 _WORDS = ("exit", "quit")
 
 
-class Dialogue(ABC):
+class ChatSession(ABC):
     """A conversation and its settings.
 
     Attributes:
@@ -44,10 +44,10 @@ class Dialogue(ABC):
         """Runs the loop until the user ends it; returns the exit status."""
         print(HINT, file=sys.stderr)
         with line_input.history([*COMMANDS, *ALIASES]):
-            given = None if first is None else line_input.Typed(first, block=True)
+            given = None if first is None else line_input.TypedInput(first, block=True)
             while not self.ended:
                 try:
-                    typed, given = given or line_input.read(), None
+                    typed, given = given or line_input.read_message(), None
                     self.take(typed)
                 except EOFError:
                     print()
@@ -56,20 +56,20 @@ class Dialogue(ABC):
                     print("  (/exit or Ctrl-D ends)")
         return 0
 
-    def take(self, typed: line_input.Typed) -> None:
+    def take(self, typed: line_input.TypedInput) -> None:
         """Handles a message or a command; an error is printed as one line."""
         text = typed.text if typed.block else typed.text.strip()
         try:
             if not typed.block and text.lower() in _WORDS:
                 self.ended = True
             elif not typed.block and text.startswith("/"):
-                follow(self, text)
+                run_command(self, text)
             elif text.strip():
                 self.answer(text)
         except self.mistakes as error:
             print(f"error: {error}", file=sys.stderr)
 
-    def said(self) -> list[Message]:
+    def answered_messages(self) -> list[Message]:
         """The messages without a trailing unanswered one."""
         last = self.messages[-1:]
         unanswered = bool(last) and last[0]["role"] == "user"
@@ -92,19 +92,19 @@ class Dialogue(ABC):
         """Lines of statistics."""
 
 
-def count(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """`1 message`, `2 messages`."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def say_rates(line: str) -> None:
+def print_rates(line: str) -> None:
     """Prints a line of statistics, dimmed."""
     dim = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     faint = dim and "NO_COLOR" not in os.environ
     print(f"\x1b[2m{line}\x1b[0m" if faint else line, file=sys.stderr)
 
 
-def one_at_a_time(params: SamplingParams) -> SamplingParams:
+def check_streamable(params: SamplingParams) -> SamplingParams:
     """Checks that parameters give a single, streamable answer. Raises `RequestError`."""
     if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
         raise RequestError("a chat has one answer at a time: no beam search, no n, no best_of")

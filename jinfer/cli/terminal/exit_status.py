@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jinfer.cli.terminal import INTERRUPTED
-from jinfer.guard.process_limits import reason
+from jinfer.guard.process_limits import limit_reason
 
 _stuck = False  # set where threads may wait for others that could not be started
 
 
-def status_of(command: Callable[[], int]) -> int:
+def run_for_status(command: Callable[[], int]) -> int:
     """Runs a command; returns its exit status, also after Ctrl-C, a closed pipe or a limit."""
     global _stuck
     try:
@@ -29,7 +29,7 @@ def status_of(command: Callable[[], int]) -> int:
         _print_no_more()
         return 1
     except (MemoryError, ImportError, RuntimeError, OSError) as error:
-        if (said := reason(error)) is not None:
+        if (said := limit_reason(error)) is not None:
             print(f"error: {said}", file=sys.stderr)
             _stuck = True
             return 2
@@ -45,7 +45,7 @@ def _print_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Exits the process; without waiting for compilation after Ctrl-C.
 
     Nor after a process limit was reached: threads may wait for others that never started.

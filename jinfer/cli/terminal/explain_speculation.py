@@ -27,11 +27,14 @@ def explain(llm: LLM, ids: list[int]) -> int:
         )
     if params.strategy == "beam":
         raise FlagError("--explain-speculation: nothing is drafted for a beam search")
-    colours, chunks = Colours(), list[Chunk]()
-    with contextlib.closing(llm.stream(ids, params)) as stream, show_answer.ctrl_c() as pressed:
+    colours, chunks = SourceColours(), list[Chunk]()
+    with (
+        contextlib.closing(llm.stream(ids, params)) as stream,
+        show_answer.watch_ctrl_c() as pressed,
+    ):
         for chunk in stream:
             chunks.append(chunk)
-            text = show_answer.shown(llm, chunk.text, chunk.token_ids)
+            text = show_answer.display_text(llm, chunk.text, chunk.token_ids)
             progress.write(colours.paint(text, chunk.origin), progress.NO_ROOM)
             if pressed():
                 break
@@ -43,7 +46,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
     print(
         f"{drafted} tokens drafted, {accepted} of them right; "
         f"{usage.completion_tokens / steps:.2f} tokens a step",
-        *table({} if usage.speculation is None else usage.speculation.tried()),
+        *acceptance_table({} if usage.speculation is None else usage.speculation.tried()),
         f"colours: {colours.legend()}",
         show_answer.timings(llm, usage),
         sep="\n",
@@ -52,7 +55,7 @@ def explain(llm: LLM, ids: list[int]) -> int:
     return INTERRUPTED if interrupted else 0
 
 
-class Colours:
+class SourceColours:
     """Assigns a colour to each draft source, in order of appearance."""
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class Colours:
         return ", ".join(self.paint(origin, origin) for origin in self._of) or "none"
 
 
-def table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequence[str]:
+def acceptance_table(tried: Mapping[str, Mapping[int, tuple[int, int]]]) -> Sequence[str]:
     """The acceptance rate of each draft source by depth, given that the parent was accepted."""
     lines = []
     for source, depths in sorted(tried.items()):

@@ -16,7 +16,7 @@ class FlagError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Never:
+class _Conflict:
     """A flag, others that it excludes, and the reason."""
 
     flag: str
@@ -26,29 +26,29 @@ class _Never:
 
 # Parameters that do nothing where nothing is drawn.
 _DRAWING = tuple(p.name for p in PARAMETERS.values() if p.draws)
-_NEVER = (
-    _Never("question", ("prompt", "prompt_file", "ids"), "both are the prompt"),
-    _Never("ids", ("prompt", "prompt_file"), "both are the prompt"),
-    _Never("prompt", ("prompt_file",), "both are the prompt"),
-    _Never("ids", ("raw",), "token ids are continued as they are"),
-    _Never("ids", ("system",), "token ids are continued as they are"),
-    _Never("raw", ("system",), "the system message is a part of the chat template"),
-    _Never("json", ("explain_speculation",), "JSON has no colours"),
-    _Never("explain_speculation", ("n", "best_of"), "one answer is explained"),
-    _Never("greedy", ("strategy",), "both say how tokens are chosen"),
-    _Never("greedy", ("temperature", "seed", *_DRAWING), "nothing is left to chance"),
+_CONFLICTS = (
+    _Conflict("question", ("prompt", "prompt_file", "ids"), "both are the prompt"),
+    _Conflict("ids", ("prompt", "prompt_file"), "both are the prompt"),
+    _Conflict("prompt", ("prompt_file",), "both are the prompt"),
+    _Conflict("ids", ("raw",), "token ids are continued as they are"),
+    _Conflict("ids", ("system",), "token ids are continued as they are"),
+    _Conflict("raw", ("system",), "the system message is a part of the chat template"),
+    _Conflict("json", ("explain_speculation",), "JSON has no colours"),
+    _Conflict("explain_speculation", ("n", "best_of"), "one answer is explained"),
+    _Conflict("greedy", ("strategy",), "both say how tokens are chosen"),
+    _Conflict("greedy", ("temperature", "seed", *_DRAWING), "nothing is left to chance"),
     *(
-        _Never(one, CONSTRAINTS[number:], "an answer keeps to one of them")
+        _Conflict(one, CONSTRAINTS[number:], "an answer keeps to one of them")
         for number, one in enumerate(CONSTRAINTS[:-1], start=1)
     ),
 )
 _CHAT = ("ids", "json", "raw", "logprobs", "n", "best_of", "explain_speculation")
 
 # Keys of a specification -> flags that set them.
-KEYS = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
+FLAG_OF_KEY = {"engine.context": "ctx_size", "quantization.kv_cache": "kv_cache", "dtype": "dtype"}
 
 
-def settle(options: argparse.Namespace) -> argparse.Namespace:
+def merge_alternatives(options: argparse.Namespace) -> argparse.Namespace:
     """Merges alternatives (positional and flag) for the source and the prompt.
 
     Raises:
@@ -99,7 +99,7 @@ def check(options: argparse.Namespace, chat: bool) -> None:
 
 def check_pairs(given: Collection[str]) -> None:
     """Checks given sampling flags for conflicts. Raises `FlagError`."""
-    for never in _NEVER:
+    for never in _CONFLICTS:
         if never.flag in given and (other := _first(never.others, given)):
             raise FlagError(f"{_named(never.flag)} with {_named(other)}: {never.why}")
 
@@ -107,7 +107,7 @@ def check_pairs(given: Collection[str]) -> None:
 def _check_settings(options: argparse.Namespace) -> None:
     """Rejects --set beside a flag that sets the same key."""
     keys = {f"generation.{name}": name for name in sampling(options)}
-    keys |= {key: name for key, name in KEYS.items() if getattr(options, name) is not None}
+    keys |= {key: name for key, name in FLAG_OF_KEY.items() if getattr(options, name) is not None}
     if options.system is not None:
         keys["prompt.system"] = "system"
     for text in options.set or ():
@@ -121,7 +121,7 @@ def check_effects(given: Collection[str], params: SamplingParams) -> None:
     Raises:
         FlagError: one has no effect.
     """
-    for flag, why in _idle(given, params):
+    for flag, why in _without_effect(given, params):
         raise FlagError(f"{_named(flag)} does nothing here: {why}")
     if "n" in given and params.n > 1 and not params.draws:
         raise FlagError(
@@ -130,7 +130,7 @@ def check_effects(given: Collection[str], params: SamplingParams) -> None:
         )
 
 
-def _idle(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
+def _without_effect(given: Collection[str], params: SamplingParams) -> Iterator[tuple[str, str]]:
     rows = [row for row in PARAMETERS.values() if row.name in given]
     for row in rows:
         if row.strategies and params.strategy not in row.strategies:

@@ -10,7 +10,7 @@ _DEVICES = "--set partition.devices=... says which device computes what (jinfer 
 _MAPPED = "leave it out: files are mapped, and what is read of them let go"
 
 # Hints for flags that are not accepted.
-INSTEAD: Mapping[tuple[str, ...], str] = {
+FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
         "a GPU that JAX finds computes all layers; --set partition.cpu_layers=N leaves N to the CPU"
     ),
@@ -54,7 +54,7 @@ _ASKED = (
 )
 
 # Hints for server flags, which come before those above.
-SERVING: Mapping[tuple[str, ...], str] = {
+SERVER_FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     ("-t", "--threads", "-tb", "--threads-batch"): (
         "it computes on all cores that it may use: taskset, or CPUAffinity= of systemd, says which"
     ),
@@ -78,11 +78,11 @@ SERVING: Mapping[tuple[str, ...], str] = {
         *("-n", "--predict", "--n-predict", "--max-tokens", "--repeat-penalty"),
         *("--presence-penalty", "--frequency-penalty"),
     ): _ASKED,
-    **INSTEAD,
+    **FLAG_HINTS,
 }
 
 # Flags with another name and the same meaning: jinfer's -> others'.
-ALIASES: Mapping[str, tuple[str, ...]] = {
+FLAG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "--prompt": ("-p",),
     "--prompt-file": ("-f", "--file"),
     "--system": ("-sys", "--system-prompt"),

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinfer.cli.terminal.argument_parser import Parser
-from jinfer.cli.terminal.foreign_flags import ALIASES, INSTEAD
+from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.terminal.foreign_flags import FLAG_ALIASES, FLAG_HINTS
 from jinfer.distributed import job_config
 from jinfer.sampling import param_ranges as ranges
 from jinfer.sampling.param_field import Parameter
@@ -28,10 +28,10 @@ _SHORT = (
 )
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
     """The argument parser; flags that are not given are None."""
     chat = prog.endswith(" chat")
-    parser = Parser(
+    parser = CliParser(
         prog=prog,
         usage="%(prog)s [SOURCE] [QUESTION] [flags]",
         description="A conversation with a model."
@@ -40,7 +40,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         short=_SHORT,
         words="question",
-        instead=INSTEAD,
+        instead=FLAG_HINTS,
     )
     add = partial(_add, parser.add_argument)
     add(
@@ -103,7 +103,7 @@ def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
     The first name is jinfer's and is shown.
     """
     add(names[0], **how)
-    others = (*names[1:], *ALIASES.get(names[0], ()))
+    others = (*names[1:], *FLAG_ALIASES.get(names[0], ()))
     if others:
         dest = names[0].removeprefix("--").replace("-", "_")
         add(*others, **how | {"dest": dest, "help": argparse.SUPPRESS})

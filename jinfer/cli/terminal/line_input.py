@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinfer.guard.safe_files import FileRefused, read_regular
+from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'
-OFF = "JINFER_NO_HISTORY"
+NO_HISTORY = "JINFER_NO_HISTORY"
 MAX_LINES = 1000
 MAX_BYTES = 1 << 20
 
 
-class Typed(NamedTuple):
+class TypedInput(NamedTuple):
     """Input from the user.
 
     Attributes:
@@ -31,7 +31,7 @@ class Typed(NamedTuple):
     block: bool = False
 
 
-def read() -> Typed:
+def read_message() -> TypedInput:
     r'''Reads a message: a line, lines that end in \, or all between two """.
 
     Raises:
@@ -40,12 +40,12 @@ def read() -> Typed:
     '''
     line = input(PROMPT)
     if line.lstrip().startswith(BLOCK):
-        return Typed(_block(line.lstrip().removeprefix(BLOCK)), block=True)
+        return TypedInput(_block(line.lstrip().removeprefix(BLOCK)), block=True)
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1].removesuffix("\\")
         lines.append(input(MORE))
-    return Typed("\n".join(lines))
+    return TypedInput("\n".join(lines))
 
 
 def _block(line: str) -> str:
@@ -82,7 +82,7 @@ def history(commands: Sequence[str] = ()) -> Iterator[None]:
         count = readline.get_current_history_length()
         new = [readline.get_history_item(i + 1) or "" for i in range(before, count)]
         if path is not None and new:
-            keep(path, new)
+            append_history(path, new)
 
 
 def completion(text: str, number: int, commands: Sequence[str]) -> str | None:
@@ -93,7 +93,7 @@ def completion(text: str, number: int, commands: Sequence[str]) -> str | None:
 
 def history_file() -> Path | None:
     """The history file; None if history is disabled or there is no home folder."""
-    if os.environ.get(OFF, "0") not in ("", "0"):
+    if os.environ.get(NO_HISTORY, "0") not in ("", "0"):
         return None
     try:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -102,7 +102,7 @@ def history_file() -> Path | None:
     return Path(state) / "jinfer" / "chat_history"
 
 
-def keep(path: Path, new: list[str]) -> None:
+def append_history(path: Path, new: list[str]) -> None:
     """Appends lines to a history file, up to its limit; only the user may read it.
 
     The file is read again, because another chat may have written it meanwhile.
@@ -118,12 +118,14 @@ def keep(path: Path, new: list[str]) -> None:
             file.writelines(f"{line}\n" for line in lines)
         os.replace(file.name, path)
     except OSError as error:
-        print(f"the history is not kept: {path}: {error.strerror}; {OFF}=1", file=sys.stderr)
+        print(f"the history is not kept: {path}: {error.strerror}; {NO_HISTORY}=1", file=sys.stderr)
 
 
 def _kept(path: Path | None) -> list[str]:
     try:
-        content = b"" if path is None or not path.is_file() else read_regular(path, 2 * MAX_BYTES)
-    except (FileRefused, OSError):
+        content = (
+            b"" if path is None or not path.is_file() else read_regular_file(path, 2 * MAX_BYTES)
+        )
+    except (FileRefusedError, OSError):
         return []
     return content.decode(errors="replace").splitlines()[-MAX_LINES:]

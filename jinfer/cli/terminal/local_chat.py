@@ -12,13 +12,13 @@ from jinfer.cli.terminal import show_answer
 from jinfer.cli.terminal.chat_loop import (
     STOPPED,
     UNANSWERED,
-    Dialogue,
-    count,
-    one_at_a_time,
-    say_rates,
+    ChatSession,
+    check_streamable,
+    plural,
+    print_rates,
 )
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
-from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
@@ -27,7 +27,7 @@ from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 _SHARE = 4  # one part of the context is reserved for an answer
 
 
-class Chat(Dialogue):
+class LocalChat(ChatSession):
     """A conversation with a model in this process.
 
     Attributes:
@@ -48,12 +48,14 @@ class Chat(Dialogue):
         params = self.params()
         asked: Message = {"role": "user", "content": message}
         room = self.llm.frontend.room
-        ids, kept = fitted(self.llm.encode_chat, [*self.said(), asked], room, params.max_tokens)
-        if dropped := len(self.said()) + 1 - len(kept):
-            print(f"(the {count(dropped, 'oldest message')} were dropped: the context is full)")
+        ids, kept = drop_oldest_turns(
+            self.llm.encode_chat, [*self.answered_messages(), asked], room, params.max_tokens
+        )
+        if dropped := len(self.answered_messages()) + 1 - len(kept):
+            print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
         most = min(params.max_tokens or room, room - len(ids))
         chunks: list[Chunk] = []
-        waited, screen = self.llm.compile_seconds, Screen()
+        waited, screen = self.llm.compile_seconds, WrappingWriter()
         with contextlib.closing(self.llm.stream(ids, params, max_tokens=most)) as stream:
             interrupted = print_answer(stream, chunks, screen, self.llm, len(ids))
         self.messages = kept
@@ -64,28 +66,28 @@ class Chat(Dialogue):
         self.messages = [*kept, {"role": "assistant", "content": text}]
         screen.end(STOPPED if interrupted else _mark(chunks, most == params.max_tokens, most))
         usage = usage_of(self.llm, interrupted)
-        say_rates(rates(usage, self.llm.compile_seconds - waited))
+        print_rates(rates(usage, self.llm.compile_seconds - waited))
 
     def params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters of the next message. Raises `RequestError`."""
-        return one_at_a_time(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
+        return check_streamable(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
 
     def stats(self) -> list[str]:
         """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
         return [
-            f"{count(len(self.messages), 'message')}, {used} of {self.llm.frontend.room} tokens",
+            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.frontend.room} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]
 
 
-def fitted(
+def drop_oldest_turns(
     encode: Callable[[Sequence[Message]], list[int]],
     messages: Sequence[Message],
     room: int,
-    most: int | None,
+    max_tokens: int | None,
 ) -> tuple[list[int], list[Message]]:
     """The token ids of a conversation and its messages, shortened to leave room for an answer.
 
@@ -100,7 +102,7 @@ def fitted(
         RequestError: the last question alone is too long.
     """
     kept = list(messages)
-    wanted = min(most or room, room // _SHARE)
+    wanted = min(max_tokens or room, room // _SHARE)
     first = 1 if kept[0]["role"] == "system" else 0
     while len(ids := encode(kept)) + wanted > room:
         turns = [i for i, m in enumerate(kept) if i > first and m["role"] == "user"]

@@ -16,14 +16,20 @@ from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.terminal import INTERRUPTED, show_answer
 from jinfer.cli.terminal.chat_loop import STOPPED
-from jinfer.cli.terminal.flag_conflicts import KEYS, FlagError, check, check_effects, settle
+from jinfer.cli.terminal.flag_conflicts import (
+    FLAG_OF_KEY,
+    FlagError,
+    check,
+    check_effects,
+    merge_alternatives,
+)
 from jinfer.cli.terminal.generate_flags import sampling, spelled
-from jinfer.cli.terminal.local_chat import Chat
-from jinfer.cli.terminal.text_wrap import Screen
+from jinfer.cli.terminal.local_chat import LocalChat
+from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefused, read_regular
+from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
@@ -38,7 +44,7 @@ MAX_PROMPT = 64 << 20  # bytes
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status. A user's mistake is one line and status 2."""
     try:
-        options = settle(options)
+        options = merge_alternatives(options)
         silent = options.prompt is None and options.prompt_file is None and options.ids is None
         chat = options.chat or (silent and options.list is None and sys.stdin.isatty())
         check(options, chat)
@@ -49,12 +55,12 @@ def run(options: argparse.Namespace) -> int:
         if job is None:
             return _run(options, chat, silent)
         # Imported here, because a single process does not need it.
-        from jinfer.api.job_processes import follow, run_job
+        from jinfer.api.job_processes import run_job, run_worker
 
         return run_job(
             job,
             lambda: _run(options, chat, silent),
-            lambda: follow(options.source, _overrides(options)),
+            lambda: run_worker(options.source, _overrides(options)),
         )
     except SpecError as error:
         print(f"error: {_flag_of(error, sampling(options)) or error}", file=sys.stderr)
@@ -77,7 +83,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for text in options.set or ():
         overrides = merge(overrides, parse_override(text))
-    for key, name in KEYS.items():
+    for key, name in FLAG_OF_KEY.items():
         if (value := getattr(options, name)) is not None:
             *tables, last = key.split(".")
             given: dict[str, Any] = {last: value}
@@ -106,7 +112,7 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
             print(llm.frontend.described(), file=sys.stderr)
         print(llm.frontend.cache_report(), file=sys.stderr)
     if chat:
-        return Chat(llm).run(prompt if isinstance(prompt, str) else None)
+        return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)
     if options.explain_speculation:
         from jinfer.cli.terminal.explain_speculation import explain
@@ -145,11 +151,11 @@ def _text(file: str | None) -> str:
     name, content = file or "standard input", b""
     try:
         if file is not None:
-            content = read_regular(Path(file), MAX_PROMPT)
+            content = read_regular_file(Path(file), MAX_PROMPT)
         else:
             content = sys.stdin.buffer.read()
         return content.decode("utf-8-sig")
-    except FileRefused as error:
+    except FileRefusedError as error:
         raise RequestError(f"{name}: {error}") from None
     except UnicodeDecodeError:
         raise RequestError(f"{name}: is no text in UTF-8") from None
@@ -183,13 +189,13 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
     if params.strategy == "beam" or max(params.n, params.best_of or 1) > 1:
         return _answers(llm, ids, params, as_json)
     chunks: list[Chunk] = []
-    screen = Screen()
+    screen = WrappingWriter()
     show = (lambda text: None) if as_json else screen
     with contextlib.closing(llm.stream(ids, params)) as stream:
         interrupted = show_answer.print_answer(stream, chunks, show, llm, len(ids))
     usage = show_answer.usage_of(llm, interrupted)
     if as_json:
-        report = show_answer.report(llm, [show_answer.of_chunks(chunks)], usage)
+        report = show_answer.report(llm, [show_answer.report_of_chunks(chunks)], usage)
         print(json.dumps(report, ensure_ascii=False))
     else:
         screen.end(STOPPED if interrupted and sys.stdout.isatty() else "")
@@ -203,14 +209,16 @@ def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) ->
         found = llm.generate(ids, params)
     usage = found[0].usage
     if as_json:
-        report = show_answer.report(llm, [show_answer.of_completion(each) for each in found], usage)
+        report = show_answer.report(
+            llm, [show_answer.report_of_completion(each) for each in found], usage
+        )
         print(json.dumps(report, ensure_ascii=False))
         return 0
     for number, each in enumerate(found, start=1):
         if len(found) > 1:
             print(f"--- {number} of {len(found)}")
-        screen = Screen()
-        screen(show_answer.shown(llm, each.text, each.token_ids))
+        screen = WrappingWriter()
+        screen(show_answer.display_text(llm, each.text, each.token_ids))
         screen.end()
     print(show_answer.timings(llm, usage), file=sys.stderr)
     return 0

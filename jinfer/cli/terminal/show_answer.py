@@ -15,7 +15,11 @@ from jinfer.progress import task
 
 
 def print_answer(
-    stream: Iterator[Chunk], chunks: list[Chunk], show: Callable[[str], None], llm: LLM, asked: int
+    stream: Iterator[Chunk],
+    chunks: list[Chunk],
+    show: Callable[[str], None],
+    llm: LLM,
+    prompt_tokens: int,
 ) -> bool:
     """Prints an answer while it is generated; returns whether Ctrl-C stopped it.
 
@@ -23,11 +27,11 @@ def print_answer(
         chunks: receives the chunks; before the first one, Ctrl-C interrupts at once.
         prompt_tokens: number of prompt tokens.
     """
-    with ctrl_c(lambda: bool(chunks)) as pressed:
+    with watch_ctrl_c(lambda: bool(chunks)) as pressed:
         try:
-            for chunk in _after_prompt(stream, llm, asked):
+            for chunk in _after_prompt(stream, llm, prompt_tokens):
                 chunks.append(chunk)
-                show(shown(llm, chunk.text, chunk.token_ids))
+                show(display_text(llm, chunk.text, chunk.token_ids))
                 if pressed():
                     return True
         except KeyboardInterrupt:
@@ -37,14 +41,14 @@ def print_answer(
     return False
 
 
-def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chunk]:
+def _after_prompt(stream: Iterator[Chunk], llm: LLM, prompt_tokens: int) -> Iterator[Chunk]:
     """The chunks; shows prefill progress until the first one."""
     scheduler = llm.frontend.engine.scheduler
 
     def computed() -> int:
         return next((sequence.computed for sequence in scheduler.running), 0)
 
-    with task("reading the prompt", asked, unit="token", measure=computed):
+    with task("reading the prompt", prompt_tokens, unit="token", measure=computed):
         first = next(stream, None)
     if first is not None:
         yield first
@@ -52,7 +56,7 @@ def _after_prompt(stream: Iterator[Chunk], llm: LLM, asked: int) -> Iterator[Chu
 
 
 @contextlib.contextmanager
-def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bool]]:
+def watch_ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bool]]:
     """Records Ctrl-C instead of interrupting a step; yields a function that tells whether it came.
 
     A second Ctrl-C interrupts.
@@ -76,7 +80,7 @@ def ctrl_c(waits: Callable[[], bool] = lambda: True) -> Iterator[Callable[[], bo
         signal.signal(signal.SIGINT, before)
 
 
-def shown(llm: LLM, text: str, ids: Sequence[int]) -> str:
+def display_text(llm: LLM, text: str, ids: Sequence[int]) -> str:
     """The text of an answer to print; without a tokenizer, its ids."""
     return text if llm.tokenizer else "".join(f"{id} " for id in ids)
 
@@ -88,7 +92,7 @@ def usage_of(llm: LLM, interrupted: bool) -> Usage:
     return llm.last_usage
 
 
-def of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
+def report_of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """The report of an answer from its chunks; it may have been stopped."""
     return _entry(
         "".join(chunk.text for chunk in chunks),
@@ -98,7 +102,7 @@ def of_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
     )
 
 
-def of_completion(answer: Completion) -> dict[str, Any]:
+def report_of_completion(answer: Completion) -> dict[str, Any]:
     """The report of a complete answer."""
     return _entry(answer.text, answer.token_ids, answer.finish_reason, answer.logprobs or [])
 

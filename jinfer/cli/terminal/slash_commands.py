@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinfer.api.prompt_inputs import messages
+from jinfer.api.prompt_inputs import parse_messages
 from jinfer.engine.requests import RequestError
-from jinfer.guard.safe_files import FileRefused, read_regular
-from jinfer.modelspec.spec_errors import nearest
+from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
@@ -19,7 +19,7 @@ from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 MAX_BYTES = 16 << 20  # of a saved conversation
 
 
-class Dialogue(Protocol):
+class ChatInterface(Protocol):
     """The part of `chat_loop.ChatSession` that commands use."""
 
     messages: list[Message]
@@ -33,7 +33,7 @@ class Dialogue(Protocol):
 
 
 @dataclass(frozen=True)
-class Command:
+class SlashCommand:
     """A slash command.
 
     Attributes:
@@ -42,18 +42,18 @@ class Command:
         help: what it does.
     """
 
-    run: Callable[[Dialogue, str], None]
+    run: Callable[[ChatInterface, str], None]
     takes: str
     help: str
 
 
-def follow(chat: Dialogue, line: str) -> None:
+def run_command(chat: ChatInterface, line: str) -> None:
     """Runs a line that begins with /. Raises `RequestError`."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
     command = COMMANDS.get(ALIASES.get(name, name))
     if command is None:
-        listing = nearest(f"/{name}", (f"/{known}" for known in COMMANDS))
+        listing = nearest_hint(f"/{name}", (f"/{known}" for known in COMMANDS))
         raise RequestError(
             f'there is no /{name}; {listing}; a message that begins with / goes between """'
         )
@@ -64,30 +64,30 @@ def follow(chat: Dialogue, line: str) -> None:
     command.run(chat, rest)
 
 
-def _help(chat: Dialogue, rest: str) -> None:
+def _help(chat: ChatInterface, rest: str) -> None:
     for name, command in COMMANDS.items():
         print(f"  {f'/{name} {command.takes}':22} {command.help}")
     print('  a line that ends in \\ goes on in the next one; """ begins and ends several lines')
 
 
-def _exit(chat: Dialogue, rest: str) -> None:
+def _exit(chat: ChatInterface, rest: str) -> None:
     chat.ended = True
 
 
-def _reset(chat: Dialogue, rest: str) -> None:
+def _reset(chat: ChatInterface, rest: str) -> None:
     chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
     print("(forgotten, but for the system message)" if chat.messages else "(forgotten)")
 
 
-def _undo(chat: Dialogue, rest: str) -> None:
-    _take_back(chat)
+def _undo(chat: ChatInterface, rest: str) -> None:
+    _remove_last_question(chat)
     left = len(chat.messages)
     print(f"({left} {'message is' if left == 1 else 'messages are'} left)")
 
 
-def _retry(chat: Dialogue, rest: str) -> None:
+def _retry(chat: ChatInterface, rest: str) -> None:
     params, before = chat.params(), chat.messages
-    asked = _take_back(chat)
+    asked = _remove_last_question(chat)
     if not params.draws or params.seed is not None:
         print("(the same answer comes again: /set temperature=0.8, or /set seed=none)")
     try:
@@ -97,7 +97,7 @@ def _retry(chat: Dialogue, rest: str) -> None:
         raise
 
 
-def _take_back(chat: Dialogue) -> str:
+def _remove_last_question(chat: ChatInterface) -> str:
     """Removes and returns the last question, with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
@@ -107,13 +107,13 @@ def _take_back(chat: Dialogue) -> str:
     raise RequestError("there is no question yet")
 
 
-def _system(chat: Dialogue, text: str) -> None:
+def _system(chat: ChatInterface, text: str) -> None:
     others = [m for m in chat.messages if m["role"] != "system"]
     chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
     print("(from now on)" if text else "(none but the model's own)")
 
 
-def _save(chat: Dialogue, name: str) -> None:
+def _save(chat: ChatInterface, name: str) -> None:
     path = Path(name).expanduser()
     if path.exists() and path != chat.file:
         raise RequestError(f"{name}: there is such a file; give another name")
@@ -126,12 +126,12 @@ def _save(chat: Dialogue, name: str) -> None:
     print(f"({_messages(chat)} in {name})")
 
 
-def _load(chat: Dialogue, name: str) -> None:
+def _load(chat: ChatInterface, name: str) -> None:
     path = Path(name).expanduser()
     try:
-        found = json.loads(read_regular(path, MAX_BYTES))
-        chat.messages = messages(found if isinstance(found, list) else None)
-    except FileRefused as error:
+        found = json.loads(read_regular_file(path, MAX_BYTES))
+        chat.messages = parse_messages(found if isinstance(found, list) else None)
+    except FileRefusedError as error:
         raise RequestError(f"{name}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name}: is no conversation: {error}") from None
@@ -139,11 +139,11 @@ def _load(chat: Dialogue, name: str) -> None:
     print(f"({_messages(chat)})")
 
 
-def _messages(chat: Dialogue) -> str:
+def _messages(chat: ChatInterface) -> str:
     return f"{len(chat.messages)} message{'s' * (len(chat.messages) != 1)}"
 
 
-def _set(chat: Dialogue, setting: str) -> None:
+def _set(chat: ChatInterface, setting: str) -> None:
     if not setting:
         print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
         return
@@ -153,20 +153,22 @@ def _set(chat: Dialogue, setting: str) -> None:
     chat.sampling |= new
 
 
-def _stats(chat: Dialogue, rest: str) -> None:
+def _stats(chat: ChatInterface, rest: str) -> None:
     print(*chat.stats(), sep="\n")
 
 
-COMMANDS: Mapping[str, Command] = {
-    "help": Command(_help, "", "this list"),
-    "exit": Command(_exit, "", "ends; so do exit, quit and Ctrl-D"),
-    "reset": Command(_reset, "", "forgets the conversation; so does /clear"),
-    "retry": Command(_retry, "", "answers the last message again"),
-    "undo": Command(_undo, "", "takes the last message and its answer back"),
-    "system": Command(_system, "[TEXT]", "sets the system message; without TEXT there is none"),
-    "set": Command(_set, "[KEY=VALUE]", "sets a sampling parameter; alone: shows what is set"),
-    "save": Command(_save, "FILE", "writes the conversation as JSON"),
-    "load": Command(_load, "FILE", "goes on with a conversation from a file"),
-    "stats": Command(_stats, "", "tokens so far"),
+COMMANDS: Mapping[str, SlashCommand] = {
+    "help": SlashCommand(_help, "", "this list"),
+    "exit": SlashCommand(_exit, "", "ends; so do exit, quit and Ctrl-D"),
+    "reset": SlashCommand(_reset, "", "forgets the conversation; so does /clear"),
+    "retry": SlashCommand(_retry, "", "answers the last message again"),
+    "undo": SlashCommand(_undo, "", "takes the last message and its answer back"),
+    "system": SlashCommand(
+        _system, "[TEXT]", "sets the system message; without TEXT there is none"
+    ),
+    "set": SlashCommand(_set, "[KEY=VALUE]", "sets a sampling parameter; alone: shows what is set"),
+    "save": SlashCommand(_save, "FILE", "writes the conversation as JSON"),
+    "load": SlashCommand(_load, "FILE", "goes on with a conversation from a file"),
+    "stats": SlashCommand(_stats, "", "tokens so far"),
 }
 ALIASES: Mapping[str, str] = {"quit": "exit", "clear": "reset", "?": "help"}

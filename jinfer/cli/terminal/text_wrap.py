@@ -11,7 +11,7 @@ from jinfer import progress
 _TAB = 8
 
 
-class Screen:
+class WrappingWriter:
     """Writes an answer as it comes.
 
     On a terminal, a word that does not fit its line moves to the next one. Elsewhere the text is

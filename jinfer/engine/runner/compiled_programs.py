@@ -27,11 +27,11 @@ from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.engine.thread_pools import start_threads
-from jinfer.guard.disk_cache import Shelf
+from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.draft_head import taps
+from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import Cache, CacheShape, abstract
+from jinfer.ops.attention.kv_cache import Cache, CacheShape, abstract_cache
 from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
@@ -65,7 +65,7 @@ class CompiledPrograms:
 
     model: AbstractModel
     sizes: Sizes
-    shelf: Shelf | None = None
+    shelf: DiskCache | None = None
     compilations: int = 0
     waited: float = 0.0
     most_steps: int = MAX_STEPS
@@ -146,7 +146,7 @@ class CompiledPrograms:
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract weights as programs take them; see `with_weight_pointers`."""
         leaves = tuple(jax.tree.leaves(self.model.parameters))
-        return (*leaves, *map(weight_pointers.like, self._pointer_arrays(leaves)))
+        return (*leaves, *map(weight_pointers.abstract_table, self._pointer_arrays(leaves)))
 
     @property
     def pointer_layers(self) -> Mapping[str, slice]:
@@ -171,7 +171,7 @@ class CompiledPrograms:
     @cached_property
     def cache(self) -> Cache:
         """The KV cache's abstract arrays."""
-        return abstract(*self.cache_pools())
+        return abstract_cache(*self.cache_pools())
 
     @cached_property
     def state(self) -> states.State:
@@ -191,7 +191,7 @@ class CompiledPrograms:
 
     def hidden_taps(self, cache: Cache) -> Any:
         """The cached hidden states that "gather_taps" reads for a draft head, by layer."""
-        return tuple(cache[name] for name in taps(self.model.caches))
+        return tuple(cache[name] for name in tap_names(self.model.caches))
 
     def allocate_kv_cache(self) -> Cache:
         """Allocates the paged KV cache: a pool of blocks for each attention, not initialized."""
@@ -233,7 +233,9 @@ class CompiledPrograms:
 
         def with_parts(leaves: tuple[Any, ...], *rest: Any) -> Any:
             parameters = jax.tree.unflatten(tree, leaves[:count])
-            with weight_pointers.told(next(iter(leaves[count:]), None), self.pointer_layers):
+            with weight_pointers.use_weight_pointers(
+                next(iter(leaves[count:]), None), self.pointer_layers
+            ):
                 return function(self.model, *first, parameters, *rest)
 
         return with_parts

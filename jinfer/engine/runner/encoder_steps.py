@@ -9,7 +9,7 @@ from jax import Array
 
 from jinfer.engine.runner.steps import Leaves
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.ops.attention.kv_cache import Cache, Placement
+from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -33,7 +33,7 @@ def fill_cross_attention(
     encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)["hidden"]
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     rows = jnp.where(positions < lengths[0], 0, -1)
-    return module.fill(encoded, cache, Placement(rows, positions, table))
+    return module.fill(encoded, cache, AttentionMetadata(rows, positions, table))
 
 
 def encode(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
-from jinfer.nn.forward_context import Copies, Step
+from jinfer.nn.forward_context import ForwardBatch, TreeCopies
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -34,15 +34,15 @@ class FlatBatch(NamedTuple):
     positions: Int[Array, " tokens"]
     prompts: Int[Array, " rows"]
     encoded: Int[Array, " rows"]
-    copies: Copies | None = None
+    copies: TreeCopies | None = None
 
-    def step(self, tables: Tables) -> Step:
+    def step(self, tables: Tables) -> ForwardBatch:
         """The forward context of the model's modules.
 
         Args:
             tables: the block tables.
         """
-        at = Step.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
+        at = ForwardBatch.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
         return at._replace(copies=self.copies)
 
 

@@ -20,8 +20,8 @@ import jax
 from jaxlib.version import __version__ as jaxlib_version
 
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.guard.disk_cache import Shelf
-from jinfer.ops.custom_calls import made_from
+from jinfer.guard.disk_cache import DiskCache
+from jinfer.ops.custom_calls import library_key
 from jinfer.ops.thread_limit import cores
 from jinfer.progress import line
 from jinfer.runtime.known_jaxlib import is_known
@@ -64,7 +64,7 @@ def compiled_apart(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return compiled(lowered, _APART)
 
 
-def use_persistent_cache() -> Shelf | None:
+def use_persistent_cache() -> DiskCache | None:
     """Switches JAX's persistent compilation cache on, unless the user has chosen a folder for it.
 
     The folder is $JINFER_CACHE or the user's cache folder, and in it one per jaxlib version and
@@ -95,7 +95,7 @@ def use_persistent_cache() -> Shelf | None:
     if not is_known():
         _log.info("programs are traced at each start: jaxlib %s is not known", jaxlib_version)
         return None
-    return Shelf(folder, _maker())
+    return DiskCache(folder, _maker())
 
 
 def _remove_incomplete(folder: Path) -> None:
@@ -113,7 +113,7 @@ def surroundings() -> str:
     """What a program depends on besides its code: settings, devices, custom calls."""
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     devices = [(device.platform, device.device_kind) for device in jax.devices()]
-    return repr((_settings(), variables, devices, cores(), made_from()))
+    return repr((_settings(), variables, devices, cores(), library_key()))
 
 
 def _settings() -> str:

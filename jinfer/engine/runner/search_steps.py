@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.sampling.contrastive_score import candidates, contrastive
+from jinfer.sampling.contrastive_score import candidates, contrastive_choice
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -39,9 +39,9 @@ def best_candidate(
     probabilities: Float[Array, " k"],
     alpha: Float[Array, ""],
 ) -> tuple[Array, Array, Array, Array]:
-    """Results of `steps.contrastive`, from the candidates' logits and hidden states."""
+    """Results of `steps.contrastive_choice`, from the candidates' logits and hidden states."""
     hidden = results["hidden"].astype(jnp.float32)
-    best = contrastive(probabilities, hidden, past, length, alpha)
+    best = contrastive_choice(probabilities, hidden, past, length, alpha)
     past = lax.dynamic_update_slice_in_dim(past, hidden[best][None], length, 0)
     ids, likely = candidates(
         mask_never_sampled(results["logits"][best][None], model), hidden.shape[0]

@@ -20,8 +20,8 @@ from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.runner.verify import Nodes, verify
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.forward_context import Copies
-from jinfer.ops.attention.kv_cache import Cache, CacheShape, unwritten
+from jinfer.nn.forward_context import TreeCopies
+from jinfer.ops.attention.kv_cache import Cache, CacheShape, uninitialized_cache
 
 
 class StepFunction(NamedTuple):
@@ -104,7 +104,7 @@ def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
 def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
     sizes = (key.rows, key.tokens, key.chosen)
     place, each, root = (cast("Any", _int32(count)) for count in sizes)
-    copies = Copies(place, place, place, each) if key.rows else None
+    copies = TreeCopies(place, place, place, each) if key.rows else None
     nodes = Nodes(each, each, each, each, each, root, copies)
     arguments = (*_arrays(inputs), nodes, inputs.tables(key.tokens))
     if key.masked:
@@ -161,7 +161,7 @@ def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> StepFunction:
-    return StepFunction(lambda _: unwritten(*inputs.cache_pools()), (), ((),))
+    return StepFunction(lambda _: uninitialized_cache(*inputs.cache_pools()), (), ((),))
 
 
 STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], StepFunction]] = {

@@ -19,15 +19,15 @@ from jinfer.engine.runner.flat_batch import Tables, can_continue, make_flat_batc
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.nn.forward_context import Step
+from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention import block_copies
 from jinfer.ops.attention.kv_cache import Cache
-from jinfer.ops.fusion.weight_pointers import read_by
+from jinfer.ops.fusion.weight_pointers import used_arrays
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.sampling.sampler import ends, sample
+from jinfer.sampling.sampler import ends_sequence, sample
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
@@ -185,7 +185,7 @@ def reread_weights(
         A function from a value that changes in each iteration to the weights and that value.
     """
     flat, tree = jax.tree.flatten(leaves)
-    is_read = read_by(step, leaves)
+    is_read = used_arrays(step, leaves)
 
     def anew(number: Array) -> tuple[Leaves, Array]:
         behind = [leaf for leaf, read in zip(flat, is_read, strict=True) if read]
@@ -223,7 +223,7 @@ def sample_next(
     state = state._replace(
         history=place.set(tokens, mode="drop", wrap_negative_indices=False),
         lengths=state.lengths.at[rows].add(there.astype(jnp.int32), wrap_negative_indices=False),
-        ended=put(state.ended, there & ends(tokens, state.sampler, rows)),
+        ended=put(state.ended, there & ends_sequence(tokens, state.sampler, rows)),
         progress=jax.tree.map(put, state.progress, progress),
     )
     return state, SamplerOutput(jnp.where(there, tokens, -1), logprob, ids, top, progress)
@@ -264,7 +264,7 @@ def forward(
         tables: block tables.
         encoded: tokens of the encoder's output that each row's sequence attends to.
     """
-    at = Step.flat(rows, positions, prompts, tables, encoded)
+    at = ForwardBatch.flat(rows, positions, prompts, tables, encoded)
     out, cache = model.module(leaves).decode(tokens, at, cache, want)
     return cache, out.astype(jnp.float32)
 
@@ -345,7 +345,7 @@ def contrastive(
         The cache; `past` with the chosen candidate's hidden state; its index; the candidates for
         the next position and their probabilities.
     """
-    at = Step.flat(rows, positions, prompts, tables, encoded)
+    at = ForwardBatch.flat(rows, positions, prompts, tables, encoded)
     both, cache = model.module(leaves).decode_all(tokens, at, cache)
     return cache, *best_candidate(model, both, positions[0], past, probabilities, alpha)
 

@@ -25,7 +25,7 @@ from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, or_
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.engine.runner.steps import Leaves, empty_output, sample_next
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.nn.forward_context import Copies
+from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
 
@@ -52,7 +52,7 @@ class Nodes(NamedTuple):
     parents: Int[Array, " nodes"]
     owners: Int[Array, " rows"]
     roots: Int[Array, " sequences"]
-    copies: Copies | None = None
+    copies: TreeCopies | None = None
 
 
 def verify(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jinfer.modelspec.cache_dtype import Kind
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract, nbytes
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract_cache, nbytes
 
 SHARE = 0.4  # of the free memory
 _SEQUENCES = 4  # whole contexts that fit even with one slot, for beams
@@ -24,7 +24,7 @@ def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
     bytes_: dict[str, int] = {}
     # Called hundreds of times by the memory plan; most layers are alike.
     for shape, count in Counter(shapes.values()).items():
-        size = nbytes(abstract({"": shape}, 1, kind))
+        size = nbytes(abstract_cache({"": shape}, 1, kind))
         bytes_[shape.group] = bytes_.get(shape.group, 0) + count * size
     return bytes_
 

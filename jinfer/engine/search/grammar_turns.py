@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.engine.requests import Failed, Token
-from jinfer.sampling.forbidden_tokens import Forbidden
+from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.request_errors import ConstraintError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Turn:
 
 
 def take_turn(
-    matcher: Matcher, rules: Forbidden, at: Position, new: Sequence[Token], words: int
+    matcher: Matcher, rules: ForbiddenTokens, at: Position, new: Sequence[Token], words: int
 ) -> Turn:
     """Advances a grammar by sampled tokens, then by forced ones, up to the next choice.
 

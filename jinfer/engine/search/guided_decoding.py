@@ -34,7 +34,7 @@ from jinfer.engine.search.grammar_turns import (
     done_by,
     take_turn,
 )
-from jinfer.sampling.forbidden_tokens import Forbidden, token_ids
+from jinfer.sampling.forbidden_tokens import ForbiddenTokens, token_ids
 from jinfer.sampling.param_ranges import MAX_BAD_LENGTH
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Guide:
 
     sequence: RunningSequence
     matcher: Matcher
-    rules: Forbidden
+    rules: ForbiddenTokens
     mask: UInt[np.ndarray, " words"] | None = None
     turn: Future[Turn] | None = None
     deadline: float = 0.0
@@ -105,7 +105,7 @@ class Guides:
         """
         request = sequence.request
         allowed = choice.mask if choice.masked else None
-        rules = Forbidden.of(request.sampling, choice.sampler, allowed, never)
+        rules = ForbiddenTokens.of(request.sampling, choice.sampler, allowed, never)
         self.by_request[request.id] = Guide(sequence, matcher, rules)
         self.advance(sequence, (), words)
 

@@ -19,7 +19,7 @@ _NAMES = {
 }
 
 
-def summary(block: Block) -> list[str]:
+def block_label(block: Block) -> list[str]:
     """A few short lines: the kind, the sizes, and fields that differ from the defaults."""
     name = _NAMES.get(block.kind, block.kind.replace("_", " "))
     sizes, said = _sizes(block)
@@ -35,48 +35,48 @@ def shortened(line: str, limit: int = _MAX_LINE) -> str:
 def _sizes(block: Any) -> tuple[list[str], set[str]]:
     """Lines with the block's sizes, and the names of the fields they show."""
     match block:
-        case blocks.Embedding() | blocks.LearnedPositions():
+        case blocks.EmbeddingSpec() | blocks.LearnedPositionsSpec():
             return [f"{block.size} × {block.width}"], {"size", "width"}
-        case blocks.SinusoidalPositions():
+        case blocks.SinusoidalPositionsSpec():
             return [f"of width {block.width}"], {"width"}
-        case blocks.RMSNorm() | blocks.LayerNorm():
+        case blocks.RMSNormSpec() | blocks.LayerNormSpec():
             return [f"{block.size}, eps {block.eps:g}"], {"size", "eps", "bias", "weight"}
-        case blocks.Linear():
+        case blocks.LinearSpec():
             return [f"{block.inputs} → {block.outputs}"], {"inputs", "outputs"}
-        case blocks.Head():
+        case blocks.HeadSpec():
             tied = ["weight of embed"] if block.tied else []
             return [f"{block.inputs} → {block.outputs}", *tied], {"inputs", "outputs", "tied"}
-        case blocks.Attention():
+        case blocks.AttentionSpec():
             heads = f"{block.heads} heads of {block.head_dim}"
             shared = [f"{block.kv_heads} of keys and values"]
             lines = [heads, *(shared if block.kv_heads != block.heads else [])]
             return lines, {"inputs", "heads", "kv_heads", "head_dim"}
-        case blocks.CrossAttention():
+        case blocks.CrossAttentionSpec():
             said = {"inputs", "heads", "head_dim", "encoded"}
             return [f"{block.heads} heads of {block.head_dim}"], said
-        case blocks.LatentAttention():
+        case blocks.LatentAttentionSpec():
             lines = [f"{block.heads} heads, latent {block.latent_rank}"]
             lines.append(f"dims {block.nope_dim} + {block.rope_dim}, values {block.value_dim}")
             return lines, {"inputs", "heads", "latent_rank", "nope_dim", "rope_dim", "value_dim"}
-        case blocks.MLP() | blocks.GatedMLP():
+        case blocks.MLPSpec() | blocks.GatedMLPSpec():
             said = {"inputs", "width", "activation"}
             return [f"{block.inputs} → {block.width} → {block.inputs}", block.activation], said
-        case blocks.MixtureOfExperts():
+        case blocks.MoESpec():
             lines = [f"{block.top_k} of {block.experts} experts"]
             lines.append(f"{block.inputs} → {block.width} → {block.inputs}, {block.activation}")
             return lines, {"inputs", "width", "experts", "top_k", "activation", "scoring"}
-        case blocks.ActivationBlock():
+        case blocks.ActivationSpec():
             return [block.function], {"function"}
-        case blocks.Pool():
+        case blocks.PoolSpec():
             return [f"{block.take} token" if block.take != "mean" else "mean of tokens"], {"take"}
     return [], set()
 
 
-def _extra(block: Any, field: Any, said: set[str]) -> str:
+def _extra(block: Any, field: Any, shown: set[str]) -> str:
     """A field that no line shows and that is not its default; "" otherwise."""
     value = getattr(block, field.name)
     default = None if field.default is MISSING else field.default
-    if field.name in (*said, "kind") or value is None or value == default or value is False:
+    if field.name in (*shown, "kind") or value is None or value == default or value is False:
         return ""
     if value is True:
         return field.name.replace("_", " ")
@@ -86,16 +86,16 @@ def _extra(block: Any, field: Any, said: set[str]) -> str:
 def _words(name: str, value: Any) -> str:
     """A field's value in a few words."""
     match value:
-        case blocks.Rope():
+        case blocks.RopeSpec():
             turned = f"rope theta {_number(value.theta)}, {value.pairs}"
             return turned + (f", {value.scaling.rope_type}" if value.scaling else "")
-        case blocks.Alibi():
+        case blocks.AlibiSpec():
             return "alibi"
-        case blocks.Relative():
+        case blocks.RelativeBiasSpec():
             return "relative positions"
-        case blocks.Disentangled():
+        case blocks.DisentangledSpec():
             return "disentangled positions"
-        case blocks.QKNorm():
+        case blocks.QKNormSpec():
             return f"{value.kind} norm of q, k per {value.over}"
         case float() | int():
             return f"{name.replace('_', ' ')} {_number(value)}"

@@ -17,7 +17,7 @@ _CALL_COST = 1000  # prefers paths of fewer module calls, however many steps the
 
 
 @dataclass
-class Node:
+class GraphNode:
     """A step of a formula.
 
     Attributes:
@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass
-class Graph:
+class FormulaGraph:
     """The steps of a formula, in topological order.
 
     Attributes:
@@ -46,7 +46,7 @@ class Graph:
         main: the shortest path from the first input to the value: the residual stream.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     value: int = 0
     main: list[int] = field(default_factory=list)
 
@@ -63,7 +63,9 @@ class Graph:
         return [n for n, node in enumerate(self.nodes) if number in node.args]
 
 
-def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: str = "") -> Graph:
+def formula_graph(
+    formula: Formula, stream: str, outputs: bool = False, value_name: str = ""
+) -> FormulaGraph:
     """The graph of a formula, with a layout.
 
     Args:
@@ -82,9 +84,9 @@ def graph_of(formula: Formula, stream: str, outputs: bool = False, value_name: s
     results = builder.names if outputs else {}
     for name, number in results.items():
         if isinstance(number, int) and name not in (stream, value_name) and number != value:
-            graph.nodes.append(Node("output", name, [number]))
+            graph.nodes.append(GraphNode("output", name, [number]))
     if value_name:
-        graph.nodes.append(Node("output", value_name, [graph.value]))
+        graph.nodes.append(GraphNode("output", value_name, [graph.value]))
         graph.value = len(graph.nodes) - 1
     _place(graph)
     return graph
@@ -94,7 +96,7 @@ class _Builder:
     """Converts expressions to nodes. Numbers stay expressions and are drawn where they are used."""
 
     def __init__(self, formula: Formula, stream: str) -> None:
-        self.graph = Graph([Node("input", stream, [])])
+        self.graph = FormulaGraph([GraphNode("input", stream, [])])
         # Nodes are integers here, so numbers are always floats.
         self.names: dict[str, int | float] = {n: float(v) for n, v in formula.constants}
         self.names[stream] = 0
@@ -136,12 +138,12 @@ class _Builder:
 
     def _input(self, name: str) -> int:
         if name not in self.inputs:
-            self.graph.nodes.append(Node("input", name, []))
+            self.graph.nodes.append(GraphNode("input", name, []))
             self.inputs[name] = len(self.graph.nodes) - 1
         return self.inputs[name]
 
     def _add(self, kind: Kind, label: str, args: list[Any], detail: str = "") -> int:
-        self.graph.nodes.append(Node(kind, label, args, detail))
+        self.graph.nodes.append(GraphNode(kind, label, args, detail))
         return len(self.graph.nodes) - 1
 
 
@@ -164,7 +166,7 @@ def _is_literal(text: str) -> bool:
     return text.replace(".", "").replace("e-", "").isdigit()
 
 
-def _place(graph: Graph) -> None:
+def _place(graph: FormulaGraph) -> None:
     """Assigns a row and a lane to every node.
 
     Nodes of one depth share a row, but each join has a row of its own, so that lines from the side
@@ -183,7 +185,7 @@ def _place(graph: Graph) -> None:
     _place_lanes(graph)
 
 
-def _place_rows(graph: Graph) -> None:
+def _place_rows(graph: FormulaGraph) -> None:
     nodes, depth = graph.nodes, list[int]()
     for node in nodes:
         depth.append(1 + max((depth[arg] for arg in node.args), default=-1))
@@ -202,7 +204,7 @@ def _place_rows(graph: Graph) -> None:
             node.row = nodes[readers[0]].row  # a side input, beside its reader
 
 
-def _place_lanes(graph: Graph) -> None:
+def _place_lanes(graph: FormulaGraph) -> None:
     nodes = graph.nodes
     taken_until: dict[int, int] = {}  # lane -> the last occupied row
     heirs: dict[int, int] = {}  # node -> the one that continues its lane

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Protocol
 
-from jinfer.modelspec.view.model_svg import Drawable, draw
+from jinfer.modelspec.view.model_svg import Drawable, draw_model
 
 _TABLE = "border-collapse:collapse;font:13px ui-monospace,Menlo,Consolas,monospace;margin:8px 0"
 
 
-class Described(Drawable, Protocol):
+class HtmlViewable(Drawable, Protocol):
     """The part of a `ModelSpec` that is shown; the class itself imports this module."""
 
     @property
@@ -22,11 +22,11 @@ class Described(Drawable, Protocol):
     def dims(self) -> Mapping[str, Any]: ...
 
 
-def spec_html(spec: Described) -> str:
+def spec_html(spec: HtmlViewable) -> str:
     """HTML of the model's type, sizes and wiring."""
     sizes = [(name, value) for name, value in spec.dims.items() if value is not None]
     heading = f"<p><b>{escape(spec.path)}</b>: {spec.type}</p>"
-    return f"<div>{heading}{table(('size', 'value'), sizes)}{draw(spec)}</div>"
+    return f"<div>{heading}{table_html(('size', 'value'), sizes)}{draw_model(spec)}</div>"
 
 
 def written(cell: Any) -> str:
@@ -34,7 +34,7 @@ def written(cell: Any) -> str:
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
-def folded(heading: str, title: str, content: str) -> str:
+def details_html(heading: str, title: str, content: str) -> str:
     """A heading and a collapsible section below it (details).
 
     Args:
@@ -47,7 +47,7 @@ def folded(heading: str, title: str, content: str) -> str:
     )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def table_html(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table; numbers are right-aligned and rounded: 1e-05, not 9.99999975e-06."""
 
     def cells(row: Sequence[Any], tag: str) -> str:

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
-from jinfer.modelspec.blocks import Attention, Block, CrossAttention, Head, LatentAttention
+from jinfer.modelspec.blocks import (
+    AttentionSpec,
+    Block,
+    CrossAttentionSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+)
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
-from jinfer.modelspec.view.block_labels import shortened, summary
-from jinfer.modelspec.view.formula_graph import Graph, Node, graph_of
+from jinfer.modelspec.view.block_labels import block_label, shortened
+from jinfer.modelspec.view.formula_graph import FormulaGraph, GraphNode, formula_graph
 
 CHARACTER = 7.3  # width at font size 12; monospaced fonts have 0.55 to 0.602 of their size
 _LINE, _PADDING, _GAP, _LANE_GAP, _RADIUS = 16.0, 12.0, 28.0, 30.0, 11.0
@@ -44,12 +50,12 @@ class _Section:
 
     title: str
     formula: str
-    graph: Graph
+    graph: FormulaGraph
     modules: Mapping[str, Block]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeBox:
     """A node's box: its centre, and half its width and height."""
 
     x: float
@@ -67,7 +73,7 @@ class Drawable(Protocol):
     def stacks(self) -> Sequence[StackSpec]: ...
 
 
-def draw(spec: Drawable) -> str:
+def draw_model(spec: Drawable) -> str:
     """The model as an SVG document, with its stacks side by side."""
     parts, x, height = [], _MARGIN, 0.0
     for stack in spec.stacks:
@@ -83,7 +89,7 @@ def draw(spec: Drawable) -> str:
     )
 
 
-def layer_sorts(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:
+def distinct_layers(stack: StackSpec) -> list[tuple[LayerSpec, list[int]]]:
     """The distinct layers of a stack, each with the numbers of the layers equal to it."""
     sorts: list[tuple[LayerSpec, list[int]]] = []
     for i, layer in enumerate(stack.layers):
@@ -111,29 +117,29 @@ def _sections(spec: Drawable, stack: StackSpec) -> list[_Section]:
     shared, own = dict(spec.shared), dict(stack.modules)
     known = {**shared, **own}
     whole = len(spec.stacks) > 1 and stack.name == "encoder"
-    result = "logits" if any(isinstance(known[n], Head) for n in stack.head.calls) else "hidden"
-    sections = [_Section("stem", stack.stem.text, graph_of(stack.stem, "tokens"), known)]
-    for layer, numbers in layer_sorts(stack):
+    result = "logits" if any(isinstance(known[n], HeadSpec) for n in stack.head.calls) else "hidden"
+    sections = [_Section("stem", stack.stem.text, formula_graph(stack.stem, "tokens"), known)]
+    for layer, numbers in distinct_layers(stack):
         title = f"layers {shortened(numbers_text(numbers), 24)}  × {len(numbers)}"
         title = title if len(numbers) > 1 else f"layer {numbers[0]}"
-        graph = graph_of(layer.wiring, "x")
+        graph = formula_graph(layer.wiring, "x")
         sections.append(
             _Section(title, layer.wiring.text, graph, {**shared, **dict(layer.modules)})
         )
-    graph = graph_of(stack.head, "x", not whole, "encoded" if whole else result)
+    graph = formula_graph(stack.head, "x", not whole, "encoded" if whole else result)
     return [*sections, _Section("head", stack.head.text, graph, known)]
 
 
-def _lines(section: _Section, node: Node) -> list[str]:
+def _lines(section: _Section, node: GraphNode) -> list[str]:
     """The lines of text in a node's box."""
     if node.kind == "module":
-        return [node.label, *summary(section.modules[node.label])]
+        return [node.label, *block_label(section.modules[node.label])]
     if node.kind == "number":
         return [node.label, *([shortened(node.detail)] if node.detail else [])]
     return [node.label]
 
 
-def _size(section: _Section, node: Node) -> tuple[float, float]:
+def _size(section: _Section, node: GraphNode) -> tuple[float, float]:
     """Half the width and height of a node; zero for the stream from above."""
     if node.kind == "join":
         return _RADIUS, _RADIUS
@@ -167,7 +173,7 @@ def _draw_stack(spec: Drawable, stack: StackSpec, left: float) -> tuple[list[str
             inside = [n for n, node in enumerate(section.graph.nodes) if node.row == row]
             tall = max(of[n][1] for n in inside)
             for n in inside:
-                places[n] = _Place(middles[section.graph.nodes[n].lane], y + tall, *of[n])
+                places[n] = _NodeBox(middles[section.graph.nodes[n].lane], y + tall, *of[n])
             y += 2 * tall + _GAP
         bottom = y - _GAP + _PADDING + 4
         frames.append(_rect("frame", 8, left, top, width, bottom - top))
@@ -184,7 +190,7 @@ def _draw_stack(spec: Drawable, stack: StackSpec, left: float) -> tuple[list[str
     return [*frames, *lines, *boxes], width, y + _MARGIN - 14
 
 
-def _draw_lines(graph: Graph, places: Mapping[int, _Place]) -> list[str]:
+def _draw_lines(graph: FormulaGraph, places: Mapping[int, _NodeBox]) -> list[str]:
     out = []
     steps = {(a, b) for a, b in zip(graph.main, graph.main[1:], strict=False)}
     forks: dict[int, list[int]] = {}  # row -> the nodes to which a line branches from above it
@@ -220,7 +226,7 @@ def _draw_lines(graph: Graph, places: Mapping[int, _Place]) -> list[str]:
     return out
 
 
-def _node(section: _Section, node: Node, at: _Place, stack: str) -> str:
+def _node(section: _Section, node: GraphNode, at: _NodeBox, stack: str) -> str:
     if not at.w:
         return ""
     if node.kind == "join":
@@ -240,7 +246,7 @@ def _node(section: _Section, node: Node, at: _Place, stack: str) -> str:
 
 def _style(block: Block) -> str:
     """The CSS class of a block's box."""
-    if isinstance(block, Attention | CrossAttention | LatentAttention):
+    if isinstance(block, AttentionSpec | CrossAttentionSpec | LatentAttentionSpec):
         return "attention"
     return {"rms": "norm", "layer": "norm", "mlp": "feed", "gated": "feed", "moe": "feed"}.get(
         block.kind, "box"

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.ops import disable_kernels, gpu_backend
-from jinfer.ops.attention.kv_cache import Placement, Rows
-from jinfer.ops.attention.partial_merge import Part
+from jinfer.ops.attention.kv_cache import AttentionMetadata, KVPool
+from jinfer.ops.attention.partial_merge import PartialAttention
 from jinfer.ops.backend import interpreted
 from jinfer.quant.kv_vectors import QuantizedVectors
 
@@ -17,25 +17,27 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from jinfer.ops.attention.mask_rules import ScoreRules
-    from kernels_pallas.attention.batch import Queries, Scores
-    from kernels_pallas.attention.kv_layout import Kept
+    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
+    from kernels_pallas.attention.kv_layout import PackedKV
 
 
-def serves(keys: Rows, values: Rows | None, rules: ScoreRules) -> bool:
+def kernel_supports(keys: KVPool, values: KVPool | None, rules: ScoreRules) -> bool:
     """Whether the kernels are enabled and support these keys and values."""
-    if not disable_kernels.kernels("attention"):
+    if not disable_kernels.kernels_enabled("attention"):
         return False
-    from kernels_pallas.attention.paged_attention import takes
+    from kernels_pallas.attention.paged_attention import kernel_supports
 
-    kept = _kept(keys), None if values is None else _kept(values)
-    return takes(*kept, gpu_backend.kind(), by_distance=rules.by_distance is not None)
+    kept = _packed_kv(keys), None if values is None else _packed_kv(values)
+    return kernel_supports(
+        *kept, gpu_backend.selected_backend(), by_distance=rules.by_distance is not None
+    )
 
 
 def attend_gpu(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Rows,
-    values: Rows | None,
-    at: Placement,
+    keys: KVPool,
+    values: KVPool | None,
+    at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
@@ -48,31 +50,38 @@ def attend_gpu(
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.attention.paged_attention import attend
 
-    given = _given(q, keys, values, at, last, rules)
-    return attend(*given, backend=gpu_backend.kind(), interpret=interpreted())
+    given = _kernel_operands(q, keys, values, at, last, rules)
+    return attend(*given, backend=gpu_backend.selected_backend(), interpret=interpreted())
 
 
-def attend_part_gpu(
+def attend_partial_gpu(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Rows,
-    values: Rows | None,
-    at: Placement,
+    keys: KVPool,
+    values: KVPool | None,
+    at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
-) -> Part:
+) -> PartialAttention:
     """Attention over the blocks in this pool; table entries may be -1. Without sinks."""
-    from kernels_pallas.attention.paged_attention import attend_part
+    from kernels_pallas.attention.paged_attention import attend_partial
 
-    given = _given(q, keys, values, at, last, rules)
-    out, highest, total = attend_part(*given, backend=gpu_backend.kind(), interpret=interpreted())
-    return Part(out, jnp.stack([highest, total], axis=-1))
+    given = _kernel_operands(q, keys, values, at, last, rules)
+    out, highest, total = attend_partial(
+        *given, backend=gpu_backend.selected_backend(), interpret=interpreted()
+    )
+    return PartialAttention(out, jnp.stack([highest, total], axis=-1))
 
 
-def _given(
-    q: Array, keys: Rows, values: Rows | None, at: Placement, last: Array, rules: ScoreRules
-) -> tuple[Array, Kept, Kept | None, Queries, Scores]:
+def _kernel_operands(
+    q: Array,
+    keys: KVPool,
+    values: KVPool | None,
+    at: AttentionMetadata,
+    last: Array,
+    rules: ScoreRules,
+) -> tuple[Array, PackedKV, PackedKV | None, QueryBatch, ScoreModifiers]:
     """The kernel's operands."""
-    from kernels_pallas.attention.batch import Queries, Scores
+    from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 
     low = jnp.zeros_like(at.positions)
     if rules.window is not None:
@@ -81,10 +90,10 @@ def _given(
         last = jnp.minimum(last, at.positions + jnp.int32(rules.ahead - 1))
     return (
         q,
-        _kept(keys),
-        None if values is None else _kept(values),
-        Queries(at.rows, at.positions, low, last, at.tables),
-        Scores(
+        _packed_kv(keys),
+        None if values is None else _packed_kv(values),
+        QueryBatch(at.rows, at.positions, low, last, at.tables),
+        ScoreModifiers(
             rules.scale,
             rules.softcap,
             rules.by_distance,
@@ -95,9 +104,9 @@ def _given(
     )
 
 
-def _kept(rows: Rows) -> Kept:
-    from kernels_pallas.attention.kv_layout import Kept
+def _packed_kv(rows: KVPool) -> PackedKV:
+    from kernels_pallas.attention.kv_layout import PackedKV
 
     if not isinstance(rows, QuantizedVectors):
-        return Kept(rows)
-    return Kept(rows.words, rows.scales, rows.format.levels, rows.width)
+        return PackedKV(rows)
+    return PackedKV(rows.words, rows.scales, rows.format.levels, rows.width)

@@ -26,24 +26,24 @@ from jinfer.quant.kv_vectors import QuantizedVectors
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-PART = 512  # largest part of a head transformed at once
+LARGEST_TRANSFORM = 512  # largest part of a head transformed at once
 
 
-def turned(
+def rotate_qk(
     q: Float[Array, "tokens heads head_dim"], k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens kv_heads head_dim"]]:
     """Queries and keys to be used with a pool of keys: rotated if the pool is quantized."""
-    return turned_queries(q, keys), turned_keys(k, keys)
+    return rotate_queries(q, keys), rotate_keys(k, keys)
 
 
-def turned_queries(
+def rotate_queries(
     q: Float[Array, "tokens heads head_dim"], keys: Any
 ) -> Float[Array, "tokens heads head_dim"]:
     """The queries of `rotate_qk`."""
     return hadamard(q, query=True) if isinstance(keys, QuantizedVectors) else q
 
 
-def turned_keys(
+def rotate_keys(
     k: Float[Array, "tokens kv_heads head_dim"], keys: Any
 ) -> Float[Array, "tokens kv_heads head_dim"]:
     """The keys of `rotate_qk`."""
@@ -71,7 +71,7 @@ def hadamard_reference(
     """`hadamard` in XLA operations."""
     wide, done = x.astype(jnp.float32), list[Array]()
     begin = 0
-    for size in parts(x.shape[-1]):
+    for size in transform_sizes(x.shape[-1]):
         part, apart = wide[..., begin : begin + size] * _factors(size, query), 1
         while apart < size:
             pairs = part.reshape(*part.shape[:-1], size // (2 * apart), 2, apart)
@@ -82,11 +82,11 @@ def hadamard_reference(
     return jnp.concatenate(done, axis=-1).astype(x.dtype)
 
 
-def parts(size: int) -> list[int]:
+def transform_sizes(size: int) -> list[int]:
     """The powers of two a head is split into, largest first."""
     found = []
     while size:
-        found.append(min(1 << (size.bit_length() - 1), PART))
+        found.append(min(1 << (size.bit_length() - 1), LARGEST_TRANSFORM))
         size -= found[-1]
     return found
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BLOCK = 64  # tokens
 
 # [blocks, kv_heads, BLOCK, head_dim], plain or with quantized vectors.
-type Rows = Array | QuantizedVectors
+type KVPool = Array | QuantizedVectors
 
 
 class LayerCache(NamedTuple):
@@ -35,14 +35,14 @@ class LayerCache(NamedTuple):
     contiguously.
     """
 
-    keys: Rows
-    values: Rows
+    keys: KVPool
+    values: KVPool
 
 
 Cache = dict[str, LayerCache]
 
 
-class Placement(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """Positions and block tables of a flat batch (vLLM: attention metadata, slot mapping).
 
     Tokens of one sequence are adjacent, in rising positions.
@@ -85,11 +85,11 @@ def cache_group(window: int | None) -> str:
     return "all" if window is None else f"window {window}"
 
 
-def write(
+def write_cache(
     cache: LayerCache,
     keys: Float[Array, "tokens kv_heads head_dim"],
     values: Float[Array, "tokens kv_heads value_dim"],
-    at: Placement,
+    at: AttentionMetadata,
 ) -> LayerCache:
     """Writes new tokens' keys and values; padding and tokens without a block are dropped."""
     blocks, _, size, _ = cache.keys.shape
@@ -102,12 +102,12 @@ def write(
     def into(old: Array, rows: Array) -> Array:
         return old.at[block, :, offset].set(rows, mode="drop")
 
-    kept = LayerCache(_as_kept(keys, cache.keys), _as_kept(values, cache.values))
+    kept = LayerCache(_as_stored(keys, cache.keys), _as_stored(values, cache.values))
     # Without the barrier XLA:CPU fuses the update into its readers and copies the cache.
     return lax.optimization_barrier(jax.tree.map(into, cache, kept))
 
 
-def _as_kept(new: Array, old: Rows) -> Rows:
+def _as_stored(new: Array, old: KVPool) -> KVPool:
     """New vectors in the cache's format."""
     if isinstance(old, QuantizedVectors):
         return quantize_vectors(new, old.format)
@@ -117,7 +117,7 @@ def _as_kept(new: Array, old: Rows) -> Rows:
     return new.astype(old.dtype)
 
 
-def abstract(
+def abstract_cache(
     shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
     """The shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
@@ -132,7 +132,7 @@ def abstract(
         count = blocks if isinstance(blocks, int) else blocks[name]
         whole = (count, shapes[name].heads, BLOCK, width)
         if isinstance(kind, QuantFormat):
-            return kv_vectors.abstract(whole, kind)
+            return kv_vectors.abstract_vectors(whole, kind)
         return jax.ShapeDtypeStruct(whole, kind)
 
     return {
@@ -141,13 +141,15 @@ def abstract(
     }
 
 
-def empty(shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
+def zero_cache(
+    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
+) -> Cache:
     """A cache of zeros; arguments as for `abstract_cache`."""
-    whole = abstract(shapes, blocks, kind)
+    whole = abstract_cache(shapes, blocks, kind)
     return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
 
 
-def unwritten(
+def uninitialized_cache(
     shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
     """Like `zero_cache`, but on a CPU memory is only committed as it is written, if possible.
@@ -155,8 +157,8 @@ def unwritten(
     Contents are undefined. To be called inside a traced program.
     """
     if jax.default_backend() != "cpu" or not empty_arrays.available():
-        return empty(shapes, blocks, kind)
-    arrays, tree = jax.tree.flatten(abstract(shapes, blocks, kind))
+        return zero_cache(shapes, blocks, kind)
+    arrays, tree = jax.tree.flatten(abstract_cache(shapes, blocks, kind))
     return jax.tree.unflatten(
         tree, [empty_arrays.empty(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
     )

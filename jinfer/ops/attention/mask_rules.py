@@ -45,7 +45,7 @@ class ScoreRules(NamedTuple):
     lowest: int = 0
 
 
-def changed(
+def modify_scores(
     scores: Float[Array, "batch heads tokens keys"],
     distance: Int[Array, "batch tokens keys"],
     rules: ScoreRules,
@@ -64,7 +64,7 @@ def changed(
     return scores
 
 
-def seen(
+def attention_mask(
     distance: Int[Array, "batch tokens keys"],
     last: Int[Array, "batch tokens"],
     keys: Int[Array, "batch keys"],

@@ -20,18 +20,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import attention_call as custom
-from jinfer.matmul_precision import precision_of
-from jinfer.modelspec.cache_dtype import PLAIN
-from jinfer.ops.attention.gpu import attend_gpu, attend_part_gpu, serves
-from jinfer.ops.attention.kv_cache import BLOCK, LayerCache, Placement, Rows, write
-from jinfer.ops.attention.mask_rules import ScoreRules, changed, seen
-from jinfer.ops.attention.partial_merge import Part
-from jinfer.ops.attention.write_kv import enter, enters
+from jinfer.matmul_precision import matmul_precision
+from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
+from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
+from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache
+from jinfer.ops.attention.mask_rules import ScoreRules, attention_mask, modify_scores
+from jinfer.ops.attention.partial_merge import PartialAttention
+from jinfer.ops.attention.write_kv import has_write_kernel, write_kv
 from jinfer.ops.attention.xla import (
-    as_computed,
-    attend_part_xla,
+    attend_partial_xla,
     attend_text_xla,
     attend_xla,
+    dequantize_for,
     extend_xla,
 )
 from jinfer.ops.backend import backend
@@ -46,7 +46,7 @@ def extend(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads value_dim"] | None,
     cache: LayerCache,
-    at: Placement,
+    at: AttentionMetadata,
     rules: ScoreRules,
 ) -> tuple[Float[Array, "tokens heads value_dim"], LayerCache]:
     """Writes new tokens to the cache; each then attends to its sequence up to itself.
@@ -64,26 +64,26 @@ def extend(
     if route == "xla":
         return extend_xla(q, k, v, cache, at, rules)
     if route == "gpu":
-        if v is not None and enters(cache):
-            q, cache = enter(q, k, v, cache, at)
+        if v is not None and has_write_kernel(cache):
+            q, cache = write_kv(q, k, v, cache, at)
         else:
-            cache = write(cache, k, k[..., :0] if v is None else v, at)
+            cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
         written = None if v is None else cache.values
         return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
     values = None if v is None else cache.values
-    (out,), *kept = _call(q, cache.keys, values, at, at.positions, rules, new)
-    return out, _after(cache, v, kept)
+    (out,), *kept = _custom_call(q, cache.keys, values, at, at.positions, rules, new)
+    return out, _updated_cache(cache, v, kept)
 
 
-def extend_part(
+def extend_partial(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads value_dim"] | None,
     cache: LayerCache,
-    at: Placement,
+    at: AttentionMetadata,
     rules: ScoreRules,
-) -> tuple[Part, LayerCache]:
+) -> tuple[PartialAttention, LayerCache]:
     """`extend` where the cache holds only some of a sequence's blocks and another pool the others.
 
     Table entries are -1 for the others, which are neither written nor seen.
@@ -96,17 +96,19 @@ def extend_part(
     route = _route(q, cache.keys, values, rules)
     if route == "cpu":
         new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
-        found = _call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
-        return Part(*found[0]), _after(cache, v, found[1:])
-    cache = write(cache, k, k[..., :0] if v is None else v, at)
+        found = _custom_call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
+        return PartialAttention(*found[0]), _updated_cache(cache, v, found[1:])
+    cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
     if route == "gpu":
         written = None if v is None else cache.values
-        return attend_part_gpu(q, cache.keys, written, at, at.positions, rules), cache
+        return attend_partial_gpu(q, cache.keys, written, at, at.positions, rules), cache
     own = cache.keys if v is None else cache.values
-    return attend_part_xla(q, cache.keys, own, at, at.positions, rules), cache
+    return attend_partial_xla(q, cache.keys, own, at, at.positions, rules), cache
 
 
-def _after(cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
+def _updated_cache(
+    cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]
+) -> LayerCache:
     """The cache after the custom call."""
     after = cache._replace(keys=_with_parts(cache.keys, kept[0]))
     return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
@@ -114,9 +116,9 @@ def _after(cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]
 
 def attend(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Rows,
-    values: Rows,
-    at: Placement,
+    keys: KVPool,
+    values: KVPool,
+    at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
@@ -131,7 +133,7 @@ def attend(
     """
     route = _route(q, keys, values, rules)
     if route == "cpu":
-        return _call(q, keys, values, at, last, rules)[0][0]
+        return _custom_call(q, keys, values, at, last, rules)[0][0]
     form = attend_gpu if route == "gpu" else attend_xla
     return form(q, keys, values, at, last, rules)
 
@@ -155,9 +157,9 @@ def attend_text(
     if route == "gpu":
         return _attend_text_in_blocks(q, k, v, lengths, rules)
     # Each text is one block.
-    at, last = _of_texts(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
+    at, last = _text_metadata(lengths, q.shape[1], jnp.arange(q.shape[0], dtype=jnp.int32)[:, None])
     flat = q.reshape(-1, *q.shape[2:])
-    return _call(flat, k, v, at, last, rules)[0][0].reshape(*q.shape[:3], -1)
+    return _custom_call(flat, k, v, at, last, rules)[0][0].reshape(*q.shape[:3], -1)
 
 
 def _attend_text_in_blocks(
@@ -173,40 +175,40 @@ def _attend_text_in_blocks(
         return cut.swapaxes(1, 2).reshape(batch * blocks, x.shape[1], BLOCK, x.shape[3])
 
     tables = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
-    at, last = _of_texts(lengths, tokens, tables)
+    at, last = _text_metadata(lengths, tokens, tables)
     out = attend_gpu(q.reshape(batch * tokens, heads, -1), pool(k), pool(v), at, last, rules)
     return out.reshape(*q.shape[:3], -1)
 
 
-def _of_texts(lengths: Array, tokens: int, tables: Array) -> tuple[Placement, Array]:
+def _text_metadata(lengths: Array, tokens: int, tables: Array) -> tuple[AttentionMetadata, Array]:
     """Attention metadata of whole texts, and the last position each token sees."""
     batch = lengths.shape[0]
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
     text = jnp.arange(batch, dtype=jnp.int32)[:, None]
     rows = jnp.where(positions < lengths[:, None], text, -1)
     last = jnp.broadcast_to(lengths[:, None] - 1, positions.shape)
-    return Placement(rows.ravel(), positions.ravel(), tables), last.ravel()
+    return AttentionMetadata(rows.ravel(), positions.ravel(), tables), last.ravel()
 
 
 def attend_reference(
     q: Float[Array, "tokens heads head_dim"],
-    keys: Rows,
-    values: Rows,
-    at: Placement,
+    keys: KVPool,
+    values: KVPool,
+    at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
 ) -> Float[Array, "tokens heads value_dim"]:
     """`attend`, over each token's whole sequence at once."""
 
-    def whole(part: Rows) -> Array:
-        pool = as_computed(part, q)
+    def whole(part: KVPool) -> Array:
+        pool = dequantize_for(part, q)
         taken = pool.at[at.tables[jnp.maximum(at.rows, 0)]].get(mode="clip").swapaxes(1, 2)
         return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
 
     last = jnp.where(at.rows >= 0, last, -1)[:, None]
-    return _at_once(q[:, None], whole(keys), whole(values), at.positions[:, None], last, rules)[
-        :, 0
-    ]
+    return _dense_attention(
+        q[:, None], whole(keys), whole(values), at.positions[:, None], last, rules
+    )[:, 0]
 
 
 def attend_text_reference(
@@ -219,10 +221,10 @@ def attend_text_reference(
     """`attend_text`, over whole texts at once."""
     positions = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
     last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
-    return _at_once(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, last, rules)
+    return _dense_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), positions, last, rules)
 
 
-def _at_once(
+def _dense_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys value_dim"],
@@ -239,11 +241,11 @@ def _at_once(
         "bthd,bhkd->bhtk",
         q.astype(k.dtype),
         k,
-        precision=precision_of(k),
+        precision=matmul_precision(k),
         preferred_element_type=jnp.float32,
     )
-    visible = seen(distance, last, here, rules)
-    scores = jnp.where(visible[:, None], changed(scores, distance, rules), -jnp.inf)
+    visible = attention_mask(distance, last, here, rules)
+    scores = jnp.where(visible[:, None], modify_scores(scores, distance, rules), -jnp.inf)
     if rules.sinks is not None:
         sinks = jnp.broadcast_to(rules.sinks[None, :, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
@@ -258,7 +260,7 @@ def _at_once(
 
 
 def _route(
-    q: Array, keys: Rows, values: Rows | None, rules: ScoreRules
+    q: Array, keys: KVPool, values: KVPool | None, rules: ScoreRules
 ) -> Literal["cpu", "gpu", "xla"]:
     """Which implementation computes attention: custom call, GPU kernel or XLA.
 
@@ -269,19 +271,19 @@ def _route(
     if rules.bias is not None:
         return "xla"
     if here == "gpu":
-        return "gpu" if serves(keys, values, rules) else "xla"
+        return "gpu" if kernel_supports(keys, values, rules) else "xla"
     kv_heads = keys.shape[1]
     plain = [q] if isinstance(keys, QuantizedVectors) else [q, keys]
-    known = all(any(part.dtype == kind for kind in PLAIN.values()) for part in plain)
+    known = all(any(part.dtype == kind for kind in FLOAT_DTYPES.values()) for part in plain)
     fits = here == "cpu" and known and custom.supported(q.shape[-2], kv_heads)
     return "cpu" if fits else "xla"
 
 
-def _call(
+def _custom_call(
     q: Array,
-    keys: Rows,
-    values: Rows | None,
-    at: Placement,
+    keys: KVPool,
+    values: KVPool | None,
+    at: AttentionMetadata,
     last: Array,
     rules: ScoreRules,
     new: tuple[Array, ...] | None = None,
@@ -308,11 +310,11 @@ def _call(
     return custom.attention(q, *places, *parts, coding, scores, new, partial=partial)
 
 
-def _parts(rows: Rows) -> custom.CachedVectors:
+def _parts(rows: KVPool) -> custom.CachedVectors:
     if isinstance(rows, QuantizedVectors):
         return custom.CachedVectors((rows.words, rows.scales), rows.width)
     return custom.CachedVectors((rows,), rows.shape[3])
 
 
-def _with_parts(rows: Rows, parts: tuple[Array, ...]) -> Rows:
+def _with_parts(rows: KVPool, parts: tuple[Array, ...]) -> KVPool:
     return jax.tree.unflatten(jax.tree.structure(rows), parts)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some of the keys, float32.
 
     Attributes:
@@ -26,8 +26,8 @@ class Part(NamedTuple):
     sums: Float[Array, "tokens heads 2"]
 
 
-def joined(
-    parts: Sequence[Part], sinks: Float[Array, " heads"] | None, dtype: DTypeLike
+def merge_partials(
+    parts: Sequence[PartialAttention], sinks: Float[Array, " heads"] | None, dtype: DTypeLike
 ) -> Float[Array, "tokens heads value_dim"]:
     """Attention over the keys of all parts; zero for queries that saw no key.
 

@@ -23,16 +23,25 @@ import jax
 from jinfer.cpu import fused_layers as cpu
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import backend
-from jinfer.ops.fusion.fuse_cpu_rules import MOVES, RowOperation, maker_of, row_operation
-from jinfer.ops.fusion.fuse_gpu import prepared
-from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot, evaluate, operations, value
-from jinfer.ops.fusion.weight_pointers import Told
-from jinfer.quant.calibration_stats import records
+from jinfer.ops.fusion.fuse_cpu_rules import MOVES, FusibleOperation, fusible_operation, producer_of
+from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
+from jinfer.ops.fusion.jaxpr_walk import (
+    JaxprOperation,
+    JaxprValue,
+    Operand,
+    evaluate,
+    flatten_jaxpr,
+    value,
+)
+from jinfer.ops.fusion.weight_pointers import WeightPointers
+from jinfer.quant.calibration_stats import is_recording
 
-_LEAST = 2  # operations that make a fused call worthwhile
+_LEAST_OPERATIONS = 2  # operations that make a fused call worthwhile
 
 
-def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Callable[P, R]:
+def fuse_operations[**P, R](
+    function: Callable[P, R], told: WeightPointers | None = None
+) -> Callable[P, R]:
     """The same function with its operations fused, where the CPU has custom calls.
 
     On a GPU they are fused into the prologue kernels of matmuls (`fuse_for_gpu`).
@@ -46,25 +55,25 @@ def chained[**P, R](function: Callable[P, R], told: Told | None = None) -> Calla
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _as_it_is(args, kwargs) and gpu_backend.prepares_rows():
-            return prepared(function)(*args, **kwargs)
-        if not chains_here(args, kwargs):
+        if not _stays_unfused(args, kwargs) and gpu_backend.fuses_prologue():
+            return fuse_for_gpu(function)(*args, **kwargs)
+        if not fuses_for_cpu(args, kwargs):
             return function(*args, **kwargs)
-        return Chains(partial(function, **kwargs), args, told).results()
+        return FusedFunction(partial(function, **kwargs), args, told).results()
 
     return run
 
 
-def chains_here(*arrays: Any) -> bool:
+def fuses_for_cpu(*arrays: Any) -> bool:
     """Whether functions of these arrays are fused into CPU custom calls."""
-    return not _as_it_is(*arrays) and backend() == "cpu" and cpu.available()
+    return not _stays_unfused(*arrays) and backend() == "cpu" and cpu.available()
 
 
-def _as_it_is(*arrays: Any) -> bool:
-    return jax.config.jax_disable_jit or records(arrays)
+def _stays_unfused(*arrays: Any) -> bool:
+    return jax.config.jax_disable_jit or is_recording(arrays)
 
 
-class Chains[R]:
+class FusedFunction[R]:
     """A traced function of some arrays, rewritten with fused calls.
 
     Attributes:
@@ -72,7 +81,7 @@ class Chains[R]:
     """
 
     def __init__(
-        self, function: Callable[..., R], args: Sequence[Any], told: Told | None = None
+        self, function: Callable[..., R], args: Sequence[Any], told: WeightPointers | None = None
     ) -> None:
         """Arguments as for `fuse_operations`."""
         flat, tree = jax.tree.flatten(tuple(args))
@@ -80,15 +89,15 @@ class Chains[R]:
             lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
         )(*flat)
         self._tree: Any = jax.tree.structure(shape)
-        self._known: dict[Slot, Any] = {}
-        inputs = [Slot(var.aval) for var in traced.jaxpr.invars]
-        found, self._outs = operations(traced, inputs, self._known)
+        self._known: dict[JaxprValue, Any] = {}
+        inputs = [JaxprValue(var.aval) for var in traced.jaxpr.invars]
+        found, self._outs = flatten_jaxpr(traced, inputs, self._known)
         self._known |= dict(zip(inputs, flat, strict=True))
         table, rows = (None, {}) if told is None else (told.table, told.of(flat))
         self._program = partial(cpu.Program, table=table, table_rows=rows)
-        found, self._outs = _once(found, self._outs)
-        found = _needed(found, self._outs)
-        self._plan, self._users = _planned(found), _users(found, self._outs)
+        found, self._outs = _deduplicate_reshapes(found, self._outs)
+        found = _eliminate_dead_code(found, self._outs)
+        self._plan, self._users = _plan_groups(found), _users(found, self._outs)
         self.count = sum(map(self._is_worth_it, self._plan.groups.values()))
 
     def results(self) -> R:
@@ -107,12 +116,12 @@ class Chains[R]:
         out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
         return out
 
-    def _is_worth_it(self, group: Sequence[Operation]) -> bool:
+    def _is_worth_it(self, group: Sequence[JaxprOperation]) -> bool:
         rows = [self._plan.rows[operation] for operation in group]
         computing = sum(not row.moves for row in rows)
-        return computing >= _LEAST and any(row.product for row in rows)
+        return computing >= _LEAST_OPERATIONS and any(row.product for row in rows)
 
-    def _run(self, group: Sequence[Operation]) -> dict[Slot, Any]:
+    def _run(self, group: Sequence[JaxprOperation]) -> dict[JaxprValue, Any]:
         """The results of a group that others need, computed in one call."""
         rows, known, inside = self._plan.rows, self._known, set(group)
         own = dict.fromkeys(result for operation in group for result in operation.results)
@@ -121,7 +130,7 @@ class Chains[R]:
         )
         count = rows[group[0]].rows
         program = self._program([known[one].reshape(count, -1) for one in given])
-        values: dict[Slot, int] = {one: number for number, one in enumerate(given)}
+        values: dict[JaxprValue, int] = {one: number for number, one in enumerate(given)}
         for operation in group:
             row = rows[operation]
             out = row.add(program, [values[one] for one in row.operands], known)
@@ -132,30 +141,30 @@ class Chains[R]:
         return {one: arrays[values[one]].reshape(one.aval.shape) for one in wanted}
 
 
-class _Row(NamedTuple):
+class _GroupKey(NamedTuple):
     """What the operations of a group share: level and number of rows."""
 
     level: int
     rows: int
 
 
-class _Plan(NamedTuple):
+class _FusionPlan(NamedTuple):
     """A function's operations by level: at each level its groups first, then the other operations.
 
     A fusible operation's level is one above that of everything it depends on outside its group, so
     that nothing it depends on can lie between two operations of the same level.
     """
 
-    rows: dict[Operation, RowOperation]
-    groups: dict[_Row, list[Operation]]
-    others: dict[int, list[Operation]]
+    rows: dict[JaxprOperation, FusibleOperation]
+    groups: dict[_GroupKey, list[JaxprOperation]]
+    others: dict[int, list[JaxprOperation]]
 
 
-def _once(
-    found: Sequence[Operation], outs: Sequence[Operand]
-) -> tuple[list[Operation], list[Operand]]:
+def _deduplicate_reshapes(
+    found: Sequence[JaxprOperation], outs: Sequence[Operand]
+) -> tuple[list[JaxprOperation], list[Operand]]:
     """Common subexpression elimination of shape changes, such as those of token positions."""
-    kept, same, known = list[Operation](), dict[Any, Operand](), dict[Any, Operation]()
+    kept, same, known = list[JaxprOperation](), dict[Any, Operand](), dict[Any, JaxprOperation]()
     for operation in found:
         operation.operands = tuple(same.get(id(one), one) for one in operation.operands)
         if operation.name in MOVES:
@@ -169,26 +178,28 @@ def _once(
     return kept, [same.get(id(out), out) for out in outs]
 
 
-def _needed(found: Sequence[Operation], outs: Sequence[Operand]) -> list[Operation]:
+def _eliminate_dead_code(
+    found: Sequence[JaxprOperation], outs: Sequence[Operand]
+) -> list[JaxprOperation]:
     """Dead code elimination: XLA would drop unused operations, but nothing inside a fused call."""
-    wanted = {out for out in outs if isinstance(out, Slot)}
+    wanted = {out for out in outs if isinstance(out, JaxprValue)}
     kept = []
     for operation in reversed(found):
         if operation.eqn.effects or not wanted.isdisjoint(operation.results):
             kept.append(operation)
-            wanted |= {one for one in operation.operands if isinstance(one, Slot)}
+            wanted |= {one for one in operation.operands if isinstance(one, JaxprValue)}
     return kept[::-1]
 
 
-def _planned(found: Sequence[Operation]) -> _Plan:
-    plan = _Plan({}, defaultdict(list), defaultdict(list))
-    makers: dict[Slot, Operation] = {}
-    levels: dict[Operation, int] = {}
+def _plan_groups(found: Sequence[JaxprOperation]) -> _FusionPlan:
+    plan = _FusionPlan({}, defaultdict(list), defaultdict(list))
+    makers: dict[JaxprValue, JaxprOperation] = {}
+    levels: dict[JaxprOperation, int] = {}
     for operation in found:
-        row = row_operation(operation, makers, plan.rows)
+        row = fusible_operation(operation, makers, plan.rows)
         level = 0
         for one in operation.operands:
-            if (maker := maker_of(one, makers)) is None:
+            if (maker := producer_of(one, makers)) is None:
                 continue
             before = plan.rows.get(maker)
             together = row is None or (
@@ -201,20 +212,20 @@ def _planned(found: Sequence[Operation]) -> _Plan:
             plan.others[level].append(operation)
         else:
             plan.rows[operation] = row
-            plan.groups[_Row(level, row.rows)].append(operation)
+            plan.groups[_GroupKey(level, row.rows)].append(operation)
         levels[operation] = level
         makers |= dict.fromkeys(operation.results, operation)
     return plan
 
 
-def _users(found: Sequence[Operation], outs: Sequence[Operand]) -> dict[Slot, set[Any]]:
+def _users(found: Sequence[JaxprOperation], outs: Sequence[Operand]) -> dict[JaxprValue, set[Any]]:
     """The operations that use each array; None: it is a result."""
-    users: dict[Slot, set[Any]] = defaultdict(set)
+    users: dict[JaxprValue, set[Any]] = defaultdict(set)
     for operation in found:
         for one in operation.operands:
-            if isinstance(one, Slot):
+            if isinstance(one, JaxprValue):
                 users[one].add(operation)
     for out in outs:
-        if isinstance(out, Slot):
+        if isinstance(out, JaxprValue):
             users[out].add(None)
     return users

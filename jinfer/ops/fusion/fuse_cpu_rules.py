@@ -12,10 +12,12 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jinfer.cpu.fused_layers import AttentionAttributes, Program
-from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot
+from jinfer.ops.fusion.jaxpr_walk import JaxprOperation, JaxprValue, Operand
 
-type Known = Mapping[Slot, Any]  # an array's slot -> the array
-type Makers = Mapping[Slot, Operation]  # an array's slot -> the operation that produces it
+type Known = Mapping[JaxprValue, Any]  # an array's slot -> the array
+type Producers = Mapping[
+    JaxprValue, JaxprOperation
+]  # an array's slot -> the operation that produces it
 
 
 # Primitives that only change a shape, if the number of elements stays the same.
@@ -23,7 +25,7 @@ MOVES = ("reshape", "squeeze", "broadcast_in_dim")
 
 
 @dataclass(frozen=True)
-class RowOperation:
+class FusibleOperation:
     """An operation that a fused `Program` can compute.
 
     Attributes:
@@ -43,10 +45,12 @@ class RowOperation:
     moves: bool = False
 
 
-type Found = Mapping[Operation, RowOperation]
+type Fusible = Mapping[JaxprOperation, FusibleOperation]
 
 
-def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def fusible_operation(
+    operation: JaxprOperation, makers: Producers, found: Fusible
+) -> FusibleOperation | None:
     """The fusible form of an operation; None if it cannot be fused.
 
     Args:
@@ -67,20 +71,22 @@ def row_operation(operation: Operation, makers: Makers, found: Found) -> RowOper
     return None
 
 
-def _rows(rows: int, operands: Sequence[Operand], makers: Makers, found: Found) -> int:
+def _rows(rows: int, operands: Sequence[Operand], makers: Producers, found: Fusible) -> int:
     """Number of rows of an operation: that of its producers, if these rows are parts of theirs."""
-    makes = [maker for one in operands if (maker := maker_of(one, makers)) is not None]
+    makes = [maker for one in operands if (maker := producer_of(one, makers)) is not None]
     before = {found[maker].rows for maker in makes if maker in found}
     own = before.pop() if len(before) == 1 else rows
     return own if rows % own == 0 else rows
 
 
-def maker_of(one: Operand, makers: Makers) -> Operation | None:
+def producer_of(one: Operand, makers: Producers) -> JaxprOperation | None:
     """The operation that produces an operand, if any."""
-    return makers.get(one) if isinstance(one, Slot) else None
+    return makers.get(one) if isinstance(one, JaxprValue) else None
 
 
-def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _custom_call(
+    operation: JaxprOperation, makers: Producers, found: Fusible
+) -> FusibleOperation | None:
     match operation.eqn.params["target_name"]:
         case "jinfer_linear":
             return _linear(operation)
@@ -99,7 +105,7 @@ def _custom_call(operation: Operation, makers: Makers, found: Found) -> RowOpera
     return None
 
 
-def _linear(operation: Operation) -> RowOperation | None:
+def _linear(operation: JaxprOperation) -> FusibleOperation | None:
     given = _attributes(operation)
     if given["select"] != 0:
         return None
@@ -115,10 +121,10 @@ def _linear(operation: Operation) -> RowOperation | None:
         read = [known[buffer] for buffer in buffers]
         return program.linear(values[0], read, fields, codebook, **fixed)
 
-    return RowOperation(x.aval.shape[0], (x,), add, product=True)
+    return FusibleOperation(x.aval.shape[0], (x,), add, product=True)
 
 
-def _dense(operation: Operation) -> RowOperation | None:
+def _dense(operation: JaxprOperation) -> FusibleOperation | None:
     given = _attributes(operation)
     x, *weights = operation.operands
     if given["select"] != 0 or 0 in x.aval.shape:
@@ -132,10 +138,10 @@ def _dense(operation: Operation) -> RowOperation | None:
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         return program.dense(values[0], [known[weight] for weight in weights], **fixed)
 
-    return RowOperation(x.aval.shape[0], (x,), add, product=True)
+    return FusibleOperation(x.aval.shape[0], (x,), add, product=True)
 
 
-def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _norm(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation | None:
     given = _attributes(operation)
     x, *vectors = operation.operands
     if any(vector.aval.shape[0] != 1 for vector in vectors):
@@ -150,39 +156,39 @@ def _norm(operation: Operation, makers: Makers, found: Found) -> RowOperation | 
         bias = known[next(left)] if given["biased"] else None
         return [program.norm(values[0], weight, bias, **kind, each=each)]
 
-    return RowOperation(_rows(rows, (x,), makers, found), (x,), add)
+    return FusibleOperation(_rows(rows, (x,), makers, found), (x,), add)
 
 
-def _rotate(operation: Operation) -> RowOperation:
+def _rotate(operation: JaxprOperation) -> FusibleOperation:
     given = _attributes(operation)
     size, adjacent = int(given["size"]), bool(given["adjacent"])
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.rotate(*values, size=size, adjacent=adjacent)]
 
-    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+    return FusibleOperation(operation.operands[0].aval.shape[0], operation.operands, add)
 
 
-def _hadamard(operation: Operation) -> RowOperation:
+def _hadamard(operation: JaxprOperation) -> FusibleOperation:
     given = _attributes(operation)
     size, query = int(given["size"]), bool(given["query"])
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.hadamard(values[0], size=size, query=query)]
 
-    return RowOperation(operation.operands[0].aval.shape[0], operation.operands, add)
+    return FusibleOperation(operation.operands[0].aval.shape[0], operation.operands, add)
 
 
-def _activate(operation: Operation, makers: Makers, found: Found) -> RowOperation:
+def _activate(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation:
     x, number = operation.operands[0], int(_attributes(operation)["activation"])
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.activate(values[0], number)]
 
-    return RowOperation(_rows(x.aval.shape[0], (x,), makers, found), (x,), add)
+    return FusibleOperation(_rows(x.aval.shape[0], (x,), makers, found), (x,), add)
 
 
-def _attention(operation: Operation) -> RowOperation | None:
+def _attention(operation: JaxprOperation) -> FusibleOperation | None:
     """Attention with its new keys and values, if it is complete on this device."""
     given = _attributes(operation)
     q, *places = operation.operands[:5]
@@ -197,23 +203,25 @@ def _attention(operation: Operation) -> RowOperation | None:
         where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
         return program.attention(values[0], values[1:], where, own, read, kind)
 
-    return RowOperation(q.aval.shape[0], (q, *matrices), add, product=True)
+    return FusibleOperation(q.aval.shape[0], (q, *matrices), add, product=True)
 
 
-def _reshape(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _reshape(
+    operation: JaxprOperation, makers: Producers, found: Fusible
+) -> FusibleOperation | None:
     """A reshape of a fusible operation's result, if rows stay whole or are split into heads."""
     x, shape = operation.operands[0], operation.results[0].aval.shape
-    maker = maker_of(x, makers)
+    maker = producer_of(x, makers)
     row = None if maker is None else found.get(maker)
     if row is None or math.prod(shape) != math.prod(x.aval.shape):
         return None
     turned = operation.name == "reshape" and operation.eqn.params["dimensions"] is not None
     if turned or not shape or math.prod(shape[:-1]) % row.rows:
         return None
-    return RowOperation(row.rows, (x,), lambda _, values, __: [values[0]], moves=True)
+    return FusibleOperation(row.rows, (x,), lambda _, values, __: [values[0]], moves=True)
 
 
-def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _add(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation | None:
     shape = operation.results[0].aval.shape
     if len(shape) < 2:
         return None
@@ -222,7 +230,7 @@ def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | N
     for x, other in ((a, b), (b, a)):
         vector = _repeated(other, shape, makers)
         # A fusible operation's result stays within the call: one row looks like a vector.
-        own = vector is not None and maker_of(vector, makers) in found
+        own = vector is not None and producer_of(vector, makers) in found
         if vector is not None and not own and x.aval.shape == shape:
 
             def add_vector(
@@ -230,14 +238,14 @@ def _add(operation: Operation, makers: Makers, found: Found) -> RowOperation | N
             ) -> list[int]:
                 return [program.add_vector(values[0], known[vector])]
 
-            return RowOperation(rows, (x,), add_vector)
+            return FusibleOperation(rows, (x,), add_vector)
     if any(one.aval.shape != shape for one in (a, b)):
         return None
     rows = _rows(rows, (a, b), makers, found)
-    return RowOperation(rows, (a, b), lambda program, values, _: [program.add(*values)])
+    return FusibleOperation(rows, (a, b), lambda program, values, _: [program.add(*values)])
 
 
-def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _scale(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation | None:
     """A matrix times a known number."""
     for x, by in (operation.operands, operation.operands[::-1]):
         shape = x.aval.shape
@@ -250,11 +258,13 @@ def _scale(operation: Operation, makers: Makers, found: Found) -> RowOperation |
                 return [program.scale(values[0], factor)]
 
             rows = _rows(math.prod(shape[:-1]), (x,), makers, found)
-            return RowOperation(rows, (x,), add)
+            return FusibleOperation(rows, (x,), add)
     return None
 
 
-def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperation | None:
+def _multiply(
+    operation: JaxprOperation, makers: Producers, found: Fusible
+) -> FusibleOperation | None:
     """The element-wise product of two matrices."""
     shape = operation.results[0].aval.shape
     if len(shape) < 2 or any(one.aval.shape != shape for one in operation.operands):
@@ -262,16 +272,16 @@ def _multiply(operation: Operation, makers: Makers, found: Found) -> RowOperatio
     if any(isinstance(one, Literal) for one in operation.operands):
         return None
     rows = _rows(math.prod(shape[:-1]), operation.operands, makers, found)
-    return RowOperation(
+    return FusibleOperation(
         rows, operation.operands, lambda program, values, _: [program.multiply(*values)]
     )
 
 
-def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | None:
+def _repeated(one: Operand, shape: tuple[int, ...], makers: Producers) -> JaxprValue | None:
     """The vector that an operand repeats in each row of a matrix, if it does."""
     if isinstance(one, Literal):
         return None
-    maker, size = maker_of(one, makers), shape[-1:]
+    maker, size = producer_of(one, makers), shape[-1:]
     if one.aval.shape != shape:
         vector = one
     elif maker is not None and maker.name == "broadcast_in_dim":
@@ -284,19 +294,19 @@ def _repeated(one: Operand, shape: tuple[int, ...], makers: Makers) -> Slot | No
     return vector if own[-1:] == size and math.prod(own) == size[0] else None
 
 
-def _as_stored(vector: Operand, makers: Makers, found: Found) -> Operand:
+def _as_stored(vector: Operand, makers: Producers, found: Fusible) -> Operand:
     """A vector before an axis of one was added: the weight as stored, if possible."""
-    maker = maker_of(vector, makers)
+    maker = producer_of(vector, makers)
     if maker is None or maker.name not in ("reshape", "broadcast_in_dim"):
         return vector
     stored = maker.operands[0]
     same = math.prod(stored.aval.shape) == math.prod(vector.aval.shape)
-    if not same or isinstance(stored, Literal) or maker_of(stored, makers) in found:
+    if not same or isinstance(stored, Literal) or producer_of(stored, makers) in found:
         return vector
     return stored
 
 
-def _attributes(operation: Operation) -> dict[str, Any]:
+def _attributes(operation: JaxprOperation) -> dict[str, Any]:
     attributes = dict(operation.eqn.params["attributes"])
     return {name: getattr(value, "val", value) for name, value in attributes.items()}
 

@@ -23,19 +23,31 @@ from jax import Array
 from jax.extend.core import Literal
 
 from jinfer.ops.backend import interpreted
-from jinfer.ops.fusion.fuse_gpu_rules import MOVES, REDUCE, Rows, keeps, waits
-from jinfer.ops.fusion.jaxpr_walk import Operand, Operation, Slot, evaluate, operations
+from jinfer.ops.fusion.fuse_gpu_rules import (
+    MOVES,
+    REDUCE,
+    RowMatrix,
+    is_deferrable,
+    preserves_values,
+)
+from jinfer.ops.fusion.jaxpr_walk import (
+    JaxprOperation,
+    JaxprValue,
+    Operand,
+    evaluate,
+    flatten_jaxpr,
+)
 
 if TYPE_CHECKING:
-    from kernels_pallas.attention.write_kv import Heads
-    from kernels_pallas.matmul.prologue import Compute, Prepared, Reductions
+    from kernels_pallas.attention.write_kv import HeadVectors
+    from kernels_pallas.matmul.prologue import Compute, PreparedRows, Reductions
 
-_MOST = 24  # max operands of a kernel
+_MAX_OPERANDS = 24  # max operands of a kernel
 # Superblocks of a long row, which is split among several programs.
-_LONG = 8
+_LONG_ROW = 8
 
 
-def prepared[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def fuse_for_gpu[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """The same function with prologue kernels."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,23 +58,23 @@ def prepared[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             return function(*given, **named)
 
         traced, shape = jax.make_jaxpr(of_flat, return_shape=True)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shape), _Evaluation(traced, flat).results())
+        return jax.tree.unflatten(jax.tree.structure(shape), _Evaluator(traced, flat).results())
 
     return run
 
 
-class _Evaluation:
+class _Evaluator:
     """Evaluates a function's operations in order, deferring row-wise ones."""
 
     def __init__(self, traced: Any, args: Sequence[Array]) -> None:
-        self._known: dict[Slot, Any] = {}
-        inputs = [Slot(var.aval) for var in traced.jaxpr.invars]
-        found, self._outs = operations(traced, inputs, self._known)
+        self._known: dict[JaxprValue, Any] = {}
+        inputs = [JaxprValue(var.aval) for var in traced.jaxpr.invars]
+        found, self._outs = flatten_jaxpr(traced, inputs, self._known)
         self._known |= dict(zip(inputs, args, strict=True))
-        self._makers: dict[Slot, Operation] = {}  # producers of deferred arrays
-        self._parts: dict[Slot, Array] = {}  # partial sums [split, rows, width]
-        self._prepared: dict[tuple[Slot, Any], Prepared] = {}
-        self._operations, self._users = found, dict[Slot, set[Operation]]()
+        self._makers: dict[JaxprValue, JaxprOperation] = {}  # producers of deferred arrays
+        self._parts: dict[JaxprValue, Array] = {}  # partial sums [split, rows, width]
+        self._prepared: dict[tuple[JaxprValue, Any], PreparedRows] = {}
+        self._operations, self._users = found, dict[JaxprValue, set[JaxprOperation]]()
         for operation in found:
             self._note_users(operation)
 
@@ -73,15 +85,15 @@ class _Evaluation:
                 self._multiply(operation)
             elif operation.name == "enter_cache":
                 self._enter(operation)
-            elif waits(operation):
+            elif is_deferrable(operation):
                 self._makers |= dict.fromkeys(operation.results, operation)
             else:
                 self._run(operation)
         return [self._value(out) for out in self._outs]
 
-    def _note_users(self, operation: Operation) -> None:
+    def _note_users(self, operation: JaxprOperation) -> None:
         for operand in operation.operands:
-            if isinstance(operand, Slot):
+            if isinstance(operand, JaxprValue):
                 self._users.setdefault(operand, set()).add(operation)
 
     def _value(self, operand: Operand) -> Any:
@@ -95,60 +107,65 @@ class _Evaluation:
                 self._run(self._makers[operand])
         return self._known[operand]
 
-    def _run(self, operation: Operation) -> None:
+    def _run(self, operation: JaxprOperation) -> None:
         out = evaluate(operation.eqn, [self._value(operand) for operand in operation.operands])
         self._known |= dict(zip(operation.results, out, strict=True))
 
-    def _multiply(self, operation: Operation) -> None:
+    def _multiply(self, operation: JaxprOperation) -> None:
         """A matmul; its results stay partial sums if one kernel computes all its matrices."""
-        from kernels_pallas.matmul.quantized import product_parts, shares
+        from kernels_pallas.matmul.quantized import matmul_partials, supports_partials
 
         x, *leaves = operation.operands
         params = operation.eqn.params
         matrices, index = jax.tree.unflatten(params["tree"], map(self._value, leaves))
         rows, width = x.aval.shape
-        if rows == width or width == 1 or not isinstance(x, Slot) or not shares(matrices):
+        if (
+            rows == width
+            or width == 1
+            or not isinstance(x, JaxprValue)
+            or not supports_partials(matrices)
+        ):
             self._run(operation)
             return
         given = self._prepare(x, matrices, interpret=params["interpret"])
-        parts = product_parts(given, matrices, index=index, interpret=params["interpret"])
+        parts = matmul_partials(given, matrices, index=index, interpret=params["interpret"])
         if params["gated"]:
             self._combine(parts, operation)
         else:
             self._parts |= dict(zip(operation.results, parts, strict=True))
 
-    def _combine(self, parts: Sequence[Array], operation: Operation) -> None:
+    def _combine(self, parts: Sequence[Array], operation: JaxprOperation) -> None:
         """The gated activation of gate and up, deferred."""
         (out,) = operation.results
         traced = jax.make_jaxpr(lambda gate, up: jax.nn.silu(gate) * up)(*[out.aval] * 2)
-        both = [Slot(out.aval) for _ in parts]
+        both = [JaxprValue(out.aval) for _ in parts]
         self._parts |= dict(zip(both, parts, strict=True))
-        found, (result,) = operations(traced, both, self._known)
+        found, (result,) = flatten_jaxpr(traced, both, self._known)
         for one in found:
             if result in one.results:
                 one.results = operation.results
             self._note_users(one)
             self._makers |= dict.fromkeys(one.results, one)
 
-    def _prepare(self, x: Slot, matrices: Sequence[Any], *, interpret: bool) -> Prepared:
+    def _prepare(self, x: JaxprValue, matrices: Sequence[Any], *, interpret: bool) -> PreparedRows:
         """The prologue's output for these matrices, shared by all matmuls that read x."""
         from kernels_pallas.matmul.grid import SMALL_ROWS
-        from kernels_pallas.matmul.prologue import prepare
+        from kernels_pallas.matmul.prologue import prepare_rows
 
         rows, width = x.aval.shape
         key = self._root(x), (matrices[0].per_code, matrices[0].superblocks)
         if key in self._prepared:
             return self._prepared[key]
-        cone = _Cone(Rows(rows, width), self)
+        cone = _RowwiseSubgraph(RowMatrix(rows, width), self)
         cone.add(x)
-        if len(cone.leaves) > _MOST:
-            cone = _Cone(Rows(rows, width), self)
+        if len(cone.leaves) > _MAX_OPERANDS:
+            cone = _RowwiseSubgraph(RowMatrix(rows, width), self)
             self._value(x)
             cone.add(x)
         wanted = [slot for slot in cone.inside if self._is_wanted(slot, cone)]
         # Larger tiles lack registers for a superblock's sum beside that of the row.
-        apart = rows <= SMALL_ROWS and matrices[0].superblocks >= _LONG
-        given, others = prepare(
+        apart = rows <= SMALL_ROWS and matrices[0].superblocks >= _LONG_ROW
+        given, others = prepare_rows(
             cone.operands(),
             cone.compute([x, *wanted]),
             rows,
@@ -162,77 +179,77 @@ class _Evaluation:
         self._prepared[key] = given
         return given
 
-    def _enter(self, operation: Operation) -> None:
+    def _enter(self, operation: JaxprOperation) -> None:
         """KV cache write: new vectors are summed, rotated and written by one kernel."""
-        from kernels_pallas.attention.write_kv import Places, enter
+        from kernels_pallas.attention.write_kv import WriteSlots, write_kv
 
         q, k, v, keys, values, *at = operation.operands
-        results = enter(
+        results = write_kv(
             self._heads(q),
             self._heads(k),
             self._heads(v),
             self._value(keys),
             self._value(values),
-            Places(*map(self._value, at)),
+            WriteSlots(*map(self._value, at)),
             interpret=interpreted(),
         )
         self._known |= dict(zip(operation.results, results, strict=True))
 
-    def _heads(self, vectors: Operand) -> Heads:
+    def _heads(self, vectors: Operand) -> HeadVectors:
         """The kernel's inputs for queries, keys or values."""
-        from kernels_pallas.attention.write_kv import Heads, Rotation
-        from kernels_pallas.matmul.prologue import Operand as RowOperand
-        from kernels_pallas.matmul.prologue import alone
+        from kernels_pallas.attention.write_kv import HeadVectors, Rotation
+        from kernels_pallas.matmul.prologue import PrologueOperand as RowOperand
+        from kernels_pallas.matmul.prologue import identity
 
-        assert isinstance(vectors, Slot)
+        assert isinstance(vectors, JaxprValue)
         tokens, heads, size = vectors.aval.shape
         x, rotation = self._root(vectors), None
         if (maker := self._makers.get(x)) is not None and maker.name == "rotate":
             base, *turn = maker.operands
-            assert isinstance(base, Slot)
+            assert isinstance(base, JaxprValue)
             cos, sin = (self._value(part).reshape(tokens, -1) for part in turn)
             x, rotation = base, Rotation(cos, sin, maker.eqn.params["adjacent"])
-        rows = Rows(tokens, heads * size)
+        rows = RowMatrix(tokens, heads * size)
         if rows.kind(x.aval) != "full" or rows.number == rows.width:
             operands = [RowOperand(self._value(x), "full")]
-            return Heads(operands, alone, heads, size, rotation, vectors.aval.dtype)
-        cone = _Cone(rows, self, reduces=False)
+            return HeadVectors(operands, identity, heads, size, rotation, vectors.aval.dtype)
+        cone = _RowwiseSubgraph(rows, self, reduces=False)
         cone.add(x)
         given = cone.operands(), cone.compute([x])
-        return Heads(*given, heads, size, rotation, vectors.aval.dtype)
+        return HeadVectors(*given, heads, size, rotation, vectors.aval.dtype)
 
-    def _root(self, x: Slot) -> Slot:
+    def _root(self, x: JaxprValue) -> JaxprValue:
         """The array that x is a reshape or a widening of."""
-        while (maker := self._makers.get(x)) is not None and keeps(maker):
-            (x,) = (operand for operand in maker.operands if isinstance(operand, Slot))
+        while (maker := self._makers.get(x)) is not None and preserves_values(maker):
+            (x,) = (operand for operand in maker.operands if isinstance(operand, JaxprValue))
         return x
 
-    def _is_wanted(self, slot: Slot, cone: _Cone) -> bool:
+    def _is_wanted(self, slot: JaxprValue, cone: _RowwiseSubgraph) -> bool:
         """Whether anything outside the kernel needs an array computed inside it."""
-        if keeps(self._makers[slot]) or cone.rows.kind(slot.aval) != "full":
+        if preserves_values(self._makers[slot]) or cone.rows.kind(slot.aval) != "full":
             return False
         return self._is_given_on(slot, cone)
 
-    def _is_given_on(self, slot: Slot, cone: _Cone) -> bool:
+    def _is_given_on(self, slot: JaxprValue, cone: _RowwiseSubgraph) -> bool:
         """Whether anything else needs an array, perhaps reshaped or widened."""
         for user in self._users.get(slot, ()):
             inside = user in cone.operations
-            if not inside or (keeps(user) and self._is_given_on(user.results[0], cone)):
+            if not inside or (preserves_values(user) and self._is_given_on(user.results[0], cone)):
                 return True
         return slot in self._outs
 
 
-class _Cone:
+class _RowwiseSubgraph:
     """The row-wise operations that an array is computed from."""
 
-    def __init__(self, rows: Rows, evaluation: _Evaluation, *, reduces: bool = True) -> None:
+    def __init__(self, rows: RowMatrix, evaluation: _Evaluator, *, reduces: bool = True) -> None:
         self.rows, self._reduces = rows, reduces
-        self.leaves: list[Slot] = []
-        self.inside: list[Slot] = []  # in topological order
-        self.operations: set[Operation] = set()
+        self.leaves: list[JaxprValue] = []
+        self.inside: list[JaxprValue] = []  # in topological order
+        self.operations: set[JaxprOperation] = set()
         self._evaluation = evaluation
 
-    def add(self, slot: Slot) -> None:
+    def add(self, slot: JaxprValue) -> None:
         """Adds an array and everything it is computed from."""
         if slot in self.leaves or slot in self.inside:
             return
@@ -244,17 +261,17 @@ class _Cone:
             self.leaves.append(slot)
             return
         for operand in maker.operands:
-            if isinstance(operand, Slot):
+            if isinstance(operand, JaxprValue):
                 self.add(operand)
         self.inside.append(slot)
         self.operations.add(maker)
 
-    def _takes(self, maker: Operation) -> bool:
+    def _takes(self, maker: JaxprOperation) -> bool:
         return (self._reduces or maker.name not in REDUCE) and self.rows.takes(maker)
 
     def operands(self) -> list[Any]:
         """Its inputs as operands of the kernel."""
-        from kernels_pallas.matmul.prologue import Operand
+        from kernels_pallas.matmul.prologue import PrologueOperand
 
         known, parts = self._evaluation._known, self._evaluation._parts
         found = []
@@ -262,23 +279,27 @@ class _Cone:
             kind = self.rows.kind(leaf.aval)
             assert kind is not None, "only operands of a row-wise kind are taken"
             here = leaf in known
-            found.append(Operand(known[leaf], kind) if here else Operand(parts[leaf], "parts"))
+            found.append(
+                PrologueOperand(known[leaf], kind)
+                if here
+                else PrologueOperand(parts[leaf], "parts")
+            )
         return found
 
-    def compute(self, wanted: Sequence[Slot]) -> Compute:
+    def compute(self, wanted: Sequence[JaxprValue]) -> Compute:
         """A function from its inputs to some of its arrays."""
         makers = [self._evaluation._makers[slot] for slot in self.inside]
         return partial(_compute, tuple(self.leaves), tuple(makers), tuple(wanted))
 
 
 def _compute(
-    leaves: Sequence[Slot],
-    makers: Sequence[Operation],
-    wanted: Sequence[Slot],
+    leaves: Sequence[JaxprValue],
+    makers: Sequence[JaxprOperation],
+    wanted: Sequence[JaxprValue],
     values: Sequence[Array],
     reductions: Reductions,
 ) -> list[Array]:
-    known: dict[Slot, Any] = dict(zip(leaves, values, strict=True))
+    known: dict[JaxprValue, Any] = dict(zip(leaves, values, strict=True))
 
     def value(operand: Operand) -> Any:
         return operand.val if isinstance(operand, Literal) else known[operand]
@@ -295,7 +316,7 @@ def _compute(
     return [known[slot] for slot in wanted]
 
 
-def _elementwise(maker: Operation, operands: Sequence[Any]) -> Array:
+def _elementwise(maker: JaxprOperation, operands: Sequence[Any]) -> Array:
     """Evaluates an element-wise operation with its operands broadcast, as kernels need them."""
     shape = jnp.broadcast_shapes(*(jnp.shape(operand) for operand in operands))
     full = [

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jinfer.ops.fusion.jaxpr_walk import Operation
+from jinfer.ops.fusion.jaxpr_walk import JaxprOperation
 
 # Element-wise primitives that kernels support.
 _ELEMENTWISE = {
@@ -23,12 +23,12 @@ REDUCE = {"reduce_sum": "sum", "reduce_max": "max"}
 type Kind = Literal["full", "row", "vector", "one"]
 
 
-def waits(operation: Operation) -> bool:
+def is_deferrable(operation: JaxprOperation) -> bool:
     """Whether it is cheap to compute later, or twice."""
     return operation.name in _ELEMENTWISE | MOVES | REDUCE.keys() | {"rotate"}
 
 
-def keeps(operation: Operation) -> bool:
+def preserves_values(operation: JaxprOperation) -> bool:
     """Whether its result is its operand reshaped or widened."""
     if operation.name == "convert_element_type":
         before, after = operation.operands[0].aval.dtype, operation.results[0].aval.dtype
@@ -37,7 +37,7 @@ def keeps(operation: Operation) -> bool:
     return operation.name in MOVES - {"broadcast_in_dim"} and len(operation.operands) == 1
 
 
-class Rows(NamedTuple):
+class RowMatrix(NamedTuple):
     """Shape of a matrix [number, width]; the two differ."""
 
     number: int
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
             return "vector"
         return "row" if size == self.number else None
 
-    def takes(self, operation: Operation) -> bool:
+    def takes(self, operation: JaxprOperation) -> bool:
         """Whether an operation is row-wise on operands of these kinds."""
         if operation.name == "rotate":
             return False

@@ -24,7 +24,7 @@ def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return list(out if eqn.primitive.multiple_results else [out])
 
 
-class Slot:
+class JaxprValue:
     """One result of one operation: a function called twice reuses its jaxpr variables."""
 
     __slots__ = ("aval",)
@@ -33,10 +33,10 @@ class Slot:
         self.aval = aval
 
 
-type Operand = Slot | Any  # or a `Literal`
+type Operand = JaxprValue | Any  # or a `Literal`
 
 
-class Operation:
+class JaxprOperation:
     """A jaxpr equation with its operands and results.
 
     Attributes:
@@ -47,7 +47,7 @@ class Operation:
 
     def __init__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> None:
         self.eqn, self.operands = eqn, tuple(operands)
-        self.results = tuple(Slot(var.aval) for var in eqn.outvars)
+        self.results = tuple(JaxprValue(var.aval) for var in eqn.outvars)
 
     @property
     def name(self) -> str:
@@ -55,16 +55,16 @@ class Operation:
         return str(self.eqn.primitive.name)
 
 
-def operations(
-    closed: Any, inputs: Sequence[Operand], constants: dict[Slot, Any]
-) -> tuple[list[Operation], list[Operand]]:
+def flatten_jaxpr(
+    closed: Any, inputs: Sequence[Operand], constants: dict[JaxprValue, Any]
+) -> tuple[list[JaxprOperation], list[Operand]]:
     """The operations of a traced function, called functions inlined, and its results.
 
     Args:
         inputs: the function's arguments.
         constants: receives its constants.
     """
-    found: list[Operation] = []
+    found: list[JaxprOperation] = []
     outs = list(_walk(closed, inputs, constants, found))
     return found, outs
 
@@ -72,20 +72,20 @@ def operations(
 def _walk(
     closed: Any,
     inputs: Sequence[Operand],
-    constants: dict[Slot, Any],
-    found: list[Operation],
+    constants: dict[JaxprValue, Any],
+    found: list[JaxprOperation],
 ) -> Iterator[Operand]:
     jaxpr = closed.jaxpr
     slots: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var, constant in zip(jaxpr.constvars, closed.consts, strict=True):
-        slots[var] = slot = Slot(var.aval)
+        slots[var] = slot = JaxprValue(var.aval)
         constants[slot] = constant
     for eqn in jaxpr.eqns:
         operands = [a if isinstance(a, Literal) else slots[a] for a in eqn.invars]
         if (inner := _CALLS.get(eqn.primitive.name)) is not None:
             results = list(_walk(eqn.params[inner], operands, constants, found))
         else:
-            found.append(Operation(eqn, operands))
+            found.append(JaxprOperation(eqn, operands))
             results = list(found[-1].results)
         slots |= dict(zip(eqn.outvars, results, strict=True))
     return (a if isinstance(a, Literal) else slots[a] for a in jaxpr.outvars)

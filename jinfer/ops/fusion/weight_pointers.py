@@ -19,12 +19,14 @@ from jax import Array, lax
 if TYPE_CHECKING:
     from jaxtyping import UInt
 
-type Table = UInt[Array, "weights 4"]  # address and size in bytes, each a uint64 in two words
+type PointerTable = UInt[
+    Array, "weights 4"
+]  # address and size in bytes, each a uint64 in two words
 
 _ALIGNED = 64  # bytes; JAX copies unaligned arrays
 
 
-class Told(NamedTuple):
+class WeightPointers(NamedTuple):
     """The table entries of some weights.
 
     Attributes:
@@ -32,19 +34,19 @@ class Told(NamedTuple):
         rows: one entry for each, in order.
     """
 
-    table: Table
+    table: PointerTable
     rows: range
 
     def of(self, arrays: Sequence[Any]) -> dict[int, int]:
         """The entry of each weight by its id(); the weights are the first of the given arrays."""
         return {id(one): row for one, row in zip(arrays, self.rows, strict=False)}
 
-    def sliced_table(self) -> Table:
+    def sliced_table(self) -> PointerTable:
         """The table with only these entries, so that equal layers are equal functions."""
         return lax.slice_in_dim(self.table, self.rows.start, self.rows.stop)
 
 
-def together(parts: Sequence[Told]) -> Told | None:
+def merge_weight_pointers(parts: Sequence[WeightPointers]) -> WeightPointers | None:
     """The pointers of all parts, which are adjacent in one table; None if there are none."""
     if not parts:
         return None
@@ -54,43 +56,43 @@ def together(parts: Sequence[Told]) -> Told | None:
         assert part.table is first.table
         assert part.rows.start == end
         end = part.rows.stop
-    return Told(first.table, range(first.rows.start, end))
+    return WeightPointers(first.table, range(first.rows.start, end))
 
 
-_TOLD: ContextVar[Mapping[str, Told] | None] = ContextVar("told", default=None)
+_WEIGHT_POINTERS: ContextVar[Mapping[str, WeightPointers] | None] = ContextVar("told", default=None)
 
 
 @contextmanager
-def told(table: Table | None, layers: Mapping[str, slice]) -> Iterator[None]:
+def use_weight_pointers(table: PointerTable | None, layers: Mapping[str, slice]) -> Iterator[None]:
     """Code traced by this thread within the context may read these layers' weights by pointer.
 
     Args:
         table: of the first layer's arrays, then the second's, ...; None: pass weights as operands.
         layers: name -> as many arrays as the slice is long.
     """
-    end, found = 0, dict[str, Told]()
+    end, found = 0, dict[str, WeightPointers]()
     for name, own in layers.items():
         begin, end = end, end + own.stop - own.start
         if table is not None:
-            found[name] = Told(table, range(begin, end))
-    token = _TOLD.set(found)
+            found[name] = WeightPointers(table, range(begin, end))
+    token = _WEIGHT_POINTERS.set(found)
     try:
         yield
     finally:
-        _TOLD.reset(token)
+        _WEIGHT_POINTERS.reset(token)
 
 
-def told_of(layer: str) -> Told | None:
+def weight_pointers_of(layer: str) -> WeightPointers | None:
     """The pointers of a layer's weights; None: they are operands."""
-    return (_TOLD.get() or {}).get(layer)
+    return (_WEIGHT_POINTERS.get() or {}).get(layer)
 
 
-def like(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:
+def abstract_table(weights: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """The shape and type of the table of some weights."""
     return jax.ShapeDtypeStruct((len(weights), 4), np.uint32)
 
 
-def table(weights: Sequence[Array]) -> Table:
+def table(weights: Sequence[Array]) -> PointerTable:
     """The pointer table of weights in this process's memory, on one device.
 
     The table keeps the weights alive, and running programs keep their table alive.
@@ -103,19 +105,19 @@ def table(weights: Sequence[Array]) -> Table:
     rows[:] = np.array(places, np.uint64).reshape(-1, 2).view(np.uint32)
     (device,) = weights[0].devices()
     place = device if weights[0].committed else None
-    return jax.device_put(np.asarray(_Held(rows, weights)), place)
+    return jax.device_put(np.asarray(_KeepAlive(rows, weights)), place)
 
 
-def read_by(function: Callable[[Any], Any], arrays: Any) -> list[bool]:
+def used_arrays(function: Callable[[Any], Any], arrays: Any) -> list[bool]:
     """Which arrays of a tree a function uses as operands (liveness analysis of its jaxpr)."""
     jaxpr = jax.make_jaxpr(function)(arrays).jaxpr
-    return list(_read(jaxpr, (True,) * len(jaxpr.outvars), {}))
+    return list(_used_arguments(jaxpr, (True,) * len(jaxpr.outvars), {}))
 
 
 type _Bits = tuple[bool, ...]
 
 
-def _read(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _Bits:
+def _used_arguments(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _Bits:
     """Which arguments of a jaxpr the wanted results depend on.
 
     Args:
@@ -123,20 +125,20 @@ def _read(jaxpr: Any, wanted: _Bits, known: dict[tuple[int, _Bits], _Bits]) -> _
     """
     key = id(jaxpr), wanted
     if key not in known:
-        needed = set(_picked(jaxpr.outvars, wanted))
+        needed = set(_selected(jaxpr.outvars, wanted))
         for eqn in reversed(jaxpr.eqns):
             if needed.isdisjoint(eqn.outvars) and not eqn.effects:
                 continue
             own: _Bits = (True,) * len(eqn.invars)
             if eqn.primitive.name in ("jit", "pjit") and not eqn.effects:
                 out = tuple(var in needed for var in eqn.outvars)
-                own = _read(eqn.params["jaxpr"].jaxpr, out, known)
-            needed |= _picked(eqn.invars, own)
+                own = _used_arguments(eqn.params["jaxpr"].jaxpr, out, known)
+            needed |= _selected(eqn.invars, own)
         known[key] = tuple(var in needed for var in jaxpr.invars)
     return known[key]
 
 
-def _picked(atoms: Sequence[Any], which: _Bits) -> set[Any]:
+def _selected(atoms: Sequence[Any], which: _Bits) -> set[Any]:
     # Imported lazily: it imports Pallas, which a start with compiled programs does not need.
     from jax.extend.core import Literal
 
@@ -144,7 +146,7 @@ def _picked(atoms: Sequence[Any], which: _Bits) -> set[Any]:
     return {atom for atom, is_one in pairs if is_one and not isinstance(atom, Literal)}
 
 
-class _Held:
+class _KeepAlive:
     """An array interface that keeps something alive; JAX makes no copy and keeps this object."""
 
     def __init__(self, numbers: np.ndarray, what: Any) -> None:

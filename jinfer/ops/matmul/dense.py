@@ -12,41 +12,41 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import dense_matmul as cpu
-from jinfer.matmul_precision import precision_of
+from jinfer.matmul_precision import matmul_precision
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.matmul import half_precision
-from jinfer.ops.matmul.quantized import FUSED, pick
+from jinfer.ops.matmul.quantized import FUSED_ACTIVATIONS, index_stack
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_ROUNDED: ContextVar[bool] = ContextVar("rounded", default=False)
+_ALLOW_ROUNDING: ContextVar[bool] = ContextVar("rounded", default=False)
 
 
 @contextmanager
-def rounding(may: bool) -> Iterator[None]:
+def allow_bfloat16_rounding(may: bool) -> Iterator[None]:
     """Code traced by this thread may round activations to bfloat16 where weights are bfloat16.
 
     It does so on CPUs where bfloat16 dot products have twice the throughput.
     """
-    token = _ROUNDED.set(may)
+    token = _ALLOW_ROUNDING.set(may)
     try:
         yield
     finally:
-        _ROUNDED.reset(token)
+        _ALLOW_ROUNDING.reset(token)
 
 
-def rounds() -> bool:
+def allows_bfloat16_rounding() -> bool:
     """Whether `allow_bfloat16_rounding` is in effect."""
-    return _ROUNDED.get()
+    return _ALLOW_ROUNDING.get()
 
 
-def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
+def supports_grouped_dense(weight: Float[Array, "experts outputs inputs"]) -> bool:
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
-        return half_precision.reads_as_stored()
-    if not disable_kernels.kernels("experts") or gpu_backend.kind() != "triton":
+        return half_precision.reads_16_bit_weights()
+    if not disable_kernels.kernels_enabled("experts") or gpu_backend.selected_backend() != "triton":
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped_dense import takes
@@ -54,7 +54,7 @@ def sorts(weight: Float[Array, "experts outputs inputs"]) -> bool:
     return takes(weight)
 
 
-def products(
+def dense_matmul(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Float[Array, "*stack outputs inputs"]],
     *,
@@ -73,21 +73,21 @@ def products(
         activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
             one result, activation(x @ gate.T) * (x @ up.T).
     """
-    if half_precision.reads_as_stored():
+    if half_precision.reads_16_bit_weights():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
-        results = cpu.dense_linear(rows, weights, rounded=rounds(), **which)
+        results = cpu.dense_linear(rows, weights, rounded=allows_bfloat16_rounding(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
-        from kernels_pallas.matmul.grouped_dense import dense_expert_matmul
+        from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 
-        product = partial(dense_expert_matmul, interpret=interpreted())
+        product = partial(grouped_dense_matmul, interpret=interpreted())
         results = tuple(product(x, offsets, weight) for weight in weights)
         return _activated(results, activation)
-    return products_reference(x, weights, index=index, activation=activation)
+    return dense_matmul_reference(x, weights, index=index, activation=activation)
 
 
-def by_head(
+def matmul_per_head(
     x: Float[Array, "rows heads inputs"],
     weight: Float[Array, "heads outputs inputs"],
     part: slice,
@@ -100,8 +100,8 @@ def by_head(
         part: the rows of each matrix to use.
         transposed: these rows are inputs: x @ weight instead of x @ weight.T.
     """
-    if not half_precision.reads_as_stored():
-        return by_head_reference(x, weight, part, transposed=transposed)
+    if not half_precision.reads_16_bit_weights():
+        return matmul_per_head_reference(x, weight, part, transposed=transposed)
     rows, heads, inputs = x.shape
     sorted_by_head = x.astype(jnp.float32).swapaxes(0, 1).reshape(heads * rows, inputs)
     offsets = jnp.arange(heads + 1, dtype=jnp.int32) * rows
@@ -110,7 +110,7 @@ def by_head(
     return y.reshape(heads, rows, -1).swapaxes(0, 1)
 
 
-def by_head_reference(
+def matmul_per_head_reference(
     x: Float[Array, "rows heads inputs"],
     weight: Float[Array, "heads outputs inputs"],
     part: slice,
@@ -123,12 +123,12 @@ def by_head_reference(
         wanted,
         x,
         weight[:, part].astype(x.dtype),
-        precision=precision_of(x),
+        precision=matmul_precision(x),
         preferred_element_type=jnp.float32,
     )
 
 
-def products_reference(
+def dense_matmul_reference(
     x: Float[Array, "*rows inputs"],
     weights: Sequence[Float[Array, "*stack outputs inputs"]],
     *,
@@ -137,13 +137,13 @@ def products_reference(
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """`dense_matmul` in XLA operations."""
     if index is not None:
-        weights = [pick(weight, index) for weight in weights]
+        weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     results = []
     for weight in weights:
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
-        product = partial(lax.dot_general, precision=precision_of(both[0]))
+        product = partial(lax.dot_general, precision=matmul_precision(both[0]))
         results.append(product(*both, contracted, preferred_element_type=jnp.float32))
     return _activated(tuple(results), activation)
 
@@ -152,4 +152,4 @@ def _activated(results: tuple[Array, ...], activation: str) -> tuple[Array, ...]
     if activation == "none":
         return results
     gate, up = results
-    return (FUSED[activation](gate) * up,)
+    return (FUSED_ACTIVATIONS[activation](gate) * up,)

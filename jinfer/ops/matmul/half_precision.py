@@ -6,7 +6,7 @@ from jinfer.cpu import build_library
 from jinfer.ops.backend import backend
 
 
-def reads_as_stored() -> bool:
+def reads_16_bit_weights() -> bool:
     """Whether 16-bit weights are multiplied with float32 as stored.
 
     Custom calls do. XLA converts whole matrices first, all layers at once, so without custom calls
@@ -15,7 +15,7 @@ def reads_as_stored() -> bool:
     return backend() == "cpu" and build_library.available()
 
 
-def faster_as_whole_numbers() -> bool:
+def f16_as_int_is_faster() -> bool:
     """Whether F16 weights are multiplied faster as integers (`jinfer.quant.f16_as_int`) here.
 
     With AVX2 alone, integer dot products have higher throughput than float32 FMA. Wider vectors

@@ -10,14 +10,19 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.ops.matmul import dense, half_precision
-from jinfer.ops.matmul.quantized import FUSED, pick, products, sorts
+from jinfer.ops.matmul.quantized import (
+    FUSED_ACTIVATIONS,
+    index_stack,
+    quantized_matmul,
+    supports_grouped_quantized,
+)
 from jinfer.quant import OutlierTensor, QuantizedTensor
-from jinfer.quant.calibration_stats import Recorded, record
+from jinfer.quant.calibration_stats import RecordedWeight, record
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-type Weight = Array | QuantizedTensor | OutlierTensor | Recorded
+type Weight = Array | QuantizedTensor | OutlierTensor | RecordedWeight
 
 
 def linear(
@@ -35,7 +40,7 @@ def linear(
     return linears(x, [weight], [bias], dtype)[0]
 
 
-def linear_of(
+def linear_of_stack(
     x: Float[Array, "rows inputs"],
     weight: Weight,
     bias: Float[Array, "experts outputs"] | None,
@@ -50,23 +55,23 @@ def linear_of(
     """
     (untapped,) = record(x, [weight], index, where)
     if isinstance(untapped, OutlierTensor):
-        y = products(x, [untapped.rounded], index=index)[0]
-        y = y + pick(untapped.outliers, index).product(x)
+        y = quantized_matmul(x, [untapped.rounded], index=index)[0]
+        y = y + index_stack(untapped.outliers, index).product(x)
     elif isinstance(untapped, QuantizedTensor):
-        y = products(x, [untapped], index=index)[0]
+        y = quantized_matmul(x, [untapped], index=index)[0]
     else:
-        y = dense.products(x, [untapped], index=index)[0]
-    return _finished(y, None if bias is None else pick(bias, index), x.dtype)
+        y = dense.dense_matmul(x, [untapped], index=index)[0]
+    return _finished(y, None if bias is None else index_stack(bias, index), x.dtype)
 
 
-def sorts_rows(weight: Weight) -> bool:
+def supports_grouped(weight: Weight) -> bool:
     """Whether `grouped_linears` supports this weight here."""
     if isinstance(weight, QuantizedTensor):
-        return sorts(weight)
-    return isinstance(weight, Array) and dense.sorts(weight)
+        return supports_grouped_quantized(weight)
+    return isinstance(weight, Array) and dense.supports_grouped_dense(weight)
 
 
-def linears_sorted(
+def grouped_linears(
     x: Float[Array, "rows inputs"],
     weights: Sequence[Weight],
     offsets: Int[Array, " experts_1"],
@@ -84,17 +89,17 @@ def linears_sorted(
     """
     if isinstance(weights[0], QuantizedTensor):
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-        return products(x, quantized, offsets=offsets, activation=activation)
+        return quantized_matmul(x, quantized, offsets=offsets, activation=activation)
     plain = [weight for weight in weights if isinstance(weight, Array)]
-    return dense.products(x, plain, offsets=offsets, activation=activation)
+    return dense.dense_matmul(x, plain, offsets=offsets, activation=activation)
 
 
-def fuses(gate: Weight, up: Weight, activation: str) -> bool:
+def fuses_activation(gate: Weight, up: Weight, activation: str) -> bool:
     """Whether the activation function can be fused into the matmul with gate and up here."""
-    if activation not in FUSED:
+    if activation not in FUSED_ACTIVATIONS:
         return False
     if isinstance(gate, Array) and isinstance(up, Array):
-        return half_precision.reads_as_stored()
+        return half_precision.reads_16_bit_weights()
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return False
     return gate.words.shape == up.words.shape and gate.format == up.format
@@ -111,8 +116,10 @@ def linears(
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
     quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
     plain = [weight for weight in codes if not isinstance(weight, QuantizedTensor)]
-    of_quantized = iter(products(x.reshape(-1, x.shape[-1]), quantized) if quantized else ())
-    of_plain = iter(dense.products(x, plain) if plain else ())
+    of_quantized = iter(
+        quantized_matmul(x.reshape(-1, x.shape[-1]), quantized) if quantized else ()
+    )
+    of_plain = iter(dense.dense_matmul(x, plain) if plain else ())
     results = []
     for weight, code, bias in zip(weights, codes, biases, strict=True):
         if isinstance(code, QuantizedTensor):
@@ -135,20 +142,20 @@ def gated_linear(
     x: Float[Array, "*rows inputs"], gate: Weight, up: Weight, activation: str
 ) -> Float[Array, "*rows outputs"] | None:
     """activation(x @ gate.T) * (x @ up.T) as one fused operation if supported, otherwise None."""
-    if not fuses(gate, up, activation):
+    if not fuses_activation(gate, up, activation):
         return None
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
-        (y,) = products(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
+        (y,) = quantized_matmul(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
         return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
     plain = [weight for weight in (gate, up) if isinstance(weight, Array)]
-    return dense.products(x, plain, activation=activation)[0].astype(x.dtype)
+    return dense.dense_matmul(x, plain, activation=activation)[0].astype(x.dtype)
 
 
 def take_rows(
     weight: Weight, rows: Int[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape inputs"]:
     """Embedding lookup: rows of a matrix, dequantized to this type."""
-    table: Any = weight.weight if isinstance(weight, Recorded) else weight
+    table: Any = weight.weight if isinstance(weight, RecordedWeight) else weight
     if isinstance(table, QuantizedTensor | OutlierTensor):
         return table.take(rows, dtype)
     return table[rows].astype(dtype)

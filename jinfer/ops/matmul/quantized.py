@@ -13,18 +13,18 @@ from jinfer.cpu import quantized_matmul as cpu
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
 from jinfer.ops.backend import backend, interpreted
-from jinfer.ops.matmul.quantized_xla import product_decoded, product_xla
+from jinfer.ops.matmul.quantized_xla import dequantized_matmul, quantized_matmul_xla
 from jinfer.quant import QuantizedTensor
-from jinfer.quant.quantized_tensor import MOST_COLUMNS
+from jinfer.quant.quantized_tensor import MAX_COLUMNS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 # Activation functions that can be fused into the matmul with gate and up.
-FUSED = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
+FUSED_ACTIVATIONS = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
 
 
-def products(
+def quantized_matmul(
     x: Float[Array, "rows inputs"],
     weights: Sequence[QuantizedTensor],
     *,
@@ -43,11 +43,11 @@ def products(
     """
     x = x.astype(jnp.float32)
     if backend() == "cpu" and cpu.available():
-        coded = [_coded(weight) for weight in weights]
+        coded = [_cpu_operand(weight) for weight in weights]
         books = {each.codebook for each in coded if each.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
             which: dict[str, Any] = {"index": index, "offsets": offsets}
-            return tuple(products(x, [weight], **which)[0] for weight in weights)
+            return tuple(quantized_matmul(x, [weight], **which)[0] for weight in weights)
         if all(cpu.supports(each) for each in coded):
             return cpu.quantized_linear(
                 x,
@@ -58,38 +58,44 @@ def products(
                 offsets=offsets,
             )
     # Only mixtures of experts have stacks.
-    kind: disable_kernels.Kernels = "products" if index is None and offsets is None else "experts"
+    kind: disable_kernels.KernelKind = (
+        "products" if index is None and offsets is None else "experts"
+    )
     on_gpu = backend() == "gpu"
-    if on_gpu and disable_kernels.kernels(kind) and all(_in_kernels(weight) for weight in weights):
-        return _in_kernels_of_gpu(x, weights, index, offsets, activation)
+    if (
+        on_gpu
+        and disable_kernels.kernels_enabled(kind)
+        and all(_gpu_kernels_support(weight) for weight in weights)
+    ):
+        return _gpu_matmul(x, weights, index, offsets, activation)
     if index is not None:
-        weights = [pick(weight, index) for weight in weights]
-    product = product_decoded if on_gpu else product_xla
+        weights = [index_stack(weight, index) for weight in weights]
+    product = dequantized_matmul if on_gpu else quantized_matmul_xla
     results = tuple(product(x, weight) for weight in weights)
     if activation == "none":
         return results
     gate, up = results
-    return (FUSED[activation](gate) * up,)
+    return (FUSED_ACTIVATIONS[activation](gate) * up,)
 
 
-def sorts(weight: QuantizedTensor) -> bool:
+def supports_grouped_quantized(weight: QuantizedTensor) -> bool:
     """Whether `quantized_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() == "gpu":
-        return disable_kernels.kernels("experts") and _in_kernels(weight)
-    return backend() == "cpu" and cpu.available() and cpu.supports(_coded(weight))
+        return disable_kernels.kernels_enabled("experts") and _gpu_kernels_support(weight)
+    return backend() == "cpu" and cpu.available() and cpu.supports(_cpu_operand(weight))
 
 
-def _in_kernels(weight: QuantizedTensor) -> bool:
+def _gpu_kernels_support(weight: QuantizedTensor) -> bool:
     """Whether the GPU kernels support the format; XLA dequantizes all others."""
     format = weight.format
     one_level, two_levels = (32, 64, 128), (16, 32)
     known = format.block in (two_levels if format.two_level else one_level)
     if format.two_level and format.per_code > 1:
         return False
-    return known and weight.columns == MOST_COLUMNS // format.per_code
+    return known and weight.columns == MAX_COLUMNS // format.per_code
 
 
-def _in_kernels_of_gpu(
+def _gpu_matmul(
     x: Array,
     weights: Sequence[QuantizedTensor],
     index: Array | None,
@@ -97,12 +103,12 @@ def _in_kernels_of_gpu(
     activation: str,
 ) -> tuple[Array, ...]:
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
-    from jinfer.ops.matmul.quantized_gpu import packed_product
-    from kernels_pallas.matmul.grouped_quantized import expert_matmul
-    from kernels_pallas.matmul.weight_layout import Packed
+    from jinfer.ops.matmul.quantized_gpu import packed_matmul
+    from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
+    from kernels_pallas.matmul.weight_layout import PackedMatrix
 
     packed = [
-        Packed(
+        PackedMatrix(
             weight.words,
             weight.scales,
             weight.format.levels,
@@ -114,24 +120,24 @@ def _in_kernels_of_gpu(
         for weight in weights
     ]
     which = None if index is None else index.reshape(1).astype(jnp.int32)
-    gated, kind = activation == "silu", gpu_backend.kind()
+    gated, kind = activation == "silu", gpu_backend.selected_backend()
     if offsets is not None:
         own: dict[str, Any] = {"backend": kind, "interpret": interpreted()}
-        results = expert_matmul(x, offsets, packed, index=which, gated=gated, **own)
+        results = grouped_quantized_matmul(x, offsets, packed, index=which, gated=gated, **own)
     else:
-        results = packed_product(x, packed, index=which, gated=gated, backend=kind)
+        results = packed_matmul(x, packed, index=which, gated=gated, backend=kind)
     if gated or activation == "none":
         return results
     gate, up = results
-    return (FUSED[activation](gate) * up,)
+    return (FUSED_ACTIVATIONS[activation](gate) * up,)
 
 
-def pick(stacked: Any, index: Int[Array, ""]) -> Any:
+def index_stack(stacked: Any, index: Int[Array, ""]) -> Any:
     """One element of a stack: an array, or a tree of arrays."""
     return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, index, keepdims=False), stacked)
 
 
-def _coded(weight: QuantizedTensor) -> cpu.QuantizedMatrix:
+def _cpu_operand(weight: QuantizedTensor) -> cpu.QuantizedMatrix:
     format = weight.format
     return cpu.QuantizedMatrix(
         weight.words,

@@ -18,18 +18,18 @@ from jax.interpreters import mlir
 from jinfer.ops.backend import interpreted
 from kernels_pallas import Backend
 from kernels_pallas.matmul.quantized import matmul
-from kernels_pallas.matmul.weight_layout import Packed
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-PRODUCT = Primitive("packed_product")
-PRODUCT.multiple_results = True
+PACKED_MATMUL = Primitive("packed_product")
+PACKED_MATMUL.multiple_results = True
 
 
-def packed_product(
+def packed_matmul(
     x: Float[Array, "rows inputs"],
-    matrices: Sequence[Packed],
+    matrices: Sequence[PackedMatrix],
     *,
     index: Int[Array, " 1"] | None = None,
     gated: bool = False,
@@ -38,7 +38,7 @@ def packed_product(
     """`kernels_pallas.matmul.quantized.matmul` with the kernels of a back end."""
     leaves, tree = jax.tree.flatten((tuple(matrices), index))
     how = {"gated": gated, "backend": backend, "interpret": interpreted()}
-    return tuple(PRODUCT.bind(x, *leaves, tree=tree, **how))
+    return tuple(PACKED_MATMUL.bind(x, *leaves, tree=tree, **how))
 
 
 def _product(x: Array, *leaves: Any, tree: Any, **how: Any) -> tuple[Array, ...]:
@@ -46,12 +46,12 @@ def _product(x: Array, *leaves: Any, tree: Any, **how: Any) -> tuple[Array, ...]
     return matmul(x, matrices, index=index, **how)
 
 
-@PRODUCT.def_abstract_eval
+@PACKED_MATMUL.def_abstract_eval
 def _shapes(x: Any, *leaves: Any, tree: Any, gated: bool, **_: Any) -> list[ShapedArray]:
     matrices, _ = jax.tree.unflatten(tree, leaves)
     results = matrices[:1] if gated else matrices
     return [ShapedArray((x.shape[0], one.outputs), jnp.dtype(jnp.float32)) for one in results]
 
 
-PRODUCT.def_impl(jax.jit(_product, static_argnames=("tree", "gated", "backend", "interpret")))
-mlir.register_lowering(PRODUCT, mlir.lower_fun(_product, multiple_results=True))
+PACKED_MATMUL.def_impl(jax.jit(_product, static_argnames=("tree", "gated", "backend", "interpret")))
+mlir.register_lowering(PACKED_MATMUL, mlir.lower_fun(_product, multiple_results=True))

@@ -28,7 +28,7 @@ _FEW_ROWS = 8  # above, dequantizing once is cheaper than for every row
 _DECODED_BYTES = 1 << 20  # of float32 weights at a time, to stay in the L2 cache
 
 
-def product_reference(
+def quantized_matmul_reference(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
     """x @ weight.T in float32, with the whole matrix dequantized."""
@@ -36,7 +36,7 @@ def product_reference(
     return jnp.dot(x.astype(jnp.float32), weight.dequantize().T, precision=exact)
 
 
-def product_xla(
+def quantized_matmul_xla(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
     """The same in plain XLA, for machines without custom calls or kernels.
@@ -52,16 +52,16 @@ def product_xla(
     return _many_rows(x, weight)
 
 
-def product_decoded(
+def dequantized_matmul(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
     """The same for a GPU: the matrix dequantized to fp16 in memory, times x in fp16.
 
     Element-wise operations and one tensor-core matmul with float32 accumulation, without loops.
     """
-    from kernels_pallas.matmul.round_fp16 import rounded
+    from kernels_pallas.matmul.round_fp16 import round_rows
 
-    x16, factors = rounded(x)
+    x16, factors = round_rows(x)
     contracted = (((1,), (1,)), ((), ()))
     weights = weight.dequantize(jnp.float16)
     y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
@@ -91,7 +91,7 @@ def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array
     # Each barrier ends a loop: fused, the operations after it would run for every strip, and those
     # before it for every term of a sum.
     sums = lax.optimization_barrier(sums)
-    scale, base = _numbers(weight)
+    scale, base = _block_numbers(weight)
     y = jnp.zeros((), jnp.float32)
     for part, each in enumerate(sums):
         strips = (each[..., 0, :] + each[..., 1, :]) + (each[..., 2, :] + each[..., 3, :])
@@ -116,7 +116,7 @@ def _many_rows(
         # The last part begins earlier, so that all have the same size.
         begin = jnp.minimum(number * jnp.int32(each), jnp.int32(tiles - each))
         cut = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, begin, each, 0), weight)
-        decoded = _decoded(lax.optimization_barrier(cut))
+        decoded = _dequantized(lax.optimization_barrier(cut))
         product = lax.dot_general(
             x, decoded, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
         )
@@ -126,11 +126,11 @@ def _many_rows(
     return lax.fori_loop(0, -(-tiles // each), part, y)[:, : weight.outputs]
 
 
-def _decoded(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
+def _dequantized(weight: QuantizedTensor) -> Float[Array, "outputs inputs"]:
     """All weights, with padding; inputs in the order step, superblock, half, strip, g."""
     tiles, _, _, rows, columns = weight.words.shape
     parts = _parts(weight)
-    scale, base = lax.optimization_barrier(_numbers(weight))
+    scale, base = lax.optimization_barrier(_block_numbers(weight))
     steps = []
     for step in range(8):
         part = step * parts // 8
@@ -183,7 +183,7 @@ def _looked_up(codes: Array, codebook: tuple[int, ...]) -> Array:
     return values[0]
 
 
-def _numbers(
+def _block_numbers(
     weight: QuantizedTensor,
 ) -> tuple[
     Float[Array, "parts tiles superblocks halves lanes"],

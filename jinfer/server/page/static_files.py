@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.server.http_errors import ApiError
-from jinfer.server.http_responses import Reply
-from jinfer.server.service import Call
+from jinfer.server.http_responses import HttpResponse
+from jinfer.server.service import RequestContext
 
 _FOLDER = Path(__file__).with_name("assets")
 _TYPES = {
@@ -46,7 +46,7 @@ _HEADERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class File:
+class StaticFile:
     """A static file.
 
     Attributes:
@@ -60,34 +60,34 @@ class File:
     tag: str
 
 
-async def index(call: Call[Any]) -> Reply:
+async def index(call: RequestContext[Any]) -> HttpResponse:
     """Serves the page."""
     return _sent(call, "index.html")
 
 
-async def asset(call: Call[Any]) -> Reply:
+async def asset(call: RequestContext[Any]) -> HttpResponse:
     """Serves a file of the page."""
     return _sent(call, call.request.path_params["file"])
 
 
 @cache
-def files() -> Mapping[str, File]:
+def files() -> Mapping[str, StaticFile]:
     """All static files by name."""
     return {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
 
 
-def _read(path: Path) -> File:
+def _read(path: Path) -> StaticFile:
     content = path.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return File(content, _TYPES[path.suffix], tag)
+    return StaticFile(content, _TYPES[path.suffix], tag)
 
 
-def _sent(call: Call[Any], name: str) -> Reply:
+def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
     """Sends a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")
     headers = {**_HEADERS, "etag": file.tag}
     if file.tag in call.request.headers.get("if-none-match", ""):
-        return Reply(b"", 304, headers, file.media_type)
-    return Reply(file.content, 200, headers, file.media_type)
+        return HttpResponse(b"", 304, headers, file.media_type)
+    return HttpResponse(file.content, 200, headers, file.media_type)

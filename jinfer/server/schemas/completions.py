@@ -7,7 +7,13 @@ from typing import Literal
 from pydantic import Field
 
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import Answer, Prompts, StreamOptions, Timings, Usage
+from jinfer.server.schemas.schema_base import (
+    Prompts,
+    ResponseModel,
+    StreamOptions,
+    Timings,
+    TokenUsage,
+)
 
 
 class CompletionRequest(SamplingFields):
@@ -25,7 +31,7 @@ class CompletionRequest(SamplingFields):
     user: str | None = Field(None, description="is logged")
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponseModel):
     """Log-probabilities of an answer's tokens."""
 
     tokens: list[str]
@@ -34,7 +40,7 @@ class TextLogprobs(Answer):
     text_offset: list[int]
 
 
-class TextChoice(Answer):
+class TextChoice(ResponseModel):
     """One answer."""
 
     index: int
@@ -43,7 +49,7 @@ class TextChoice(Answer):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ResponseModel):
     """The response of /v1/completions."""
 
     id: str
@@ -51,5 +57,5 @@ class CompletionAnswer(Answer):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage
+    usage: TokenUsage
     timings: Timings | None = None

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from jinfer.opening.pooling_config import Pooling, Similarity
-from jinfer.server.schemas.schema_base import Answer, Ignored, MixedPrompts, Strict
+from jinfer.server.schemas.schema_base import Ignored, MixedPrompts, RequestModel, ResponseModel
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(RequestModel):
     """A request to /v1/embeddings."""
 
     input: MixedPrompts | None = None
@@ -25,14 +25,14 @@ class EmbeddingRequest(Strict):
     prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
 
 
-class EmbeddingUsage(Answer):
+class EmbeddingUsage(ResponseModel):
     """Token counts of a request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class Embedding(Answer):
+class EmbeddingObject(ResponseModel):
     """The vector of a text; as base64, little-endian float32."""
 
     object: Literal["embedding"]
@@ -40,22 +40,22 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(Answer):
+class EmbeddingResponse(ResponseModel):
     """The response of /v1/embeddings: vectors in the order of the texts."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     model: str
     usage: EmbeddingUsage
 
 
-class Document(Strict):
+class Document(RequestModel):
     """A text to rank."""
 
     text: str
 
 
-class RerankRequest(Strict):
+class RerankRequest(RequestModel):
     """A request to /v1/rerank."""
 
     query: str
@@ -73,7 +73,7 @@ class RerankRequest(Strict):
     user: str | None = Field(None, description="is logged")
 
 
-class RankedDocument(Answer):
+class RankedDocument(ResponseModel):
     """A document with its rank."""
 
     index: int
@@ -81,7 +81,7 @@ class RankedDocument(Answer):
     document: dict[str, Any] | None = None
 
 
-class RankedText(Answer):
+class RankedText(ResponseModel):
     """A ranked document in the format of TEI (text-embeddings-inference)."""
 
     index: int
@@ -89,7 +89,7 @@ class RankedText(Answer):
     text: str | None = None
 
 
-class RankedDocuments(Answer):
+class RankedDocuments(ResponseModel):
     """Documents, most relevant first."""
 
     id: str
@@ -99,11 +99,11 @@ class RankedDocuments(Answer):
     results: list[RankedDocument]
 
 
-class RerankAnswer(RootModel[RankedDocuments | list[RankedText]]):
+class RerankResponse(RootModel[RankedDocuments | list[RankedText]]):
     """The response of /v1/rerank; a bare list if the request has `texts` (TEI)."""
 
 
-class ScoreRequest(Strict):
+class ScoreRequest(RequestModel):
     """A request to /score; a single first text is paired with each second one."""
 
     text_1: str | list[str]
@@ -113,7 +113,7 @@ class ScoreRequest(Strict):
     user: str | None = Field(None, description="is logged")
 
 
-class Score(Answer):
+class Score(ResponseModel):
     """The score of a pair."""
 
     index: int
@@ -121,7 +121,7 @@ class Score(Answer):
     score: float
 
 
-class ScoreAnswer(Answer):
+class ScoreResponse(ResponseModel):
     """The response of /score, in the order of the pairs."""
 
     id: str
@@ -133,14 +133,14 @@ class ScoreAnswer(Answer):
     similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
 
 
-class ClassifyRequest(Strict):
+class ClassifyRequest(RequestModel):
     """A request to /classify."""
 
     input: str | list[str]
     model: str | None = None
 
 
-class MaskRequest(Strict):
+class FillMaskRequest(RequestModel):
     """A request to /fill-mask."""
 
     input: str | list[str]
@@ -149,7 +149,7 @@ class MaskRequest(Strict):
     user: str | None = Field(None, description="is logged")
 
 
-class MaskToken(Answer):
+class MaskToken(ResponseModel):
     """A candidate token for a mask."""
 
     token: str
@@ -158,7 +158,7 @@ class MaskToken(Answer):
     probability: float
 
 
-class MaskText(Answer):
+class MaskText(ResponseModel):
     """The likeliest tokens for each mask of a text."""
 
     index: int
@@ -166,7 +166,7 @@ class MaskText(Answer):
     masks: list[list[MaskToken]]
 
 
-class MaskAnswer(Answer):
+class FillMaskResponse(ResponseModel):
     """The response of /fill-mask, in the order of the texts."""
 
     object: Literal["list"]

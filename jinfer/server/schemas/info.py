@@ -6,23 +6,23 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
-from jinfer.server.schemas.schema_base import Answer
+from jinfer.server.schemas.schema_base import ResponseModel
 
 
-class Health(Answer):
+class Health(ResponseModel):
     """The server is healthy."""
 
     status: Literal["ok"]
 
 
-class Version(Answer):
+class Version(ResponseModel):
     """The versions of jinfer and JAX."""
 
     version: str
     jax: str
 
 
-class Description(Answer):
+class OpenApiDocument(ResponseModel):
     """The OpenAPI document."""
 
     openapi: str
@@ -31,7 +31,7 @@ class Description(Answer):
     components: dict[str, Any]
 
 
-class Model(Answer):
+class ModelCard(ResponseModel):
     """A model; sizes are known only while it is loaded."""
 
     id: str
@@ -43,14 +43,14 @@ class Model(Answer):
     meta: dict[str, int] | None = None
 
 
-class Models(Answer):
+class ModelList(ResponseModel):
     """The list of models."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Props(Answer):
+class Props(ResponseModel):
     """Properties of a model, as llama.cpp's /props."""
 
     default_generation_settings: dict[str, Any]
@@ -62,7 +62,7 @@ class Props(Answer):
     build_info: str
 
 
-class Slot(Answer):
+class SlotState(ResponseModel):
     """A slot for a running sequence."""
 
     id: int
@@ -70,5 +70,5 @@ class Slot(Answer):
     is_processing: bool
 
 
-class Slots(RootModel[list[Slot]]):
+class SlotStates(RootModel[list[SlotState]]):
     """The list of slots."""

@@ -7,10 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import Answer, No, Strict, Timings, Zero, refused
+from jinfer.server.schemas.schema_base import (
+    No,
+    RequestModel,
+    ResponseModel,
+    Timings,
+    Zero,
+    rejected_field,
+)
 
 
-class LlamaText(Strict):
+class LlamaText(RequestModel):
     """A prompt with optional multimodal data, which is not supported."""
 
     prompt_string: str
@@ -35,11 +42,11 @@ class LlamaRequest(SamplingFields):
     n_discard: Zero | None = None
     min_keep: Zero | None = None
     post_sampling_probs: Annotated[
-        No | None, refused("probabilities are those before the samplers; leave it out")
+        No | None, rejected_field("probabilities are those before the samplers; leave it out")
     ] = None
 
 
-class LlamaOne(Answer):
+class LlamaCompletion(ResponseModel):
     """A whole answer, or the last event of a stream; `response_fields` selects fields."""
 
     index: int = 0
@@ -59,7 +66,7 @@ class LlamaOne(Answer):
     timings: Timings | None = None
 
 
-class LlamaAnswer(RootModel[LlamaOne | list[LlamaOne]]):
+class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
     """The response of /completion: one answer, or a list of several."""
 
 
@@ -84,7 +91,7 @@ class InferflowRequest(SamplingFields):
     header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
 
 
-class InferflowAnswer(Answer):
+class InferflowResponse(ResponseModel):
     """A chunk of an Inferflow answer, or all of it."""
 
     text: str

@@ -15,21 +15,21 @@ from jinfer.server.schemas.chat import (
 )
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import (
-    MOST_PARTS,
-    Answer,
+    MAX_ITEMS,
     Ignored,
     JsonText,
     No,
     OtherTool,
-    Replayed,
+    ReplayedModel,
+    RequestModel,
+    ResponseModel,
     StreamOptions,
-    Strict,
-    refused,
+    rejected_field,
     tool_kind,
 )
 
 
-class InputPart(Replayed):
+class InputPart(ReplayedModel):
     """A content part of a message; only text is supported."""
 
     type: Literal[
@@ -53,7 +53,7 @@ class InputPart(Replayed):
         return self.type in ("output_text", "refusal")
 
 
-class InputItem(Replayed):
+class InputItem(ReplayedModel):
     """An input item: a message, function call, function call output, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -76,7 +76,7 @@ class InputItem(Replayed):
         return self.role == "assistant" or self.type in ("function_call", "reasoning")
 
 
-class FunctionTool(Strict):
+class FunctionTool(RequestModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -87,14 +87,14 @@ class FunctionTool(Strict):
     cache_control: CacheControl = None
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(RequestModel):
     """A tool choice that names the function to call."""
 
     type: Literal["function"]
     name: FunctionName
 
 
-class TextFormat(Strict):
+class TextFormat(RequestModel):
     """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -104,7 +104,7 @@ class TextFormat(Strict):
     strict: bool | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(RequestModel):
     """Text options of the answer."""
 
     format: TextFormat | None = None
@@ -127,7 +127,7 @@ Include = Literal[
 ]
 
 
-class ReasoningOptions(Strict):
+class ReasoningOptions(RequestModel):
     """Reasoning options."""
 
     effort: str | None = None
@@ -141,13 +141,13 @@ AnyFunctionTool = Annotated[
 ]
 
 
-_NOT_STORED = refused("nothing is stored here; send the whole conversation as input")
+_NOT_STORED = rejected_field("nothing is stored here; send the whole conversation as input")
 
 
 class ResponseRequest(SamplingFields):
     """A request to /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(max_length=MOST_PARTS)]
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -157,7 +157,7 @@ class ResponseRequest(SamplingFields):
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[AnyFunctionTool] | None = Field(None, max_length=MOST_PARTS)
+    tools: list[AnyFunctionTool] | None = Field(None, max_length=MAX_ITEMS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -176,7 +176,7 @@ class ResponseRequest(SamplingFields):
     service_tier: ServiceTier = None
     store: Store = None
     background: Annotated[
-        No | None, refused("no answer is kept for later; wait for it, or stream it")
+        No | None, rejected_field("no answer is kept for later; wait for it, or stream it")
     ] = None
     previous_response_id: Annotated[None, _NOT_STORED] = Field(
         None, description="nothing is stored"
@@ -185,7 +185,7 @@ class ResponseRequest(SamplingFields):
     prompt: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(ResponseModel):
     """Token counts of a response."""
 
     input_tokens: int
@@ -195,7 +195,7 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class ResponseAnswer(Answer):
+class ResponseObject(ResponseModel):
     """The response of /v1/responses."""
 
     id: str

@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field, create_model
 
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.server.schemas.parameter_groups import describe
-from jinfer.server.schemas.schema_base import Ignored, Strict
+from jinfer.server.schemas.schema_base import Ignored, RequestModel
 
 
-class JsonSchema(Strict):
+class JsonSchema(RequestModel):
     """A named schema."""
 
     name: str | None = None
@@ -26,7 +26,7 @@ class JsonSchema(Strict):
     strict: bool | None = Field(None, description="answers always keep to the schema")
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(RequestModel):
     """What an answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -34,7 +34,7 @@ class ResponseFormat(Strict):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(RequestModel):
     """The same in vLLM's words."""
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
@@ -59,9 +59,9 @@ def _table_fields() -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    _TableFields = Strict
+    _TableFields = RequestModel
 else:
-    _TableFields = create_model("_TableFields", __base__=Strict, **_table_fields())
+    _TableFields = create_model("_TableFields", __base__=RequestModel, **_table_fields())
 
 
 class SamplingFields(_TableFields):

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-MOST_PARTS = 8192  # of messages, or of tools, in a request
+MAX_ITEMS = 8192  # of messages, or of tools, in a request
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Ignored:
     """
 
     why: str
-    but: tuple[Any, ...] = ()
+    allowed: tuple[Any, ...] = ()
 
 
-def whole(value: Any) -> Any:
+def whole_number(value: Any) -> Any:
     """Converts 16.0 to 16: JSON has one number type, and some clients write integers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -46,8 +46,8 @@ def _lenient(schema: Any) -> None:
         if kind == "int":
             inner: Any = dict(schema)
             schema.clear()
-            schema.update(core_schema.no_info_before_validator_function(whole, inner))
-        elif kind != "function-before" or schema["function"]["function"] is not whole:
+            schema.update(core_schema.no_info_before_validator_function(whole_number, inner))
+        elif kind != "function-before" or schema["function"]["function"] is not whole_number:
             for part in schema.values():
                 _lenient(part)
     elif isinstance(schema, list | tuple):
@@ -55,7 +55,7 @@ def _lenient(schema: Any) -> None:
             _lenient(part)
 
 
-class Strict(BaseModel):
+class RequestModel(BaseModel):
     """A request model: no unknown fields, no type coercion; null means not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
@@ -87,7 +87,7 @@ class Strict(BaseModel):
         return {name: value for name, value in sent.items() if value is not None}
 
 
-class Replayed(Strict):
+class ReplayedModel(RequestModel):
     """A part of a conversation that may be an earlier answer, of any server.
 
     Extra fields which that server added, and the client sent back, are ignored and reported.
@@ -115,7 +115,7 @@ def tool_kind(value: Any) -> str:
     return "other" if isinstance(kind, str) and kind != "function" else "function"
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """A response model; fields beyond OpenAI's are allowed."""
 
     model_config = ConfigDict(extra="allow")
@@ -130,7 +130,7 @@ class ErrorDetail(BaseModel):
     code: str | int | None = None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """The response of a failed request."""
 
     error: ErrorDetail
@@ -140,7 +140,7 @@ def _same_type(kind: type) -> BeforeValidator:
     """Rejects other JSON types: Python accepts 0 for false and 1.0 for 1."""
 
     def check(value: Any) -> Any:
-        value = whole(value) if kind is int else value
+        value = whole_number(value) if kind is int else value
         if value is not None and type(value) is not kind:
             raise PydanticCustomError("type", f"Input should be of the type {kind.__name__}")
         return value
@@ -148,7 +148,7 @@ def _same_type(kind: type) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def refused(why: str) -> BeforeValidator:
+def rejected_field(why: str) -> BeforeValidator:
     """Rejects any value but null or false, with the reason and an alternative."""
 
     def check(value: Any) -> Any:
@@ -159,7 +159,7 @@ def refused(why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def written(value: Any) -> Any:
+def json_text(value: Any) -> Any:
     """The JSON text of an object, which some clients send in place of the text."""
     if not isinstance(value, dict):
         return value
@@ -169,7 +169,7 @@ def written(value: Any) -> Any:
         raise PydanticCustomError("type", "the object is nested too deeply") from None
 
 
-JsonText = Annotated[str, BeforeValidator(written)]
+JsonText = Annotated[str, BeforeValidator(json_text)]
 No = Annotated[Literal[False], _same_type(bool)]
 Zero = Annotated[Literal[0], _same_type(int)]
 Ids = list[int]
@@ -178,7 +178,7 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 MixedPrompts = str | list[str | int] | list[str | list[str | int]]
 
 
-class StreamOptions(Strict):
+class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
     include_usage: bool | None = Field(None, description="one more chunk, with the usage")
@@ -201,7 +201,7 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int
 
 
-class Usage(BaseModel):
+class TokenUsage(BaseModel):
     """Token counts of a request."""
 
     prompt_tokens: int

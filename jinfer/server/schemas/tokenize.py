@@ -6,15 +6,15 @@ from typing import Any
 
 from pydantic import Field
 
-from jinfer.server.schemas.chat import Message, Rendering
-from jinfer.server.schemas.schema_base import MOST_PARTS, Answer, Ids, Strict
+from jinfer.server.schemas.chat import ChatTemplateFields, Message
+from jinfer.server.schemas.schema_base import MAX_ITEMS, Ids, RequestModel, ResponseModel
 
 
-class TokenizeRequest(Rendering):
+class TokenizeRequest(ChatTemplateFields):
     """A text (`content`: llama.cpp, `prompt`: vLLM) or a conversation (`messages`: vLLM)."""
 
     # Exactly one of three fields is given.
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_PARTS)  # type: ignore[assignment]
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ITEMS)  # type: ignore[assignment]
     model: str | None = None
     content: str | list[str | int] | None = None
     add_special: bool | None = Field(None, description="of content; false where not given")
@@ -25,7 +25,7 @@ class TokenizeRequest(Rendering):
     return_token_strs: bool | None = None
 
 
-class TokenizeAnswer(Answer):
+class TokenizeResponse(ResponseModel):
     """Token ids; for llama.cpp's clients optionally objects with an id and its piece."""
 
     tokens: list[int | dict[str, Any]]
@@ -34,21 +34,21 @@ class TokenizeAnswer(Answer):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(RequestModel):
     """A request to /detokenize."""
 
     model: str | None = None
     tokens: Ids
 
 
-class DetokenizeAnswer(Answer):
+class DetokenizeResponse(ResponseModel):
     """The text, under llama.cpp's name and vLLM's."""
 
     content: str
     prompt: str
 
 
-class TokenizerInfo(Answer):
+class TokenizerInfo(ResponseModel):
     """A tokenizer's class, special tokens and chat template."""
 
     tokenizer_class: str
@@ -59,13 +59,13 @@ class TokenizerInfo(Answer):
     chat_template: str | None = None
 
 
-class TemplateRequest(Rendering):
+class ApplyTemplateRequest(ChatTemplateFields):
     """A request to /apply-template."""
 
     model: str | None = None
 
 
-class TemplateAnswer(Answer):
+class ApplyTemplateResponse(ResponseModel):
     """The rendered prompt."""
 
     prompt: str

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools
-from jinfer.server.tool_parsers.lark_grammar import Lark
-from jinfer.server.tool_parsers.parsed_deltas import Output, call_id
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, new_call_id
 
 
 @dataclass(frozen=True)
-class Format:
+class ToolCallFormat:
     """The syntax of tool calls of a family of models.
 
     Attributes:
@@ -28,26 +28,28 @@ class Format:
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[Reader, Output, Tools], Parse[None]]
-    grammar: Callable[[Lark, Tools, str, bool], str]
-    new_id: Callable[[], str] = call_id
-    answer: Callable[[Lark, str], str] | None = None
+    read: Callable[[IncrementalReader, DeltaCollector, Tools], Parse[None]]
+    grammar: Callable[[LarkGrammar, Tools, str, bool], str]
+    new_id: Callable[[], str] = new_call_id
+    answer: Callable[[LarkGrammar, str], str] | None = None
 
     @property
-    def thinks(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether the format has its own reasoning syntax."""
         return self.answer is not None
 
 
-MOST_CALLS = 16  # that a grammar allows in an answer
+MAX_CALLS = 16  # that a grammar allows in an answer
 
 
-def repeated(call: str, between: str = "") -> str:
+def repeated_calls(call: str, between: str = "") -> str:
     """One call or several."""
-    return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}"
+    return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}"
 
 
-def json_object(lark: Lark, name: str, key: str, schema: str, *, named: str = "name") -> str:
+def json_call_rule(
+    lark: LarkGrammar, name: str, key: str, schema: str, *, named: str = "name"
+) -> str:
     """A call as a JSON object, with these keys for its name and arguments."""
     head = lark.text(f'{{"{named}": "{name}", "{key}": ')
     return f'{head} {schema} "}}"'

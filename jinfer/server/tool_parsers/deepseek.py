@@ -10,22 +10,22 @@ V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the begin and end m
 
 from __future__ import annotations
 
-from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, named
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_call_list, parse_named_call
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 _WORDS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 _MARKS = tuple(f"<\uff5ctool▁{word}\uff5c>" for word in _WORDS)
 CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = _MARKS
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
-    yield from in_a_row(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
+    yield from parse_call_list(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
+def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
     """Parses a call up to its end mark, which may be missing."""
     head: list[str] = []
     if (yield from reader.until(_MARKS, head.append, take=False)) != SEPARATOR:
@@ -40,7 +40,7 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     yield from reader.space()
     fenced = yield from reader.starts("```json")
     yield from reader.space()
-    if not (yield from named(reader, out, name, tools)):
+    if not (yield from parse_named_call(reader, out, name, tools)):
         return False
     for end in ("```", CALL_END) if fenced else (CALL_END,):
         reader.mark()
@@ -49,18 +49,18 @@ def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     return True
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     calls = []
     for name, schema in tools.items():
         head, tail = f"{CALL}{name}{SEPARATOR}", CALL_END
         if "```json" in template:
             head, tail = f"{CALL}function{SEPARATOR}{name}\n```json\n", f"\n```{CALL_END}"
-        args = lark.json(parameters(schema))
+        args = lark.json(strict_parameters(schema))
         calls.append(f"{lark.text(head)} {args} {lark.text(tail)}")
     call = lark.one_of("call", calls)
     between = r'"\n"' if "```json" in template else ""
-    inner = repeated(call, between) if several else call
+    inner = repeated_calls(call, between) if several else call
     return f"{lark.text(CALLS)} {inner} {lark.text(CALLS_END)}"
 
 
-DEEPSEEK = Format("deepseek", _MARKS, _read, _grammar)
+DEEPSEEK = ToolCallFormat("deepseek", _MARKS, _read, _grammar)

@@ -15,19 +15,19 @@ from __future__ import annotations
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, in_a_row, is_text
-from jinfer.server.tool_parsers.lark_grammar import Lark
-from jinfer.server.tool_parsers.parsed_deltas import Output
-from jinfer.server.tool_parsers.xml_tags import Tags, arguments, grammar
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, is_string_schema, parse_call_list
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.xml_tags import XmlTags, parse_tagged_arguments, tagged_call_rule
 
 MARK = "\uff5cDSML\uff5c"
 OPEN, CLOSE = f"<{MARK}function_calls>", f"</{MARK}function_calls>"
 INVOKE, INVOKE_END = f'<{MARK}invoke name="', f"</{MARK}invoke>"
 PARAMETER, PARAMETER_END = f'<{MARK}parameter name="', f"</{MARK}parameter>"
 _TEXT, _OTHER = 'string="true"', 'string="false"'
-TAGS = Tags(
+TAGS = XmlTags(
     call=INVOKE,
     named='">\n',
     end=f"{INVOKE_END}\n",
@@ -39,24 +39,24 @@ TAGS = Tags(
 )
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
-    yield from in_a_row(reader, out, tools, (OPEN, INVOKE, CLOSE), _call)
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
+    yield from parse_call_list(reader, out, tools, (OPEN, INVOKE, CLOSE), _call)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
+def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
     """Parses a name, and parameters up to the call's end."""
     name = yield from _name(reader)
     if name is None or name not in tools or not (yield from reader.starts(">")):
         return False
     out.open(name)
-    return (yield from arguments(reader, out, tools[name], INVOKE_END, _key, _value))
+    return (yield from parse_tagged_arguments(reader, out, tools[name], INVOKE_END, _key, _value))
 
 
-def _key(reader: Reader) -> Parse[str | None]:
+def _key(reader: IncrementalReader) -> Parse[str | None]:
     return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
 
 
-def _name(reader: Reader) -> Parse[str | None]:
+def _name(reader: IncrementalReader) -> Parse[str | None]:
     """Parses a name and the quote after it."""
     parts: list[str] = []
     mark = yield from reader.until(('"', "<", ">", "\n"), parts.append, take=False)
@@ -66,12 +66,12 @@ def _name(reader: Reader) -> Parse[str | None]:
     return "".join(parts) or None
 
 
-def _value(reader: Reader, out: Output, schema: Any) -> Parse[bool]:
+def _value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse[bool]:
     """Parses the rest of a parameter's tag, its value, and the closing tag."""
     yield from reader.space()
     text = yield from reader.starts(_TEXT)
     if not text and not (yield from reader.starts(_OTHER)):
-        text = is_text(schema)
+        text = is_string_schema(schema)
     yield from reader.space()
     if not (yield from reader.starts(">")):
         return False
@@ -80,19 +80,21 @@ def _value(reader: Reader, out: Output, schema: Any) -> Parse[bool]:
         out.arguments('"')
 
     def escaped(piece: str) -> None:
-        out.arguments(incremental_json.escaped(piece))
+        out.arguments(incremental_json.escape_json(piece))
 
     sink = escaped if text else parts.append
     if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
         return False
-    out.arguments('"' if text else incremental_json.plain("".join(parts)))
+    out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
     return True
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    call = grammar(lark, tools, TAGS)
-    inner = repeated(call) if several else call
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
+    call = tagged_call_rule(lark, tools, TAGS)
+    inner = repeated_calls(call) if several else call
     return f"{lark.text(f'{OPEN}\n')} {inner} {lark.text(CLOSE)}"
 
 
-DSML = Format("dsml", (OPEN, CLOSE, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END), _read, _grammar)
+DSML = ToolCallFormat(
+    "dsml", (OPEN, CLOSE, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END), _read, _grammar
+)

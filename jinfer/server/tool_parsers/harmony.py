@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 
-from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, named
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_named_call
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -24,14 +24,14 @@ _TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
     said = later = False
     headed = True  # the prompt has started a message
     while True:
         reader.mark()
         head = (yield from _head(reader)) if headed else None
         if head is None:
-            out.rejected(reader, sure=later or not reader.rest())
+            out.reject(reader, certain=later or not reader.rest())
             mark = yield from reader.until(_ENDS, out.content, take=False)
         else:
             if said and _kind(head, tools) == "content":
@@ -50,7 +50,7 @@ def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
             headed = True
 
 
-def _head(reader: Reader) -> Parse[str | None]:
+def _head(reader: IncrementalReader) -> Parse[str | None]:
     """Parses a message's header; None: there is no message."""
     head: list[str] = []
     yield from reader.space()
@@ -66,7 +66,7 @@ def _head(reader: Reader) -> Parse[str | None]:
     return "".join(head)
 
 
-def _begins(reader: Reader) -> Parse[bool]:
+def _begins(reader: IncrementalReader) -> Parse[bool]:
     """Whether a channel or a recipient comes next."""
     while True:
         rest = reader.rest()
@@ -89,7 +89,9 @@ def _kind(head: str, tools: Tools) -> str:
     return "reasoning" if channel is not None and channel[1] == "analysis" else "content"
 
 
-def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Parse[str | None]:
+def _message(
+    reader: IncrementalReader, out: DeltaCollector, head: str, tools: Tools
+) -> Parse[str | None]:
     """Parses a message; returns the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":
@@ -98,31 +100,31 @@ def _message(reader: Reader, out: Output, head: str, tools: Tools) -> Parse[str 
         return mark
     if kind != "content":
         yield from reader.space()
-        if kind and (yield from named(reader, out, kind, tools)):
+        if kind and (yield from parse_named_call(reader, out, kind, tools)):
             reader.mark()
             yield from reader.space()
         else:
-            out.rejected(reader)
+            out.reject(reader)
     return (yield from reader.until(_ENDS, out.content, take=False))
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     # A turn ends with its call, so there is at most one.
     calls = (
         lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
-        + f" {lark.json(parameters(schema))}"
+        + f" {lark.json(strict_parameters(schema))}"
         for name, schema in tools.items()
     )
     return f"{_thought(lark)}? {lark.one_of('call', calls)}"
 
 
-def _thought(lark: Lark) -> str:
+def _thought(lark: LarkGrammar) -> str:
     thought = f"{lark.text(f'{CHANNEL}analysis{MESSAGE}')} {lark.upto(END)}"
     return lark.rule("thought", f"{thought} {lark.text(f'{START}assistant')}")
 
 
-def _answer(lark: Lark, content: str) -> str:
+def _answer(lark: LarkGrammar, content: str) -> str:
     return f"{_thought(lark)}? {lark.text(f'{CHANNEL}final{MESSAGE}')} {content}"
 
 
-HARMONY = Format("harmony", _MARKS, _read, _grammar, answer=_answer)
+HARMONY = ToolCallFormat("harmony", _MARKS, _read, _grammar, answer=_answer)

@@ -7,34 +7,35 @@
 
 from __future__ import annotations
 
-from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, json_calls
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
     while (yield from reader.until((OPEN,), out.content)) is not None:
         reader.mark(OPEN)
         yield from reader.space()
-        if (yield from json_calls(reader, out, tools)):
+        if (yield from parse_json_calls(reader, out, tools)):
             yield from reader.space()
             yield from reader.starts(CLOSE)
         else:
-            out.rejected(reader)
+            out.reject(reader)
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     begin, end = lark.text(f"{OPEN}\n"), lark.text(f"\n{CLOSE}")
+    strict = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
     calls = (
-        f"{begin} {json_object(lark, name, 'arguments', lark.json(parameters(schema)))} {end}"
-        for name, schema in tools.items()
+        f"{begin} {json_call_rule(lark, name, 'arguments', schema)} {end}"
+        for name, schema in strict.items()
     )
     call = lark.one_of("call", calls)
-    return repeated(call, r'"\n"') if several else call
+    return repeated_calls(call, r'"\n"') if several else call
 
 
-HERMES = Format("hermes", (OPEN, CLOSE), _read, _grammar)
+HERMES = ToolCallFormat("hermes", (OPEN, CLOSE), _read, _grammar)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
 
 _CLOSES = {"{": "}", "[": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's
@@ -33,7 +33,7 @@ def is_object(text: str) -> bool:
         return False
 
 
-def plain(text: str) -> str:
+def value_as_json(text: str) -> str:
     """A parameter value as JSON: itself if it is valid JSON, else a JSON string of the text."""
     text = text.strip()
     text = _WORDS.get(text, text)
@@ -44,12 +44,12 @@ def plain(text: str) -> str:
     return text
 
 
-def escaped(text: str) -> str:
+def escape_json(text: str) -> str:
     """A text escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def begun(text: str) -> str:
+def decoded_prefix(text: str) -> str:
     """The decoded beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
@@ -61,7 +61,7 @@ def begun(text: str) -> str:
     return ""
 
 
-def string(reader: Reader, sink: Sink = lambda piece: None) -> Parse[str | None]:
+def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> Parse[str | None]:
     """Parses a string and returns its decoded value; None: there is none.
 
     Args:
@@ -69,7 +69,7 @@ def string(reader: Reader, sink: Sink = lambda piece: None) -> Parse[str | None]
     """
     if (yield from reader.char()) != '"':
         return None
-    text = yield from value(reader, sink)
+    text = yield from parse_value(reader, sink)
     if text is None:
         return None
     said = loads(text)
@@ -77,7 +77,7 @@ def string(reader: Reader, sink: Sink = lambda piece: None) -> Parse[str | None]
     return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
 
 
-def value(reader: Reader, sink: Sink) -> Parse[str | None]:
+def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
     """Parses a value.
 
     Escapes raw control characters in strings, which JSON forbids but models write.
@@ -97,7 +97,7 @@ def value(reader: Reader, sink: Sink) -> Parse[str | None]:
     return text
 
 
-def _enclosed(reader: Reader, sink: Sink) -> Parse[str | None]:
+def _enclosed(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:
     """Parses a string, object or array up to its closing delimiter."""
     parts: list[str] = []
     open_: list[str] = []
@@ -116,7 +116,7 @@ def _enclosed(reader: Reader, sink: Sink) -> Parse[str | None]:
                 elif sign == '"':
                     quoted = False
                 elif sign < " ":
-                    written = escaped(sign)
+                    written = escape_json(sign)
             elif sign == '"':
                 quoted = True
             elif sign in _CLOSES:
@@ -136,7 +136,7 @@ def _enclosed(reader: Reader, sink: Sink) -> Parse[str | None]:
         yield
 
 
-def _word(reader: Reader, sink: Sink) -> Parse[str]:
+def _word(reader: IncrementalReader, sink: Sink) -> Parse[str]:
     """Parses a number or a literal such as null."""
     word = ""
     while (sign := (yield from reader.char())) and sign not in _BETWEEN:

@@ -9,7 +9,7 @@ type Parse[T] = Generator[None, None, T]
 type Sink = Callable[[str], object]
 
 
-class Reader:
+class IncrementalReader:
     """Buffered text that has not been parsed yet.
 
     Attributes:
@@ -114,14 +114,14 @@ class Reader:
                 return None
             yield
 
-    def _begins_mark(self, end: str, least: int) -> bool:
+    def _begins_mark(self, end: str, min_overlap: int) -> bool:
         """Whether a cut text ends in a partial mark rather than in ordinary text.
 
         Args:
             end: the end of the text.
             min_overlap: number of characters from which an overlap counts as a partial mark.
         """
-        return self.cut and (self.bound or (len(end) >= least and not end[:1].isalnum()))
+        return self.cut and (self.bound or (len(end) >= min_overlap and not end[:1].isalnum()))
 
     def _give(self, count: int, sink: Sink) -> None:
         if count:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
@@ -16,7 +16,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("id", "type", "index", "tool_call_id")
 
 
-def is_text(schema: Any) -> bool:
+def is_string_schema(schema: Any) -> bool:
     """Whether a schema allows only strings, so that a value needs no quotes."""
     if not isinstance(schema, Mapping):
         return False
@@ -24,7 +24,7 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") == "string" or all(isinstance(value, str) for value in values)
 
 
-def arguments(reader: Reader, sink: Sink) -> Parse[bool]:
+def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
     """Parses a call's arguments: an object, a string that contains one, or null.
 
     Returns:
@@ -32,33 +32,39 @@ def arguments(reader: Reader, sink: Sink) -> Parse[bool]:
     """
     first = yield from reader.char()
     if first == "{":
-        return (yield from incremental_json.value(reader, sink)) is not None
+        return (yield from incremental_json.parse_value(reader, sink)) is not None
     if first == '"':
         parts: list[str] = []
-        said = yield from incremental_json.string(reader, parts.append)
+        said = yield from incremental_json.parse_string(reader, parts.append)
         if said is None and reader.cut:
-            sink(incremental_json.begun("".join(parts)))
+            sink(incremental_json.decoded_prefix("".join(parts)))
     else:
-        said = "" if (yield from incremental_json.value(reader, lambda _: None)) == "null" else None
+        said = (
+            ""
+            if (yield from incremental_json.parse_value(reader, lambda _: None)) == "null"
+            else None
+        )
     if said is None or (said.strip() and not incremental_json.is_object(said)):
         return False
     sink(said.strip() or "{}")
     return True
 
 
-def named(reader: Reader, out: Output, name: str, tools: Tools) -> Parse[bool]:
+def parse_named_call(
+    reader: IncrementalReader, out: DeltaCollector, name: str, tools: Tools
+) -> Parse[bool]:
     """Parses the arguments of a call to a known tool. Returns whether it is a call."""
     if name not in tools:
         return False
     out.open(name)
-    if (yield from arguments(reader, out.arguments)):
+    if (yield from parse_arguments(reader, out.arguments)):
         out.done()
         return True
     out.failed(reader)
     return False
 
 
-def json_calls(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
+def parse_json_calls(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
     """Parses one call or several: objects, or a list of them. Sets a mark after each.
 
     Returns:
@@ -67,7 +73,7 @@ def json_calls(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
     listed = yield from reader.starts("[")
     yield from reader.space()
     while True:
-        if not (yield from json_call(reader, out, tools)):
+        if not (yield from parse_json_call(reader, out, tools)):
             return False
         reader.mark()
         yield from reader.space()
@@ -80,12 +86,12 @@ def json_calls(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
             return True
 
 
-def in_a_row(
-    reader: Reader,
-    out: Output,
+def parse_call_list(
+    reader: IncrementalReader,
+    out: DeltaCollector,
     tools: Tools,
     marks: tuple[str, str, str],
-    call: Callable[[Reader, Output, Tools], Parse[bool]],
+    call: Callable[[IncrementalReader, DeltaCollector, Tools], Parse[bool]],
 ) -> Parse[None]:
     """Parses an answer to its end, with a list of calls in it.
 
@@ -99,11 +105,11 @@ def in_a_row(
         yield from reader.space()
         going = mark == begins or (yield from reader.starts(begins))
         if not going:
-            out.rejected(reader)
+            out.reject(reader)
             continue
         while going:
             if not (yield from call(reader, out, tools)):
-                out.rejected(reader)
+                out.reject(reader)
                 break
             yield from reader.space()
             reader.mark()
@@ -112,7 +118,9 @@ def in_a_row(
             yield from reader.starts(closes)
 
 
-def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -> Parse[bool]:
+def parse_json_call(
+    reader: IncrementalReader, out: DeltaCollector, tools: Tools, *, certain: bool = True
+) -> Parse[bool]:
     """Parses an object that is a call. Missing text after its arguments is tolerated.
 
     Args:
@@ -121,7 +129,7 @@ def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -
     Returns:
         Whether it is a call.
     """
-    call = _Call(reader, out, tools, sure)
+    call = _Call(reader, out, tools, certain)
     if not (yield from reader.starts("{")):
         return False
     while True:
@@ -138,7 +146,9 @@ def json_call(reader: Reader, out: Output, tools: Tools, *, sure: bool = True) -
 class _Call:
     """A call whose object is being parsed."""
 
-    def __init__(self, reader: Reader, out: Output, tools: Tools, sure: bool) -> None:
+    def __init__(
+        self, reader: IncrementalReader, out: DeltaCollector, tools: Tools, sure: bool
+    ) -> None:
         self._reader, self._out, self._tools, self._sure = reader, out, tools, sure
         self._name: str | None = None
         self._early: list[str] = []  # arguments that came before the name
@@ -147,16 +157,16 @@ class _Call:
     def member(self) -> Parse[bool]:
         """Parses a key and its value."""
         reader = self._reader
-        key = yield from incremental_json.string(reader)
+        key = yield from incremental_json.parse_string(reader)
         yield from reader.space()
         if key is None or not (yield from reader.starts(":")):
             return False
         yield from reader.space()
         if key in _NAMES and self._name is None:
             parts: list[str] = []
-            self._name = yield from incremental_json.string(reader, parts.append)
+            self._name = yield from incremental_json.parse_string(reader, parts.append)
             if self._name is None and reader.cut:
-                begun = incremental_json.begun("".join(parts))
+                begun = incremental_json.decoded_prefix("".join(parts))
                 if begun and any(tool.startswith(begun) for tool in self._tools):
                     reader.drop()  # a call to an unknown tool
             return self._name in self._tools
@@ -165,11 +175,11 @@ class _Call:
                 self._opened = True
                 self._out.open(self._name)
             sink = self._early.append if self._name is None else self._out.arguments
-            self._argued = yield from arguments(reader, sink)
+            self._argued = yield from parse_arguments(reader, sink)
             return self._argued
         if not self._sure and key not in _OTHERS:
             return False
-        return (yield from incremental_json.value(reader, lambda _: None)) is not None
+        return (yield from incremental_json.parse_value(reader, lambda _: None)) is not None
 
     def end(self, *, whole: bool) -> bool:
         """Ends the object, complete or not."""

@@ -15,30 +15,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, json_calls
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 TAG, TAG_END = "<|tool_call|>", "<|/tool_call|>"
-WORD, WORD_END = "<tool_call>", "</tool_call>"  # Granite's, for tokenizers without the tag
+GRANITE_TAG, GRANITE_TAG_END = (
+    "<tool_call>",
+    "</tool_call>",
+)  # Granite's, for tokenizers without the tag
 FUNCTOOLS = "functools["
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
-SAID, FENCE, FENCE_END = "Action:", "```json", "```"
+ACTION_WORD, FENCE, FENCE_END = "Action:", "```json", "```"
 
 
 def _read(
-    begins: Sequence[str], ends: Sequence[str], reader: Reader, out: Output, tools: Tools
+    begins: Sequence[str],
+    ends: Sequence[str],
+    reader: IncrementalReader,
+    out: DeltaCollector,
+    tools: Tools,
 ) -> Parse[None]:
     while (mark := (yield from reader.until(begins, out.content, take=False))) is not None:
         reader.mark()
         reader.take(len(mark.removesuffix("[")))
         yield from reader.space()
-        sure = mark != SAID or (yield from reader.starts(FENCE))
+        sure = mark != ACTION_WORD or (yield from reader.starts(FENCE))
         yield from reader.space()
-        if not (yield from json_calls(reader, out, tools)):
-            out.rejected(reader, sure=sure)
+        if not (yield from parse_json_calls(reader, out, tools)):
+            out.reject(reader, certain=sure)
             continue
         yield from reader.space()
         for end in ends:
@@ -46,28 +53,30 @@ def _read(
                 break
 
 
-def _grammar(begin: str, end: str, lark: Lark, tools: Tools, template: str, several: bool) -> str:
+def _grammar(
+    begin: str, end: str, lark: LarkGrammar, tools: Tools, template: str, several: bool
+) -> str:
     calls = (
-        json_object(lark, name, "arguments", lark.json(parameters(schema)))
+        json_call_rule(lark, name, "arguments", lark.json(strict_parameters(schema)))
         for name, schema in tools.items()
     )
     return _list(lark, f"{begin}[", calls, f"]{end}", several)
 
 
-def _list(lark: Lark, begin: str, calls: Iterable[str], end: str, several: bool) -> str:
+def _list(lark: LarkGrammar, begin: str, calls: Iterable[str], end: str, several: bool) -> str:
     call = lark.one_of("call", calls)
-    inner = repeated(call, '", "') if several else call
+    inner = repeated_calls(call, '", "') if several else call
     return f"{lark.text(begin)} {inner} {lark.text(end)}"
 
 
-def _command(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    schemas = {name: lark.json(parameters(schema)) for name, schema in tools.items()}
+def _command(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
+    schemas = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
     if ACTION not in template:
         calls = (
-            json_object(lark, name, "parameters", args, named="tool_name")
+            json_call_rule(lark, name, "parameters", args, named="tool_name")
             for name, args in schemas.items()
         )
-        return _list(lark, f"{SAID} {FENCE}\n[", calls, f"]\n{FENCE_END}", several)
+        return _list(lark, f"{ACTION_WORD} {FENCE}\n[", calls, f"]\n{FENCE_END}", several)
     number = lark.rule("NUMBER", "/[0-9]{1,2}/")
     head = f"{lark.text('{"tool_call_id": "')} {number}"
     calls = (
@@ -77,21 +86,21 @@ def _command(lark: Lark, tools: Tools, template: str, several: bool) -> str:
     return _list(lark, f"{ACTION}[", calls, f"]{ACTION_END}", several)
 
 
-GRANITE = Format(
+GRANITE = ToolCallFormat(
     "granite",
-    (TAG, WORD, WORD_END),
-    partial(_read, (TAG, WORD), (WORD_END,)),
+    (TAG, GRANITE_TAG, GRANITE_TAG_END),
+    partial(_read, (TAG, GRANITE_TAG), (GRANITE_TAG_END,)),
     partial(_grammar, TAG, ""),
 )
-PHI = Format(
+PHI = ToolCallFormat(
     "phi",
     (TAG, TAG_END, FUNCTOOLS),
     partial(_read, (TAG, FUNCTOOLS), (TAG_END,)),
     partial(_grammar, TAG, TAG_END),
 )
-COMMAND = Format(
+COMMAND = ToolCallFormat(
     "command",
-    (ACTION, ACTION_END, SAID, FENCE),
-    partial(_read, (ACTION, SAID), (ACTION_END, FENCE_END)),
+    (ACTION, ACTION_END, ACTION_WORD, FENCE),
+    partial(_read, (ACTION, ACTION_WORD), (ACTION_END, FENCE_END)),
     _command,
 )

@@ -13,7 +13,7 @@ from jinfer.tokenizer import Tokenizer
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-class Lark:
+class LarkGrammar:
     """A grammar to which rules are added.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lark:
         return self.rule(name, " | ".join(self.rule(name, body) for body in bodies))
 
 
-def parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+def strict_parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     """The schema of a tool's arguments: an object without additional properties."""
     given = {**(schema or _NOTHING), "type": "object"}
     if "properties" in given and not {"additionalProperties", "patternProperties"} & set(given):

@@ -6,41 +6,41 @@
 
 from __future__ import annotations
 
-from jinfer.server.tool_parsers.call_format import Format, json_object
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, json_call
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_json_call
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 TAG = "<|python_tag|>"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
     reader.mark()
     marked = False
     while True:
         yield from reader.space()
         marked = marked or (yield from reader.starts(TAG))
         yield from reader.space()
-        while (yield from json_call(reader, out, tools, sure=marked)):
+        while (yield from parse_json_call(reader, out, tools, certain=marked)):
             reader.mark()
             yield from reader.space()
             yield from reader.starts(";")
             yield from reader.space()
-        out.rejected(reader, sure=marked)
+        out.reject(reader, certain=marked)
         if (yield from reader.until((TAG,), out.content)) is None:
             return
         reader.mark(TAG)
         marked = True
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     # Llama's templates reject several calls in one turn, so an answer has at most one.
     calls = (
-        json_object(lark, name, "parameters", lark.json(parameters(schema)))
+        json_call_rule(lark, name, "parameters", lark.json(strict_parameters(schema)))
         for name, schema in tools.items()
     )
     return lark.one_of("call", calls)
 
 
-LLAMA = Format("llama", (TAG,), _read, _grammar)
+LLAMA = ToolCallFormat("llama", (TAG,), _read, _grammar)

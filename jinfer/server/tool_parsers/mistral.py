@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import uuid
 
-from jinfer.server.tool_parsers.call_format import Format, json_object, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, json_calls, named
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls, parse_named_call
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 CALLS, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
     while (yield from reader.until((CALLS,), out.content)) is not None:
         reader.mark(CALLS)
         yield from reader.space()
         listed = (yield from reader.char()) in ("[", "{")
-        if not (yield from (json_calls if listed else _named)(reader, out, tools)):
-            out.rejected(reader)
+        if not (yield from (parse_json_calls if listed else _named)(reader, out, tools)):
+            out.reject(reader)
 
 
-def _named(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
+def _named(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
     """Parses a name and its arguments."""
     name: list[str] = []
     mark = yield from reader.until((ID, ARGS, CALLS, "{"), name.append, take=False)
@@ -37,18 +37,18 @@ def _named(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
         return False
     yield from reader.starts(ARGS)
     yield from reader.space()
-    return (yield from named(reader, out, "".join(name).strip(), tools))
+    return (yield from parse_named_call(reader, out, "".join(name).strip(), tools))
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    schemas = {name: lark.json(parameters(schema)) for name, schema in tools.items()}
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
+    schemas = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
     if ARGS in template:
         calls = (lark.text(f"{CALLS}{name}{ARGS}") + f" {args}" for name, args in schemas.items())
         call = lark.one_of("call", calls)
-        return repeated(call) if several else call
-    listed = (json_object(lark, name, "arguments", args) for name, args in schemas.items())
+        return repeated_calls(call) if several else call
+    listed = (json_call_rule(lark, name, "arguments", args) for name, args in schemas.items())
     call = lark.one_of("call", listed)
-    return f'{lark.text(f"{CALLS} [")} {repeated(call, '", "') if several else call} "]"'
+    return f'{lark.text(f"{CALLS} [")} {repeated_calls(call, '", "') if several else call} "]"'
 
 
 def _new_id() -> str:
@@ -56,4 +56,4 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:9]
 
 
-MISTRAL = Format("mistral", (CALLS, ID, ARGS), _read, _grammar, _new_id)
+MISTRAL = ToolCallFormat("mistral", (CALLS, ID, ARGS), _read, _grammar, _new_id)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from jinfer.server.output_deltas import CallDelta, Delta
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
+from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 
 
-def call_id() -> str:
+def new_call_id() -> str:
     """Generates a call id in OpenAI's style."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class Output:
+class DeltaCollector:
     """Collects parsed pieces, without the white space around calls and reasoning."""
 
-    def __init__(self, new_id: Callable[[], str] = call_id, most: int | None = None) -> None:
+    def __init__(
+        self, new_id: Callable[[], str] = new_call_id, max_calls: int | None = None
+    ) -> None:
         """Begins an answer.
 
         Args:
@@ -25,9 +27,9 @@ class Output:
             max_calls: maximum number of calls; further ones are dropped.
         """
         self._new_id = new_id
-        self._most = most
+        self._most = max_calls
         self._content, self._reasoning = "", ""
-        self._calls: list[CallDelta] = []
+        self._calls: list[ToolCallDelta] = []
         self._index, self._whole = -1, 0
         self._gap = self._dropped = self._thought_gap = ""
         self._trim, self._trim_thought = False, True
@@ -63,29 +65,29 @@ class Output:
         """Begins a call."""
         self._dropped, self._gap = self._gap, ""
         self._index += 1
-        self._add(CallDelta(self._index, self._new_id(), name))
+        self._add(ToolCallDelta(self._index, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """Adds a piece of the call's arguments."""
         if text:
-            self._add(CallDelta(self._index, arguments=text))
+            self._add(ToolCallDelta(self._index, arguments=text))
 
     def done(self) -> None:
         """Ends a complete call."""
-        self._add(CallDelta(self._index, end="done"))
+        self._add(ToolCallDelta(self._index, end="done"))
         self._whole += 1
         self._dropped, self._trim = "", True
 
-    def failed(self, reader: Reader) -> None:
+    def failed(self, reader: IncrementalReader) -> None:
         """Ends an incomplete call: cut by the limit, or no call, whose text becomes content."""
         if reader.cut:
-            self._add(CallDelta(self._index, end="cut"))
+            self._add(ToolCallDelta(self._index, end="cut"))
             reader.drop()
             return
-        self._add(CallDelta(self._index, end="void"))
+        self._add(ToolCallDelta(self._index, end="void"))
         self._gap, self._dropped = self._dropped, ""
 
-    def rejected(self, reader: Reader, *, sure: bool = True) -> None:
+    def reject(self, reader: IncrementalReader, *, certain: bool = True) -> None:
         """Turns what was read since the reader's mark into content, as it is no call.
 
         If the limit cut it, it is dropped, since it was probably a call.
@@ -93,7 +95,7 @@ class Output:
         Args:
             certain: nothing but a call begins like this.
         """
-        if reader.cut and (sure or reader.bound):
+        if reader.cut and (certain or reader.bound):
             reader.drop()
         self.content(reader.raw())
 
@@ -103,51 +105,51 @@ class Output:
         self._reasoning += self._thought_gap
         self._gap = self._thought_gap = ""
 
-    def take(self) -> Delta:
+    def take(self) -> OutputDelta:
         """Returns what was collected since the last time."""
-        delta = Delta(self._content, self._reasoning, tuple(_joined(self._calls)))
+        delta = OutputDelta(self._content, self._reasoning, tuple(_joined(self._calls)))
         self._content, self._reasoning, self._calls = "", "", []
         return delta
 
-    def _add(self, one: CallDelta) -> None:
+    def _add(self, one: ToolCallDelta) -> None:
         if self._most is None or self._whole < self._most:
             self._calls.append(one)
 
 
-def _joined(calls: list[CallDelta]) -> list[CallDelta]:
+def _joined(calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
     """Merges the pieces of each call's arguments."""
-    result: list[CallDelta] = []
+    result: list[ToolCallDelta] = []
     for one in calls:
         last = result[-1] if result else None
         if last is not None and last.index == one.index and not last.end:
             arguments = last.arguments + one.arguments
-            result[-1] = CallDelta(last.index, last.id, last.name, arguments, one.end)
+            result[-1] = ToolCallDelta(last.index, last.id, last.name, arguments, one.end)
         else:
             result.append(one)
     return result
 
 
-class Machine:
+class ToolCallParser:
     """Runs the parser of a format over an answer."""
 
     def __init__(
         self,
-        read: Callable[[Reader, Output], Parse[None]],
-        output: Output,
+        read: Callable[[IncrementalReader, DeltaCollector], Parse[None]],
+        output: DeltaCollector,
         *,
         bound: bool = False,
     ) -> None:
         """Begins an answer; `bound`: a grammar allows nothing but calls."""
-        self._reader, self._output = Reader(bound=bound), output
+        self._reader, self._output = IncrementalReader(bound=bound), output
         self._reading = read(self._reader, output)
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> OutputDelta:
         """Parses more text; returns what is certain."""
         self._reader.feed(text)
         next(self._reading, None)
         return self._output.take()
 
-    def finish(self, cut: bool = False) -> Delta:
+    def finish(self, cut: bool = False) -> OutputDelta:
         """Parses the rest, at the end of the answer."""
         self._reader.ended, self._reader.cut = True, cut
         next(self._reading, None)

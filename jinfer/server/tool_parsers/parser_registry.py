@@ -18,22 +18,24 @@ from jinfer.server.tool_parsers import (
     mistral,
     qwen_coder,
 )
-from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.reasoning import THINKINGS, Thinking
+from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from jinfer.tokenizer import Tokenizer
 
 PHI_TOOLS = "<|tool|>"
 
 # Each format with a test of a chat template that uses it. The first format whose test holds is
 # chosen, so the more specific ones come first.
-_TABLE: tuple[tuple[Format, Callable[[str], bool]], ...] = (
+_TABLE: tuple[tuple[ToolCallFormat, Callable[[str], bool]], ...] = (
     (harmony.HARMONY, lambda text: harmony.CHANNEL in text),
     (dsml.DSML, lambda text: dsml.MARK in text),
     (deepseek.DEEPSEEK, lambda text: deepseek.CALLS in text),
     (mistral.MISTRAL, lambda text: mistral.CALLS in text),
     (
         json_list.COMMAND,
-        lambda text: json_list.ACTION in text or (json_list.SAID in text and "tool_name" in text),
+        lambda text: (
+            json_list.ACTION in text or (json_list.ACTION_WORD in text and "tool_name" in text)
+        ),
     ),
     (json_list.PHI, lambda text: PHI_TOOLS in text),
     (json_list.GRANITE, lambda text: json_list.TAG in text),
@@ -47,10 +49,10 @@ _TABLE: tuple[tuple[Format, Callable[[str], bool]], ...] = (
         lambda text: llama.TAG in text or ('"name": ' in text and '"parameters": ' in text),
     ),
 )
-FORMATS: Mapping[str, Format] = {format.name: format for format, _ in _TABLE}
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {format.name: format for format, _ in _TABLE}
 
 
-def format_of(template: str, chosen: str = "auto") -> Format:
+def tool_call_format(template: str, chosen: str = "auto") -> ToolCallFormat:
     """The tool-call format of a model; Hermes if the template does not tell.
 
     Args:
@@ -58,11 +60,13 @@ def format_of(template: str, chosen: str = "auto") -> Format:
         chosen: `prompt.tool_calls` of the specification.
     """
     if chosen != "auto":
-        return FORMATS[chosen]
+        return TOOL_CALL_FORMATS[chosen]
     return next((format for format, matches in _TABLE if matches(template)), hermes.HERMES)
 
 
-def thinking_of(template: str, tokenizer: Tokenizer, chosen: str = "auto") -> Thinking | None:
+def reasoning_format(
+    template: str, tokenizer: Tokenizer, chosen: str = "auto"
+) -> ReasoningFormat | None:
     """The reasoning format of a model; None without reasoning.
 
     Args:
@@ -70,14 +74,14 @@ def thinking_of(template: str, tokenizer: Tokenizer, chosen: str = "auto") -> Th
         chosen: `prompt.reasoning` of the specification.
     """
     if chosen != "auto":
-        return next((one for one in THINKINGS if one.name == chosen), None)
-    for one in THINKINGS:
+        return next((one for one in REASONING_FORMATS if one.name == chosen), None)
+    for one in REASONING_FORMATS:
         if one.end in template or tokenizer.id(one.end) is not None:
             return one
     return None
 
 
-def shown(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:
+def special_token_ids(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of special tokens among some marks, which the decoder must not skip."""
     parts = [part for mark in marks for part in tokenizer.split_special(mark)]
     ids = (part for part in parts if isinstance(part, int) and tokenizer.is_control(part))

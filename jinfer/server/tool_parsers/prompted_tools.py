@@ -20,10 +20,10 @@ To call one, answer with its name and its arguments as JSON, between tags:
 {CLOSE}"""
 
 
-def written(
+def tools_as_text(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
-    teller: str = "system",
+    tools_role: str = "system",
 ) -> list[dict[str, Any]]:
     """Rewrites messages so that the template needs only roles and contents.
 
@@ -45,10 +45,10 @@ def written(
             found[-1]["answers"] = True
     for one in found:
         one.pop("answers", None)
-    return _told(found, tools, teller) if tools else found
+    return _describe_tools(found, tools, tools_role) if tools else found
 
 
-def beside_system(
+def tools_in_system(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Adds the tools to the system message, where Phi-4-mini's template reads them."""
@@ -64,13 +64,13 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"{OPEN}\n{json.dumps(shown, ensure_ascii=False)}\n{CLOSE}"
 
 
-def _told(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], teller: str
+def _describe_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], tools_role: str
 ) -> list[Any]:
     lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
     text = _ASKS.format(tools=lines)
-    if messages and messages[0]["role"] == teller:
+    if messages and messages[0]["role"] == tools_role:
         first, *rest = messages
-        said = [first["content"], text] if teller == "system" else [text, first["content"]]
+        said = [first["content"], text] if tools_role == "system" else [text, first["content"]]
         return [{**first, "content": "\n\n".join(said)}, *rest]
-    return [{"role": teller, "content": text}, *messages]
+    return [{"role": tools_role, "content": text}, *messages]

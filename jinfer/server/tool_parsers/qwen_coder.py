@@ -14,17 +14,17 @@ from __future__ import annotations
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.call_format import Format, repeated
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader, Sink
-from jinfer.server.tool_parsers.json_calls import Tools, is_text, json_calls
-from jinfer.server.tool_parsers.lark_grammar import Lark
-from jinfer.server.tool_parsers.parsed_deltas import Output
-from jinfer.server.tool_parsers.xml_tags import Tags, arguments, grammar
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
+from jinfer.server.tool_parsers.json_calls import Tools, is_string_schema, parse_json_calls
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.xml_tags import XmlTags, parse_tagged_arguments, tagged_call_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-TAGS = Tags(
+TAGS = XmlTags(
     call=f"{OPEN}\n{FUNCTION}",
     named=">\n",
     end=f"{FUNCTION_END}\n{CLOSE}",
@@ -37,33 +37,33 @@ TAGS = Tags(
 _MARKS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
 
 
-def _read(reader: Reader, out: Output, tools: Tools) -> Parse[None]:
+def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
     # The model sometimes omits the outer tag.
     while (mark := (yield from reader.until((OPEN, FUNCTION), out.content))) is not None:
         reader.mark(mark)
         yield from reader.space()
         going = mark == FUNCTION or (yield from reader.starts(FUNCTION))
-        if not (yield from (_call if going else json_calls)(reader, out, tools)):
-            out.rejected(reader)
+        if not (yield from (_call if going else parse_json_calls)(reader, out, tools)):
+            out.reject(reader)
             continue
         yield from reader.space()
         yield from reader.starts(CLOSE)
 
 
-def _call(reader: Reader, out: Output, tools: Tools) -> Parse[bool]:
+def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
     """Parses a name, and parameters up to the function's end."""
     name = yield from _name(reader)
     if name is None or name not in tools:
         return False
     out.open(name)
-    return (yield from arguments(reader, out, tools[name], FUNCTION_END, _key, _value))
+    return (yield from parse_tagged_arguments(reader, out, tools[name], FUNCTION_END, _key, _value))
 
 
-def _key(reader: Reader) -> Parse[str | None]:
+def _key(reader: IncrementalReader) -> Parse[str | None]:
     return (yield from _name(reader)) if (yield from reader.starts(PARAMETER)) else None
 
 
-def _name(reader: Reader) -> Parse[str | None]:
+def _name(reader: IncrementalReader) -> Parse[str | None]:
     """Parses a name up to the end of its tag."""
     parts: list[str] = []
     if (yield from reader.until((">", "<", "\n"), parts.append, take=False)) != ">":
@@ -72,21 +72,21 @@ def _name(reader: Reader) -> Parse[str | None]:
     return "".join(parts).strip()
 
 
-def _value(reader: Reader, out: Output, schema: Any) -> Parse[bool]:
+def _value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse[bool]:
     """Parses a value and its closing tag."""
     parts: list[str] = []
-    line = _Line(lambda piece: out.arguments(incremental_json.escaped(piece)))
-    text = is_text(schema)
+    line = _StripLineBreaks(lambda piece: out.arguments(incremental_json.escape_json(piece)))
+    text = is_string_schema(schema)
     if text:
         out.arguments('"')
     sink = line.push if text else parts.append
     if (yield from reader.until((PARAMETER_END,), sink, least=1)) is None:
         return False
-    out.arguments('"' if text else incremental_json.plain("".join(parts)))
+    out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
     return True
 
 
-class _Line:
+class _StripLineBreaks:
     """Strips the line breaks around a value."""
 
     def __init__(self, sink: Sink) -> None:
@@ -105,9 +105,9 @@ class _Line:
         self._sink(shown)
 
 
-def _grammar(lark: Lark, tools: Tools, template: str, several: bool) -> str:
-    call = grammar(lark, tools, TAGS)
-    return repeated(call, r'"\n"') if several else call
+def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
+    call = tagged_call_rule(lark, tools, TAGS)
+    return repeated_calls(call, r'"\n"') if several else call
 
 
-QWEN_CODER = Format("qwen_coder", _MARKS, _read, _grammar)
+QWEN_CODER = ToolCallFormat("qwen_coder", _MARKS, _read, _grammar)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.lark_grammar import Lark
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 # Where the prompt leaves the model: inside reasoning, after it, or free to begin it.
-State = Literal["open", "closed", "free"]
+ReasoningState = Literal["open", "closed", "free"]
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ReasoningFormat:
     """The reasoning syntax of a family of models.
 
     Attributes:
@@ -26,14 +26,16 @@ class Thinking:
     begin: str
     end: str
 
-    def state(self, prompt: str) -> State:
+    def state(self, prompt: str) -> ReasoningState:
         """The state after a prompt, or its last tokens."""
         prompt = prompt.rstrip()
         if prompt.endswith(self.begin):
             return "open"
         return "closed" if prompt.endswith(self.end) else "free"
 
-    def read(self, reader: Reader, out: Output, state: State) -> Parse[None]:
+    def read(
+        self, reader: IncrementalReader, out: DeltaCollector, state: ReasoningState
+    ) -> Parse[None]:
         """Parses the reasoning at the beginning of an answer, if any."""
         if state == "closed":
             return
@@ -45,7 +47,7 @@ class Thinking:
         yield from reader.until((self.end,), out.reasoning)
         out.thought()
 
-    def grammar(self, lark: Lark, state: State) -> str:
+    def grammar(self, lark: LarkGrammar, state: ReasoningState) -> str:
         """The grammar rule of reasoning, where it may come."""
         if state == "closed":
             return ""
@@ -57,9 +59,9 @@ class Thinking:
         return f"{whole}?"
 
 
-THINKINGS = (
-    Thinking("think", "<think>", "</think>"),
-    Thinking("mistral", "[THINK]", "[/THINK]"),
-    Thinking("command", "<|START_THINKING|>", "<|END_THINKING|>"),
-    Thinking("seed", "<seed:think>", "</seed:think>"),
+REASONING_FORMATS = (
+    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("command", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
 )

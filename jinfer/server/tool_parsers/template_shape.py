@@ -34,7 +34,7 @@ _SEEN = (f'"{_KEY}": "{_WORD}"', f'"{_KEY}":"{_WORD}"')
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """The form of a message with tool calls.
 
     Attributes:
@@ -47,11 +47,11 @@ class Shape:
 
 
 @lru_cache(maxsize=32)
-def shape_of(template: str) -> Shape | None:
+def detect_shape(template: str) -> CallShape | None:
     """The form that a template reads; None: it does not show calls in any form."""
     # Values in tags have no quotes, so the words alone are decisive.
-    ways = [Shape(text, empty) for text in (False, True) for empty in (False, True)]
-    texts = {way: _tried(template, way) for way in ways}
+    ways = [CallShape(text, empty) for text in (False, True) for empty in (False, True)]
+    texts = {way: _try_shape(template, way) for way in ways}
     for seen in (_SEEN, (_WORD,)):
         for way, text in texts.items():
             if any(one in text for one in seen) and f"'{_KEY}'" not in text:
@@ -60,14 +60,14 @@ def shape_of(template: str) -> Shape | None:
 
 
 @lru_cache(maxsize=32)
-def takes_system(template: str) -> bool:
+def accepts_system(template: str) -> bool:
     """Whether a template accepts a system message."""
     return _WORD in _rendered(
         template, [{"role": "system", "content": _WORD}, {"role": "user", "content": "?"}]
     )
 
 
-def _tried(template: str, way: Shape) -> str:
+def _try_shape(template: str, way: CallShape) -> str:
     function = {"name": "f", "arguments": {_KEY: _WORD}}
     call = {"id": _ID, "type": "function", "function": function}
     messages: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ def _tried(template: str, way: Shape) -> str:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": _ID, "name": "f", "content": "!"},
     ]
-    return _rendered(template, shaped(messages, way))
+    return _rendered(template, convert_messages(messages, way))
 
 
 def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -89,8 +89,8 @@ def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def shaped(
-    messages: Sequence[Mapping[str, Any]], way: Shape, *, short_ids: bool = False
+def convert_messages(
+    messages: Sequence[Mapping[str, Any]], way: CallShape, *, short_ids: bool = False
 ) -> list[dict[str, Any]]:
     """Converts messages, whose arguments are objects, to the form that a template reads.
 
@@ -100,7 +100,7 @@ def shaped(
     return [_shaped(dict(one), way, short_ids) for one in messages]
 
 
-def _shaped(message: dict[str, Any], way: Shape, short_ids: bool) -> dict[str, Any]:
+def _shaped(message: dict[str, Any], way: CallShape, short_ids: bool) -> dict[str, Any]:
     if short_ids and "tool_call_id" in message:
         message["tool_call_id"] = _short(message["tool_call_id"])
     if "tool_calls" not in message:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.json_calls import Tools, is_text
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parsed_deltas import Output
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.json_calls import Tools, is_string_schema
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 
 @dataclass(frozen=True)
-class Tags:
+class XmlTags:
     """The syntax of a call.
 
     Attributes:
@@ -36,13 +36,13 @@ class Tags:
     parameter_end: str
 
 
-def arguments(
-    reader: Reader,
-    out: Output,
+def parse_tagged_arguments(
+    reader: IncrementalReader,
+    out: DeltaCollector,
     schema: Mapping[str, Any],
     end: str,
-    key: Callable[[Reader], Parse[str | None]],
-    value: Callable[[Reader, Output, Any], Parse[bool]],
+    key: Callable[[IncrementalReader], Parse[str | None]],
+    value: Callable[[IncrementalReader, DeltaCollector, Any], Parse[bool]],
 ) -> Parse[bool]:
     """Parses a call's arguments, after its name, up to its end.
 
@@ -76,11 +76,11 @@ def arguments(
     return False
 
 
-def grammar(lark: Lark, tools: Tools, tags: Tags) -> str:
+def tagged_call_rule(lark: LarkGrammar, tools: Tools, tags: XmlTags) -> str:
     """Adds the rule of a call to a grammar; returns its name."""
     calls = []
     for name, schema in tools.items():
-        given = parameters(schema)
+        given = strict_parameters(schema)
         shared: dict[str, Any] = {
             key: given[key] for key in ("$defs", "definitions") if key in given
         }
@@ -93,9 +93,11 @@ def grammar(lark: Lark, tools: Tools, tags: Tags) -> str:
     return lark.one_of("call", calls)
 
 
-def _parameter(lark: Lark, key: str, schema: Any, shared: Mapping[str, Any], tags: Tags) -> str:
+def _parameter(
+    lark: LarkGrammar, key: str, schema: Any, shared: Mapping[str, Any], tags: XmlTags
+) -> str:
     end = f"{tags.line}{tags.parameter_end}\n"
-    if not is_text(schema):
+    if not is_string_schema(schema):
         inner = {**schema, **shared} if isinstance(schema, Mapping) else schema
         begin = lark.text(f"{tags.parameter}{key}{tags.as_json}")
         return f"{begin} {lark.json(inner)} {lark.text(end)}"

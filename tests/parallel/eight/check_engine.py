@@ -8,8 +8,8 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.opening.open_model import open_files
-from jinfer.parallel.pipeline_programs import StagedPrograms
-from jinfer.parallel.timeline import Timeline, together
+from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.timeline import Timeline, overlap_fraction
 from tests.parallel.eight.models import opened
 from tools.bench_models import LlamaShape, make_up
 
@@ -68,14 +68,14 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     with LLM(model, **keys, **plan) as llm:
         assert tokens(llm, requests) == wanted
         programs = llm.frontend.engine.programs
-        assert isinstance(programs, StagedPrograms)
+        assert isinstance(programs, PipelinePrograms)
         programs.timeline = timeline = Timeline()
         assert tokens(llm, requests) == wanted
         busy = timeline.close()
     assert {call.stage for call in busy} == {0, 1, 2}
     assert {call.lane for call in busy} == {0, 1, 2}
     # Launched from one thread they would have 2% of the time in common.
-    assert together(busy) > 0.15
+    assert overlap_fraction(busy) > 0.15
 
 
 def made_up(folder: Path, shape: LlamaShape) -> Path:
@@ -186,5 +186,5 @@ def test_devices_that_the_cost_model_chooses() -> None:
     with opened("llama2", **KEYS) as llm:
         wanted = tokens(llm, requests)
     with opened("llama2", devices="auto", **KEYS) as llm:
-        assert isinstance(llm.frontend.engine.programs, StagedPrograms)
+        assert isinstance(llm.frontend.engine.programs, PipelinePrograms)
         assert tokens(llm, requests) == wanted

@@ -14,8 +14,8 @@ from jinfer import LLM, SamplingParams
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.parallel.device_groups import HOST_MEMORY
-from jinfer.parallel.pipeline_programs import StagedPrograms
-from jinfer.parallel.weight_offload import Stream
+from jinfer.parallel.pipeline_programs import PipelinePrograms
+from jinfer.parallel.weight_offload import WeightPrefetcher
 from jinfer.weights.model_size import bytes_text
 from tests.parallel.eight.check_engine import asked, made_up, nothing_held, tokens
 from tests.parallel.eight.models import Answers, alone, answers, distance, opened
@@ -30,7 +30,7 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 def watched(llm: LLM) -> Iterator[list[bool]]:
     """Whether each table that was used names blocks of both places."""
     programs, used = llm.frontend.engine.programs, list[bool]()
-    assert isinstance(programs, StagedPrograms)
+    assert isinstance(programs, PipelinePrograms)
     before = llm.frontend.engine.block_tables
 
     def block_tables(rows: int, sequences: Any) -> Any:
@@ -214,14 +214,14 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         whole = sum(leaf.nbytes for leaf in leaves)
     del leaves
     seen: list[int] = []
-    brought = Stream.take
+    brought = WeightPrefetcher.take
 
-    def take(stream: Stream, number: int, leaves: Any) -> Any:
+    def take(stream: WeightPrefetcher, number: int, leaves: Any) -> Any:
         own = brought(stream, number, leaves)
         seen.append(on_device("device"))
         return own
 
-    monkeypatch.setattr(Stream, "take", take)
+    monkeypatch.setattr(WeightPrefetcher, "take", take)
     plan: dict[str, Any] = {"partition.devices": "0", "partition.streamed_layers": 8}
     with LLM(model, **keys, **plan) as llm:
         programs: Any = llm.frontend.engine.programs

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jinfer.checkpoint import Tensor
-from jinfer.nn.abstract_model import build
+from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
-from jinfer.parallel.device_groups import Site
-from jinfer.parallel.placement import make_stages, plan_of
-from jinfer.parallel.sharded_loading import load_stages, rows_of
+from jinfer.parallel.device_groups import DeviceGroup
+from jinfer.parallel.placement import make_stages, partition_plan
+from jinfer.parallel.sharded_loading import load_stages, local_rows
 from jinfer.weights.plan_weights import plan_weights
 from tests.parallel.eight.models import GOLDENS
 
@@ -40,14 +40,14 @@ def test_tensors_of_other_stages_are_not_read(
         for name, each in opened.checkpoint.tensors.items()
     }
     checkpoint = replace(opened.checkpoint, tensors=tensors)
-    model = build(opened.spec, jnp.dtype(opened.dtype))
+    model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     found = plan_weights(model, opened.spec, checkpoint, opened.activations)
     kind = opened.kv_cache
-    plan = plan_of(opened.spec, found.model, opened.context, jnp.dtype(opened.dtype), kind)
+    plan = partition_plan(opened.spec, found.model, opened.context, jnp.dtype(opened.dtype), kind)
     stages = make_stages(plan, opened.spec, found.model, jnp.dtype(opened.dtype))
     read.clear()
     here = property(lambda site: tuple(i for i, d in enumerate(site.devices) if d.id in own))
-    monkeypatch.setattr(Site, "here", here)
+    monkeypatch.setattr(DeviceGroup, "here", here)
     leaves = load_stages(found, stages)
     layers = {f".{layer}." for layer in stages[stage].model.slice.layers["decoder"]}
     ends = {0: "embed_tokens", 1: "lm_head"}
@@ -80,16 +80,16 @@ def test_rows_of_other_devices_change_nothing(
     """A device has the same bytes whether or not the rows of the other one are read too."""
     keys: dict[str, Any] = {"partition.devices": "0&1", "quantization.weights": weights}
     opened = open_model(GOLDENS / golden, {"dtype": "float32", **keys})
-    model = build(opened.spec, jnp.dtype(opened.dtype))
+    model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     dtype = jnp.dtype(opened.dtype)
-    plan = plan_of(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
+    plan = partition_plan(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, opened.spec, found.model, dtype)
     whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
-    monkeypatch.setattr(Site, "here", property(lambda site: (own,)))
-    monkeypatch.setattr(Site, "joined", lambda site, parts, _: jax.device_put(parts[0]))
+    monkeypatch.setattr(DeviceGroup, "here", property(lambda site: (own,)))
+    monkeypatch.setattr(DeviceGroup, "joined", lambda site, parts, _: jax.device_put(parts[0]))
     alone = load_stages(found, stages)
-    windows = [rows_of([(stages[0], source)]) for source in stages[0].model.sources]
+    windows = [local_rows([(stages[0], source)]) for source in stages[0].model.sources]
     assert any(window is not None for window in windows)
     for one, other in zip(whole, alone, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from jax.stages import Compiled
 
-from jinfer.parallel.pipeline_programs import StagedPrograms
+from jinfer.parallel.pipeline_programs import PipelinePrograms
 from tests.parallel.eight.models import opened
 
 _COLLECTIVES = re.compile(
@@ -19,7 +19,7 @@ def collectives(golden: str, **keys: object) -> list[Counter[str]]:
     """Those of each stage's program for a step of eight sequences."""
     with opened(golden, **keys) as llm:
         programs = llm.frontend.engine.programs
-        assert isinstance(programs, StagedPrograms)
+        assert isinstance(programs, PipelinePrograms)
         rows = programs.lanes.rows
         made = programs.compiler.decoder(rows, (rows, rows + 1), rows, ("logits",))
         texts = [cast(Compiled, each.program).as_text() or "" for each in made]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from jinfer.server.schemas.parameter_groups import GROUPS
-from jinfer.server.server_settings import Settings, Source
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.page.driving import (
     ANSWERS,
     answered,
@@ -233,8 +233,8 @@ def test_errors_are_shown(page: Any) -> None:
 
 
 def test_a_key_is_asked_for(browser: Any) -> None:
-    model = Source("llama", str(GOLDENS / "llama2"), TINY)
-    settings = Settings(keys=("secret",), warm_up=False)
+    model = ModelSource("llama", str(GOLDENS / "llama2"), TINY)
+    settings = ServerSettings(keys=("secret",), warm_up=False)
     with serving([model], settings) as running, opened(browser, running.url) as page:
         dialog = page.locator("#key")
         expect(dialog).to_contain_text("a valid API key is needed")

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jinfer.server.output_deltas import CallDelta, Delta, Parser
-from jinfer.server.tool_parsers.call_format import Format
-from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
+from jinfer.server.output_deltas import OutputDelta, OutputParser, ToolCallDelta
+from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, ToolCallParser
 
 CITY = {
     "type": "object",
@@ -36,23 +36,23 @@ class Read:
 
 
 def parser(
-    format: Format, tools: Any = TOOLS, most: int | None = None, *, bound: bool = False
-) -> Parser:
+    format: ToolCallFormat, tools: Any = TOOLS, most: int | None = None, *, bound: bool = False
+) -> OutputParser:
     """A parser whose calls have no names, so that results can be compared."""
-    output = Output(lambda: "id", most)
-    return Machine(lambda reader, out: format.read(reader, out, tools), output, bound=bound)
+    output = DeltaCollector(lambda: "id", most)
+    return ToolCallParser(lambda reader, out: format.read(reader, out, tools), output, bound=bound)
 
 
-def read(parser: Parser, pieces: Iterable[str], *, cut: bool = False) -> Read:
+def read(parser: OutputParser, pieces: Iterable[str], *, cut: bool = False) -> Read:
     """What comes of the pieces of a text; checks that calls come as they should."""
     deltas = [*map(parser.push, pieces), parser.finish(cut)]
     return joined(deltas)
 
 
-def joined(deltas: Sequence[Delta]) -> Read:
+def joined(deltas: Sequence[OutputDelta]) -> Read:
     """The whole of some deltas."""
     found = Read()
-    calls: dict[int, CallDelta] = {}
+    calls: dict[int, ToolCallDelta] = {}
     ended: set[int] = set()
     for delta in deltas:
         found.content += delta.content
@@ -69,7 +69,7 @@ def joined(deltas: Sequence[Delta]) -> Read:
                 assert one.id is None
                 known = calls[one.index]
                 text = known.arguments + one.arguments
-                calls[one.index] = CallDelta(one.index, "id", known.name, text, one.end)
+                calls[one.index] = ToolCallDelta(one.index, "id", known.name, text, one.end)
             if one.end:
                 ended.add(one.index)
     assert ended == set(calls)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jinfer.sampling.structured import compile_constraint
-from jinfer.server.tool_parsers.call_format import MOST_CALLS
-from jinfer.server.tool_parsers.lark_grammar import Lark, parameters
-from jinfer.server.tool_parsers.parser_registry import FORMATS
-from jinfer.server.tool_parsers.reasoning import THINKINGS
+from jinfer.server.tool_parsers.call_format import MAX_CALLS
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.parser_registry import TOOL_CALL_FORMATS
+from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS
 from jinfer.tokenizer import Tokenizer
 from tests.server.running import ROOT
 from tests.server.tool_parsers.reading import TOOLS, parser, read
@@ -68,7 +68,7 @@ def walked(tokenizer: Tokenizer, grammar: str, chance: np.random.Generator, begu
 
 
 def check(name: str, arguments: str) -> None:
-    found, schema = json.loads(arguments), parameters(SOME[name])
+    found, schema = json.loads(arguments), strict_parameters(SOME[name])
     assert found.keys() <= schema["properties"].keys()
     assert set(schema.get("required", ())) <= found.keys()
     for key, value in found.items():
@@ -85,30 +85,32 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize(
-    ("name", "template"), [(n, t) for n in FORMATS for t in TEMPLATES.get(n, [""])]
+    ("name", "template"), [(n, t) for n in TOOL_CALL_FORMATS for t in TEMPLATES.get(n, [""])]
 )
 def test_a_call_comes(tokenizer: Tokenizer, name: str, template: str, several: bool) -> None:
     chance = np.random.default_rng(0)
     counts = set()
     for _ in range(16):
-        lark = Lark(tokenizer)
-        lark.rule("start", FORMATS[name].grammar(lark, SOME, template, several))
+        lark = LarkGrammar(tokenizer)
+        lark.rule("start", TOOL_CALL_FORMATS[name].grammar(lark, SOME, template, several))
         # By chance a thought would hardly ever end.
-        text = walked(tokenizer, str(lark), chance, BEGUN if FORMATS[name].thinks else "")
-        found = read(parser(FORMATS[name], SOME), [text])
+        text = walked(
+            tokenizer, str(lark), chance, BEGUN if TOOL_CALL_FORMATS[name].has_reasoning else ""
+        )
+        found = read(parser(TOOL_CALL_FORMATS[name], SOME), [text])
         assert found.content == ""
         assert found.void == 0
         for call in found.calls:
             check(*call)
         counts.add(len(found.calls))
     assert min(counts) >= 1
-    assert max(counts) <= (MOST_CALLS if several else 1)
+    assert max(counts) <= (MAX_CALLS if several else 1)
     if several and name not in ("llama", "harmony"):
         assert max(counts) > 1
 
 
 def test_marks_are_the_tokens_that_a_vocabulary_has(tokenizer: Tokenizer) -> None:
-    lark = Lark(tokenizer)
+    lark = LarkGrammar(tokenizer)
     assert lark.text("a<|im_start|>b") == '"a" <[1]> "b"'
     lark.rule("start", f'"x" {lark.upto("<|im_start|>")} "y"')
     matcher = compile_constraint(tokenizer, grammar=str(lark)).start()
@@ -118,12 +120,12 @@ def test_marks_are_the_tokens_that_a_vocabulary_has(tokenizer: Tokenizer) -> Non
     assert matcher.finished
 
 
-@pytest.mark.parametrize("thinking", THINKINGS)
+@pytest.mark.parametrize("thinking", REASONING_FORMATS)
 def test_a_thought_before_a_call(tokenizer: Tokenizer, thinking: Any) -> None:
     def accepts(state: Any, text: str) -> bool:
-        lark = Lark(tokenizer)
+        lark = LarkGrammar(tokenizer)
         thought = thinking.grammar(lark, state)
-        calls = FORMATS["llama"].grammar(lark, {"now": {}}, "", False)
+        calls = TOOL_CALL_FORMATS["llama"].grammar(lark, {"now": {}}, "", False)
         lark.rule("start", f"{thought} {calls}")
         matcher = compile_constraint(tokenizer, grammar=str(lark)).start()
         try:
@@ -143,8 +145,8 @@ def test_a_thought_before_a_call(tokenizer: Tokenizer, thinking: Any) -> None:
 
 
 def test_json_after_the_thoughts_of_harmony(tokenizer: Tokenizer) -> None:
-    harmony = FORMATS["harmony"]
-    lark = Lark(tokenizer)
+    harmony = TOOL_CALL_FORMATS["harmony"]
+    lark = LarkGrammar(tokenizer)
     assert harmony.answer is not None
     lark.rule("start", harmony.answer(lark, lark.json({"enum": [1, 22]})))
     text = walked(tokenizer, str(lark), np.random.default_rng(0), BEGUN)
@@ -154,8 +156,12 @@ def test_json_after_the_thoughts_of_harmony(tokenizer: Tokenizer) -> None:
 
 
 def test_the_schema_of_arguments() -> None:
-    assert parameters(None) == {"type": "object", "properties": {}, "additionalProperties": False}
-    assert parameters(TOOLS["weather"])["additionalProperties"] is False
-    assert "additionalProperties" not in parameters({"type": "object"})
+    assert strict_parameters(None) == {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+    }
+    assert strict_parameters(TOOLS["weather"])["additionalProperties"] is False
+    assert "additionalProperties" not in strict_parameters({"type": "object"})
     free = {"type": "object", "properties": {}, "additionalProperties": True}
-    assert parameters(free) == free
+    assert strict_parameters(free) == free

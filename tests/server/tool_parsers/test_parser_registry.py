@@ -16,9 +16,9 @@ from jinfer.server.tool_parsers.hermes import HERMES
 from jinfer.server.tool_parsers.json_list import COMMAND, GRANITE, PHI
 from jinfer.server.tool_parsers.llama import LLAMA
 from jinfer.server.tool_parsers.mistral import MISTRAL
-from jinfer.server.tool_parsers.parser_registry import FORMATS
+from jinfer.server.tool_parsers.parser_registry import TOOL_CALL_FORMATS
 from jinfer.server.tool_parsers.qwen_coder import QWEN_CODER
-from jinfer.server.tool_parsers.reasoning import THINKINGS
+from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS
 from tests.server.tool_parsers.reading import mixed, parser, pieces, read
 
 PARIS = '{"city": "Paris"}'
@@ -195,7 +195,7 @@ def test_what_models_write(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     for cut in ([text], text):
-        found = read(parser(FORMATS[name]), cut)
+        found = read(parser(TOOL_CALL_FORMATS[name]), cut)
         assert (found.content, found.calls, found.void) == (content, calls, 0)
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in found.calls)
 
@@ -205,14 +205,14 @@ def test_streamed_deltas_at_every_cut(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     for cut in range(1, len(text)):
-        found = read(parser(FORMATS[name]), [text[:cut], text[cut:]])
+        found = read(parser(TOOL_CALL_FORMATS[name]), [text[:cut], text[cut:]])
         assert (found.content, found.calls, found.void) == (content, calls, 0)
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)
 def test_what_is_no_call_stays_content(name: str, text: str) -> None:
     for cut in ([text], text):
-        found = read(parser(FORMATS[name]), cut)
+        found = read(parser(TOOL_CALL_FORMATS[name]), cut)
         assert found.calls == []
         assert found.content == text
 
@@ -224,9 +224,9 @@ def test_a_call_that_the_limit_cuts(
 ) -> None:
     """It is a call with a part of its arguments, beside whole ones; its marks are no content."""
     for end in range(len(text)):
-        found = read(parser(FORMATS[name], bound=bound), [text[:end]], cut=True)
+        found = read(parser(TOOL_CALL_FORMATS[name], bound=bound), [text[:end]], cut=True)
         if end % 9 == 0:
-            assert found == read(parser(FORMATS[name], bound=bound), text[:end], cut=True)
+            assert found == read(parser(TOOL_CALL_FORMATS[name], bound=bound), text[:end], cut=True)
         assert found.void == 0
         assert found.calls == calls[: len(found.calls)]
         for tool, arguments in found.cut:
@@ -254,7 +254,7 @@ def test_names_that_the_limit_cuts() -> None:
 def test_what_was_wrong_before_the_limit_stays_content() -> None:
     for name, text in WRONG:
         if text.rstrip().endswith(("</tool_call>", "</function>", "|>", "]", "5", ")", ".")):
-            found = read(parser(FORMATS[name]), [text], cut=True)
+            found = read(parser(TOOL_CALL_FORMATS[name]), [text], cut=True)
             assert found.cut == []
             assert found.content in (text, text.rstrip(), ""), text
 
@@ -315,31 +315,33 @@ def test_only_the_first_call_where_one_is_wanted() -> None:
     assert (found.content, found.calls) == ("Yes.", [("weather", PARIS)])
 
 
-TEXTS = {name: [t for n, t, *_ in RIGHT if n == name] for name in FORMATS}
+TEXTS = {name: [t for n, t, *_ in RIGHT if n == name] for name in TOOL_CALL_FORMATS}
 for wrong_name, wrong_text in WRONG:
     if len(wrong_text) < 1000:
         TEXTS[wrong_name] += [wrong_text, wrong_text + TEXTS[wrong_name][0]]
 
 
 def test_each_name_of_a_specification_has_a_parser() -> None:
-    assert set(get_args(ToolCalls)) == {"auto", *FORMATS}
-    assert set(get_args(Reasoning)) == {"auto", "none", *(one.name for one in THINKINGS)}
+    assert set(get_args(ToolCalls)) == {"auto", *TOOL_CALL_FORMATS}
+    assert set(get_args(Reasoning)) == {"auto", "none", *(one.name for one in REASONING_FORMATS)}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @given(data=st.data())
 def test_any_cutting_gives_the_same(name: str, data: st.DataObject) -> None:
     text, cut = data.draw(pieces(TEXTS[name]))
-    assert read(parser(FORMATS[name]), cut) == read(parser(FORMATS[name]), [text])
+    assert read(parser(TOOL_CALL_FORMATS[name]), cut) == read(
+        parser(TOOL_CALL_FORMATS[name]), [text]
+    )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @given(data=st.data())
 def test_any_text_is_read_and_nothing_is_lost(name: str, data: st.DataObject) -> None:
-    text = data.draw(mixed(FORMATS[name].marks))
-    whole = read(parser(FORMATS[name]), [text])
-    assert read(parser(FORMATS[name]), text) == whole
+    text = data.draw(mixed(TOOL_CALL_FORMATS[name].marks))
+    whole = read(parser(TOOL_CALL_FORMATS[name]), [text])
+    assert read(parser(TOOL_CALL_FORMATS[name]), text) == whole
     for _, arguments in whole.calls:
         assert isinstance(json.loads(arguments), dict)
-    if not whole.calls and not FORMATS[name].thinks:
+    if not whole.calls and not TOOL_CALL_FORMATS[name].has_reasoning:
         assert whole.content == text

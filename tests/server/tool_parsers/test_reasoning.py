@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jinfer.server.tool_parsers.hermes import HERMES
-from jinfer.server.tool_parsers.incremental_reader import Parse, Reader
-from jinfer.server.tool_parsers.parsed_deltas import Machine, Output
-from jinfer.server.tool_parsers.reasoning import THINKINGS, State
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector, ToolCallParser
+from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS, ReasoningState
 from tests.server.tool_parsers.reading import TOOLS, pieces, read
 
-THINK = THINKINGS[0]
+THINK = REASONING_FORMATS[0]
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 # State, text -> reasoning, content, calls.
-CASES: list[tuple[State, str, str, str, list[tuple[str, str]]]] = [
+CASES: list[tuple[ReasoningState, str, str, str, list[tuple[str, str]]]] = [
     ("free", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes.", []),
     ("free", "Yes. <think>no</think>", "", "Yes. <think>no</think>", []),
     ("free", "\n <think></think>Yes.", "", "Yes.", []),
@@ -28,17 +28,17 @@ CASES: list[tuple[State, str, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def parser(state: State) -> Machine:
-    def reading(reader: Reader, out: Output) -> Parse[None]:
+def parser(state: ReasoningState) -> ToolCallParser:
+    def reading(reader: IncrementalReader, out: DeltaCollector) -> Parse[None]:
         yield from THINK.read(reader, out, state)
         yield from HERMES.read(reader, out, TOOLS)
 
-    return Machine(reading, Output(lambda: "id"))
+    return ToolCallParser(reading, DeltaCollector(lambda: "id"))
 
 
 @pytest.mark.parametrize(("state", "text", "reasoning", "content", "calls"), CASES)
 def test_a_thought(
-    state: State, text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
+    state: ReasoningState, text: str, reasoning: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     for cut in ([text], text):
         found = read(parser(state), cut)
@@ -46,7 +46,7 @@ def test_a_thought(
 
 
 @given(st.sampled_from(("open", "closed", "free")), pieces([text for _, text, *_ in CASES]))
-def test_any_cutting_gives_the_same(state: State, text: tuple[str, list[str]]) -> None:
+def test_any_cutting_gives_the_same(state: ReasoningState, text: tuple[str, list[str]]) -> None:
     assert read(parser(state), text[1]) == read(parser(state), [text[0]])
 
 

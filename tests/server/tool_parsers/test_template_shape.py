@@ -7,11 +7,21 @@ import pytest
 
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_model import open_model
-from jinfer.server.output_deltas import Settled
-from jinfer.server.serve_flags import options, sources_of
-from jinfer.server.tool_parsers.parser_registry import FORMATS, format_of, shown, thinking_of
-from jinfer.server.tool_parsers.prompted_tools import beside_system, written
-from jinfer.server.tool_parsers.template_shape import Shape, shape_of, shaped, takes_system
+from jinfer.server.output_deltas import WholeCallsParser
+from jinfer.server.serve_flags import model_sources_of, parse_options
+from jinfer.server.tool_parsers.parser_registry import (
+    TOOL_CALL_FORMATS,
+    reasoning_format,
+    special_token_ids,
+    tool_call_format,
+)
+from jinfer.server.tool_parsers.prompted_tools import tools_as_text, tools_in_system
+from jinfer.server.tool_parsers.template_shape import (
+    CallShape,
+    accepts_system,
+    convert_messages,
+    detect_shape,
+)
 from jinfer.template import ChatTemplate
 from jinfer.tokenizer import Tokenizer
 from tests.server.running import ROOT
@@ -47,19 +57,19 @@ SHORT_IDS += "{{ raise_exception('ids') }}{% endif %}{% endfor %}" + TO_JSON
 @pytest.mark.parametrize(
     ("source", "way"),
     [
-        (TO_JSON, Shape()),
-        (AS_TEXT, Shape(text=True)),
-        (AS_TAGS, Shape()),
-        (WITHOUT_CONTENT, Shape(text=True, empty=True)),
-        (EITHER, Shape()),
-        (WHOLE, Shape()),
-        (SHORT_IDS, Shape()),
+        (TO_JSON, CallShape()),
+        (AS_TEXT, CallShape(text=True)),
+        (AS_TAGS, CallShape()),
+        (WITHOUT_CONTENT, CallShape(text=True, empty=True)),
+        (EITHER, CallShape()),
+        (WHOLE, CallShape()),
+        (SHORT_IDS, CallShape()),
         (PLAIN, None),
         ("{{ raise_exception('never') }}", None),
     ],
 )
-def test_what_a_template_wants(source: str, way: Shape | None) -> None:
-    assert shape_of(source) == way
+def test_what_a_template_wants(source: str, way: CallShape | None) -> None:
+    assert detect_shape(source) == way
 
 
 def conversation() -> list[dict[str, Any]]:
@@ -74,42 +84,42 @@ def conversation() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("source", [TO_JSON, AS_TEXT, WITHOUT_CONTENT, EITHER, WHOLE])
 def test_arguments_reach_the_prompt(source: str) -> None:
-    way = shape_of(source)
+    way = detect_shape(source)
     assert way is not None
-    text = ChatTemplate(source).render(shaped(conversation(), way))
+    text = ChatTemplate(source).render(convert_messages(conversation(), way))
     assert '{"city": "Köln"}' in text
     assert "Rain." in text
 
 
 def test_ids_of_nine_letters() -> None:
-    messages = shaped(conversation(), Shape(), short_ids=True)
+    messages = convert_messages(conversation(), CallShape(), short_ids=True)
     (call,) = messages[1]["tool_calls"]
     assert len(call["id"]) == 9
     assert messages[2]["tool_call_id"] == call["id"]
-    again = shaped(messages, Shape(), short_ids=True)
+    again = convert_messages(messages, CallShape(), short_ids=True)
     assert again == messages
     assert "'Köln'" not in ChatTemplate(SHORT_IDS).render(messages)
 
 
 def test_tools_in_words() -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
-    messages = written([*conversation(), conversation()[2]], [tool])
+    messages = tools_as_text([*conversation(), conversation()[2]], [tool])
     assert [one["role"] for one in messages] == ["system", "user", "assistant", "user"]
     assert all(set(one) == {"role", "content"} for one in messages)
     assert json.dumps(tool) in messages[0]["content"]
     assert '{"name": "weather", "arguments": {"city": "Köln"}}' in messages[2]["content"]
     assert messages[3]["content"].count("<tool_response>\nRain.\n</tool_response>") == 2
-    told = written([{"role": "system", "content": "Be brief."}, *conversation()], [tool])
+    told = tools_as_text([{"role": "system", "content": "Be brief."}, *conversation()], [tool])
     assert told[0]["content"].startswith("Be brief.\n\n")
-    assert written(conversation(), [])[0]["role"] == "user"
+    assert tools_as_text(conversation(), [])[0]["role"] == "user"
     # Where a template takes no system message, the user tells of them.
-    first, *rest = written(conversation(), [tool], "user")
+    first, *rest = tools_as_text(conversation(), [tool], "user")
     assert first["role"] == "user"
     assert json.dumps(tool) in first["content"]
     assert first["content"].endswith("\n\nWeather?")
-    assert rest == written(conversation(), [])[1:]
+    assert rest == tools_as_text(conversation(), [])[1:]
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
-    assert (takes_system(PLAIN), takes_system(refuses)) == (True, False)
+    assert (accepts_system(PLAIN), accepts_system(refuses)) == (True, False)
 
 
 def test_tools_in_the_system_message() -> None:
@@ -119,10 +129,10 @@ def test_tools_in_the_system_message() -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     user = {"role": "user", "content": "Hi"}
     listed = '<|tool|>[{"name": "weather", "parameters": {}}]<|/tool|>'
-    text = ChatTemplate(source).render(beside_system([user], [tool]))
+    text = ChatTemplate(source).render(tools_in_system([user], [tool]))
     assert text == f"[system]{listed}[user]Hi"
     messages = [{"role": "system", "content": "Be brief."}, user]
-    text = ChatTemplate(source).render(beside_system(messages, [tool]))
+    text = ChatTemplate(source).render(tools_in_system(messages, [tool]))
     assert text == f"[system]Be brief.{listed}[user]Hi"
 
 
@@ -145,32 +155,32 @@ def test_tools_in_the_system_message() -> None:
     ],
 )
 def test_the_format_that_a_template_tells(text: str, name: str) -> None:
-    assert format_of(text).name == name
-    assert format_of(text, "llama").name == "llama"
-    assert set(FORMATS) == {
+    assert tool_call_format(text).name == name
+    assert tool_call_format(text, "llama").name == "llama"
+    assert set(TOOL_CALL_FORMATS) == {
         "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony",
         "dsml", "granite", "phi", "command",
     }  # fmt: skip
 
 
 def test_thoughts_that_a_template_tells(tokenizer: Tokenizer) -> None:  # noqa: F811
-    assert thinking_of("", tokenizer) is None
+    assert reasoning_format("", tokenizer) is None
     for text, name in (
         ("a</think>", "think"),
         ("[/THINK]", "mistral"),
         ("<|END_THINKING|>", "command"),
     ):
-        found = thinking_of(text, tokenizer)
+        found = reasoning_format(text, tokenizer)
         assert found is not None
         assert found.name == name
-    assert thinking_of("</think>", tokenizer, "none") is None
-    chosen = thinking_of("", tokenizer, "seed")
+    assert reasoning_format("</think>", tokenizer, "none") is None
+    chosen = reasoning_format("", tokenizer, "seed")
     assert chosen is not None
     assert chosen.begin == "<seed:think>"
 
 
 def test_only_special_tokens_of_the_format_are_shown(tokenizer: Tokenizer) -> None:  # noqa: F811
-    ids = shown(["<|im_start|>", "<tool_call>", "<|im_start|>"], tokenizer)
+    ids = special_token_ids(["<|im_start|>", "<tool_call>", "<|im_start|>"], tokenizer)
     assert ids == (tokenizer.id("<|im_start|>"),)
     detokenizer = tokenizer.detokenizer(shown=ids)
     end = tokenizer.id("<|im_end|>")
@@ -181,7 +191,7 @@ def test_only_special_tokens_of_the_format_are_shown(tokenizer: Tokenizer) -> No
 
 def test_a_format_by_hand() -> None:
     given = ["model.gguf", "--tool-call-parser", "llama", "--reasoning-parser", "none"]
-    (source,) = sources_of(options(given, {"JINFER_PORT": "1"}))
+    (source,) = model_sources_of(parse_options(given, {"JINFER_PORT": "1"}))
     assert source.overrides["prompt"] == {"tool_calls": "llama", "reasoning": "none"}
     path = ROOT / "specs" / "smollm2_135m_instruct.toml"
     for key, word in (("tool_calls", "lama"), ("reasoning", "thin")):
@@ -194,7 +204,7 @@ def test_a_format_by_hand() -> None:
 def test_calls_that_are_shown_when_they_are_whole() -> None:
     good = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     bad = '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>'
-    settled = Settled(parser(FORMATS["hermes"]))
+    settled = WholeCallsParser(parser(TOOL_CALL_FORMATS["hermes"]))
     deltas = [settled.push(sign) for sign in good + bad + good]
     deltas.append(settled.finish())
     shown_ = [delta.calls for delta in deltas if delta.calls]
