@@ -39,8 +39,14 @@ from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method
-from jinfer.weights.calibration_texts import TOKENS, default_texts
-from jinfer.weights.choose_method import gptq_names, obstacle, with_gptq, without_gptq
+from jinfer.weights.calibration_texts import default_texts
+from jinfer.weights.choose_method import (
+    TOKENS,
+    gptq_names,
+    obstacle,
+    with_gptq,
+    without_gptq,
+)
 from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
 from jinfer.weights.load_time import PER_BYTE, per_weight
 from jinfer.weights.native_parameters import packing, part_names, weight_settings

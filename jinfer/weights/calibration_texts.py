@@ -23,13 +23,11 @@ from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention import kv_cache
 from jinfer.progress import task
 from jinfer.quant import parse_format
+from jinfer.weights.choose_method import AT_ONCE, LENGTH, TOKENS
 from jinfer.weights.layer_forward import Texts
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.read_weights import read
 
-TOKENS = 1 << 13  # that the model reads
-LENGTH = 256  # of a generated text
-AT_ONCE = 32  # texts that are generated together
 _RANDOM = 2  # random tokens that each begins with
 _RANDOM_LENGTH = 64  # of random texts, in which there is little to attend to
 # All later tokens attend to the first one of a text, so its error counts more than its share: of so

@@ -17,6 +17,11 @@ from jinfer.weights.shared_arrays import same_arrays
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
+# Of calibration texts.
+TOKENS = 1 << 13  # that the model reads
+LENGTH = 256  # of a generated text
+AT_ONCE = 32  # texts that are generated together
+
 MOST_SECONDS = 300.0  # that nobody has asked for
 _MOST_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
@@ -114,8 +119,6 @@ def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
     The latter are the largest layer three times, its inputs' products, a factor of the largest of
     them for each of four threads, and the vectors between two layers.
     """
-    from jinfer.weights.calibration_texts import AT_ONCE, LENGTH
-
     shapes = parameter_shapes(model)
     weights = sum(map(prod, shapes.values()))
     cache = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())

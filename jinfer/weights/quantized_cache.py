@@ -21,7 +21,7 @@ from jinfer.progress import line
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.weights import cache_folder
 from jinfer.weights.cache_folder import NotCached, NotWanted
-from jinfer.weights.choose_method import gptq_names, obstacle, without_gptq
+from jinfer.weights.choose_method import TOKENS, gptq_names, obstacle, without_gptq
 from jinfer.weights.native_parameters import packing, part_names, weight_settings
 from jinfer.weights.plan_weights import WeightPlan, native_plan
 from jinfer.weights.read_weights import read
@@ -127,8 +127,6 @@ def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
 
 def _check_gptq(plan: WeightPlan) -> None:
     """Raises `NotCached` where GPTQ cannot be."""
-    from jinfer.weights.calibration_texts import TOKENS
-
     free = sys.maxsize if plan.free_memory is None else plan.free_memory()
     reason = obstacle(plan.plain, plan.spec, plan.storages, TOKENS, free)
     if reason is not None:
