@@ -84,9 +84,9 @@ def same(first: list[Any], second: list[Any]) -> None:
         (
             "llama2",
             {"quantization.weights": "q4", "quantization.kv_cache": "q3.5"},
-            "logits choose decode forward score beam contrast copy admit",
+            "logits sample decode forward score beam contrastive copy_blocks set_slot",
         ),
-        ("t5", {}, "decode beam contrast fill admit"),
+        ("t5", {}, "decode beam contrastive fill_cross_attention set_slot"),
         ("bert", {}, "encode"),
     ],
 )
