@@ -78,7 +78,7 @@ def test_a_model_that_was_never_used_gives_its_weights_back(ids: list[int]) -> N
 
 def test_a_loaded_model_lets_its_file_go() -> None:
     with LLM(GGUF) as llm:
-        file = llm.frontend.opened.checkpoint
+        file = llm.session.opened.checkpoint
         assert (dict(file.tensors), dict(file.metadata)) == ({}, {})
         assert len(llm.generate([[1, 5, 9]], max_tokens=2)[0].token_ids) == 2
         maps = Path("/proc/self/maps")
@@ -114,7 +114,7 @@ def test_what_comes_as_it_closes_has_an_answer(ids: list[int]) -> None:
             errors.append(error)
 
     threads = [
-        threading.Thread(target=lambda: llm.frontend.thread.run(busy)),
+        threading.Thread(target=lambda: llm.session.thread.run(busy)),
         threading.Thread(target=ask),
         threading.Thread(target=llm.close),
     ]

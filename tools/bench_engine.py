@@ -60,9 +60,9 @@ class BenchStream:
     def start(self, llm: LLM) -> BenchStream:
         """Submits it: greedy, ignoring end-of-text."""
         params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
-        (prepared,) = llm.frontend.prepare(self.prompt, params)
+        (prepared,) = llm.session.prepare(self.prompt, params)
         self.begun = time.perf_counter()
-        llm.frontend.submit(prepared, self._take)
+        llm.session.submit(prepared, self._take)
         return self
 
     def _take(self, piece: Any) -> None:

@@ -58,7 +58,7 @@ class PairedRuns:
 
     def _answers(self, speculation: SpeculativeDecoder | None) -> tuple[float, list[Completion]]:
         """Seconds of decoding, and the answers."""
-        self.llm.frontend.engine.speculator = speculation
+        self.llm.session.engine.speculator = speculation
         begun = time.perf_counter()
         answers = self.llm.generate(self.prompts, self.params)
         whole = time.perf_counter() - begun
@@ -73,7 +73,7 @@ class PairedRuns:
         formula: float | None = None,
     ) -> DraftGain:
         """Measures; the first round is a warm-up."""
-        for future in speculation.announce(self.llm.frontend.engine):
+        for future in speculation.announce(self.llm.session.engine):
             future.result()
         ratios = []
         for _ in range(self.rounds + 1):
@@ -82,7 +82,7 @@ class PairedRuns:
             if [one.token_ids for one in answers] != [one.token_ids for one in self.answers]:
                 raise RequestError(f"{name}: the answer is another one than without drafts")
             ratios.append(plain / drafted)
-        self.llm.frontend.engine.speculator = None
+        self.llm.session.engine.speculator = None
         uses = [one.usage for one in answers]
         new = sum(one.completion_tokens - 1 for one in uses)
         accepted = sum(one.accepted_tokens for one in uses)

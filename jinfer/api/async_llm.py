@@ -14,7 +14,7 @@ from jinfer.api.base_llm import BaseLLM
 from jinfer.api.generation_requests import build_requests, build_stream_request
 from jinfer.api.llm import LLM, Prompts
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
-from jinfer.api.session import Prepared
+from jinfer.api.session import PreparedRequest
 from jinfer.engine.output.collect import Completions, best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
@@ -47,7 +47,7 @@ class AsyncLLM(BaseLLM):
                 f"the model is open already; give {', '.join(arguments)} to LLM(...)"
             )
         self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
-        self.frontend = self.llm.frontend
+        self.session = self.llm.session
 
     @completing(SamplingKeywords)
     async def generate(
@@ -66,7 +66,7 @@ class AsyncLLM(BaseLLM):
         requests = await _call_beside_loop(
             [sampling, *(params if isinstance(params, list | tuple) else [params])],
             build_requests,
-            self.frontend,
+            self.session,
             prompts,
             params,
             sampling,
@@ -105,7 +105,7 @@ class AsyncLLM(BaseLLM):
         prepared = await _call_beside_loop(
             [sampling, params],
             build_stream_request,
-            self.frontend,
+            self.session,
             prompt,
             params,
             sampling,
@@ -134,7 +134,7 @@ class AsyncLLM(BaseLLM):
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
-        ids, resolved = self.frontend.chat(messages, params, keywords)
+        ids, resolved = self.session.chat(messages, params, keywords)
         return (await self.generate(ids, resolved, priority=priority, timeout=timeout))[0]
 
     async def logits(
@@ -211,7 +211,7 @@ class AsyncLLM(BaseLLM):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _whole(self, prepared: Prepared) -> Completion:
+    async def _whole(self, prepared: PreparedRequest) -> Completion:
         chunks: list[Chunk] = []
         async for piece in self._pieces(prepared):
             if isinstance(piece, Usage):
@@ -219,10 +219,10 @@ class AsyncLLM(BaseLLM):
             chunks.append(piece)
         raise RequestError("the answer ended without its last piece")
 
-    async def _pieces(self, prepared: Prepared) -> AsyncGenerator[Chunk | Usage]:
+    async def _pieces(self, prepared: PreparedRequest) -> AsyncGenerator[Chunk | Usage]:
         """The chunks of an answer, then its usage; closing the iterator cancels the request."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self.frontend.submit(prepared, _sink(loop, pieces))
+        self.session.submit(prepared, _sink(loop, pieces))
         try:
             while not isinstance(piece := await pieces.get(), Usage):
                 if isinstance(piece, BaseException):
@@ -230,7 +230,7 @@ class AsyncLLM(BaseLLM):
                 yield piece
             yield piece
         finally:
-            self.frontend.thread.cancel(prepared.request.id)
+            self.session.thread.cancel(prepared.request.id)
 
 
 async def _call_beside_loop[**P, T](

@@ -13,7 +13,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jinfer.api.session import Frontend
+    from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
     from jinfer.engine.output.generation import Usage
 
@@ -22,34 +22,34 @@ class BaseLLM:
     """An open model.
 
     Attributes:
-        frontend: the session that runs it.
+        session: the session that runs it.
     """
 
-    frontend: Frontend
+    session: Session
 
     @property
     def _engine(self) -> Engine:
-        return self.frontend.engine
+        return self.session.engine
 
     @property
     def spec(self) -> ModelSpec:
         """The resolved specification."""
-        return self.frontend.opened.spec
+        return self.session.opened.spec
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where the checkpoint has none, and prompts are token ids."""
-        return self.frontend.opened.tokenizer
+        return self.session.opened.tokenizer
 
     @property
     def context(self) -> int:
         """The context length: tokens that a sequence may have, prompt included."""
-        return self.frontend.opened.context
+        return self.session.opened.context
 
     @property
     def load_seconds(self) -> float:
         """Seconds that loading the weights took."""
-        return self.frontend.load_seconds
+        return self.session.load_seconds
 
     @property
     def compile_seconds(self) -> float:
@@ -64,11 +64,11 @@ class BaseLLM:
     @property
     def last_usage(self) -> Usage:
         """Tokens and times of the request that ended last."""
-        return self.frontend.thread.last_usage
+        return self.session.thread.last_usage
 
     def stats(self) -> Stats:
         """The engine's current load, and its counters since the start."""
-        return self.frontend.thread.stats()
+        return self.session.thread.stats()
 
     def encode(self, prompt: Prompt, *, special: bool | None = None) -> list[int]:
         """Tokenizes a text (with BOS where the model wants one) or a conversation; ids stay.
@@ -80,7 +80,7 @@ class BaseLLM:
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        return self.frontend.encode(prompt, special=special)
+        return self.session.encode(prompt, special=special)
 
     def encode_chat(self, messages: str | Sequence[Message], **variables: Any) -> list[int]:
         """Tokenizes a conversation with the chat template, up to where the model answers.
@@ -89,7 +89,7 @@ class BaseLLM:
             messages: as `chat`.
             **variables: variables of the chat template; and `special`, as `encode`.
         """
-        return self.frontend.encode_chat(messages, **variables)
+        return self.session.encode_chat(messages, **variables)
 
     def decode(self, ids: Ids, *, skip_special: bool = True) -> str:
         """The text of token ids, with U+FFFD for incomplete characters.
@@ -100,7 +100,7 @@ class BaseLLM:
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        return self.frontend.tokenizer.decode(self.frontend.encode(ids), skip_special=skip_special)
+        return self.session.tokenizer.decode(self.session.encode(ids), skip_special=skip_special)
 
     def tokens(self, prompt: Prompt, *, special: bool | None = None) -> list[str]:
         """The tokens of a prompt as strings: ["The", " capital", " of"].
@@ -113,20 +113,20 @@ class BaseLLM:
         Raises:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
-        tokenizer = self.frontend.tokenizer
-        return [tokenizer.shown(id) for id in self.frontend.encode(prompt, special=special)]
+        tokenizer = self.session.tokenizer
+        return [tokenizer.shown(id) for id in self.session.encode(prompt, special=special)]
 
     @property
     def can_chat(self) -> bool:
         """Whether the model has a tokenizer and a chat template."""
-        return self.tokenizer is not None and self.frontend.opened.conversation.has_template
+        return self.tokenizer is not None and self.session.opened.conversation.has_template
 
     def params(self, **changes: Any) -> SamplingParams:
         """The default sampling parameters, with changes. Raises `RequestError`."""
-        return self.frontend.params(**changes)
+        return self.session.params(**changes)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.frontend.described()})"
+        return f"{type(self).__name__}({self.session.described()})"
 
     def _repr_html_(self) -> str:
         """The notebook display: the model's line, and folded below its wiring and sizes."""
@@ -134,7 +134,7 @@ class BaseLLM:
 
         title = "wiring and sizes"
         if self.spec.decoder is not None:
-            title = f"{self.frontend.cache_report()}; {title}"
+            title = f"{self.session.cache_report()}; {title}"
         return details_html(repr(self), title, self.spec._repr_html_())
 
     def __reduce__(self) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from jinfer.api.prompt_inputs import parse_prompts
-from jinfer.api.session import NO_HEAD, Frontend
+from jinfer.api.session import NO_HEAD, Session
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.forward_passes import Passes, encode, forward
@@ -20,7 +20,7 @@ Result = Literal["logits", "hidden", "pooled", "score"]
 
 
 def forward_results(
-    frontend: Frontend,
+    session: Session,
     given: object,
     want: Result,
     encoder_given: object | None,
@@ -28,34 +28,34 @@ def forward_results(
     last: bool = False,
 ) -> list[np.ndarray]:
     """One result per prompt; arguments as `LLM.logits`. Raises `RequestError`."""
-    spec = frontend.opened.spec
-    if encoder_given is not None and not frontend.engine.model.has_cross_attention:
+    spec = session.opened.spec
+    if encoder_given is not None and not session.engine.model.has_cross_attention:
         raise RequestError(
             "encoder_ids are for a model with an encoder and a decoder; leave them out"
         )
     if token_type_ids is not None and spec.decoder is not None:
         raise RequestError("token_type_ids are for an encoder; leave them out")
-    texts = _encoded(frontend, given)
+    texts = _encoded(session, given)
     if spec.decoder is None:
         if want not in {"hidden", *spec.stacks[0].head.results}:
             raise RequestError(f"the model has no head that gives {want}")
         types = _token_types(texts, token_type_ids, spec.dims.get("types"))
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
-        arrays = frontend.thread.run(job)
+        arrays = session.thread.run(job)
         return [array[-1] for array in arrays] if last else arrays
     if want == "pooled":
         raise RequestError("the model has no pooler; use embed")
     if want != "hidden" and not spec.generates:
         raise RequestError(f"{NO_HEAD}; use embed or hidden")
     encoders: list[list[int]] = [[]] * len(texts)
-    if frontend.engine.model.has_cross_attention:
-        encoders = [] if encoder_given is None else _encoded(frontend, encoder_given)
+    if session.engine.model.has_cross_attention:
+        encoders = [] if encoder_given is None else _encoded(session, encoder_given)
         if len(encoders) != len(texts):
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
     pairs = list(zip(texts, encoders, strict=True))
     if want == "score" and any(len(ids) < 2 for ids in texts):
         raise RequestError("a prompt to be scored needs at least two tokens")
-    return [frontend.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
+    return [session.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
 
 
 def _token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
@@ -77,10 +77,10 @@ def _token_types(texts: list[list[int]], given: object, known: int | None) -> li
     return types
 
 
-def _encoded(frontend: Frontend, given: object) -> list[list[int]]:
-    encoded = [frontend.encode(prompt) for prompt in parse_prompts(given)]
+def _encoded(session: Session, given: object) -> list[list[int]]:
+    encoded = [session.encode(prompt) for prompt in parse_prompts(given)]
     for ids in encoded:
-        frontend.check_text(ids)
+        session.check_text(ids)
     return encoded
 
 

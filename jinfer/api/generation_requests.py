@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinfer.api.prompt_inputs import Ids, Params, Prompt, parse_prompts
-from jinfer.api.session import Frontend, Prepared
+from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.sampling.sampling_params import SamplingParams
 
 
 def build_requests(
-    frontend: Frontend,
+    session: Session,
     given: object,
     params: Params | Sequence[Params] | None,
     sampling: Mapping[str, Any],
@@ -23,7 +23,7 @@ def build_requests(
     special: bool | None = None,
     priority: int = 0,
     timeout: float | None = None,
-) -> list[tuple[list[Prepared], SamplingParams]]:
+) -> list[tuple[list[PreparedRequest], SamplingParams]]:
     """The requests of each prompt, and its parameters; arguments as `LLM.generate`.
 
     Raises:
@@ -39,17 +39,17 @@ def build_requests(
         )
     if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
         raise RequestError(f"timeout is {show_value(timeout)}; give a number of seconds, or None")
-    if (len(decoder_prefix) or language) and not frontend.engine.model.has_cross_attention:
+    if (len(decoder_prefix) or language) and not session.engine.model.has_cross_attention:
         raise RequestError(
             "decoder_prefix and language are for a model with an encoder and a decoder; "
             "leave them out"
         )
-    resolved = [frontend.sampling(one, sampling) for one in listed]
-    prefix = frontend.prefix(decoder_prefix, language)
+    resolved = [session.sampling(one, sampling) for one in listed]
+    prefix = session.prefix(decoder_prefix, language)
     return [
         (
-            frontend.prepare(
-                frontend.encode(prompt, special=special),
+            session.prepare(
+                session.encode(prompt, special=special),
                 prompt_params,
                 prefix,
                 priority=priority,
@@ -62,19 +62,19 @@ def build_requests(
 
 
 def build_stream_request(
-    frontend: Frontend,
+    session: Session,
     prompt: Prompt,
     params: Params | None,
     sampling: Mapping[str, Any],
     **more: Any,
-) -> Prepared:
+) -> PreparedRequest:
     """The request of a stream; other arguments as `build_requests`.
 
     Raises:
         RequestError: the request is not possible, or its answer cannot be streamed.
     """
-    ids = [frontend.encode(prompt, special=more.get("special"))]
-    ((prepared, resolved),) = build_requests(frontend, ids, params, sampling, **more)
+    ids = [session.encode(prompt, special=more.get("special"))]
+    ((prepared, resolved),) = build_requests(session, ids, params, sampling, **more)
     if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")
     if len(prepared) > 1:

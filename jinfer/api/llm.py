@@ -17,7 +17,7 @@ from jinfer.api.base_llm import BaseLLM
 from jinfer.api.forward_results import Result, forward_results
 from jinfer.api.generation_requests import build_requests, build_stream_request
 from jinfer.api.prompt_inputs import Ids, Params, Prompt
-from jinfer.api.session import Frontend, Prepared
+from jinfer.api.session import PreparedRequest, Session
 from jinfer.api.text_embeddings import embed_texts, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
 from jinfer.engine.output.generation import Chunk, Completion, Usage
@@ -40,7 +40,7 @@ class LLM(BaseLLM):
     """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:
-        frontend: the session, which `AsyncLLM` shares.
+        session: the session, which `AsyncLLM` shares.
     """
 
     @gc_paused()
@@ -75,13 +75,13 @@ class LLM(BaseLLM):
         """
         if not isinstance(source, str | PathLike):
             raise RequestError(f"a source is {source!r:.80}; give a path, or a model's name")
-        start = None if first is None else lambda frontend: first(self._with(frontend))
+        start = None if first is None else lambda session: first(self._with(session))
         shown = watched() if progress is None else progress
         with task(f"opening {Path(source).name or source}", shown=shown):
-            self._with(Frontend(source, overrides, progress=shown, threads=threads, first=start))
+            self._with(Session(source, overrides, progress=shown, threads=threads, first=start))
 
-    def _with(self, frontend: Frontend) -> LLM:
-        self.frontend = frontend
+    def _with(self, session: Session) -> LLM:
+        self.session = session
         return self
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class LLM(BaseLLM):
 
         This also happens when the object is garbage-collected.
         """
-        self.frontend.close()
+        self.session.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -138,7 +138,7 @@ class LLM(BaseLLM):
                 parameter.
         """
         requests = build_requests(
-            self.frontend,
+            self.session,
             prompts,
             params,
             sampling,
@@ -178,7 +178,7 @@ class LLM(BaseLLM):
         first iteration.
         """
         prepared = build_stream_request(
-            self.frontend,
+            self.session,
             prompt,
             params,
             sampling,
@@ -214,7 +214,7 @@ class LLM(BaseLLM):
             RequestError: as `generate`; or an unknown keyword.
             TemplateError: there is no chat template, or it rejects the conversation.
         """
-        ids, resolved = self.frontend.chat(messages, params, keywords)
+        ids, resolved = self.session.chat(messages, params, keywords)
         return self.generate(ids, resolved, priority=priority, timeout=timeout)[0]
 
     def logits(
@@ -299,8 +299,8 @@ class LLM(BaseLLM):
             RequestError: there is no such prompt; the checkpoint is not for embeddings.
         """
         return embed_texts(
-            self.frontend,
-            tokenize_texts(self.frontend, texts, prompt_name),
+            self.session,
+            tokenize_texts(self.session, texts, prompt_name),
             pooling=pooling,
             normalize=normalize,
             token_type_ids=token_type_ids,
@@ -312,7 +312,7 @@ class LLM(BaseLLM):
         Raises:
             RequestError: the text has no mask, or the tokenizer has no mask token.
         """
-        tokenizer = self.frontend.tokenizer
+        tokenizer = self.session.tokenizer
         if tokenizer.mask_id is None:
             raise RequestError("the tokenizer has no mask token")
         ids = self.encode(text)
@@ -328,20 +328,20 @@ class LLM(BaseLLM):
         ]
 
     def _likely(self, id: int, logprob: float) -> TokenLogprob:
-        text = self.frontend.tokenizer.decode([id], skip_special=False)
+        text = self.session.tokenizer.decode([id], skip_special=False)
         return TokenLogprob(id, text, logprob)
 
     @contextlib.contextmanager
-    def _answer(self, prepared: Prepared) -> Iterator[SimpleQueue[Any]]:
+    def _answer(self, prepared: PreparedRequest) -> Iterator[SimpleQueue[Any]]:
         """Submits a request; the queue of its chunks. Leaving the context cancels it."""
         pieces: SimpleQueue[Any] = SimpleQueue()
-        self.frontend.submit(prepared, pieces.put)
+        self.session.submit(prepared, pieces.put)
         try:
             yield pieces
         finally:
-            self.frontend.thread.cancel(prepared.request.id)
+            self.session.thread.cancel(prepared.request.id)
 
-    def _stream(self, prepared: Prepared) -> Generator[Chunk]:
+    def _stream(self, prepared: PreparedRequest) -> Generator[Chunk]:
         # Submitted at the first iteration: a generator that is never started must not hold a slot.
         with self._answer(prepared) as pieces:
             while not isinstance(piece := next_piece(pieces), Usage):
@@ -355,4 +355,4 @@ class LLM(BaseLLM):
         token_type_ids: Sequence[Sequence[int]] | None,
         last: bool = False,
     ) -> list[np.ndarray]:
-        return forward_results(self.frontend, prompts, want, encoder_ids, token_type_ids, last)
+        return forward_results(self.session, prompts, want, encoder_ids, token_type_ids, last)

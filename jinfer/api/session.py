@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request, checked and ready to be submitted."""
 
     request: Request
@@ -70,7 +70,7 @@ class Prepared:
     matcher: Matcher | None
 
 
-class Frontend:
+class Session:
     """A loaded model, with a thread that runs its engine.
 
     Attributes:
@@ -89,7 +89,7 @@ class Frontend:
         *,
         progress: bool = False,
         threads: int | None = None,
-        first: Callable[[Frontend], list[int]] | None = None,
+        first: Callable[[Session], list[int]] | None = None,
     ) -> None:
         """Opens and loads a model; arguments as `LLM`."""
         cores = isinstance(threads, int) and not isinstance(threads, bool)
@@ -259,7 +259,7 @@ class Frontend:
         *,
         priority: int = 0,
         timeout: float | None = None,
-    ) -> list[Prepared]:
+    ) -> list[PreparedRequest]:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
         Args:
@@ -328,7 +328,7 @@ class Frontend:
             requests.append(replace(request, id=id, sampling=one))
         return requests
 
-    def _prepared(self, request: Request, rank: int) -> Prepared:
+    def _prepared(self, request: Request, rank: int) -> PreparedRequest:
         sampling, spec = request.sampling, self.opened.spec
         tokenizer = self.opened.tokenizer
         encode = partial(tokenizer.encode, special=False) if tokenizer else None
@@ -336,7 +336,7 @@ class Frontend:
             choice = SamplingRow.from_params(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return Prepared(request, choice, make_driver(request, rank), self._matcher(request))
+        return PreparedRequest(request, choice, make_driver(request, rank), self._matcher(request))
 
     def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling
@@ -380,7 +380,7 @@ class Frontend:
                 f"a prompt has {len(ids)} tokens; from 1 to {self.opened.context} can be computed"
             )
 
-    def submit(self, prepared: Prepared, sink: Callable[[Any], None]) -> None:
+    def submit(self, prepared: PreparedRequest, sink: Callable[[Any], None]) -> None:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)

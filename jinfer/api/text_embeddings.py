@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import Prompt, parse_prompts
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.opening.pooling_config import (
@@ -40,45 +40,45 @@ class EmbeddingTokens:
     skipped: int = 0
 
 
-def max_text_tokens(frontend: Frontend) -> int:
+def max_text_tokens(session: Session) -> int:
     """The most tokens of a text; longer ones are truncated."""
-    opened = frontend.opened
+    opened = session.opened
     return min(opened.context, opened.pooling.max_tokens or opened.context)
 
 
 def tokenize_texts(
-    frontend: Frontend, given: object, prompt_name: str | None
+    session: Session, given: object, prompt_name: str | None
 ) -> list[EmbeddingTokens]:
     """Tokenizes one text or several, truncated to `max_text_tokens`; arguments as `LLM.embed`.
 
     Raises:
         RequestError: an unknown prompt name, or a prompt name for token ids; as `LLM.encode`.
     """
-    prompt, skipped = embedding_prompt(frontend, prompt_name)
-    most = max_text_tokens(frontend)
+    prompt, skipped = embedding_prompt(session, prompt_name)
+    most = max_text_tokens(session)
     return [
-        _tokens(frontend, one, prompt, skipped, prompt_name, most) for one in parse_prompts(given)
+        _tokens(session, one, prompt, skipped, prompt_name, most) for one in parse_prompts(given)
     ]
 
 
 def _tokens(
-    frontend: Frontend, given: Prompt, prompt: str, skipped: int, name: str | None, most: int
+    session: Session, given: Prompt, prompt: str, skipped: int, name: str | None, most: int
 ) -> EmbeddingTokens:
     if isinstance(given, str):
-        ids = cut(frontend.encode(frontend.opened.pooling.text(given, prompt)), most)
+        ids = cut(session.encode(session.opened.pooling.text(given, prompt)), most)
         return EmbeddingTokens(ids, min(skipped, len(ids) - 1))
     if name is not None:
         raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
-    return EmbeddingTokens(cut(frontend.encode(given), most))
+    return EmbeddingTokens(cut(session.encode(given), most))
 
 
-def embedding_prompt(frontend: Frontend, name: str | None) -> tuple[str, int]:
+def embedding_prompt(session: Session, name: str | None) -> tuple[str, int]:
     """A prompt's text, and how many tokens at the beginning pooling leaves out for it.
 
     Raises:
         RequestError: there is no prompt of that name.
     """
-    pooling = frontend.opened.pooling
+    pooling = session.opened.pooling
     try:
         prompt = pooling.prompt(name)
     except ValueError as error:
@@ -87,14 +87,14 @@ def embedding_prompt(frontend: Frontend, name: str | None) -> tuple[str, int]:
         return prompt, 0
     # The prompt's tokens, with BOS or CLS before them but without what the tokenizer appends.
     prompt_text = pooling.text("", prompt)
-    encode = frontend.tokenizer.encode
+    encode = session.tokenizer.encode
     ids, bare = (encode(prompt_text, special=special) for special in (True, False))
     begins = (at for at in range(len(ids)) if ids[at : at + len(bare)] == bare)
     return prompt, next(begins, 0) + len(bare)
 
 
 def embed_texts(
-    frontend: Frontend,
+    session: Session,
     texts: Sequence[EmbeddingTokens],
     *,
     pooling: str | None = None,
@@ -102,13 +102,13 @@ def embed_texts(
     token_type_ids: Sequence[Sequence[int]] | None = None,
 ) -> Vectors:
     """One vector per text; arguments as `LLM.embed`. Raises `RequestError`."""
-    config = frontend.opened.pooling
+    config = session.opened.pooling
     take = config.take if pooling is None else (_pooling(pooling),)
     if not take:
         raise RequestError(f"{config.refusal}; use hidden, or give pooling, such as 'mean'")
     if config.layers and len(take) != len(config.take):
         raise RequestError(f"pooling has to be the model's own, {' + '.join(config.take)}, here")
-    hidden = forward_results(frontend, [text.ids for text in texts], "hidden", None, token_type_ids)
+    hidden = forward_results(session, [text.ids for text in texts], "hidden", None, token_type_ids)
     pooled = pool(hidden, take, [text.skipped for text in texts])
     for layer in config.layers:
         pooled = layer(pooled)

@@ -53,7 +53,7 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
     async with _run_request(call) as answer:
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            wanted = score_prompt, answer.hosted.frontend, answer.job.ids, body.prompt_logprobs
+            wanted = score_prompt, answer.hosted.session, answer.job.ids, body.prompt_logprobs
             scored = await call.service.computed(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await answer.run.completions()
@@ -93,12 +93,12 @@ def prepare_chat(
     Raises:
         ApiError: the request cannot be answered.
     """
-    frontend, settings = hosted.frontend, service.settings
+    session, settings = hosted.session, service.settings
     try:
-        ids = chat_prompt_ids(body, frontend, settings, ignore)
+        ids = chat_prompt_ids(body, session, settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
-    parsing = output_parsing(body, body.parallel_tool_calls is not False, frontend, ids, ignore)
+    parsing = output_parsing(body, body.parallel_tool_calls is not False, session, ids, ignore)
     if parsing.changes and body.response_format is not None and body.response_format.type != "text":
         # The format concerns the content, and a forced tool call has none.
         ignore("response_format", "it cannot be used where tools have to be called")
@@ -106,7 +106,7 @@ def prepare_chat(
     changes: dict[str, Any] = dict(parsing.changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
-    sampling = request_options(body, frontend, CHAT, changes, _ROUTE)
+    sampling = request_options(body, session, CHAT, changes, _ROUTE)
     if parsing.changes:
         sampling = replace(
             sampling, names={**sampling.names, **dict.fromkeys(parsing.changes, "tools")}
@@ -114,7 +114,7 @@ def prepare_chat(
     elif sampling.params.constrained:
         sampling, parsing = _constrained(sampling, parsing)
     job = prepare_prompt(
-        frontend, ids, sampling, param="messages", timeout=settings.timeout, shown=parsing.shown
+        session, ids, sampling, param="messages", timeout=settings.timeout, shown=parsing.shown
     )
     return job, parsing
 

@@ -80,14 +80,14 @@ def _prepare_prompts(
     call: RequestContext[CompletionRequest], hosted: ServedModel
 ) -> list[PromptRequests]:
     """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
-    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+    body, session, settings = call.body, hosted.session, call.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
-    sampling = request_options(body, frontend, COMPLETIONS, changes, _ROUTE)
+    sampling = request_options(body, session, COMPLETIONS, changes, _ROUTE)
     prompts = prompt_ids(
-        body.prompt, frontend, settings.max_prompts, special=body.add_special_tokens
+        body.prompt, session, settings.max_prompts, special=body.add_special_tokens
     )
     return [
-        prepare_prompt(frontend, ids, sampling, param="prompt", timeout=settings.timeout)
+        prepare_prompt(session, ids, sampling, param="prompt", timeout=settings.timeout)
         for ids in prompts
     ]
 
@@ -122,7 +122,7 @@ class _TextAnswers:
             return
         for job in self.jobs:
             found = await self.call.service.computed(
-                score_prompt, self.hosted.frontend, job.ids, max(wanted)
+                score_prompt, self.hosted.session, job.ids, max(wanted)
             )
             self.prompt_logprobs.append(found)
 

@@ -60,7 +60,7 @@ async def embeddings(call: RequestContext[EmbeddingRequest]) -> HttpResponse:
             normalize=body.normalize,
         )
         call.note(prompt_tokens=tokens)
-        own = hosted.frontend.opened.pooling.normalize
+        own = hosted.session.opened.pooling.normalize
         unit = own if body.normalize is None else body.normalize
         vectors = _truncate_vectors(vectors, body.dimensions, unit)
         head = {"object": "list", "model": hosted.name, "usage": _usage(tokens)}
@@ -117,12 +117,12 @@ async def _embed(
     given = await service.in_thread(_tokens, service, hosted, texts, param, truncate, prompt_name)
     # Texts of similar length are batched together, so that little padding is computed.
     order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
-    most = hosted.frontend.engine.scheduler.slots
+    most = hosted.session.engine.scheduler.slots
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = [given[i] for i in order[begin : begin + most]]
         found = await service.computed(
-            text_embeddings.embed_texts, hosted.frontend, group, **options
+            text_embeddings.embed_texts, hosted.session, group, **options
         )
         rows.update(zip(order[begin : begin + most], found, strict=True))
     return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
@@ -137,9 +137,9 @@ def _tokens(
     prompt_name: str | None,
 ) -> list[EmbeddingTokens]:
     """Tokenizes texts, each after the model's prompt of that name. Slow: use a worker thread."""
-    frontend, pooling = hosted.frontend, hosted.frontend.opened.pooling
+    session, pooling = hosted.session, hosted.session.opened.pooling
     try:
-        prompt, skipped = embedding_prompt(frontend, prompt_name)
+        prompt, skipped = embedding_prompt(session, prompt_name)
     except RequestError as error:
         raise as_api_error(error, param="prompt_name") from error
     listed = [texts] if is_single_prompt(texts) else [*texts]
@@ -163,11 +163,11 @@ def _ids(
     truncate: int | None,
 ) -> list[list[int]]:
     """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
-    frontend = hosted.frontend
-    if frontend.engine.model.has_cross_attention:
+    session = hosted.session
+    if session.engine.model.has_cross_attention:
         raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
-    listed = prompt_ids(texts, frontend, service.settings.max_prompts, param=param)
-    longest = max_text_tokens(frontend)
+    listed = prompt_ids(texts, session, service.settings.max_prompts, param=param)
+    longest = max_text_tokens(session)
     if truncate is not None:
         if truncate < -1 or truncate == 0:
             raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
@@ -204,7 +204,7 @@ async def _similarities(
     Raises:
         ApiError: the model was not trained to compare texts.
     """
-    pooling = hosted.frontend.opened.pooling
+    pooling = hosted.session.opened.pooling
     if hosted.llm.spec.generates and not pooling.declared:
         raise unsupported_field(
             f"the model {hosted.name} writes texts, and nothing says that its vectors can be "
@@ -220,7 +220,7 @@ async def _similarities(
 
 def _first_prompt_name(hosted: ServedModel, *names: str) -> str | None:
     """The first of these prompt names that the model has; None: its default prompt."""
-    return next((name for name in names if name in hosted.frontend.opened.pooling.prompts), None)
+    return next((name for name in names if name in hosted.session.opened.pooling.prompts), None)
 
 
 async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
@@ -271,7 +271,7 @@ async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "model": hosted.name,
                 "usage": _usage(tokens),
-                "similarity": hosted.frontend.opened.pooling.similarity,
+                "similarity": hosted.session.opened.pooling.similarity,
                 "results": results,
             }
         )
@@ -307,7 +307,7 @@ async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
                 "model": hosted.name,
                 "data": data,
                 "usage": _usage(tokens),
-                "similarity": hosted.frontend.opened.pooling.similarity,
+                "similarity": hosted.session.opened.pooling.similarity,
             }
         )
 

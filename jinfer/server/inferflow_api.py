@@ -85,33 +85,33 @@ async def _run_request(call: RequestContext[InferflowRequest]) -> AsyncIterator[
 
 
 def _prepare_prompt(call: RequestContext[InferflowRequest], hosted: ServedModel) -> PromptRequests:
-    body, frontend, settings = call.body, hosted.frontend, call.service.settings
+    body, session, settings = call.body, hosted.session, call.service.settings
     if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
-    sampling = request_options(body, frontend, INFERFLOW, None, _ROUTE)
+    sampling = request_options(body, session, INFERFLOW, None, _ROUTE)
     conversation = _conversation(call, hosted)
     if not conversation.has_template:
         if body.system_prompt:
             raise invalid_request(
                 "the model has no prompt format with a system prompt", "system_prompt"
             )
-        ids = frontend.encode(body.text + (body.res_prefix or ""))
-        return prepare_prompt(frontend, ids, sampling, param="text", timeout=settings.timeout)
+        ids = session.encode(body.text + (body.res_prefix or ""))
+        return prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages = [{"role": "system", "content": body.system_prompt}, *messages]
     if body.res_prefix and conversation.prompt.template:
         messages.append({"role": "assistant", "content": body.res_prefix})
-    ids = conversation.encode(frontend.tokenizer, messages)
+    ids = conversation.encode(session.tokenizer, messages)
     if body.res_prefix and not conversation.prompt.template:
-        ids += frontend.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
-    return prepare_prompt(frontend, ids, sampling, param="text", timeout=settings.timeout)
+        ids += session.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
+    return prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)
 
 
 def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -> Conversation:
     """The model's prompt format, or the one in the request."""
-    body, conversation = call.body, hosted.frontend.opened.conversation
-    cross = hosted.frontend.engine.model.has_cross_attention
+    body, conversation = call.body, hosted.session.opened.conversation
+    cross = hosted.session.engine.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own

@@ -64,7 +64,7 @@ def model_card(one: ServedModel) -> dict[str, Any]:
         return shown
     llm = one.llm
     dims = llm.spec.dims
-    weights = llm.frontend.engine.weights
+    weights = llm.session.engine.weights
     return {
         **shown,
         "max_model_len": llm.context,

@@ -60,15 +60,15 @@ async def _run_request(call: RequestContext[LlamaRequest]) -> AsyncIterator[_Lla
 def _prepare_prompts(
     call: RequestContext[LlamaRequest], hosted: ServedModel
 ) -> list[PromptRequests]:
-    body, frontend, settings = call.body, hosted.frontend, call.service.settings
-    sampling = request_options(body, frontend, LLAMA_CPP, None, _ROUTE)
-    prompts = prompt_ids(_plain(body.prompt), frontend, settings.max_prompts)
+    body, session, settings = call.body, hosted.session, call.service.settings
+    sampling = request_options(body, session, LLAMA_CPP, None, _ROUTE)
+    prompts = prompt_ids(_plain(body.prompt), session, settings.max_prompts)
     timeout = settings.timeout
     if body.t_max_predict_ms:
         own = body.t_max_predict_ms / 1000
         timeout = own if timeout is None else min(own, timeout)
     return [
-        prepare_prompt(frontend, ids, sampling, param="prompt", timeout=timeout) for ids in prompts
+        prepare_prompt(session, ids, sampling, param="prompt", timeout=timeout) for ids in prompts
     ]
 
 
@@ -125,17 +125,17 @@ class _LlamaAnswers:
         }
 
     def _text(self, job: PromptRequests) -> str:
-        return self.hosted.frontend.tokenizer.decode(job.ids, skip_special=False)
+        return self.hosted.session.tokenizer.decode(job.ids, skip_special=False)
 
     def _stopped(self, job: PromptRequests, answer: Completion) -> tuple[str, str]:
         """The stop type of an answer, and the stop text that it ended with."""
         if answer.finish_reason == "length":
             return "limit", ""
         params = job.asked.params
-        ends = {*self.hosted.frontend.opened.end_ids, *params.stop_token_ids}
+        ends = {*self.hosted.session.opened.end_ids, *params.stop_token_ids}
         if answer.token_ids[-1] in ends or not params.stop:
             return "eos", ""
-        tokenizer = self.hosted.frontend.tokenizer
+        tokenizer = self.hosted.session.tokenizer
         text = tokenizer.decode(answer.token_ids)
         found = [(text.find(stop, max(0, len(answer.text) - 1)), stop) for stop in params.stop]
         words = [stop for at, stop in sorted(found) if at >= 0]
@@ -162,7 +162,7 @@ class _LlamaAnswers:
         ]
 
     def _entry(self, one: TokenLogprob) -> dict[str, Any]:
-        data = self.hosted.frontend.tokenizer.spelled(one.id)
+        data = self.hosted.session.tokenizer.spelled(one.id)
         return {
             "id": one.id,
             "token": data.decode("utf-8", "replace"),
@@ -247,7 +247,7 @@ def generation_settings(job: PromptRequests) -> dict[str, Any]:
 async def props(call: RequestContext[Any]) -> HttpResponse:
     """Properties of a model, as llama.cpp's /props."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        frontend, opened = hosted.frontend, hosted.frontend.opened
+        session, opened = hosted.session, hosted.session.opened
         tokenizer = opened.tokenizer
         names = (
             {}
@@ -257,7 +257,7 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
                 "eos_token": "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1]),
             }
         )
-        params = frontend.params() if opened.spec.generates else None
+        params = session.params() if opened.spec.generates else None
         defaults = (
             {}
             if params is None
@@ -266,7 +266,7 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
         return HttpResponse(
             {
                 "default_generation_settings": {"n_ctx": opened.context, "params": defaults},
-                "total_slots": frontend.engine.scheduler.slots,
+                "total_slots": session.engine.scheduler.slots,
                 "model_alias": hosted.name,
                 "model_path": hosted.source.path,
                 "chat_template": opened.conversation.prompt.template
@@ -282,14 +282,14 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
 async def slots(call: RequestContext[Any]) -> HttpResponse:
     """The state of each slot, without prompts."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        frontend = hosted.frontend
-        running = {sequence.slot: sequence for sequence in list(frontend.engine.scheduler.running)}
+        session = hosted.session
+        running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
         shown = []
-        for number in range(frontend.engine.scheduler.slots):
+        for number in range(session.engine.scheduler.slots):
             one = running.get(number)
             state: dict[str, Any] = {
                 "id": number,
-                "n_ctx": frontend.opened.context,
+                "n_ctx": session.opened.context,
                 "is_processing": one is not None,
             }
             if one is not None:

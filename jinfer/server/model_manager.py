@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine_stats import Stats
@@ -70,9 +70,9 @@ class ServedModel:
         return self._llm
 
     @property
-    def frontend(self) -> Frontend:
+    def session(self) -> Session:
         """The engine session of the loaded model."""
-        return self.llm.frontend
+        return self.llm.session
 
 
 class ModelManager:
@@ -232,7 +232,7 @@ class ModelManager:
         loop = asyncio.get_running_loop()
         try:
             one._llm = await loop.run_in_executor(self._loader, _open_llm, one.source)
-            one.parameters = sizes_of(one.llm.spec, one.frontend.engine.model).parameters
+            one.parameters = sizes_of(one.llm.spec, one.session.engine.model).parameters
             state: LoadState = "ready"
         except USER_ERRORS as error:
             state, one.error = "failed", str(error)
@@ -247,7 +247,7 @@ class ModelManager:
             seconds = round(time.perf_counter() - begun, 3)
             _log.info("model loaded", extra={"model": one.name, "seconds": seconds})
             if self._warm_up:
-                engine = one.frontend.engine
+                engine = one.session.engine
                 engine.programs.announce(all_shapes(engine))
                 self.workers.submit(_warm_up_constraints, one.llm)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import orjson
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request, unsupported_field
@@ -32,7 +32,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def build_conversation(
-    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
     """The chat template, messages and template variables of a request.
 
@@ -42,7 +42,7 @@ def build_conversation(
     Raises:
         ApiError: the request has something that the model's template does not support.
     """
-    conversation = frontend.opened.conversation
+    conversation = session.opened.conversation
     if body.chat_template is not None:
         if not settings.request_templates:
             raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
@@ -120,21 +120,21 @@ def _with_calls(
 
 
 def chat_prompt_ids(
-    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> list[int]:
     """The token ids of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = build_conversation(body, frontend, settings, ignore)
+    conversation, messages, variables = build_conversation(body, session, settings, ignore)
     _require_chat_template(conversation)
-    return conversation.encode(frontend.tokenizer, messages, **variables)
+    return conversation.encode(session.tokenizer, messages, **variables)
 
 
 def chat_prompt_text(
-    body: ChatTemplateFields, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> str:
     """The rendered text of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = build_conversation(body, frontend, settings, ignore)
+    conversation, messages, variables = build_conversation(body, session, settings, ignore)
     _require_chat_template(conversation)
-    return conversation.text(frontend.tokenizer, messages, **variables)
+    return conversation.text(session.tokenizer, messages, **variables)
 
 
 def _require_chat_template(conversation: Conversation) -> None:
@@ -232,7 +232,7 @@ def _plain(tool: Tool) -> Any:
 
 def prompt_ids(
     prompts: str | Sequence[Any],
-    frontend: Frontend,
+    session: Session,
     limit: int,
     *,
     special: bool | None = None,
@@ -257,7 +257,7 @@ def prompt_ids(
             f"there are {len(listed)} prompts; at most {limit} may come together", "prompt"
         )
     try:
-        return [_ids(one, frontend, special is not False) for one in listed]
+        return [_ids(one, session, special is not False) for one in listed]
     except RequestError as error:
         raise as_api_error(error, param=param) from error
 
@@ -267,18 +267,18 @@ def is_single_prompt(prompts: str | Sequence[Any]) -> bool:
     return isinstance(prompts, str) or any(isinstance(part, int) for part in prompts)
 
 
-def _ids(prompt: str | Sequence[Any], frontend: Frontend, special: bool) -> list[int]:
+def _ids(prompt: str | Sequence[Any], session: Session, special: bool) -> list[int]:
     if isinstance(prompt, str) and not special:
-        return frontend.tokenizer.encode(prompt, special=False)
+        return session.tokenizer.encode(prompt, special=False)
     if isinstance(prompt, str) or not any(isinstance(part, str) for part in prompt):
-        return frontend.encode(cast("str | Sequence[int]", prompt))
+        return session.encode(cast("str | Sequence[int]", prompt))
     if len(prompt) > MAX_ITEMS:
         message = f"a prompt of texts and ids has {len(prompt)} parts; at most {MAX_ITEMS}"
         raise RequestError(message)
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, str):
-            ids += frontend.tokenizer.encode(part, special=special and not ids)
+            ids += session.tokenizer.encode(part, special=special and not ids)
         else:
-            ids += frontend.encode([part])
+            ids += session.encode([part])
     return ids

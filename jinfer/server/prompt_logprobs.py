@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.runner.forward_passes import forward
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.server.http_errors import invalid_request, unsupported_field
 
 
-def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[TokenLogprob]:
+def score_prompt(session: Session, ids: Sequence[int], top: int) -> list[TokenLogprob]:
     """Log-probabilities of a prompt's tokens but the first, with the likeliest alternatives. Slow.
 
     Raises:
@@ -19,12 +19,12 @@ def score_prompt(frontend: Frontend, ids: Sequence[int], top: int) -> list[Token
     """
     if not 0 <= top <= MAX_LOGPROBS:
         raise invalid_request(f"it must be from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
-    if frontend.engine.model.has_cross_attention:
+    if session.engine.model.has_cross_attention:
         raise unsupported_field("an encoder's tokens have no probabilities", "echo")
     if len(ids) < 2:
         return []
-    chosen, likeliest, logprobs = frontend.thread.run(lambda engine: forward(engine, ids, "ranked"))
-    tokenizer = frontend.opened.tokenizer
+    chosen, likeliest, logprobs = session.thread.run(lambda engine: forward(engine, ids, "ranked"))
+    tokenizer = session.opened.tokenizer
 
     def entry(id: int, logprob: float, others: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         text = tokenizer.decode([id], skip_special=False) if tokenizer else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.sampling_params import (
@@ -122,7 +122,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 def request_options(
     body: SamplingFields,
-    frontend: Frontend,
+    session: Session,
     base: Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     elsewhere: frozenset[str] = frozenset(),
@@ -137,7 +137,7 @@ def request_options(
     Raises:
         ApiError: a value that cannot be; it names the field.
     """
-    values, names = _values(body, elsewhere, frontend)
+    values, names = _values(body, elsewhere, session)
     for name, one in (changes or {}).items():
         same = CONSTRAINTS if name in CONSTRAINTS else (name,)
         other = next((other for other in same if other in values), None)
@@ -147,7 +147,7 @@ def request_options(
     nothing = values.get("max_tokens", 1) == 0
     if nothing:
         values["max_tokens"] = 1
-    defaults = canonical_names(frontend.opened.defaults)
+    defaults = canonical_names(session.opened.defaults)
     below = dict(base)
     if "strategy" in {**defaults, **values}:
         # A strategy has its own defaults, in place of the route's.
@@ -176,7 +176,7 @@ def request_options(
 
 
 def _values(
-    body: SamplingFields, elsewhere: frozenset[str], frontend: Frontend
+    body: SamplingFields, elsewhere: frozenset[str], session: Session
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The sampling parameters that a request sets, and the field that set each."""
     values: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def _values(
         if sent in _ELSEWHERE or sent in elsewhere:
             continue
         if sent == "logit_bias":
-            given = {sent: _biases(value, frontend)}
+            given = {sent: _biases(value, session)}
         elif sent == "decoding_alg":
             given = _wrapped(sent, canonical_names, {sent: value})
         else:
@@ -214,7 +214,7 @@ def _wrapped[T](name: str, read: Callable[[Any], T], value: Any) -> T:
 
 
 def _biases(
-    value: Mapping[str, float | bool] | list[list[Any]], frontend: Frontend
+    value: Mapping[str, float | bool] | list[list[Any]], session: Session
 ) -> tuple[tuple[Any, Any], ...]:
     """Pairs of an id and its bias; llama.cpp has lists, texts for ids, and false for never."""
     biases: list[tuple[Any, Any]] = []
@@ -229,6 +229,6 @@ def _biases(
         bias = float("-inf") if pair[1] is False else pair[1]
         ids: list[Any] = [pair[0]]
         if isinstance(pair[0], str):
-            ids = frontend.tokenizer.encode(pair[0], special=False, parse_special=True)
+            ids = session.tokenizer.encode(pair[0], special=False, parse_special=True)
         biases += [(id, bias) for id in ids]
     return tuple(biases)

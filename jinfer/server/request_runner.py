@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jinfer.api.session import Frontend, Prepared
+from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.output.collect import best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
@@ -39,11 +39,11 @@ class PromptRequests:
 
     ids: list[int]
     asked: RequestOptions
-    prepared: list[Prepared]
+    prepared: list[PreparedRequest]
 
 
 def prepare_prompt(
-    frontend: Frontend,
+    session: Session,
     ids: list[int],
     asked: RequestOptions,
     *,
@@ -61,16 +61,16 @@ def prepare_prompt(
     Raises:
         ApiError: the request cannot be run.
     """
-    ids = truncate_prompt(ids, asked.truncate, frontend.opened.context - 1)
-    context = frontend.opened.context
+    ids = truncate_prompt(ids, asked.truncate, session.opened.context - 1)
+    context = session.opened.context
     if len(ids) >= context:
         # A prompt that fills the context leaves no room for an answer.
         advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
         raise context_exceeded("the prompt", len(ids), context, advice, param)
-    if not ids and not frontend.engine.model.has_cross_attention:
+    if not ids and not session.engine.model.has_cross_attention:
         raise invalid_request("the prompt is empty; give at least one token", param)
     try:
-        prepared = frontend.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
+        prepared = session.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
     prepared = [
@@ -99,14 +99,14 @@ class RequestRunner:
     """Runs the answers to some prompts and yields them as they come.
 
     Attributes:
-        frontend: the engine session.
+        session: the engine session.
         jobs: the prompts.
         max_running: number of answers computed at a time.
         ping: seconds of silence after which an empty list is yielded.
         timer: measures latencies.
     """
 
-    frontend: Frontend
+    session: Session
     jobs: Sequence[PromptRequests]
     timer: RequestTimer
     most: int
@@ -143,13 +143,13 @@ class RequestRunner:
         def start() -> None:
             while len(running) < self.most and (following := next(waiting, None)) is not None:
                 index, prepared = following
-                self.frontend.submit(prepared, sink(index))
+                self.session.submit(prepared, sink(index))
                 self.timer.begin(index)
                 running.add(index)
 
         try:
             start()
-            self.frontend.thread.when_received(partial(sink(-1), None))
+            self.session.thread.when_received(partial(sink(-1), None))
             while running:
                 batch: list[tuple[int, Chunk]] = []
                 failure: BaseException | None = None
@@ -191,7 +191,7 @@ class RequestRunner:
             for index in running:
                 self.timer.abort(index)
                 with contextlib.suppress(RequestError):  # the model was closed
-                    self.frontend.thread.cancel(self.prepared[index].request.id)
+                    self.session.thread.cancel(self.prepared[index].request.id)
 
     def _seconds_left(self, running: Iterable[int]) -> float:
         """Seconds until the first running answer is abandoned."""
@@ -207,7 +207,7 @@ class RequestRunner:
         """The usage and times of an unfinished answer, up to the chunk shown last."""
         prefill, decode = self.timer.seconds(index)
         request = self.prepared[index].request
-        cached, _ = self.frontend.thread.progress(request.id) or (0, 0)
+        cached, _ = self.session.thread.progress(request.id) or (0, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
         return _without_token(usage) if self._asked[index].nothing else usage
 
@@ -224,7 +224,7 @@ class RequestRunner:
             new = index not in self._told
             if not new and (first or self.timer.counts.get(index)):
                 continue
-            known = self.frontend.thread.progress(prepared.request.id)
+            known = self.session.thread.progress(prepared.request.id)
             if known is None:
                 continue
             self._told.add(index)

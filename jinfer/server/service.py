@@ -51,9 +51,9 @@ class Service:
 
     def run(self, hosted: ServedModel, jobs: Sequence[PromptRequests]) -> RequestRunner:
         """Makes the runner of a request, with up to twice as many answers at a time as slots."""
-        most = 2 * hosted.frontend.engine.scheduler.slots
+        most = 2 * hosted.session.engine.scheduler.slots
         watch = RequestTimer(self.metrics, hosted.name)
-        return RequestRunner(hosted.frontend, jobs, watch, most, self.settings.ping)
+        return RequestRunner(hosted.session, jobs, watch, most, self.settings.ping)
 
     async def in_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function in a worker thread."""

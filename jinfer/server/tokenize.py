@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.server import usage
 from jinfer.server.http_errors import as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse
@@ -48,14 +48,14 @@ async def tokenize(call: RequestContext[TokenizeRequest]) -> HttpResponse:
         raise invalid_request(f"it cannot be used with {name}", other)
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
-        work = partial(_TOKENS[name], call.body, hosted.frontend, settings, call.ignore)
+        work = partial(_TOKENS[name], call.body, hosted.session, settings, call.ignore)
         return HttpResponse(await call.service.in_thread(work))
 
 
 async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
     """Describes a tokenizer, as vLLM does."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        opened, tokenizer = hosted.frontend.opened, hosted.frontend.opened.tokenizer
+        opened, tokenizer = hosted.session.opened, hosted.session.opened.tokenizer
         if tokenizer is None:
             raise invalid_request("the model has no tokenizer", "model")
 
@@ -75,15 +75,15 @@ async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
 
 
 def _content(
-    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a text, as llama.cpp does."""
-    tokenizer = frontend.tokenizer
+    tokenizer = session.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
     ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):
-            ids += frontend.encode([part])
+            ids += session.encode([part])
         else:
             ids += tokenizer.encode(
                 part,
@@ -105,16 +105,16 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
 
 
 def _prompt(
-    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a text, as vLLM does."""
     special = body.add_special_tokens is not False
-    ids = frontend.tokenizer.encode(body.prompt or "", special=special)
-    return _listed(body, frontend, ids)
+    ids = session.tokenizer.encode(body.prompt or "", special=special)
+    return _listed(body, session, ids)
 
 
 def _messages(
-    body: TokenizeRequest, frontend: Frontend, settings: ServerSettings, ignore: Ignore
+    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> dict[str, Any]:
     """Tokenizes a conversation, as vLLM does."""
     if body.add_special_tokens:
@@ -123,14 +123,14 @@ def _messages(
         )
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
-    return _listed(body, frontend, chat_prompt_ids(rendering, frontend, settings, ignore))
+    return _listed(body, session, chat_prompt_ids(rendering, session, settings, ignore))
 
 
-def _listed(body: TokenizeRequest, frontend: Frontend, ids: Sequence[int]) -> dict[str, Any]:
-    strings = [usage.token_text(frontend.tokenizer, id) for id in ids]
+def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict[str, Any]:
+    strings = [usage.token_text(session.tokenizer, id) for id in ids]
     return {
         "count": len(ids),
-        "max_model_len": frontend.opened.context,
+        "max_model_len": session.opened.context,
         "tokens": ids,
         "token_strs": strings if body.return_token_strs else None,
     }
@@ -142,12 +142,12 @@ _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
 async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:
     """Decodes token ids."""
     async with call.service.models.use(call.body.model) as hosted:
-        frontend = hosted.frontend
+        session = hosted.session
         try:
-            ids = frontend.encode(call.body.tokens)
+            ids = session.encode(call.body.tokens)
         except ValueError as error:
             raise as_api_error(error, param="tokens") from error
-        text = await call.service.in_thread(frontend.tokenizer.decode, ids, skip_special=False)
+        text = await call.service.in_thread(session.tokenizer.decode, ids, skip_special=False)
         return HttpResponse({"content": text, "prompt": text})
 
 
@@ -155,6 +155,6 @@ async def apply_template(call: RequestContext[ApplyTemplateRequest]) -> HttpResp
     """Renders the chat template of a conversation."""
     async with call.service.models.use(call.body.model) as hosted:
         settings = call.service.settings
-        given = call.body, hosted.frontend, settings, call.ignore
+        given = call.body, hosted.session, settings, call.ignore
         text = await call.service.in_thread(chat_prompt_text, *given)
         return HttpResponse({"prompt": text})

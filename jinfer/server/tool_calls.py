@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http_errors import as_api_error
 from jinfer.server.ignored_fields import Ignore
@@ -28,14 +28,14 @@ _TAIL_TOKENS = 16  # tokens at a prompt's end that show whether it opens a reaso
 
 
 def output_parsing(
-    body: ChatTemplateFields, parallel: bool, frontend: Frontend, prompt: list[int], ignore: Ignore
+    body: ChatTemplateFields, parallel: bool, session: Session, prompt: list[int], ignore: Ignore
 ) -> OutputParsing:
     """Chooses how answers are parsed and constrained. Slow: call it in a worker thread.
 
     Args:
         body: the tools and the tool choice.
         parallel: whether several calls are allowed (`parallel_tool_calls`).
-        frontend: the model's session, whose chat template determines the call format.
+        session: the model's session, whose chat template determines the call format.
         prompt: the token ids; the answer may begin inside reasoning.
         ignore: records schema keywords that a forced call does not enforce.
 
@@ -44,7 +44,7 @@ def output_parsing(
     """
     offer = offered_tools(body)
     tools = offer.tools
-    conversation, tokenizer = frontend.opened.conversation, frontend.opened.tokenizer
+    conversation, tokenizer = session.opened.conversation, session.opened.tokenizer
     if tools:
         conversation = conversation.for_tools()
     if tokenizer is None:

@@ -27,7 +27,7 @@ def llm() -> Iterator[LLM]:
 
 
 def held(llm: LLM) -> int:
-    llm.frontend.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)
     return llm.stats().blocks_held
 
 
@@ -115,10 +115,10 @@ def test_priorities(llm: LLM) -> None:
 
     async def run() -> None:
         model = AsyncLLM(llm)
-        busy = asyncio.create_task(asyncio.to_thread(llm.frontend.thread.run, hold))
+        busy = asyncio.create_task(asyncio.to_thread(llm.session.thread.run, hold))
         assert await asyncio.to_thread(began.wait, 60)
         tasks = [asyncio.create_task(ask(model, priority)) for priority in (5, 0, -5, 1)]
-        while llm.frontend.thread._loop.inbox.qsize() < len(tasks):
+        while llm.session.thread._loop.inbox.qsize() < len(tasks):
             await asyncio.sleep(0.01)
         release.set()
         await asyncio.gather(busy, *tasks)

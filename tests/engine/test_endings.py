@@ -129,12 +129,12 @@ def test_an_error_costs_the_requests_of_its_step_only(
     for prompt in PROMPTS:  # more than there are slots
         pieces: list[Any] = []
         results.append(pieces)
-        (prepared,) = llm.frontend.prepare(prompt, GREEDY)
-        llm.frontend.submit(prepared, pieces.append)
-    llm.frontend.thread.run(lambda engine: None)
+        (prepared,) = llm.session.prepare(prompt, GREEDY)
+        llm.session.submit(prepared, pieces.append)
+    llm.session.thread.run(lambda engine: None)
     while llm._engine.busy:
-        llm.frontend.thread.run(lambda engine: None)
-    llm.frontend.thread.run(lambda engine: None)  # what the last step gave has been told
+        llm.session.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)  # what the last step gave has been told
     failed = [pieces for pieces in results if isinstance(pieces[-1], EngineError)]
     assert failed
     assert all("a step failed: MemoryError: none left" in str(pieces[-1]) for pieces in failed)

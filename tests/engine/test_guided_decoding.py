@@ -62,7 +62,7 @@ def test_schema_regex_choice_and_grammar(llm: LLM) -> None:
     assert [answer.finish_reason for answer in answers[:4]] == ["stop"] * 4
     alone = [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
     assert alone == [answer.token_ids for answer in answers]
-    llm.frontend.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)
     assert llm.stats().blocks_held == 0
 
 
@@ -80,7 +80,7 @@ def test_log_probabilities_change_no_token(llm: LLM) -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_forced_tokens_obey_the_rules_of_the_request(llm: LLM, logprobs: int | None) -> None:
-    (yes,) = llm.frontend.tokenizer.encode("yes")
+    (yes,) = llm.session.tokenizer.encode("yes")
     others = tuple(id for id in range(49152) if id != yes)
     rules: dict[str, dict[str, Any]] = {
         "banned_token_ids": {"banned_token_ids": [yes]},
@@ -106,7 +106,7 @@ def test_forced_tokens_obey_the_rules_of_the_request(llm: LLM, logprobs: int | N
     params = SamplingParams(choice=("yes",), logprobs=logprobs, logit_bias={yes: -100.0})
     (answer,) = llm.generate([PROMPT], replace(params, min_tokens=9))
     assert (answer.text, answer.finish_reason) == ("yes", "stop")
-    llm.frontend.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)
     assert llm.stats().blocks_held == 0
 
 

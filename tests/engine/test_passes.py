@@ -34,13 +34,13 @@ class Streams:
 
     def __init__(self, llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm, self.ran = llm, []
-        self.prepared = [llm.frontend.prepare([3 + i, 4], ENDLESS)[0] for i in range(count)]
+        self.prepared = [llm.session.prepare([3 + i, 4], ENDLESS)[0] for i in range(count)]
         self.pieces: list[SimpleQueue[Any]] = [SimpleQueue() for _ in self.prepared]
-        programs = llm.frontend.engine.programs
+        programs = llm.session.engine.programs
         get = programs.get
 
         def noted(shape: StepKey) -> Any:
-            self.ran.append((shape.kind, len(llm.frontend.engine.scheduler.running)))
+            self.ran.append((shape.kind, len(llm.session.engine.scheduler.running)))
             return get(shape)
 
         monkeypatch.setattr(programs, "get", noted)
@@ -49,15 +49,15 @@ class Streams:
 
     def __enter__(self) -> "Streams":
         for one, queue in zip(self.prepared, self.pieces, strict=True):
-            self.llm.frontend.submit(one, queue.put)
+            self.llm.session.submit(one, queue.put)
         for queue in self.pieces:
             queue.get(timeout=60)
         return self
 
     def __exit__(self, *_: object) -> None:
         for one in self.prepared:
-            self.llm.frontend.thread.cancel(one.request.id)
-        self.llm.frontend.thread.run(lambda engine: None)
+            self.llm.session.thread.cancel(one.request.id)
+        self.llm.session.thread.run(lambda engine: None)
 
     def beside(self, kind: str) -> list[str]:
         """The passes of a kind, and the steps that ran while all streams did."""
@@ -102,7 +102,7 @@ def test_many_short_texts_have_steps_between_them(
 def test_a_failed_step_begins_a_pass_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is lost with the step, and what the pass had written to it."""
     expected = llm.score([TEXT])
-    engine = llm.frontend.engine
+    engine = llm.session.engine
     step = engine.step
     failed: list[bool] = []
 
@@ -154,8 +154,8 @@ def test_a_failed_step_ends_a_request_that_nobody_listens_to(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that a job submitted to the engine itself, as measuring drafts does."""
-    engine = llm.frontend.engine
-    prepared = llm.frontend.prepare([5, 6], ENDLESS)[0]
+    engine = llm.session.engine
+    prepared = llm.session.prepare([5, 6], ENDLESS)[0]
     request, choice = prepared.request, prepared.choice
     failed = threading.Event()
 
@@ -168,8 +168,8 @@ def test_a_failed_step_ends_a_request_that_nobody_listens_to(
     step = engine.step
     with monkeypatch.context() as patched:
         patched.setattr(engine, "step", broken)
-        llm.frontend.thread.run(lambda engine: engine.submit(request, choice))
+        llm.session.thread.run(lambda engine: engine.submit(request, choice))
         assert failed.wait(60)
-        llm.frontend.thread.run(lambda engine: None)
+        llm.session.thread.run(lambda engine: None)
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.blocks_held) == (0, 0, 0)

@@ -111,7 +111,7 @@ def held(llm: LLM) -> Iterator[None]:
         end.wait(300)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(llm.frontend.thread.run, wait)
+        waiting = pool.submit(llm.session.thread.run, wait)
         begun.wait(300)
         try:
             yield
@@ -133,15 +133,15 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[floa
                 break
             one.got += piece.token_ids
             if one.cancel_after is not None and len(one.got) >= one.cancel_after:
-                llm.frontend.thread.cancel(prepared.request.id)
+                llm.session.thread.cancel(prepared.request.id)
                 break
         done.release()
 
     with nullcontext() if any(pauses) else held(llm):
         for one in asked:
-            (prepared,) = llm.frontend.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
+            (prepared,) = llm.session.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
             pieces: SimpleQueue[Any] = SimpleQueue()
-            llm.frontend.submit(prepared, pieces.put)
+            llm.session.submit(prepared, pieces.put)
             threading.Thread(target=consume, args=(one, prepared, pieces)).start()
             time.sleep(rng.choice(pauses))
     for _ in asked:
@@ -163,7 +163,7 @@ def check(
         assert one.got == one.expected[: len(one.got)], (seed, index, one)
         if one.cancel_after is None:
             assert len(one.got) == len(one.expected), (seed, index, one)
-    llm.frontend.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)
     assert llm.stats().blocks_held == 0
     assert llm.stats().running == llm.stats().waiting == 0
 

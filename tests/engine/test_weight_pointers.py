@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ co
 def results(golden: str, overrides: Mapping[str, Any]) -> tuple[list[Any], int, int]:
     """What a model gives; the most arrays of it that a program reads, of how many."""
     with LLM(GOLDENS / golden, **{"engine.slots": 2, **overrides}) as llm:
-        engine = llm.frontend.engine
+        engine = llm.session.engine
         found: list[Any] = []
         if llm.spec.decoder is not None:
             found.append(llm.generate([IDS], GREEDY)[0].token_ids)
@@ -64,7 +64,7 @@ def test_bits_and_arrays(
 
 def test_a_layer_of_products_is_given_nothing_but_its_table() -> None:
     with LLM(GOLDENS / "llama2", **Q4) as llm:
-        engine = llm.frontend.engine
+        engine = llm.session.engine
         program = engine.programs.get(StepKey("logits", 1, 1))
         count = len(jax.tree.leaves(engine.parameters))
         told = engine.programs.pointer_layers

@@ -19,7 +19,7 @@ def open_model(**overrides: Any) -> LLM:
 
 def held(llm: LLM) -> int:
     """Blocks held, after all that the engine's thread was told to do is done."""
-    llm.frontend.thread.run(lambda engine: None)
+    llm.session.thread.run(lambda engine: None)
     return llm.stats().blocks_held
 
 

@@ -329,8 +329,8 @@ def prompted(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def words_of(llm: LLM, given: Any, name: str | None = None) -> list[tuple[str, int]]:
-    found = tokenize_texts(llm.frontend, given, name)
-    return [(" ".join(map(llm.frontend.tokenizer.token, one.ids)), one.skipped) for one in found]
+    found = tokenize_texts(llm.session, given, name)
+    return [(" ".join(map(llm.session.tokenizer.token, one.ids)), one.skipped) for one in found]
 
 
 def test_prompts(prompted: LLM) -> None:
@@ -341,7 +341,7 @@ def test_prompts(prompted: LLM) -> None:
         ("[CLS] tell : tell [SEP]", 3),
     ]
     assert words_of(prompted, "cat", "none") == [("[CLS] cat [SEP]", 0)]
-    assert tokenize_texts(prompted.frontend, [[2, 6, 3]], None) == [EmbeddingTokens([2, 6, 3])]
+    assert tokenize_texts(prompted.session, [[2, 6, 3]], None) == [EmbeddingTokens([2, 6, 3])]
     with pytest.raises(RequestError, match="no prompt 'qery'; did you mean 'query'"):
         prompted.embed("cat", prompt_name="qery")
     with pytest.raises(RequestError, match="prompt_name is for texts"):

@@ -38,6 +38,6 @@ def test_vectors(tmp_path: Path, name: str) -> None:
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
     if similarities is not None:
         query = np.repeat(llm.embed(TEXTS[:1], prompt_name="query"), len(TEXTS), axis=0)
-        near = SIMILARITIES[llm.frontend.opened.pooling.similarity]
+        near = SIMILARITIES[llm.session.opened.pooling.similarity]
         got = near(query, llm.embed(TEXTS, prompt_name="document"))
         np.testing.assert_allclose(got, similarities[0], rtol=0, atol=2e-5)

@@ -41,7 +41,7 @@ class Running:
     def held(self, name: str | None = None) -> int:
         """Blocks of the cache that somebody holds, once the engine has seen to all messages."""
         llm = self.hosted(name).llm
-        llm.frontend.thread.run(lambda engine: None)
+        llm.session.thread.run(lambda engine: None)
         return llm.stats().blocks_held
 
     def client(self, **more: Any) -> httpx.Client:

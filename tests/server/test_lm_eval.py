@@ -49,7 +49,7 @@ def test_how_likely_the_ends_of_prompts_are(smol: Running, one: dict[str, Any]) 
         assert likeliest == (best == ids[context:]).tolist()
         greedy += likeliest
         assert len(found["tokens"]) == len(found["text_offset"]) == len(ids) + most
-        assert choice["text"].startswith(llm.frontend.tokenizer.decode(ids))
+        assert choice["text"].startswith(llm.session.tokenizer.decode(ids))
     assert len(prompts) == 1 or set(greedy) == {True, False}
 
 

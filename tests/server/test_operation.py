@@ -102,7 +102,7 @@ def test_browsers(tiny: Running) -> None:
 def test_a_bounded_queue(tiny: Running) -> None:
     """Two run, three wait, the others are told to come again."""
     release = threading.Event()
-    thread = tiny.hosted().llm.frontend.thread
+    thread = tiny.hosted().llm.session.thread
     busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
     busy.start()
     with ThreadPoolExecutor(12) as pool:
@@ -176,7 +176,7 @@ def test_a_client_that_goes_frees_its_place(tiny: Running, stream: bool) -> None
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first\r\n"
     host, port = tiny.url.removeprefix("http://").split(":")
     release = threading.Event()
-    thread = tiny.hosted().llm.frontend.thread
+    thread = tiny.hosted().llm.session.thread
     with socket.create_connection((host, int(port))) as client:
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         if stream:
@@ -230,7 +230,7 @@ def test_an_answer_that_takes_too_long() -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> None:
-    engine = tiny.hosted().llm.frontend.engine
+    engine = tiny.hosted().llm.session.engine
     step, count = engine.step, 0
 
     def failing() -> Any:
@@ -254,7 +254,7 @@ def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> 
 def test_silence_has_pings() -> None:
     with serving([LLAMA], ServerSettings(ping=0.05, warm_up=False)) as running:
         release = threading.Event()
-        thread = running.hosted().llm.frontend.thread
+        thread = running.hosted().llm.session.thread
         busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
         busy.start()
         threading.Timer(0.4, release.set).start()
@@ -383,10 +383,10 @@ def test_templates_of_requests() -> None:
 def test_the_template_for_conversations_with_tools(
     smol: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frontend = smol.hosted().frontend
+    session = smol.hosted().session
     tool_use = "{{ tools[0].function.name }}: {{ messages[0].content }}"
-    conversation = replace(frontend.opened.conversation, tool_use=tool_use)
-    monkeypatch.setattr(frontend, "opened", replace(frontend.opened, conversation=conversation))
+    conversation = replace(session.opened.conversation, tool_use=tool_use)
+    monkeypatch.setattr(session, "opened", replace(session.opened, conversation=conversation))
     messages = [{"role": "user", "content": "Hello"}]
     tools = [{"type": "function", "function": {"name": "weather"}}]
     body: dict[str, Any] = {"messages": messages, "tools": tools}

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from jinfer.api.session import Frontend
+from jinfer.api.session import Session
 from jinfer.server import request_params
 from jinfer.server.http_errors import ApiError
 from jinfer.server.request_params import CHAT, COMPLETIONS, INFERFLOW, LLAMA_CPP, request_options
@@ -106,9 +106,9 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
 ]
 
 
-def frontend(**defaults: Any) -> Frontend:
+def session(**defaults: Any) -> Session:
     """What `request_options` reads of a model."""
-    return cast(Frontend, SimpleNamespace(opened=SimpleNamespace(defaults=defaults)))
+    return cast(Session, SimpleNamespace(opened=SimpleNamespace(defaults=defaults)))
 
 
 def sent(**fields: Any) -> SamplingFields:
@@ -118,7 +118,7 @@ def sent(**fields: Any) -> SamplingFields:
 
 @pytest.mark.parametrize(("field", "given", "name", "value"), FIELDS)
 def test_a_field_becomes_a_parameter(field: str, given: Any, name: str, value: Any) -> None:
-    assert getattr(request_options(sent(**{field: given}), frontend(), CHAT).params, name) == value
+    assert getattr(request_options(sent(**{field: given}), session(), CHAT).params, name) == value
 
 
 def test_every_field_is_tried() -> None:
@@ -138,7 +138,7 @@ def test_fields_that_are_no_parameters() -> None:
             return_progress=True,
             max_tokens=0,
         ),
-        frontend(),
+        session(),
         CHAT,
     )
     assert (how.truncate, how.prompt_logprobs, how.priority, how.reuse) == (5, 2, -1, False)
@@ -149,14 +149,14 @@ def test_fields_that_are_no_parameters() -> None:
 
 
 def test_null_is_nothing() -> None:
-    assert request_options(sent(temperature=None, n=None), frontend(), CHAT).params == (
-        request_options(sent(), frontend(), CHAT).params
+    assert request_options(sent(temperature=None, n=None), session(), CHAT).params == (
+        request_options(sent(), session(), CHAT).params
     )
 
 
 def test_what_holds_if_nothing_is_said() -> None:
     def usual(base: Any, **defaults: Any) -> Any:
-        return request_options(sent(), frontend(**defaults), base).params
+        return request_options(sent(), session(**defaults), base).params
 
     assert (usual(CHAT).temperature, usual(CHAT).max_tokens) == (1.0, None)
     assert usual(COMPLETIONS).max_tokens == 16
@@ -178,12 +178,12 @@ def test_strategies_of_inferflow(alg: Any, strategy: str) -> None:
     body = InferflowRequest.model_validate(given)
     route = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields)
     route -= {"decoding_alg", "max_output_len", "random_seed", "max_new_tokens"}
-    params = request_options(body, frontend(), INFERFLOW, None, route).params
+    params = request_options(body, session(), INFERFLOW, None, route).params
     assert (params.strategy, params.max_tokens, params.seed) == (strategy, 5, 7)
 
 
 def test_two_fields_that_differ() -> None:
     with pytest.raises(ApiError) as found:
-        request_options(sent(max_tokens=5, n_predict=6), frontend(), CHAT)
+        request_options(sent(max_tokens=5, n_predict=6), session(), CHAT)
     assert found.value.param == "n_predict"
-    assert request_options(sent(max_tokens=5, n_predict=5), frontend(), CHAT).params.max_tokens == 5
+    assert request_options(sent(max_tokens=5, n_predict=5), session(), CHAT).params.max_tokens == 5

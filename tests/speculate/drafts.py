@@ -59,7 +59,7 @@ class RandomTrees(Drafter):
 @contextmanager
 def speculating(llm: LLM, *drafters: Drafter, nodes: int | None = 8) -> Iterator[DraftCounts]:
     """The model with drafts; gives the counts of these alone."""
-    engine = llm.frontend.engine
+    engine = llm.session.engine
     engine.speculator, engine.drafted = (
         SpeculativeDecoder(drafters, DraftLength(nodes)),
         DraftCounts(),

@@ -122,7 +122,7 @@ def stories() -> Iterator[LLM]:
 
 @pytest.mark.parametrize("accuracy", [0.0, 1.0])
 def test_as_it_pays_on_a_model(stories: LLM, accuracy: float) -> None:
-    prompts, engine = ids(512, 9, 40), stories.frontend.engine
+    prompts, engine = ids(512, 9, 40), stories.session.engine
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, seed=1)
     plain = alone(stories, prompts, params)
     replay = ReplayDrafter(known(prompts, plain), accuracy, 512)

@@ -73,7 +73,7 @@ def test_encoder_decoders(name: str) -> None:
     with LLM(GOLDENS / name, **ONE) as llm:
         params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=1)
         texts = ids(llm.spec.dims["vocab"], 9, 40)
-        prepared = [llm.frontend.prepare(text, params)[0].request.prompt for text in texts]
+        prepared = [llm.session.prepare(text, params)[0].request.prompt for text in texts]
         plain = alone(llm, texts, params)
         answers = dict(zip(prepared, (one.token_ids for one in plain), strict=True))
         for text, answer in zip(texts, plain, strict=True):

@@ -32,7 +32,7 @@ DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=0
 
 
 def head_of(llm: LLM) -> HeadDrafter:
-    speculation = llm.frontend.engine.speculator
+    speculation = llm.session.engine.speculator
     assert isinstance(speculation, SpeculativeDecoder)
     (head,) = speculation.drafters
     assert isinstance(head, HeadDrafter)
@@ -130,7 +130,7 @@ def test_a_head_that_is_right_is_always_right(tmp_path: Path) -> None:
     with LLM(source, **settings) as llm:
         same(alone(llm, prompts, GREEDY), plain)
         same(alone(llm, prompts, DRAWN), drawn)
-        speculation = llm.frontend.engine.speculator
+        speculation = llm.session.engine.speculator
         assert isinstance(speculation, SpeculativeDecoder)
         tried = speculation.draft_length.tried()
     for depth in (1, 2):

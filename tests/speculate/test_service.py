@@ -112,7 +112,7 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
     keys |= {"engine.mixed_chunk": 8, "engine.prefill_chunk": 16}
     keys |= {"speculation.draft": ["ngram", {"skip": [3]}]}
     with LLM(STORIES, **keys) as llm:
-        speculation: Any = llm.frontend.engine.speculator
+        speculation: Any = llm.session.engine.speculator
         # What calls take is known before anybody asks for anything.
         measured = speculation.draft_length
         assert set(measured.costs) == {4, 8, 16, 32}
@@ -121,7 +121,7 @@ def test_nothing_compiles_after_start_while_sizes_change() -> None:
         assert measured.knows(1)
         assert not measured.chances
         assert (llm.stats().drafts, llm.stats().blocks_held) == (0, 0)
-        programs = [llm.frontend.engine.programs, speculation.drafters[1].programs]
+        programs = [llm.session.engine.programs, speculation.drafters[1].programs]
         made = [one.compilations for one in programs]
         for nodes in (2, 3, 5, 8, 13, 16, None):
             speculation.draft_length = DraftLength(nodes)

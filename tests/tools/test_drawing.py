@@ -117,7 +117,7 @@ def test_the_residual_stream_is_the_main_line(layer: str, main: list[str], lanes
 def test_notebooks_show_the_drawing_and_the_sizes() -> None:
     llm = LLM(GOLDENS / "llama2")
     shown = llm._repr_html_()
-    title = f"{llm.frontend.cache_report()}; wiring and sizes"
+    title = f"{llm.session.cache_report()}; wiring and sizes"
     assert shown.startswith(f"<div><p><b>{llm!r}</b></p><details><summary>{title}</summary>")
     assert llm.spec._repr_html_() in shown
     assert draw_model(llm.spec) in shown

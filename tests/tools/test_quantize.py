@@ -263,7 +263,7 @@ def test_the_tokenizer_of_a_gguf_file_goes_along(tmp_path: Path) -> None:
     assert wanted.tokenizer is not None
     assert ours.tokenizer is not None
     assert ours.encode("abc def") == wanted.encode("abc def")
-    assert ours.frontend.opened.checkpoint.metadata == wanted.frontend.opened.checkpoint.metadata
+    assert ours.session.opened.checkpoint.metadata == wanted.session.opened.checkpoint.metadata
 
 
 def test_the_tokenizer_of_llama2c_goes_along(tmp_path: Path) -> None:

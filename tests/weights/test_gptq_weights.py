@@ -155,7 +155,7 @@ def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     )
 
 
-def test_the_frontend_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_knows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Any]()
 
     def refuse(*given: Any) -> str:

@@ -19,7 +19,7 @@ _PLAIN = "0"
 
 def explain(llm: LLM, ids: list[int]) -> int:
     """Generates an answer; returns the exit status. Raises `FlagError` without a draft source."""
-    speculator = llm.frontend.engine.speculator
+    speculator = llm.session.engine.speculator
     params = llm.params()
     if not isinstance(speculator, SpeculativeDecoder) or not params.speculation:
         raise FlagError(

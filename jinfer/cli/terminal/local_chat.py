@@ -40,14 +40,14 @@ class LocalChat(ChatSession):
         super().__init__()
         self.llm = llm
         # The end-of-turn token ends an answer, unless the user has set a limit.
-        if "max_tokens" not in canonical_names(llm.frontend.opened.defaults):
+        if "max_tokens" not in canonical_names(llm.session.opened.defaults):
             self.sampling["max_tokens"] = None
 
     def answer(self, message: str) -> None:
         """Answers a message."""
         params = self.params()
         asked: Message = {"role": "user", "content": message}
-        room = self.llm.frontend.room
+        room = self.llm.session.room
         ids, kept = drop_oldest_turns(
             self.llm.encode_chat, [*self.answered_messages(), asked], room, params.max_tokens
         )
@@ -70,14 +70,14 @@ class LocalChat(ChatSession):
 
     def params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters of the next message. Raises `RequestError`."""
-        return check_streamable(self.llm.frontend.sampling(None, {**self.sampling, **changes}))
+        return check_streamable(self.llm.session.sampling(None, {**self.sampling, **changes}))
 
     def stats(self) -> list[str]:
         """Token counts of the conversation and of all answers."""
         stats, usage = self.llm.stats(), self.llm.last_usage
         used = usage.prompt_tokens + usage.completion_tokens if self.messages else 0
         return [
-            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.frontend.room} tokens",
+            f"{plural(len(self.messages), 'message')}, {used} of {self.llm.session.room} tokens",
             f"so far: {stats.prompt_tokens} tokens of prompts, {stats.cached_tokens} of them "
             f"cached, {stats.new_tokens} of answers; {stats.compilations} programs",
         ]

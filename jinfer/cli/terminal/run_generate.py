@@ -109,8 +109,8 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
         )
     if sys.stderr.isatty():
         if chat:
-            print(llm.frontend.described(), file=sys.stderr)
-        print(llm.frontend.cache_report(), file=sys.stderr)
+            print(llm.session.described(), file=sys.stderr)
+        print(llm.session.cache_report(), file=sys.stderr)
     if chat:
         return LocalChat(llm).run(prompt if isinstance(prompt, str) else None)
     ids = _asked(llm, prompt or "", options)

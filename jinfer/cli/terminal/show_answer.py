@@ -43,7 +43,7 @@ def print_answer(
 
 def _after_prompt(stream: Iterator[Chunk], llm: LLM, prompt_tokens: int) -> Iterator[Chunk]:
     """The chunks; shows prefill progress until the first one."""
-    scheduler = llm.frontend.engine.scheduler
+    scheduler = llm.session.engine.scheduler
 
     def computed() -> int:
         return next((sequence.computed for sequence in scheduler.running), 0)
@@ -88,7 +88,7 @@ def display_text(llm: LLM, text: str, ids: Sequence[int]) -> str:
 def usage_of(llm: LLM, interrupted: bool) -> Usage:
     """The usage of the answer that has just ended."""
     if interrupted:  # the engine may not have processed the cancellation yet
-        llm.frontend.thread.run(lambda engine: None)
+        llm.session.thread.run(lambda engine: None)
     return llm.last_usage
 
 

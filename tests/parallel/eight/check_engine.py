@@ -38,7 +38,7 @@ def tokens(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[l
 
 
 def nothing_held(llm: LLM) -> bool:
-    blocks = llm.frontend.engine.scheduler.blocks
+    blocks = llm.session.engine.scheduler.blocks
     return blocks.used == 0
 
 
@@ -67,7 +67,7 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
         wanted = tokens(llm, requests)
     with LLM(model, **keys, **plan) as llm:
         assert tokens(llm, requests) == wanted
-        programs = llm.frontend.engine.programs
+        programs = llm.session.engine.programs
         assert isinstance(programs, PipelinePrograms)
         programs.timeline = timeline = Timeline()
         assert tokens(llm, requests) == wanted
@@ -186,5 +186,5 @@ def test_devices_that_the_cost_model_chooses() -> None:
     with opened("llama2", **KEYS) as llm:
         wanted = tokens(llm, requests)
     with opened("llama2", devices="auto", **KEYS) as llm:
-        assert isinstance(llm.frontend.engine.programs, PipelinePrograms)
+        assert isinstance(llm.session.engine.programs, PipelinePrograms)
         assert tokens(llm, requests) == wanted

@@ -33,7 +33,7 @@ DRAWN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, temperature=1
 
 def placed(llm: LLM) -> list[set[jax.Device]]:
     """The devices of each draft model's weights."""
-    speculation = llm.frontend.engine.speculator
+    speculation = llm.session.engine.speculator
     assert isinstance(speculation, SpeculativeDecoder)
     models = [one for one in speculation.drafters if isinstance(one, DraftModel)]
     return [{device for leaf in one.leaves for device in leaf.devices()} for one in models]
@@ -57,7 +57,7 @@ def test_trees(split: str, params: SamplingParams) -> None:
             same(alone(llm, prompts[:1], params), plain[:1])
             same(llm.generate(prompts, params), plain)
         assert drafted.accepted > 20
-        assert llm.frontend.engine.scheduler.blocks.used == 0
+        assert llm.session.engine.scheduler.blocks.used == 0
 
 
 @pytest.mark.soak
