@@ -102,9 +102,8 @@ class Session:
         refuse_on_worker()
         shelf = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
-        self._lift = weakref.finalize(
-            self, limit_threads(threads) if threads is not None else _nothing
-        )
+        lift_limit = _nothing if threads is None else limit_threads(threads)
+        self._lift = weakref.finalize(self, lift_limit)
         start()
         opened = open_model(source, overrides)
         asked = _drafts(opened, source, overrides)

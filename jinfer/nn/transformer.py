@@ -13,19 +13,15 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
+from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.nn.attention_modules import Attention, CrossAttention
+from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
-from jinfer.nn.feed_forward import MLP, GatedMLP
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.nn.hidden_tap import HiddenTap
-from jinfer.nn.mla import LatentAttention
-from jinfer.nn.moe_block import MixtureOfExperts
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
-from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
+from jinfer.nn.transformer_layer import Layer, shared_modules
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuse_operations, fuses_for_cpu
@@ -39,51 +35,6 @@ from jinfer.ops.matmul.dense import allow_bfloat16_rounding, allows_bfloat16_rou
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-_ATTENTIONS = (Attention, LatentAttention, CrossAttention)
-_FEED_FORWARDS = (MLP, GatedMLP, MixtureOfExperts)
-
-
-class Layer(nnx.Module):
-    """A transformer layer: its modules, applied as its wiring formula says."""
-
-    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
-        self.wiring, self.axis = spec.wiring, spec.axis
-        self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
-
-    def __call__(
-        self,
-        x: Float[Array, "batch tokens hidden"],
-        tokens: Int[Array, "batch tokens"],
-        batch: ForwardBatch,
-        cache: Cache,
-        shared: Mapping[str, nnx.Module],
-    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """The layer's output, and its attentions' caches, keyed by module name."""
-        cache = dict(cache)
-
-        def call(name: str, given: list[Any]) -> Any:
-            module: Any = self.modules[name] if name in self.modules else shared[name]
-            arguments = list(map(resolve_all_reduce, given))
-            if isinstance(module, HiddenTap):
-                out, cache[name] = module(arguments[0], batch, cache[name])
-                return out
-            if isinstance(module, _ATTENTIONS):
-                attention: Any = module
-                out, kept = attention(arguments[0], batch, cache.get(name))
-                if kept is not None:
-                    cache[name] = kept
-                return self._summed(out)
-            out = module(*arguments)
-            return self._summed(out) if isinstance(module, _FEED_FORWARDS) else out
-
-        # The encoder's output is in the cache, so its name is unused here.
-        inputs = {"x": x, "tokens": tokens, "positions": batch.positions, "encoded": None}
-        return resolve_all_reduce(self.wiring.run(inputs, call)[0]), cache
-
-    def _summed(self, part: Array) -> Any:
-        """The all-reduced output of a module sharded over devices."""
-        return part if self.axis is None else DeferredAllReduce(part, self.axis)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -240,7 +191,7 @@ class Stack(nnx.Module):
 
     def _layer(self, number: int, shared: nnx.Dict) -> _LayerCall:
         layer = self.layers[number]
-        definition, state = nnx.split((layer, _shared_modules(layer, shared)))
+        definition, state = nnx.split((layer, shared_modules(layer, shared)))
         name = f"{self.name}.{number}"
         pointers = weight_pointers_of(name)
         # Weights read by pointer must be those in the table.
@@ -279,7 +230,7 @@ class Stack(nnx.Module):
         (layer,) = self.layers
         batch = batch.with_cos_sin(self._ropes())
         with allow_bfloat16_rounding(self.rounded):
-            return layer(x, tokens, batch, dict(cache), _shared_modules(layer, shared))[0]
+            return layer(x, tokens, batch, dict(cache), shared_modules(layer, shared))[0]
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -311,11 +262,6 @@ class Stack(nnx.Module):
 
     def _module(self, name: str, shared: nnx.Dict) -> Any:
         return self.modules[name] if name in self.modules else shared[name]
-
-
-def _shared_modules(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
-    """The shared modules that a layer calls."""
-    return {name: shared[name] for name in layer.wiring.calls if name not in layer.modules}
 
 
 class Model(nnx.Module):
