@@ -78,7 +78,7 @@ def _sources(spec: ModelSpec, model: AbstractModel, checkpoint: NativeCheckpoint
     files = by_name(checkpoint, spec.tensors)
     found = {}
     for name, parameter in zip(model.names, model.parameters, strict=True):
-        place = spec.tensors.place(name)
+        place = spec.tensors.source_of(name)
         if place and (origin := lookup_origin(name, parameter.shape, place, files, checkpoint)[0]):
             found[name] = origin.files[0].type
     return found

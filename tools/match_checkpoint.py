@@ -122,7 +122,7 @@ def _match(opened: ModelFiles, spec: ModelSpec, model: AbstractModel) -> Checkpo
     missing: list[MissingParameter] = []
     wrong: list[str] = []
     for name, shape in shapes.items():
-        place = spec.tensors.place(name)
+        place = spec.tensors.source_of(name)
         origin, absent = (
             lookup_origin(name, shape, place, files, checkpoint) if place else (None, ())
         )

@@ -114,7 +114,7 @@ class BaseLLM:
             RequestError: there is no tokenizer, or an id is outside the vocabulary.
         """
         tokenizer = self.session.tokenizer
-        return [tokenizer.shown(id) for id in self.session.encode(prompt, special=special)]
+        return [tokenizer.token_text(id) for id in self.session.encode(prompt, special=special)]
 
     @property
     def can_chat(self) -> bool:

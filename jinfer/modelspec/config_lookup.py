@@ -25,14 +25,14 @@ class RecordingTable(Mapping[str, Any]):
 
     def __init__(self, table: Mapping[str, Any], key: str, keys_read: set[str]) -> None:
         self._table = {name: value for name, value in table.items() if not _is_absent(value)}
-        self._key, self._asked = key, keys_read
+        self._key, self._keys_read = key, keys_read
 
     def __getitem__(self, name: str) -> Any:
         value = self._table[name]
         key = f"{self._key}.{name}" if self._key else name
         if isinstance(value, Mapping):
-            return RecordingTable(value, key, self._asked)
-        self._asked.add(key)
+            return RecordingTable(value, key, self._keys_read)
+        self._keys_read.add(key)
         return value
 
     def __iter__(self) -> Iterator[str]:

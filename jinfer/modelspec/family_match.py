@@ -64,5 +64,5 @@ def matches(
 
         return found
 
-    values = SpecValues(path, {}, or_false(lookup), has, rows=or_false(rows))
+    values = SpecValues(path, {}, or_false(lookup), has, row_count=or_false(rows))
     return bool(values.value(table["when"], "match.when"))

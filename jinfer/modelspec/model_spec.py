@@ -125,7 +125,7 @@ class ModelSpec:
         return max((scaling.factor for scaling in self._dynamic), default=1.0)
 
     @property
-    def steady(self) -> int | None:
+    def fixed_rope_length(self) -> int | None:
         """The length up to which keys do not depend on the sequence's length; None: any length."""
         lengths = (scaling.original_max_position_embeddings for scaling in self._dynamic)
         return min(lengths, default=None)

@@ -70,7 +70,7 @@ class CheckpointFacts:
     lookup: Callable[[str], Any] = lambda key: _no_key(key)
     has: Callable[[str], bool] = lambda pattern: False
     source: str = "the checkpoint"
-    rows: Callable[[str], int] = no_rows
+    row_count: Callable[[str], int] = no_rows
 
 
 def _no_key(key: str) -> Any:
@@ -99,7 +99,7 @@ def resolve(
         lost += lost_keys(whole, over)
         whole = merge(whole, over)
     dims = whole.get("dims", {})
-    values = SpecValues(path, dims, facts.lookup, facts.has, facts.source, facts.rows)
+    values = SpecValues(path, dims, facts.lookup, facts.has, facts.source, facts.row_count)
     table = as_table(whole.get("engine", {}), path, "engine")
     engine = read_value(EngineSpec, table, values, "engine")
     values.engine_context = engine.context

@@ -127,7 +127,7 @@ def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Pa
             architectures=called,
             lookup=facts.lookup,
             has=facts.has,
-            rows=facts.rows,
+            rows=facts.row_count,
         )
     ]
     if len(found) == 1:

@@ -78,7 +78,7 @@ class SpecValues:
     lookup: Callable[[str], Any]
     has: Callable[[str], bool]
     source: str = "the checkpoint"
-    rows: Callable[[str], int] = no_rows
+    row_count: Callable[[str], int] = no_rows
     engine_context: int | None = None
     names: Mapping[str, Any] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
@@ -216,7 +216,7 @@ class _ValueScope:
         if name == "has":
             return any(self.values.has(pattern) for pattern in arguments)
         if name == "rows":
-            return self.values.rows(*arguments)
+            return self.values.row_count(*arguments)
         if name not in FUNCTIONS:
             known = nearest_hint(name, [*FUNCTIONS, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")

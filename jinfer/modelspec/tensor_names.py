@@ -62,7 +62,7 @@ class TensorSource:
     fallback: TensorSource | None = None
     table: str = "tensors"
 
-    def choices(self) -> Iterator[TensorSource]:
+    def candidates(self) -> Iterator[TensorSource]:
         """This source and its fallbacks, in order."""
         place: TensorSource | None = self
         while place is not None:
@@ -119,7 +119,7 @@ class TensorMap:
                 result.append(each)
         return result
 
-    def place(self, parameter: str) -> TensorSource | None:
+    def source_of(self, parameter: str) -> TensorSource | None:
         """The tensor of a parameter such as "decoder.3.attn.q.weight"; None if unmapped.
 
         The most specific table with a line for it decides. Of several lines there, one that names

@@ -149,7 +149,7 @@ def build_abstract_model(
         caches=dict(_cache_shapes(spec)),
         never=_suppressed_tokens(spec),
         vocab=spec.dims.get("vocab", 0),
-        steady=spec.steady,
+        steady=spec.fixed_rope_length,
     )
 
 

@@ -77,7 +77,7 @@ def build_app(
             await asyncio.wait(tasks)
             await models.close()
 
-    endpoints = [one for one in ENDPOINTS if settings.page or one.group != PAGE]
+    endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
     app = Starlette(
         routes=_routes(endpoints, service),
         lifespan=lifespan,

@@ -54,14 +54,14 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
             wanted = score_prompt, answer.hosted.session, answer.job.ids, body.prompt_logprobs
-            scored = await call.service.computed(*wanted)
+            scored = await call.service.in_engine_thread(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await answer.run.completions()
         if not more and not body.logprobs:
-            return HttpResponse(answer.whole(answers))
+            return HttpResponse(answer.body(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
         return HttpResponse(
-            await call.service.in_thread(lambda: dumps(answer.whole(answers) | more))
+            await call.service.in_thread(lambda: dumps(answer.body(answers) | more))
         )
 
 
@@ -72,10 +72,10 @@ async def _run_request(call: RequestContext[ChatRequest]) -> AsyncIterator[_Chat
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, parsing = await service.prepared(
+        job, parsing = await service.in_prepare_thread(
             body, prepare_chat, service, body, hosted, call.ignore
         )
-        run = service.run(hosted, [job])
+        run = service.runner(hosted, [job])
         try:
             yield _ChatAnswer(call, hosted, job, parsing, run)
         finally:
@@ -99,22 +99,31 @@ def prepare_chat(
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
     parsing = output_parsing(body, body.parallel_tool_calls is not False, session, ids, ignore)
-    if parsing.changes and body.response_format is not None and body.response_format.type != "text":
+    if (
+        parsing.param_changes
+        and body.response_format is not None
+        and body.response_format.type != "text"
+    ):
         # The format concerns the content, and a forced tool call has none.
         ignore("response_format", "it cannot be used where tools have to be called")
         body = body.model_copy(update={"response_format": None})
-    changes: dict[str, Any] = dict(parsing.changes)
+    changes: dict[str, Any] = dict(parsing.param_changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     sampling = request_options(body, session, CHAT, changes, _ROUTE)
-    if parsing.changes:
+    if parsing.param_changes:
         sampling = replace(
-            sampling, names={**sampling.names, **dict.fromkeys(parsing.changes, "tools")}
+            sampling, names={**sampling.names, **dict.fromkeys(parsing.param_changes, "tools")}
         )
     elif sampling.params.constrained:
         sampling, parsing = _constrained(sampling, parsing)
     job = prepare_prompt(
-        session, ids, sampling, param="messages", timeout=settings.timeout, shown=parsing.shown
+        session,
+        ids,
+        sampling,
+        param="messages",
+        timeout=settings.timeout,
+        shown=parsing.shown_tokens,
     )
     return job, parsing
 
@@ -124,15 +133,15 @@ def _constrained(
 ) -> tuple[RequestOptions, OutputParsing]:
     """Applies a constraint to the answer: no tool calls, and reasoning only before JSON."""
     schema = sampling.params.json_schema
-    if schema is None or parsing.bound is None:
+    if schema is None or parsing.constrained is None:
         return sampling, OutputParsing()
     field = sampling.names.get("json_schema", "response_format")
     try:
-        parsing = parsing.bound(schema)
+        parsing = parsing.constrained(schema)
     except ConstraintError as error:
         raise as_api_error(error, param=field) from error
-    if parsing.changes:
-        params = replace(sampling.params, json_schema=None, **parsing.changes)
+    if parsing.param_changes:
+        params = replace(sampling.params, json_schema=None, **parsing.param_changes)
         sampling = replace(sampling, params=params, names={**sampling.names, "grammar": field})
     return sampling, parsing
 
@@ -144,15 +153,15 @@ class _ChatAnswer:
     call: RequestContext[ChatRequest]
     hosted: ServedModel
     job: PromptRequests
-    read: OutputParsing
+    parsing: OutputParsing
     run: RequestRunner
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: list[Completion]) -> dict[str, Any]:
+    def body(self, answers: list[Completion]) -> dict[str, Any]:
         """The response body with all choices."""
         more: dict[str, Any] = {}
-        if self.job.asked.token_ids:
+        if self.job.sampling.token_ids:
             more["prompt_token_ids"] = self.job.ids
         return {
             "id": self.id,
@@ -166,8 +175,8 @@ class _ChatAnswer:
         }
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        reading = _ParsedAnswer(self.read.parser())
-        reading.take(answer.text)
+        reading = _ParsedAnswer(self.parsing.parser())
+        reading.push(answer.text)
         reading.finish(answer.finish_reason)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -187,7 +196,7 @@ class _ChatAnswer:
         if self.call.body.logprobs:
             entries = self.logprobs(answer.logprobs or ())
             choice["logprobs"] = {"content": entries, "refusal": None}
-        if self.job.asked.token_ids:
+        if self.job.sampling.token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
 
@@ -205,7 +214,7 @@ class _ChatAnswer:
         """A streamed chunk of one choice."""
         return self.frame([stream_frames.chunk_choice(index, {"delta": delta}, reason, more)])
 
-    def told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
+    def chunk_with_usage(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A chunk with the usage and timings that the request asked for."""
         options = self.call.body.stream_options
         return chunk | stream_frames.chunk_usage(self.job, options, self.run.shown_usage(index))
@@ -224,9 +233,9 @@ class _ParsedAnswer:
     content: str = ""
     reasoning: str = ""
     calls: dict[int, ToolCallDelta] = field(default_factory=dict)
-    begun: bool = False
+    started: bool = False
 
-    def take(self, text: str) -> OutputDelta:
+    def push(self, text: str) -> OutputDelta:
         """Parses more text."""
         return self._keep(self.parser.push(text))
 
@@ -271,14 +280,17 @@ def _delta(delta: OutputDelta) -> dict[str, Any]:
 
 async def _stream_events(call: RequestContext[ChatRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
-        readings = [_ParsedAnswer(answer.read.parser()) for _ in answer.job.prepared]
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
+        readings = [_ParsedAnswer(answer.parsing.parser()) for _ in answer.job.engine_requests]
         async for batch in pieces:
             events = []
             if call.body.return_progress:
                 events += [
                     sse_event(
-                        {**answer.told(index, answer.chunk(index, {})), "prompt_progress": known}
+                        {
+                            **answer.chunk_with_usage(index, answer.chunk(index, {})),
+                            "prompt_progress": known,
+                        }
                     )
                     for index, known in answer.run.progress(first=batch != [])
                 ]
@@ -294,14 +306,18 @@ def _chunk_events(
 ) -> list[dict[str, Any]]:
     """The events of one engine chunk."""
     result: list[dict[str, Any]] = []
-    sampling, options = answer.job.asked, answer.call.body.stream_options
-    if not reading.begun:
-        reading.begun = True
-        result.append(answer.told(index, answer.chunk(index, {"role": "assistant", "content": ""})))
+    sampling, options = answer.job.sampling, answer.call.body.stream_options
+    if not reading.started:
+        reading.started = True
+        result.append(
+            answer.chunk_with_usage(
+                index, answer.chunk(index, {"role": "assistant", "content": ""})
+            )
+        )
         if sampling.token_ids:
             result[-1]["prompt_token_ids"] = answer.job.ids
     answer.run.mark_shown(index, piece)
-    deltas = [reading.take(piece.text)] if piece.text else []
+    deltas = [reading.push(piece.text)] if piece.text else []
     reason = None
     if piece.finish_reason is not None:
         deltas.append(reading.finish(piece.finish_reason))
@@ -320,9 +336,11 @@ def _chunk_events(
     together = options is not None and options.continuous_usage_stats
     if delta or more or sampling.timings:
         result.append(
-            answer.told(index, answer.chunk(index, delta, reason if together else None, **more))
+            answer.chunk_with_usage(
+                index, answer.chunk(index, delta, reason if together else None, **more)
+            )
         )
         reason = None if together else reason
     if reason is not None:
-        result.append(answer.told(index, answer.chunk(index, {}, reason)))
+        result.append(answer.chunk_with_usage(index, answer.chunk(index, {}, reason)))
     return result

@@ -54,9 +54,9 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
     async with _run_request(call) as answer:
         groups = await answer.run.completions()
         if body.logprobs is None and body.prompt_logprobs is None:
-            return HttpResponse(answer.whole(groups))
+            return HttpResponse(answer.body(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.whole(groups))))
+        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.body(groups))))
 
 
 @contextlib.asynccontextmanager
@@ -66,8 +66,8 @@ async def _run_request(call: RequestContext[CompletionRequest]) -> AsyncIterator
     call.note(user=call.body.user)
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.prepared(call.body, _prepare_prompts, call, hosted)
-        run = service.run(hosted, jobs)
+        jobs = await service.in_prepare_thread(call.body, _prepare_prompts, call, hosted)
+        run = service.runner(hosted, jobs)
         answer = _TextAnswers(call, hosted, jobs, run)
         try:
             await answer.score()
@@ -121,12 +121,12 @@ class _TextAnswers:
         if not wanted:
             return
         for job in self.jobs:
-            found = await self.call.service.computed(
+            found = await self.call.service.in_engine_thread(
                 score_prompt, self.hosted.session, job.ids, max(wanted)
             )
             self.prompt_logprobs.append(found)
 
-    def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
+    def body(self, groups: list[list[Completion]]) -> dict[str, Any]:
         """The response body with all choices."""
         answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
         return {
@@ -166,7 +166,7 @@ class _TextAnswers:
                 None,
                 *map(usage.ranked_logprobs, self.prompt_logprobs[prompt]),
             ]
-        if job.asked.token_ids:
+        if job.sampling.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = answer.token_ids
         return choice
@@ -186,7 +186,7 @@ class _TextAnswers:
 
     def _offsets(self, prompt: int) -> TextOffsets:
         """Text offsets for a new answer to a prompt."""
-        return TextOffsets(self.hosted.llm.tokenizer, self.jobs[prompt].prepared[0].request)
+        return TextOffsets(self.hosted.llm.tokenizer, self.jobs[prompt].engine_requests[0].request)
 
     def _prompt_offsets(self, prompt: int) -> list[int]:
         """The text offset of each token of an echoed prompt."""
@@ -254,14 +254,14 @@ class _TextAnswers:
             last = piece.finish_reason is not None
             own = offsets.of(piece.token_ids, piece.text, ended=last)
             more["logprobs"] = self._logprobs(piece.logprobs, (), own)
-        if job.asked.token_ids:
+        if job.sampling.token_ids:
             more["token_ids"] = list(piece.token_ids)
             if first:
                 more["prompt_token_ids"] = job.ids
         self.run.mark_shown(index, piece)
         reason = piece.finish_reason
-        if text or more or reason is not None or job.asked.timings:
-            result.append(self._told(index, self.chunk(index, text, reason, **more)))
+        if text or more or reason is not None or job.sampling.timings:
+            result.append(self._with_usage(index, self.chunk(index, text, reason, **more)))
         return result
 
     def progress(self, *, first: bool) -> list[bytes]:
@@ -269,11 +269,11 @@ class _TextAnswers:
         if not self.call.body.return_progress:
             return []
         return [
-            sse_event({**self._told(index, self.chunk(index, "")), "prompt_progress": known})
+            sse_event({**self._with_usage(index, self.chunk(index, "")), "prompt_progress": known})
             for index, known in self.run.progress(first=first)
         ]
 
-    def _told(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
+    def _with_usage(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
         """A chunk with the usage and timings that the request asked for."""
         job, options = self._job(index), self.call.body.stream_options
         return chunk | stream_frames.chunk_usage(job, options, self.run.shown_usage(index))
@@ -287,12 +287,14 @@ class _TextAnswers:
     def __post_init__(self) -> None:
         self._owners: list[int] = []
         for job in self.jobs:
-            self._owners.append(len(job.prepared) + (self._owners[-1] if self._owners else 0))
+            self._owners.append(
+                len(job.engine_requests) + (self._owners[-1] if self._owners else 0)
+            )
 
 
 async def _stream_events(call: RequestContext[CompletionRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
         begun: dict[int, TextOffsets] = {}
         async for batch in pieces:
             events = answer.progress(first=batch != [])

@@ -121,7 +121,7 @@ async def _embed(
     rows: dict[int, np.ndarray] = {}
     for begin in range(0, len(order), most):
         group = [given[i] for i in order[begin : begin + most]]
-        found = await service.computed(
+        found = await service.in_engine_thread(
             text_embeddings.embed_texts, hosted.session, group, **options
         )
         rows.update(zip(order[begin : begin + most], found, strict=True))
@@ -329,7 +329,9 @@ async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:
         data = []
         for index, text in enumerate(ids):
             try:
-                masks = await call.service.computed(hosted.llm.fill_mask, text, top=body.top_k or 5)
+                masks = await call.service.in_engine_thread(
+                    hosted.llm.fill_mask, text, top=body.top_k or 5
+                )
             except ValueError as error:
                 raise _no_mask(error, hosted) from error
             listed = [

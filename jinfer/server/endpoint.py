@@ -47,10 +47,10 @@ class Endpoint:
     paths: Sequence[str]
     handler: Handler
     summary: str
-    takes: type[BaseModel] = EmptyBody
+    request_model: type[BaseModel] = EmptyBody
     response_model: type[BaseModel] | None = None
-    streams: str = ""
-    group: str = "jinfer"
+    stream_media_type: str = ""
+    tag: str = "jinfer"
     public: bool = False
     media_type: str = "application/json"
 
@@ -94,7 +94,7 @@ class EndpointApp:
     ) -> None:
         settings = self.service.settings
         try:
-            given = data or b"{}", self.endpoint.takes
+            given = data or b"{}", self.endpoint.request_model
             if len(data) > _LARGE:
                 parsed, unread = await self.service.in_thread(_read, *given)
             else:

@@ -40,7 +40,7 @@ def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str
         value, path = getattr(body, name), f"{prefix}{name}"
         mark = marks.get(name)
         if mark is not None and value is not None and value not in mark.allowed:
-            yield path, mark.why
+            yield path, mark.reason
         if isinstance(value, BaseModel):
             yield from ignored_fields(value, f"{path}.")
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):

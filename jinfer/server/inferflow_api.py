@@ -76,8 +76,8 @@ async def _run_request(call: RequestContext[InferflowRequest]) -> AsyncIterator[
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        job = await service.prepared(call.body, _prepare_prompt, call, hosted)
-        run = service.run(hosted, [job])
+        job = await service.in_prepare_thread(call.body, _prepare_prompt, call, hosted)
+        run = service.runner(hosted, [job])
         try:
             yield _InferflowAnswer(job, run)
         finally:
@@ -128,7 +128,7 @@ def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -
 async def _stream_events(call: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

@@ -14,7 +14,9 @@ from jinfer.server.service import RequestContext
 
 async def health(call: RequestContext[Any]) -> HttpResponse:
     """Health check: whether the models are loaded and all processes of a job respond."""
-    message = call.service.models.complaint() if call.service.models.ready else "Loading model"
+    message = (
+        call.service.models.unavailable_reason() if call.service.models.ready else "Loading model"
+    )
     if not message:
         return HttpResponse({"status": "ok"})
     error = {"code": 503, "message": message, "type": "unavailable_error"}
@@ -41,13 +43,13 @@ async def metrics(call: RequestContext[Any]) -> HttpResponse:
 
 async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    listed = [model_card(one) for one in call.service.models.hosted]
+    listed = [model_card(one) for one in call.service.models.models]
     return HttpResponse({"object": "list", "data": listed})
 
 
 async def model(call: RequestContext[Any]) -> HttpResponse:
     """Describes one model."""
-    return HttpResponse(model_card(call.service.models.named(call.request.path_params["model"])))
+    return HttpResponse(model_card(call.service.models.by_name(call.request.path_params["model"])))
 
 
 def model_card(one: ServedModel) -> dict[str, Any]:

@@ -36,8 +36,8 @@ async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse |
         return StreamedResponse(_stream_events(call))
     async with _run_request(call) as answer:
         groups = await answer.run.completions()
-        answers = [answer.whole(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
-        return HttpResponse(answers[0] if answer.alone else answers)
+        answers = [answer.body(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
+        return HttpResponse(answers[0] if answer.single else answers)
 
 
 def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
@@ -49,8 +49,8 @@ async def _run_request(call: RequestContext[LlamaRequest]) -> AsyncIterator[_Lla
     service = call.service
     async with service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        jobs = await service.prepared(call.body, _prepare_prompts, call, hosted)
-        run = service.run(hosted, jobs)
+        jobs = await service.in_prepare_thread(call.body, _prepare_prompts, call, hosted)
+        run = service.runner(hosted, jobs)
         try:
             yield _LlamaAnswers(call, hosted, jobs, run)
         finally:
@@ -89,11 +89,11 @@ class _LlamaAnswers:
     run: RequestRunner
 
     @property
-    def alone(self) -> bool:
+    def single(self) -> bool:
         """Whether there is a single answer, which is then not in a list."""
         return is_single_prompt(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
 
-    def whole(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
+    def body(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
         """The response body of one answer."""
         shown = {
             "index": index,
@@ -103,7 +103,7 @@ class _LlamaAnswers:
         }
         if self.call.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(answer.logprobs or ())
-        return self._chosen(shown)
+        return self._selected(shown)
 
     def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
         job, used = self.jobs[prompt], answer.usage
@@ -131,7 +131,7 @@ class _LlamaAnswers:
         """The stop type of an answer, and the stop text that it ended with."""
         if answer.finish_reason == "length":
             return "limit", ""
-        params = job.asked.params
+        params = job.sampling.params
         ends = {*self.hosted.session.opened.end_ids, *params.stop_token_ids}
         if answer.token_ids[-1] in ends or not params.stop:
             return "eos", ""
@@ -141,7 +141,7 @@ class _LlamaAnswers:
         words = [stop for at, stop in sorted(found) if at >= 0]
         return ("word", words[0]) if words else ("eos", "")
 
-    def _chosen(self, shown: dict[str, Any]) -> dict[str, Any]:
+    def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Only the requested response fields."""
         wanted = self.call.body.response_fields
         if not wanted:
@@ -170,7 +170,7 @@ class _LlamaAnswers:
             "logprob": usage.finite_logprob(one.logprob),
         }
 
-    def piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """A streamed chunk other than the last."""
         self.run.mark_shown(index, chunk)
         so_far = self.run.shown_usage(index)
@@ -206,14 +206,14 @@ async def _stream_events(call: RequestContext[LlamaRequest]) -> AsyncGenerator[b
     """The server-sent events of a stream; the last one of an answer has its statistics."""
     async with _run_request(call) as answer:
         chunks: list[list[Chunk]] = [[] for _ in answer.run.prepared]
-        owners = [number for number, job in enumerate(answer.jobs) for _ in job.prepared]
+        owners = [number for number, job in enumerate(answer.jobs) for _ in job.engine_requests]
         ended: set[int] = set()
-        async with contextlib.aclosing(answer.run.pieces()) as pieces:
+        async with contextlib.aclosing(answer.run.chunks()) as pieces:
             async for batch in pieces:
                 events = answer.progress(first=batch != []) if call.body.return_progress else []
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
-                    events.append(sse_event(answer.piece(index, chunk)))
+                    events.append(sse_event(answer.chunk(index, chunk)))
                 for index in answer.run.usages.keys() - ended:
                     ended.add(index)
                     events.append(_end(answer, index, owners[index], chunks[index]))
@@ -226,7 +226,7 @@ async def _stream_events(call: RequestContext[LlamaRequest]) -> AsyncGenerator[b
 
 def _end(answer: _LlamaAnswers, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
     """The final event of an answer; its text came in the events before."""
-    whole = answer.whole(index, prompt, completion(chunks, answer.run.usages[index]))
+    whole = answer.body(index, prompt, completion(chunks, answer.run.usages[index]))
     said: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
     return sse_event({name: said.get(name, value) for name, value in whole.items()})
@@ -234,7 +234,7 @@ def _end(answer: _LlamaAnswers, index: int, prompt: int, chunks: list[Chunk]) ->
 
 def generation_settings(job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
-    params = asdict(job.asked.params)
+    params = asdict(job.sampling.params)
     return {
         **{name: value for name, value in params.items() if value not in (None, ())},
         "n_predict": params["max_tokens"] or -1,

@@ -181,7 +181,7 @@ class RequestTimer:
         """Starts the clock of an answer."""
         self._begun[index] = time.perf_counter()
 
-    def piece(self, index: int, chunk: Chunk) -> None:
+    def chunk(self, index: int, chunk: Chunk) -> None:
         """Records a chunk of an answer."""
         now = time.perf_counter()
         if (last := self._last.get(index)) is None:

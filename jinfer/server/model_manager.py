@@ -52,7 +52,7 @@ class ServedModel:
     source: ModelSource
     state: LoadState = "absent"
     users: int = 0
-    used: float = 0.0
+    last_used: float = 0.0
     error: str = ""
     parameters: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -99,9 +99,9 @@ class ModelManager:
             warm_up: compile all programs in the background after loading.
             unloaded: called with the name and last statistics of a model that is unloaded.
         """
-        self.hosted = [ServedModel(source) for source in sources]
-        self._most = min(max_loaded or len(self.hosted), len(self.hosted))
-        self._any_name = not strict and len(self.hosted) == 1
+        self.models = [ServedModel(source) for source in sources]
+        self._most = min(max_loaded or len(self.models), len(self.models))
+        self._any_name = not strict and len(self.models) == 1
         self._warm_up = warm_up
         self._unloaded = unloaded
         self._started = self._closing = False
@@ -119,7 +119,7 @@ class ModelManager:
         """Whether the models that are loaded at startup are there."""
         return self._started
 
-    def complaint(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why loaded models do not answer (a process of the job is silent); "": they do."""
         group = current_group()
         return "" if group is None else group.complaint()
@@ -132,7 +132,7 @@ class ModelManager:
         """
         # Loading in the event loop would block other requests.
         start_threads(self.workers, _WORKERS)
-        for one in self.hosted[: self._most]:
+        for one in self.models[: self._most]:
             async with self._changed:
                 one.state = "loading"
             await self._load(one)
@@ -149,7 +149,7 @@ class ModelManager:
     async def close(self) -> None:
         """Unloads every model."""
         loop = asyncio.get_running_loop()
-        for one in self.hosted:
+        for one in self.models:
             if one.state == "ready":
                 await loop.run_in_executor(self._loader, one.llm.close)
         self._loader.shutdown(wait=False, cancel_futures=True)
@@ -159,24 +159,24 @@ class ModelManager:
 
     def stats(self) -> dict[str, Stats]:
         """The statistics of each loaded model."""
-        return {one.name: one.llm.stats() for one in self.hosted if one.state == "ready"}
+        return {one.name: one.llm.stats() for one in self.models if one.state == "ready"}
 
-    def named(self, name: str | None) -> ServedModel:
+    def by_name(self, name: str | None) -> ServedModel:
         """The model of that name; None: the first. Raises `ApiError` if there is none."""
         if name is None:
-            return self.hosted[0]
-        for one in self.hosted:
+            return self.models[0]
+        for one in self.models:
             if name in (one.name, one.source.path):
                 return one
-        raise unknown_model(name, [one.name for one in self.hosted])
+        raise unknown_model(name, [one.name for one in self.models])
 
     def find(self, name: str | None) -> ServedModel:
         """The model that a request means. Raises `ApiError` if there is none."""
-        return self.hosted[0] if self._any_name else self.named(name)
+        return self.models[0] if self._any_name else self.by_name(name)
 
     def answers_to(self, name: str) -> bool:
         """Whether the only model answers requests for another name."""
-        one = self.hosted[0]
+        one = self.models[0]
         return self._any_name and name not in (one.name, one.source.path)
 
     @contextlib.asynccontextmanager
@@ -192,18 +192,18 @@ class ModelManager:
             raise shutting_down()
         if not self._started and one.state != "ready":
             raise model_loading()
-        if reason := self.complaint():
+        if reason := self.unavailable_reason():
             raise process_unresponsive(reason)
         one.users += 1
         try:
             if one.state != "ready":
                 await self._ensure_loaded(one)
-            one.used = time.monotonic()
+            one.last_used = time.monotonic()
             yield one
         finally:
             one.users -= 1
-            one.used = time.monotonic()
-            if len(self.hosted) > self._most:
+            one.last_used = time.monotonic()
+            if len(self.models) > self._most:
                 async with self._changed:
                     self._changed.notify_all()
 
@@ -211,7 +211,7 @@ class ModelManager:
         """Loads a model, unloading another one if there is no room."""
         async with self._changed:
             while one.state in ("absent", "loading"):
-                loaded = [each for each in self.hosted if each.state in ("ready", "loading")]
+                loaded = [each for each in self.models if each.state in ("ready", "loading")]
                 if one.state == "absent" and len(loaded) < self._most:
                     one.state = "loading"
                     task = asyncio.ensure_future(self._load(one))
@@ -261,7 +261,7 @@ class ModelManager:
 def _least_recently_used(loaded: Sequence[ServedModel]) -> ServedModel | None:
     """The least recently used model among those without requests."""
     idle = [one for one in loaded if one.state == "ready" and not one.users]
-    return min(idle, key=lambda one: one.used, default=None)
+    return min(idle, key=lambda one: one.last_used, default=None)
 
 
 def _open_llm(source: ModelSource) -> LLM:

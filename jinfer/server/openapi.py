@@ -71,7 +71,7 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
     found: dict[type[BaseModel], None] = {ErrorResponse: None}
     for one in endpoints:
-        for model in (one.takes, one.response_model):
+        for model in (one.request_model, one.response_model):
             if model is not None and model is not EmptyBody:
                 found[model] = None
     return list(found)
@@ -83,8 +83,8 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
         content[endpoint.media_type] = {"schema": reference(endpoint.response_model)}
     else:
         content[endpoint.media_type] = {"schema": {}}
-    if endpoint.streams:
-        content.setdefault(endpoint.streams.partition(";")[0], {"schema": {}})
+    if endpoint.stream_media_type:
+        content.setdefault(endpoint.stream_media_type.partition(";")[0], {"schema": {}})
     error = {"application/json": {"schema": reference(ErrorResponse)}}
     responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
     for status, text in _ERRORS.items():
@@ -92,13 +92,13 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{endpoint.method.lower()}{path.translate(_NO_SIGNS)}",
         "summary": endpoint.summary,
-        "tags": [endpoint.group],
+        "tags": [endpoint.tag],
         "responses": responses,
     }
     if endpoint.public:
         operation["security"] = []
-    if endpoint.takes is not EmptyBody:
-        body = {"application/json": {"schema": reference(endpoint.takes)}}
+    if endpoint.request_model is not EmptyBody:
+        body = {"application/json": {"schema": reference(endpoint.request_model)}}
         operation["requestBody"] = {"required": True, "content": body}
     if (inner := re.search(r"{(\w+)", path)) is not None:
         named = {"name": inner[1], "in": "path", "required": True, "schema": {"type": "string"}}

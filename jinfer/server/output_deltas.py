@@ -108,6 +108,6 @@ class OutputParsing:
     """
 
     parser: Callable[[], OutputParser] = PlainTextParser
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    shown: tuple[int, ...] = ()
-    bound: Callable[[Any], OutputParsing] | None = None
+    param_changes: Mapping[str, Any] = field(default_factory=dict)
+    shown_tokens: tuple[int, ...] = ()
+    constrained: Callable[[Any], OutputParsing] | None = None

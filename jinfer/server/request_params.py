@@ -181,7 +181,7 @@ def _values(
     """The sampling parameters that a request sets, and the field that set each."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for sent, value in body.given().items():
+    for sent, value in body.given_fields().items():
         if sent in _ELSEWHERE or sent in elsewhere:
             continue
         if sent == "logit_bias":

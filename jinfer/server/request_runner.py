@@ -38,8 +38,8 @@ class PromptRequests:
     """
 
     ids: list[int]
-    asked: RequestOptions
-    prepared: list[PreparedRequest]
+    sampling: RequestOptions
+    engine_requests: list[PreparedRequest]
 
 
 def prepare_prompt(
@@ -109,19 +109,19 @@ class RequestRunner:
     session: Session
     jobs: Sequence[PromptRequests]
     timer: RequestTimer
-    most: int
+    max_running: int
     ping: float
     usages: dict[int, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prepared = [one for job in self.jobs for one in job.prepared]
-        self._asked = [job.asked for job in self.jobs for _ in job.prepared]
+        self.prepared = [one for job in self.jobs for one in job.engine_requests]
+        self._asked = [job.sampling for job in self.jobs for _ in job.engine_requests]
         self._told: set[int] = set()
         self._shown: Counter[int] = Counter()
-        if any(job.asked.progress for job in self.jobs):
+        if any(job.sampling.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
-    async def pieces(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
+    async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
         """Yields lists of (answer index, chunk); `usages` is complete at the end.
 
         None is yielded once, when the engine has accepted the requests: from then on an answer may
@@ -141,7 +141,9 @@ class RequestRunner:
             return put
 
         def start() -> None:
-            while len(running) < self.most and (following := next(waiting, None)) is not None:
+            while (
+                len(running) < self.max_running and (following := next(waiting, None)) is not None
+            ):
                 index, prepared = following
                 self.session.submit(prepared, sink(index))
                 self.timer.begin(index)
@@ -176,7 +178,7 @@ class RequestRunner:
                     else:
                         if nothing:
                             piece = Chunk("", finish_reason=piece.finish_reason and "length")
-                        self.timer.piece(index, piece)
+                        self.timer.chunk(index, piece)
                         batch.append((index, piece))
                 if taken and failure is None:
                     yield None
@@ -250,12 +252,15 @@ class RequestRunner:
     async def completions(self) -> list[list[Completion]]:
         """The complete answers to each prompt; the best ones with `best_of`."""
         chunks: list[list[Chunk]] = [[] for _ in self.prepared]
-        async with contextlib.aclosing(self.pieces()) as pieces:
+        async with contextlib.aclosing(self.chunks()) as pieces:
             async for batch in pieces:
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
         whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
-        return [best_of([next(whole) for _ in job.prepared], job.asked.params) for job in self.jobs]
+        return [
+            best_of([next(whole) for _ in job.engine_requests], job.sampling.params)
+            for job in self.jobs
+        ]
 
 
 def _without_token(usage: Usage) -> Usage:

@@ -17,7 +17,7 @@ class _OpenItem:
     """The item that is being streamed."""
 
     kind: Kind
-    place: int
+    index: int
     call: ToolCallDelta = field(default_factory=lambda: ToolCallDelta(-1))
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class ResponseItems:
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
-    thought: int = 0
+    reasoning_deltas: int = 0
     _open: _OpenItem | None = None
 
     def push(self, delta: OutputDelta, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class ResponseItems:
         going = [c for c in delta.calls if current is not None and c.index == current.call.index]
         events = [event for call in going for event in self._called(call)]
         if delta.reasoning:
-            self.thought += 1
+            self.reasoning_deltas += 1
             events += self._grow("reasoning", delta.reasoning)
         if delta.content or logprobs:
             events += self._grow("message", delta.content, logprobs)
@@ -104,7 +104,7 @@ class ResponseItems:
         current.logprobs += logprobs or []
         if not text and not logprobs:
             return events
-        place = {"item_id": current.id, "output_index": current.place, "delta": text}
+        place = {"item_id": current.id, "output_index": current.index, "delta": text}
         match kind:
             case "message":
                 said = {"content_index": 0, "logprobs": logprobs or []}
@@ -116,10 +116,10 @@ class ResponseItems:
 
     def _begin(self, kind: Kind, call: ToolCallDelta | None) -> list[dict[str, Any]]:
         self._open = one = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
-        added = {"output_index": one.place, "item": one.item("in_progress")}
+        added = {"output_index": one.index, "item": one.item("in_progress")}
         events = [{"type": "response.output_item.added", **added}]
         if kind != "function_call":
-            place = {"item_id": one.id, "output_index": one.place, "content_index": 0}
+            place = {"item_id": one.id, "output_index": one.index, "content_index": 0}
             part = {"type": "response.content_part.added", **place, "part": one.part(False)}
             events.append(part)
         return events
@@ -129,7 +129,7 @@ class ResponseItems:
         if one is None:
             return []
         self.done.append(one.item(status))
-        place = {"item_id": one.id, "output_index": one.place}
+        place = {"item_id": one.id, "output_index": one.index}
         part = {**place, "content_index": 0}
         events: list[dict[str, Any]] = []
         match one.kind:
@@ -143,5 +143,5 @@ class ResponseItems:
                 events.append({"type": "response.function_call_arguments.done", **place, **said})
         if one.kind != "function_call":
             events.append({"type": "response.content_part.done", **part, "part": one.part(True)})
-        ended = {"output_index": one.place, "item": self.done[-1]}
+        ended = {"output_index": one.index, "item": self.done[-1]}
         return [*events, {"type": "response.output_item.done", **ended}]

@@ -70,10 +70,10 @@ async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse
             raise unsupported_field("a response is one answer", name)
     if body.stream:
         return StreamedResponse(_stream_events(call), failed=_failed)
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
         async for batch in pieces:
             for _, chunk in batch or ():
-                answer.take(chunk)
+                answer.push(chunk)
         answer.finish()
         return HttpResponse(answer.response(answer.status))
 
@@ -95,8 +95,8 @@ async def _run_request(call: RequestContext[ResponseRequest]) -> AsyncIterator[_
     call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     async with service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
-        job, parsing = await service.prepared(call.body, _prepare_prompt, call, hosted)
-        run = service.run(hosted, [job])
+        job, parsing = await service.in_prepare_thread(call.body, _prepare_prompt, call, hosted)
+        run = service.runner(hosted, [job])
         try:
             yield _ResponseAnswer(call, hosted, job, parsing, run)
         finally:
@@ -138,7 +138,11 @@ def _named(field: str) -> str:
 def to_chat_request(body: ResponseRequest) -> ChatRequest:
     """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
-        **{name: one for name, one in body.given().items() if name in SamplingFields.model_fields},
+        **{
+            name: one
+            for name, one in body.given_fields().items()
+            if name in SamplingFields.model_fields
+        },
         "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -240,18 +244,18 @@ class _ResponseAnswer:
     call: RequestContext[ResponseRequest]
     hosted: ServedModel
     job: PromptRequests
-    read: OutputParsing
+    parsing: OutputParsing
     run: RequestRunner
     status: str = "completed"
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        parser = self.read.parser()
+        parser = self.parsing.parser()
         self._parser = parser if self.call.body.stream else WholeCallsParser(parser)
         self.items = ResponseItems()
 
-    def take(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def push(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Parses a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
         if shows_logprobs(self.call.body):
@@ -267,7 +271,7 @@ class _ResponseAnswer:
     def response(self, status: str) -> dict[str, Any]:
         """The response object as far as it is known."""
         body = self.call.body
-        params = self.job.asked.params
+        params = self.job.sampling.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         tokens = None
         if self.run.usages:
@@ -279,7 +283,7 @@ class _ResponseAnswer:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": known["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self.items.thought},
+                "output_tokens_details": {"reasoning_tokens": self.items.reasoning_deltas},
                 "total_tokens": known["total_tokens"],
             }
         text = {}
@@ -330,7 +334,7 @@ async def _stream_events(call: RequestContext[ResponseRequest]) -> AsyncGenerato
         number += 1
         return sse_event({**one, "sequence_number": number - 1}, one["type"])
 
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.pieces()) as pieces:
+    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
         begun = False
         async for batch in pieces:
             events: list[bytes] = []
@@ -340,7 +344,7 @@ async def _stream_events(call: RequestContext[ResponseRequest]) -> AsyncGenerato
                     shown = {"type": f"response.{kind}", "response": answer.response("in_progress")}
                     events.append(numbered(shown))
             for _, chunk in batch or ():
-                events += map(numbered, answer.take(chunk))
+                events += map(numbered, answer.push(chunk))
             yield batch_bytes(events, batch)
         events = list(map(numbered, answer.finish()))
         kind = f"response.{answer.status}"

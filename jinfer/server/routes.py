@@ -71,7 +71,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         info.health,
         "Whether requests are answered",
         response_model=Health,
-        group=_ABOUT,
+        tag=_ABOUT,
         public=True,
     ),
     Endpoint(
@@ -80,14 +80,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         _openapi,
         "This description",
         response_model=OpenApiDocument,
-        group=_ABOUT,
+        tag=_ABOUT,
     ),
     Endpoint(
         "GET",
         ("/docs",),
         _docs,
         "This description, for a person",
-        group=_ABOUT,
+        tag=_ABOUT,
         media_type="text/html",
     ),
     Endpoint(
@@ -96,14 +96,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         info.show_version,
         "Which jinfer this is",
         response_model=Version,
-        group=_ABOUT,
+        tag=_ABOUT,
     ),
     Endpoint(
         "GET",
         ("/metrics",),
         info.metrics,
         "Figures for Prometheus",
-        group=_ABOUT,
+        tag=_ABOUT,
         media_type="text/plain",
     ),
     Endpoint(
@@ -112,7 +112,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         info.models,
         "What is served",
         response_model=ModelList,
-        group=_OPENAI,
+        tag=_OPENAI,
     ),
     Endpoint(
         "GET",
@@ -120,7 +120,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         info.model,
         "One of the models",
         response_model=ModelCard,
-        group=_OPENAI,
+        tag=_OPENAI,
     ),
     Endpoint(
         "POST",
@@ -159,7 +159,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "The vectors of texts",
         EmbeddingRequest,
         EmbeddingResponse,
-        group=_OPENAI,
+        tag=_OPENAI,
     ),
     Endpoint(
         "POST",
@@ -168,7 +168,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Documents by how well they fit a query",
         RerankRequest,
         RerankResponse,
-        group=_VECTORS,
+        tag=_VECTORS,
     ),
     Endpoint(
         "POST",
@@ -177,7 +177,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "How well pairs of texts fit",
         ScoreRequest,
         ScoreResponse,
-        group=_VECTORS,
+        tag=_VECTORS,
     ),
     Endpoint(
         "POST",
@@ -185,7 +185,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         embeddings.classify,
         "Refused: no family has a head for classes",
         ClassifyRequest,
-        group=_VECTORS,
+        tag=_VECTORS,
     ),
     Endpoint(
         "POST",
@@ -194,7 +194,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "The likeliest tokens at the masks of texts",
         FillMaskRequest,
         FillMaskResponse,
-        group=_VECTORS,
+        tag=_VECTORS,
     ),
     Endpoint(
         "POST",
@@ -203,7 +203,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "The tokens of a text or a conversation",
         TokenizeRequest,
         TokenizeResponse,
-        group=_TOKENS,
+        tag=_TOKENS,
     ),
     Endpoint(
         "POST",
@@ -212,7 +212,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "The text of tokens",
         DetokenizeRequest,
         DetokenizeResponse,
-        group=_TOKENS,
+        tag=_TOKENS,
     ),
     Endpoint(
         "GET",
@@ -220,7 +220,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         tokenize.tokenizer_info,
         "What vLLM says of a tokenizer",
         response_model=TokenizerInfo,
-        group=_TOKENS,
+        tag=_TOKENS,
     ),
     Endpoint(
         "POST",
@@ -229,7 +229,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "The prompt that a conversation becomes",
         ApplyTemplateRequest,
         ApplyTemplateResponse,
-        group=_TOKENS,
+        tag=_TOKENS,
     ),
     Endpoint(
         "POST",
@@ -247,7 +247,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         llamacpp_api.props,
         "What a server says of a model",
         response_model=Props,
-        group=_LLAMA,
+        tag=_LLAMA,
     ),
     Endpoint(
         "GET",
@@ -255,7 +255,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         llamacpp_api.slots,
         "What each slot of a model does",
         response_model=SlotStates,
-        group=_LLAMA,
+        tag=_LLAMA,
     ),
     Endpoint(
         "POST",
@@ -272,7 +272,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/",),
         static_files.index,
         "A page to chat, and to see what the engine does",
-        group=PAGE,
+        tag=PAGE,
         public=True,
         media_type="text/html",
     ),
@@ -281,7 +281,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ("/page/{file}",),
         static_files.asset,
         "The files of that page",
-        group=PAGE,
+        tag=PAGE,
         public=True,
         media_type="*/*",
     ),

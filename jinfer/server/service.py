@@ -49,7 +49,7 @@ class Service:
         for one in self.answers:
             one.cancel(reason or shutting_down(self.settings.retry_after))
 
-    def run(self, hosted: ServedModel, jobs: Sequence[PromptRequests]) -> RequestRunner:
+    def runner(self, hosted: ServedModel, jobs: Sequence[PromptRequests]) -> RequestRunner:
         """Makes the runner of a request, with up to twice as many answers at a time as slots."""
         most = 2 * hosted.session.engine.scheduler.slots
         watch = RequestTimer(self.metrics, hosted.name)
@@ -60,7 +60,7 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
 
-    async def prepared[T](self, body: BaseModel, work: Callable[..., T], *args: Any) -> T:
+    async def in_prepare_thread[T](self, body: BaseModel, work: Callable[..., T], *args: Any) -> T:
         """Prepares a request in a worker thread.
 
         Requests with a grammar have a pool of their own, so that slow ones delay only each other.
@@ -69,7 +69,7 @@ class Service:
         pool = self.models.compilers if grammar else self.models.workers
         return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
 
-    async def computed[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def in_engine_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function that waits for the engine, in a worker thread.
 
         Raises:

@@ -65,7 +65,7 @@ def chunk_usage(job: PromptRequests, options: StreamOptions | None, used: Usage)
     result: dict[str, Any] = {}
     if options is not None and options.continuous_usage_stats:
         result["usage"] = usage.usage([job], {0: used})
-    if job.asked.timings:
+    if job.sampling.timings:
         result["timings"] = usage.llamacpp_timings(used)
     return result
 

@@ -19,7 +19,7 @@ def token_offsets(detokenizer: Detokenizer, ids: Sequence[int]) -> list[int]:
     """
     result = []
     for id in ids:
-        result.append(detokenizer.place(id))
+        result.append(detokenizer.offset_of(id))
         detokenizer.push(id)
     return result
 

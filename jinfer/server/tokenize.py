@@ -39,7 +39,7 @@ _FIELDS_OF = {
 
 async def tokenize(call: RequestContext[TokenizeRequest]) -> HttpResponse:
     """Tokenizes a text or a conversation."""
-    given = call.body.given()
+    given = call.body.given_fields()
     named = [name for name in _FIELDS_OF if name in given]
     if len(named) != 1:
         raise invalid_request("give one of content, prompt and messages", "content")

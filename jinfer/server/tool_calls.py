@@ -120,8 +120,8 @@ def _parse_answer(
 ) -> Parse[None]:
     """Parses an answer: reasoning first, then tool calls and content."""
     if reasoning is not None:
-        yield from reasoning.read(reader, out, state)
+        yield from reasoning.parse(reader, out, state)
     if tools or format.has_reasoning:
-        yield from format.read(reader, out, tools)
+        yield from format.parse(reader, out, tools)
     else:
         yield from reader.until(("\0",), out.content)

@@ -30,7 +30,7 @@ class OfferedTools:
     """
 
     tools: Tools
-    places: Mapping[str, str]
+    paths: Mapping[str, str]
     required: bool = False
 
     def grammar(
@@ -91,11 +91,11 @@ class OfferedTools:
             for pointer in left_out:
                 place, _, key = pointer.rpartition("/")
                 why = f"json_schema at {place}: {key} is not supported"
-                ignore(self.places[name] + pointer, f"the tool {name}: {why}")
+                ignore(self.paths[name] + pointer, f"the tool {name}: {why}")
         return result
 
     def _refusal(self, name: str, error: ConstraintError) -> ApiError:
-        return invalid_request(f"the tool {name}: {error}", self.places[name])
+        return invalid_request(f"the tool {name}: {error}", self.paths[name])
 
 
 def offered_tools(body: ChatTemplateFields) -> OfferedTools:

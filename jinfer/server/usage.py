@@ -18,7 +18,7 @@ def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[s
     for job in jobs:
         first = usages.get(number)
         cached += first.cached_tokens if first is not None else 0
-        number += len(job.prepared)
+        number += len(job.engine_requests)
     new = sum(one.completion_tokens for one in usages.values())
     result = token_counts(prompt, new, cached)
     if drafted := sum(one.drafted_tokens for one in usages.values()):

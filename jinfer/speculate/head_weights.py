@@ -96,8 +96,8 @@ def head_weights(engine: EngineCore, opened: Opened, head: Opened, *, same: bool
     def is_shared(name: str, parameter: Any) -> bool:
         if name.startswith(stacks) or shapes.get(name) != parameter.shape:
             return False
-        place = head.spec.tensors.place(name)
-        there = place is not None and any(n in files for p in place.choices() for n in p.names)
+        place = head.spec.tensors.source_of(name)
+        there = place is not None and any(n in files for p in place.candidates() for n in p.names)
         return same or not there
 
     of_model = {n for n, p in zip(model.names, model.parameters, strict=True) if is_shared(n, p)}

@@ -40,7 +40,7 @@ class Detokenizer:
             data = data.removeprefix(b" ")
         return self._count(self._utf8.decode(data))
 
-    def place(self, id: int) -> int:
+    def offset_of(self, id: int) -> int:
         """The offset in the text at which this token begins, if it comes next.
 
         Tokens inside a character have its offset.

@@ -265,7 +265,7 @@ class Tokenizer(ABC):
             return piece_bytes.plain(name)
         return self._surface.to_bytes(name) if name else b""
 
-    def shown(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         """A single token as text; its vocabulary name if its bytes are not valid UTF-8."""
         try:
             return self.spelled(id).decode("utf-8") or self.token(id)

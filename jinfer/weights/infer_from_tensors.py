@@ -94,8 +94,8 @@ class _Stored:
             parts = self.checkpoint.parts
             names = (parameter, *(name for name in parts if name.startswith(f"{parameter}.")))
             return next((parts[name] for name in names if name in parts), None)
-        place = self.tensors.place(parameter)
-        known = (name for choice in place.choices() for name in choice.names) if place else ()
+        place = self.tensors.source_of(parameter)
+        known = (name for choice in place.candidates() for name in choice.names) if place else ()
         return next((self.files[name] for name in known if name in self.files), None)
 
 

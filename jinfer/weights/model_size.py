@@ -126,7 +126,7 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
 
 def _source(tensors: TensorMap, name: str, shape: tuple[int, ...]) -> Hashable:
     """Equal for parameters that are read from the same place, and so are one array in memory."""
-    place = tensors.place(name)
+    place = tensors.source_of(name)
     if place is None:
         return name
     return shape, tuple(
@@ -134,7 +134,7 @@ def _source(tensors: TensorMap, name: str, shape: tuple[int, ...]) -> Hashable:
             *(each.names, each.groups, each.axis, each.transpose),
             each.parts.index(name) if each.parts else None,
         )
-        for each in place.choices()
+        for each in place.candidates()
     )
 
 

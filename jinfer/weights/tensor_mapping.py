@@ -227,8 +227,8 @@ def unused(
     used = {file.name for origin in origins for file in origin.files}
     copies = (name for _, names in tensors.copies for name in names)
     used |= {files[name].name for name in copies if name in files}
-    if "logits.weight" not in parameters and (place := tensors.place("logits.weight")):
-        names = (name for choice in place.choices() for name in choice.names)
+    if "logits.weight" not in parameters and (place := tensors.source_of("logits.weight")):
+        names = (name for choice in place.candidates() for name in choice.names)
         used |= {files[name].name for name in names if name in files}
     return sorted({file.name for file in files.values()} - used - _ignored(tensors, files))
 
@@ -257,7 +257,7 @@ def find_origin(
     Raises:
         LoadError: there is no name for it, or no tensor of that name.
     """
-    place = tensors.place(parameter)
+    place = tensors.source_of(parameter)
     if place is None:
         raise LoadError(
             f"{checkpoint.path}: the specification's [{tensors.table}] has no name for "
@@ -311,7 +311,7 @@ def lookup_origin(
 ) -> tuple[Origin | None, tuple[str, ...]]:
     """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
     missing = []
-    for choice, name in ((each, name) for each in place.choices() for name in each.names):
+    for choice, name in ((each, name) for each in place.candidates() for name in each.names):
         stacked = "{e}" in name
         wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]
         absent = [each for each in wanted if each not in files]

@@ -94,8 +94,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(initialize, "_initialize", lambda *_: None)
     monkeypatch.setattr(initialize, "listen_at", lambda _: "")
     monkeypatch.setattr(initialize, "_redirect_stdout", lambda: None)
-    monkeypatch.setattr(initialize, "keep_programs", lambda: None)
-    monkeypatch.setattr(initialize, "become", lambda _: None)
+    monkeypatch.setattr(initialize, "cache_on_every_rank", lambda: None)
+    monkeypatch.setattr(initialize, "set_current_group", lambda _: None)
     return monkeypatch
 
 

@@ -160,7 +160,7 @@ def test_what_programs_depend_on(shelf: DiskCache, monkeypatch: pytest.MonkeyPat
         ):
             with LLM(GOLDENS / "llama2", **overrides) as changed:
                 keys.append(key(changed.session.engine.programs))
-        monkeypatch.setattr(program_cache, "made_from", lambda: "another library")
+        monkeypatch.setattr(program_cache, "library_key", lambda: "another library")
         keys.append(key())
         monkeypatch.setattr(program_cache, "cores", lambda: 77)
         keys.append(key())

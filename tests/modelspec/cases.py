@@ -173,5 +173,5 @@ def parameters(spec: ModelSpec) -> tuple[str, ...]:
 
 def tensor_names(spec: ModelSpec) -> set[str]:
     """Every name that the parameters of a model may have in its checkpoint."""
-    places = (spec.tensors.place(parameter) for parameter in parameters(spec))
+    places = (spec.tensors.source_of(parameter) for parameter in parameters(spec))
     return {name for place in places if place is not None for name in place.names}

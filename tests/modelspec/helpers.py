@@ -77,7 +77,7 @@ def values(
 ) -> SpecValues:
     """What evaluates values, over these dimensions, config.json and tensors."""
     known = facts(config, tensors)
-    return SpecValues(PATH, dims or {}, known.lookup, known.has, known.source, known.rows)
+    return SpecValues(PATH, dims or {}, known.lookup, known.has, known.source, known.row_count)
 
 
 def model(text: str = MODEL, **changes: Any) -> dict[str, Any]:

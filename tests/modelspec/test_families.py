@@ -62,7 +62,7 @@ def spec_head(spec: ModelSpec) -> HeadSpec:
 
 def unplaced(spec: ModelSpec) -> list[str]:
     """Parameters that the specification has no tensor name for."""
-    return [name for name in parameters(spec) if spec.tensors.place(name) is None]
+    return [name for name in parameters(spec) if spec.tensors.source_of(name) is None]
 
 
 @pytest.mark.parametrize("folder", golden_folders())
@@ -127,7 +127,7 @@ def test_llama2c() -> None:
     assert rope(spec).pairs == "adjacent"
     assert spec_head(spec).tied
     assert spec.dims["kv_heads"] == 2
-    place = spec.tensors.place("decoder.1.ffn.gate.weight")
+    place = spec.tensors.source_of("decoder.1.ffn.gate.weight")
     assert place is not None
     assert place.names == ("layers.1.feed_forward.w1.weight",)
 

@@ -150,7 +150,7 @@ def test_a_condition_may_ask_for_rows() -> None:
             architectures={"A"},
             lookup=known.lookup,
             has=known.has,
-            rows=known.rows,
+            rows=known.row_count,
         )
 
     assert fits(9)

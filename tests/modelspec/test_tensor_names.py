@@ -16,7 +16,7 @@ def tensor_map(*layers: Any, format: str = "safetensors") -> TensorMap:
 
 
 def names(tensors: TensorMap, parameter: str) -> tuple[str, ...] | None:
-    place = tensors.place(parameter)
+    place = tensors.source_of(parameter)
     return place.names if place else None
 
 
@@ -41,11 +41,11 @@ def test_modules_and_parameters_are_mapped() -> None:
         "norm.weight",
         "embed.q.weight",
     ):
-        assert tensors.place(unmapped) is None
+        assert tensors.source_of(unmapped) is None
 
 
 def test_dots_are_no_wildcards() -> None:
-    assert tensor_map({"a.b": "c"}).place("axb.weight") is None
+    assert tensor_map({"a.b": "c"}).source_of("axb.weight") is None
 
 
 def test_fused_tensors() -> None:
@@ -57,13 +57,13 @@ def test_fused_tensors() -> None:
     )
     parts = tuple(f"decoder.1.attn.{part}.weight" for part in "qkv")
     for parameter in parts:
-        assert tensors.place(parameter) == TensorSource(
+        assert tensors.source_of(parameter) == TensorSource(
             ("h.1.qkv.weight",), parts, 4, transpose=True
         )
-    place = tensors.place("decoder.0.ffn.up.bias")
+    place = tensors.source_of("decoder.0.ffn.up.bias")
     parts = ("decoder.0.ffn.gate.bias", "decoder.0.ffn.up.bias")
     assert place == TensorSource(("h.0.gate_up.bias",), parts)
-    assert tensors.place("decoder.0.attn.o.weight") is None
+    assert tensors.source_of("decoder.0.attn.o.weight") is None
 
 
 def test_stacked_tensors() -> None:
@@ -74,10 +74,10 @@ def test_stacked_tensors() -> None:
             "decoder.{i}.ffn.experts.{gate,up}": {"from": "h.{i}.x", "groups": 2, "axis": 1},
         }
     )
-    place = tensors.place("decoder.2.ffn.experts.down.bias")
+    place = tensors.source_of("decoder.2.ffn.experts.down.bias")
     assert place == TensorSource(("h.2.experts.{e}.down.bias", "h.2.down_exps.bias"))
     parts = ("decoder.2.ffn.experts.gate.weight", "decoder.2.ffn.experts.up.weight")
-    place = tensors.place(parts[0])
+    place = tensors.source_of(parts[0])
     assert place == TensorSource(("h.2.x.weight",), parts, groups=2, axis=1)
 
 
@@ -90,21 +90,21 @@ def test_several_lines_for_one_parameter() -> None:
     }
     parts = ("a.gate.weight", "a.up.weight")
     tensors = tensor_map({"a.up.weight": "base"}, family)
-    assert list_of(tensors.place("a.up.weight")) == [
+    assert list_of(tensors.source_of("a.up.weight")) == [
         TensorSource(("fused",), parts, axis=1),
         TensorSource(("up.{e}.weight",)),
         TensorSource(("both.weight",), parts),
     ]
-    assert list_of(tensors.place("a.gate.weight")) == [
+    assert list_of(tensors.source_of("a.gate.weight")) == [
         TensorSource(("fused",), parts, axis=1),
         TensorSource(("both.weight",), parts),
     ]
     own = tensor_map(family, {"a.up": "own"})
-    assert list_of(own.place("a.up.weight")) == [TensorSource(("own.weight",))]
+    assert list_of(own.source_of("a.up.weight")) == [TensorSource(("own.weight",))]
 
 
 def list_of(place: TensorSource | None) -> list[TensorSource]:
-    return [replace(each, fallback=None) for each in place.choices()] if place else []
+    return [replace(each, fallback=None) for each in place.candidates()] if place else []
 
 
 def test_every_format_has_its_own_table() -> None:
@@ -210,4 +210,4 @@ def test_an_error_names_the_format() -> None:
 @pytest.mark.parametrize("pattern", ["(?P<i>", "[", "*", "\\"])
 def test_any_other_pattern_stands_for_itself(pattern: str) -> None:
     assert names(tensor_map({pattern: "x"}), f"{pattern}.weight") == ("x.weight",)
-    assert tensor_map({pattern: "x"}).place("a.weight") is None
+    assert tensor_map({pattern: "x"}).source_of("a.weight") is None

@@ -25,7 +25,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 def test_a_family_is_found(name: str) -> None:
     found = resolved(GOLDENS / name, {})
     assert found.spec.dims["hidden"] == 64
-    assert found.spec.tensors.place("decoder.2.ffn.up.weight") is not None
+    assert found.spec.tensors.source_of("decoder.2.ffn.up.weight") is not None
 
 
 @pytest.mark.parametrize("source", ["", " ", None, 5])

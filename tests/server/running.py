@@ -36,7 +36,7 @@ class Running:
 
     def hosted(self, name: str | None = None) -> ServedModel:
         """One of its models."""
-        return self.service.models.named(name)
+        return self.service.models.by_name(name)
 
     def held(self, name: str | None = None) -> int:
         """Blocks of the cache that somebody holds, once the engine has seen to all messages."""

@@ -37,7 +37,9 @@ def test_every_route() -> None:
     assert listed == {path.replace(":path", "") for one in ENDPOINTS for path in one.paths}
 
 
-@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.takes is not EmptyBody])
+@pytest.mark.parametrize(
+    "endpoint", [one for one in ENDPOINTS if one.request_model is not EmptyBody]
+)
 def test_every_field(endpoint: object) -> None:
     from jinfer.server.endpoint import Endpoint
 
@@ -45,8 +47,8 @@ def test_every_field(endpoint: object) -> None:
     path = endpoint.paths[0]
     own = {n for first, *_ in rows(section(path)) for n in re.findall(r"`(\w+)`", first)}
     common = {n for first, *_ in rows(section("chosen")) for n in re.findall(r"`(\w+)`", first)}
-    fields = set(endpoint.takes.model_fields)
-    if issubclass(endpoint.takes, SamplingFields):
+    fields = set(endpoint.request_model.model_fields)
+    if issubclass(endpoint.request_model, SamplingFields):
         assert common == set(SamplingFields.model_fields)
         fields -= common
     assert fields <= own, fields - own

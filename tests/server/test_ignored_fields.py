@@ -100,7 +100,7 @@ def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
     chat = to_chat_request(ResponseRequest.model_validate(given))
     assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
-    sent = chat.given()
+    sent = chat.given_fields()
     assert (sent["top_k"], sent["seed"], sent["max_completion_tokens"]) == (5, 1, 1)
 
 

@@ -35,8 +35,8 @@ class Job:
 def job() -> Iterator[Job]:
     found = Job()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(app, "current", lambda: found)
-        patched.setattr(model_manager, "current", lambda: found)
+        patched.setattr(app, "current_group", lambda: found)
+        patched.setattr(model_manager, "current_group", lambda: found)
         yield found
 
 

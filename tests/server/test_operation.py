@@ -295,7 +295,7 @@ def test_several_models_of_which_one_fits() -> None:
     with serving(sources, ServerSettings(max_loaded=1, warm_up=False)) as running:
 
         def states() -> list[str]:
-            return [one.state for one in running.service.models.hosted]
+            return [one.state for one in running.service.models.models]
 
         assert states() == ["ready", "absent", "absent"]
         body = {**LONG, "max_tokens": 3}

@@ -147,11 +147,11 @@ def test_a_call_or_json(smol: Running) -> None:
     llm = smol.hosted().llm
     ids = llm.encode_chat(ASKED)
     read = output_parsing(body, True, llm.session, ids, lambda field, why: None)
-    assert read.changes == {}
-    assert read.bound is not None
-    read = read.bound({"type": "object", "properties": {"x": TEXT}, "required": ["x"]})
+    assert read.param_changes == {}
+    assert read.constrained is not None
+    read = read.constrained({"type": "object", "properties": {"x": TEXT}, "required": ["x"]})
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    fits = [accepted(llm.session.tokenizer, read.changes["grammar"], text)
+    fits = [accepted(llm.session.tokenizer, read.param_changes["grammar"], text)
             for text in (call, '{"x": "y"}', "No.", '{"y": 1}')]  # fmt: skip
     assert fits == [True, True, False, False]
     parser = read.parser()

@@ -65,7 +65,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     make_up(LlamaShape(2, 64, 4, 2, 96, context=4096), words, tiny, "Q8_0")
     with serving(list(models(str(tiny)))) as running:
         yield running
-        for one in running.service.models.hosted:
+        for one in running.service.models.models:
             assert running.held(one.name) == 0
 
 

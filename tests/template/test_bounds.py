@@ -174,7 +174,7 @@ def test_known_templates_need_no_other_process(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*args: object) -> str:
         raise AssertionError("rendered in a process of its own")
 
-    monkeypatch.setattr(chat_template, "render_there", refuse)
+    monkeypatch.setattr(chat_template, "render_in_sandbox", refuse)
     for case in EXPECTED["cases"]:
         template = ChatTemplate(
             EXPECTED["templates"][case["template"]], variables=EXPECTED["variables"]

@@ -55,7 +55,7 @@ def test_places_of_tokens(name: str, data: Any) -> None:
     part, text = found.detokenizer(), found.decode(ids)
     places = []
     for id in ids:
-        places.append(part.place(id))
+        places.append(part.offset_of(id))
         part.push(id)
     part.flush()
     assert places == sorted(places)

@@ -131,7 +131,7 @@ def test_without_the_call_xla_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_the_call_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.weights.storage_plan.reads_as_stored", lambda: False)
+    monkeypatch.setattr("jinfer.weights.storage_plan.reads_16_bit_weights", lambda: False)
     assert types(open_model("llama2"), "matrix", "table", "head") == {"float32"}
 
 

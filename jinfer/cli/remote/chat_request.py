@@ -36,8 +36,8 @@ class RemoteAnswer:
     text: str = ""
     reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
-    first: float | None = None
-    thought: bool = False
+    first_seconds: float | None = None
+    has_reasoning: bool = False
     seconds: float = 0.0
     interrupted: bool = False
 
@@ -47,11 +47,11 @@ class RemoteAnswer:
         if (asked := self.usage.get("prompt_tokens")) is not None:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             said.append(f"prompt {asked} tokens" + (f" ({cached} cached)" if cached else ""))
-        if self.first is not None:
-            said.append(f"first after {self.first:.2f} s")
+        if self.first_seconds is not None:
+            said.append(f"first after {self.first_seconds:.2f} s")
             new = self.usage.get("completion_tokens")
-            if new and self.seconds > self.first:
-                rate = (new - 1) / (self.seconds - self.first)
+            if new and self.seconds > self.first_seconds:
+                rate = (new - 1) / (self.seconds - self.first_seconds)
                 said.append(f"answer {new} tokens, {rate:.1f}/s")
         return " | ".join(said) or f"{self.seconds:.2f} s"
 
@@ -130,7 +130,7 @@ def stream_answer(
     try:
         with contextlib.closing(server.events(path, streamed)) as events:
             with task(f"waiting for {server.url}"):
-                while answer.first is None and (event := next(events, None)) is not None:
+                while answer.first_seconds is None and (event := next(events, None)) is not None:
                     _take(answer, event, begun, show, think)
             for event in events:
                 _take(answer, event, begun, show, think)
@@ -154,13 +154,13 @@ def _take(
         delta = dict(choice.get("delta") or {})
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         text = delta.get("content") or choice.get("text") or ""
-        if (thought or text) and answer.first is None:
-            answer.first = time.perf_counter() - begun
+        if (thought or text) and answer.first_seconds is None:
+            answer.first_seconds = time.perf_counter() - begun
         if thought:
-            answer.thought = True
+            answer.has_reasoning = True
             think(thought)
         if text:
-            if answer.thought and not answer.text:
+            if answer.has_reasoning and not answer.text:
                 think("\n")
             answer.text += text
             show(text)

@@ -38,7 +38,7 @@ class CliParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As `ArgumentParser`, but unknown arguments are errors."""
         given = [*(sys.argv[1:] if args is None else args)]
-        self._refuse(given)
+        self._reject_foreign(given)
         found, left = super().parse_known_args(given, namespace)
         flags = [word for word in left if word.startswith("-") and word != "-"]
         if flags or (left and not self._words):
@@ -67,7 +67,7 @@ class CliParser(argparse.ArgumentParser):
         formatter.add_text(f"{self.prog} --help-all shows all {count} flags.")
         self._print_message(formatter.format_help(), file or sys.stdout)
 
-    def _refuse(self, given: Iterable[str]) -> None:
+    def _reject_foreign(self, given: Iterable[str]) -> None:
         """Rejects flags of other engines and names the equivalent."""
         known = self._option_string_actions
         for word in given:

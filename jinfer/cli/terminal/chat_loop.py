@@ -32,7 +32,7 @@ class ChatSession(ABC):
         ended: whether the user has ended the chat.
     """
 
-    mistakes: ClassVar[tuple[type[Exception], ...]] = (RequestError, SpecError)
+    caught: ClassVar[tuple[type[Exception], ...]] = (RequestError, SpecError)
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -66,7 +66,7 @@ class ChatSession(ABC):
                 run_command(self, text)
             elif text.strip():
                 self.answer(text)
-        except self.mistakes as error:
+        except self.caught as error:
             print(f"error: {error}", file=sys.stderr)
 
     def answered_messages(self) -> list[Message]:

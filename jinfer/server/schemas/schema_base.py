@@ -28,7 +28,7 @@ class Ignored:
         allowed: values that ask for the default behaviour, which are not reported.
     """
 
-    why: str
+    reason: str
     allowed: tuple[Any, ...] = ()
 
 
@@ -80,7 +80,7 @@ class RequestModel(BaseModel):
             return {name: one for name, one in value.items() if one is not None}
         return value
 
-    def given(self) -> dict[str, Any]:
+    def given_fields(self) -> dict[str, Any]:
         """The fields that were sent and are not null."""
         fields = [name for name in type(self).model_fields if name in self.model_fields_set]
         sent = {name: getattr(self, name) for name in fields}

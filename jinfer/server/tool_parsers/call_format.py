@@ -28,7 +28,7 @@ class ToolCallFormat:
 
     name: str
     marks: tuple[str, ...]
-    read: Callable[[IncrementalReader, DeltaCollector, Tools], Parse[None]]
+    parse: Callable[[IncrementalReader, DeltaCollector, Tools], Parse[None]]
     grammar: Callable[[LarkGrammar, Tools, str, bool], str]
     new_id: Callable[[], str] = new_call_id
     answer: Callable[[LarkGrammar, str], str] | None = None

@@ -96,7 +96,7 @@ def _message(
     kind = _kind(head, tools)
     if kind == "reasoning":
         mark = yield from reader.until(_ENDS, out.reasoning, take=False)
-        out.thought()
+        out.end_reasoning()
         return mark
     if kind != "content":
         yield from reader.space()

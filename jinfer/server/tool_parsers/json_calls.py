@@ -56,11 +56,11 @@ def parse_named_call(
     """Parses the arguments of a call to a known tool. Returns whether it is a call."""
     if name not in tools:
         return False
-    out.open(name)
+    out.begin_call(name)
     if (yield from parse_arguments(reader, out.arguments)):
-        out.done()
+        out.end_call()
         return True
-    out.failed(reader)
+    out.abort_call(reader)
     return False
 
 
@@ -173,7 +173,7 @@ class _Call:
         if key in _ARGUMENTS and not self._argued:
             if self._name is not None:
                 self._opened = True
-                self._out.open(self._name)
+                self._out.begin_call(self._name)
             sink = self._early.append if self._name is None else self._out.arguments
             self._argued = yield from parse_arguments(reader, sink)
             return self._argued
@@ -184,7 +184,7 @@ class _Call:
     def end(self, *, whole: bool) -> bool:
         """Ends the object, complete or not."""
         if self._opened and not self._argued:
-            self._out.failed(self._reader)
+            self._out.abort_call(self._reader)
             return False
         cut = self._reader.cut and not (whole or self._argued)
         if self._name is None or self._name not in self._tools:
@@ -192,10 +192,10 @@ class _Call:
         if not (whole or self._argued or cut):
             return False
         if not self._opened:
-            self._out.open(self._name)
+            self._out.begin_call(self._name)
             self._out.arguments("".join(self._early) or ("" if cut else "{}"))
         if cut:
-            self._out.failed(self._reader)
+            self._out.abort_call(self._reader)
             return False
-        self._out.done()
+        self._out.end_call()
         return True

@@ -55,13 +55,13 @@ class DeltaCollector:
         self._reasoning += shown
         self._thought_gap = text[len(shown) :]
 
-    def thought(self) -> None:
+    def end_reasoning(self) -> None:
         """Ends a reasoning block."""
         self._thought_gap = ""
         self._parted = "" if self._trim_thought else "\n\n"
         self._trim = self._trim_thought = True
 
-    def open(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """Begins a call."""
         self._dropped, self._gap = self._gap, ""
         self._index += 1
@@ -72,13 +72,13 @@ class DeltaCollector:
         if text:
             self._add(ToolCallDelta(self._index, arguments=text))
 
-    def done(self) -> None:
+    def end_call(self) -> None:
         """Ends a complete call."""
         self._add(ToolCallDelta(self._index, end="done"))
         self._whole += 1
         self._dropped, self._trim = "", True
 
-    def failed(self, reader: IncrementalReader) -> None:
+    def abort_call(self, reader: IncrementalReader) -> None:
         """Ends an incomplete call: cut by the limit, or no call, whose text becomes content."""
         if reader.cut:
             self._add(ToolCallDelta(self._index, end="cut"))
@@ -105,7 +105,7 @@ class DeltaCollector:
         self._reasoning += self._thought_gap
         self._gap = self._thought_gap = ""
 
-    def take(self) -> OutputDelta:
+    def deltas(self) -> OutputDelta:
         """Returns what was collected since the last time."""
         delta = OutputDelta(self._content, self._reasoning, tuple(_joined(self._calls)))
         self._content, self._reasoning, self._calls = "", "", []
@@ -147,11 +147,11 @@ class ToolCallParser:
         """Parses more text; returns what is certain."""
         self._reader.feed(text)
         next(self._reading, None)
-        return self._output.take()
+        return self._output.deltas()
 
     def finish(self, cut: bool = False) -> OutputDelta:
         """Parses the rest, at the end of the answer."""
         self._reader.ended, self._reader.cut = True, cut
         next(self._reading, None)
         self._output.end()
-        return self._output.take()
+        return self._output.deltas()

@@ -55,7 +55,7 @@ def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
     name = yield from _name(reader)
     if name is None or name not in tools:
         return False
-    out.open(name)
+    out.begin_call(name)
     return (yield from parse_tagged_arguments(reader, out, tools[name], FUNCTION_END, _key, _value))
 
 

@@ -33,7 +33,7 @@ class ReasoningFormat:
             return "open"
         return "closed" if prompt.endswith(self.end) else "free"
 
-    def read(
+    def parse(
         self, reader: IncrementalReader, out: DeltaCollector, state: ReasoningState
     ) -> Parse[None]:
         """Parses the reasoning at the beginning of an answer, if any."""
@@ -45,7 +45,7 @@ class ReasoningFormat:
             out.content(reader.raw())
             return
         yield from reader.until((self.end,), out.reasoning)
-        out.thought()
+        out.end_reasoning()
 
     def grammar(self, lark: LarkGrammar, state: ReasoningState) -> str:
         """The grammar rule of reasoning, where it may come."""

@@ -42,8 +42,8 @@ class CallShape:
         null_content: missing content is None, not "".
     """
 
-    text: bool = False
-    empty: bool = False
+    json_text: bool = False
+    null_content: bool = False
 
 
 @lru_cache(maxsize=32)
@@ -108,11 +108,11 @@ def _shaped(message: dict[str, Any], way: CallShape, short_ids: bool) -> dict[st
     calls = []
     for call in message["tool_calls"]:
         function = dict(call["function"])
-        if way.text and not isinstance(function["arguments"], str):
+        if way.json_text and not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         id = _short(call["id"]) if short_ids and call["id"] else call["id"]
         calls.append({**call, "id": id, "function": function})
-    content = None if way.empty and not message["content"] else message["content"]
+    content = None if way.null_content and not message["content"] else message["content"]
     return {**message, "content": content, "tool_calls": calls}
 
 

@@ -62,7 +62,7 @@ def parse_tagged_arguments(
         yield from reader.space()
         if (yield from reader.starts(end)):
             out.arguments("}" if known else "{}")
-            out.done()
+            out.end_call()
             reader.mark()
             return True
         name = yield from key(reader)
@@ -72,7 +72,7 @@ def parse_tagged_arguments(
         known.add(name)
         if not (yield from value(reader, out, schemas.get(name))):
             break
-    out.failed(reader)
+    out.abort_call(reader)
     return False
 
 

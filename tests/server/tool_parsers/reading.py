@@ -40,7 +40,7 @@ def parser(
 ) -> OutputParser:
     """A parser whose calls have no names, so that results can be compared."""
     output = DeltaCollector(lambda: "id", most)
-    return ToolCallParser(lambda reader, out: format.read(reader, out, tools), output, bound=bound)
+    return ToolCallParser(lambda reader, out: format.parse(reader, out, tools), output, bound=bound)
 
 
 def read(parser: OutputParser, pieces: Iterable[str], *, cut: bool = False) -> Read:

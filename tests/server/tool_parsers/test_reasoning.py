@@ -30,8 +30,8 @@ CASES: list[tuple[ReasoningState, str, str, str, list[tuple[str, str]]]] = [
 
 def parser(state: ReasoningState) -> ToolCallParser:
     def reading(reader: IncrementalReader, out: DeltaCollector) -> Parse[None]:
-        yield from THINK.read(reader, out, state)
-        yield from HERMES.read(reader, out, TOOLS)
+        yield from THINK.parse(reader, out, state)
+        yield from HERMES.parse(reader, out, TOOLS)
 
     return ToolCallParser(reading, DeltaCollector(lambda: "id"))
 

@@ -58,9 +58,9 @@ SHORT_IDS += "{{ raise_exception('ids') }}{% endif %}{% endfor %}" + TO_JSON
     ("source", "way"),
     [
         (TO_JSON, CallShape()),
-        (AS_TEXT, CallShape(text=True)),
+        (AS_TEXT, CallShape(json_text=True)),
         (AS_TAGS, CallShape()),
-        (WITHOUT_CONTENT, CallShape(text=True, empty=True)),
+        (WITHOUT_CONTENT, CallShape(json_text=True, null_content=True)),
         (EITHER, CallShape()),
         (WHOLE, CallShape()),
         (SHORT_IDS, CallShape()),
