@@ -31,7 +31,7 @@ def load(source: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     opened = open_model(source, overrides)
     model = build_abstract_model(opened.spec, opened.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jinfer.weights.storage_plan.faster_as_whole_numbers", lambda: False)
+        patch.setattr("jinfer.weights.storage_plan.f16_as_int_is_faster", lambda: False)
         plan = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     return dict(zip(model.names, load_weights.load(plan), strict=True))
 
