@@ -361,10 +361,10 @@ def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[Engine
             sides.append(replace(theirs, name=f"{PEER} {kind}", model=made))
         if not options.peer_type:
             sides.append(theirs)
-    if options.in_thread:
-        other = options.in_thread.resolve()
+    if options.beside:
+        other = options.beside.resolve()
         if not (other / "tools" / "bench_cpu.py").is_file():
-            raise OSError(f"--beside {options.in_thread}: is no checkout of jinfer")
+            raise OSError(f"--beside {options.beside}: is no checkout of jinfer")
         there = (python, "-m", "tools.bench_cpu", "--worker", OWN)
         sides.append(EngineUnderTest(f"{OWN} in {other.name}", there, passed, other))
     return sides

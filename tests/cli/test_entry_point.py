@@ -116,7 +116,7 @@ def test_ends_without_a_traceback(error: type[BaseException], tmp_path: Path) ->
     (tmp_path / "stops.py").write_text(f"def main(arguments):\n    raise {error.__name__}\n")
     script = (
         "import sys; from jinfer.cli import command_registry, entry_point\n"
-        "entry_point._NAMES['list'] = command_registry.Command('list', 'stops', '')\n"
+        "entry_point._NAMES['list'] = command_registry.Subcommand('list', 'stops', '')\n"
         "sys.argv[1:] = ['list']; entry_point.enter()"
     )
     done = subprocess.run(

@@ -318,9 +318,11 @@ def test_addresses_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stage_of_hosts_that_gloo_would_not_connect() -> None:
     """It is refused before anything is loaded, and only where gloo is needed."""
     devices = [SimpleNamespace(process_index=rank, platform="cpu") for rank in range(2)]
-    group: Any = SimpleNamespace(size=2, mute=collective_address.hostname_problem("203.0.113.7"))
+    group: Any = SimpleNamespace(
+        size=2, no_collectives=collective_address.hostname_problem("203.0.113.7")
+    )
     one, two, both = [
-        SimpleNamespace(site=SimpleNamespace(devices=each))
+        SimpleNamespace(device_group=SimpleNamespace(devices=each))
         for each in (devices[:1], devices[1:], devices)
     ]
     layers: Any = (one, two)

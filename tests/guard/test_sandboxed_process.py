@@ -69,8 +69,8 @@ def test_threads_get_their_own_answers(child: SandboxedProcess) -> None:
 
 def test_it_ends_with_the_process_that_asked() -> None:
     program = (
-        "from jinfer.guard.sandboxed_process import Child\n"
-        "child = Child('tests.guard.answers', memory=256 << 20, answer_bytes=1000)\n"
+        "from jinfer.guard.sandboxed_process import SandboxedProcess\n"
+        "child = SandboxedProcess('tests.guard.answers', memory=256 << 20, answer_bytes=1000)\n"
         "child.ask(1, 5)\n"
         "print(child._process.pid)\n"
         "import os\n"

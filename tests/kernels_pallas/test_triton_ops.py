@@ -8,7 +8,7 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it fails
 import kernels_pallas
 from jinfer.ops import gpu_backend as kernels
-print(kernels.kind())
+print(kernels.selected_backend())
 """
 
 

@@ -191,7 +191,7 @@ LATENT: Any = {
         (
             {"decoder__modules__attn__position__scaling": {"rope_type": "linear", "factor": 2}},
             {"position": {"scaling": "none"}},
-            "decoder.modules.attn.position.scaling: was Scaling(rope_type='linear'",
+            "decoder.modules.attn.position.scaling: was RopeScalingSpec(rope_type='linear'",
         ),
     ],
 )

@@ -168,8 +168,8 @@ def test_layers(layer: Callable[..., Array], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("_plain_products")
 def test_rows_that_nothing_reduces_are_prepared_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREPARED, "_LONG", 1)  # superblocks
-    monkeypatch.setattr(ROWS, "prepare", noting := Noting(ROWS.prepare))
+    monkeypatch.setattr(PREPARED, "_LONG_ROW", 1)  # superblocks
+    monkeypatch.setattr(ROWS, "prepare_rows", noting := Noting(ROWS.prepare_rows))
     check_layer(before, 5, jnp.float32, monkeypatch)
     assert noting.apart == [False, True, False, True] * (len(noting.apart) // 4)
 

@@ -103,7 +103,7 @@ def test_what_is_kept_exactly_stays(way: Any) -> None:
         whole = dequantize(codes, scale, base, format).reshape(len(weight), -1)[:, :INPUTS]
         return loss(weight, np.where(exact, moved, whole), H)
 
-    better = way(weight, H, codes, scale, base, format, damping=DAMPING, kept=kept)
+    better = way(weight, H, codes, scale, base, format, damping=DAMPING, outliers=kept)
     assert error(*better) < 0.97 * error(codes, scale, base)
 
 

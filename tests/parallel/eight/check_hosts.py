@@ -47,7 +47,7 @@ def test_tensors_of_other_stages_are_not_read(
     stages = make_stages(plan, opened.spec, found.model, jnp.dtype(opened.dtype))
     read.clear()
     here = property(lambda site: tuple(i for i, d in enumerate(site.devices) if d.id in own))
-    monkeypatch.setattr(DeviceGroup, "here", here)
+    monkeypatch.setattr(DeviceGroup, "local", here)
     leaves = load_stages(found, stages)
     layers = {f".{layer}." for layer in stages[stage].model.slice.layers["decoder"]}
     ends = {0: "embed_tokens", 1: "lm_head"}
@@ -86,8 +86,8 @@ def test_rows_of_other_devices_change_nothing(
     plan = partition_plan(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
     stages = make_stages(plan, opened.spec, found.model, dtype)
     whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
-    monkeypatch.setattr(DeviceGroup, "here", property(lambda site: (own,)))
-    monkeypatch.setattr(DeviceGroup, "joined", lambda site, parts, _: jax.device_put(parts[0]))
+    monkeypatch.setattr(DeviceGroup, "local", property(lambda site: (own,)))
+    monkeypatch.setattr(DeviceGroup, "join_shards", lambda site, parts, _: jax.device_put(parts[0]))
     alone = load_stages(found, stages)
     windows = [local_rows([(stages[0], source)]) for source in stages[0].model.sources]
     assert any(window is not None for window in windows)
