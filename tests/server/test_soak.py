@@ -260,7 +260,8 @@ def test_ten_thousand_random_requests_keep_no_stream_waiting() -> None:
         assert not [status for status in statuses if status >= 500 and status != 501]
         # They and the client share the processors with the streams, on a machine that may be busy.
         assert beside < 0.2 + 2 * alone
-        assert memory[-1] < memory[1] + (32 << 20)
+        # By the third part all pages of the cache have been written to.
+        assert memory[-1] < memory[3] + (32 << 20)
 
 
 @pytest.mark.soak
