@@ -20,7 +20,7 @@ type StageCaches = tuple[Any, ...]
 
 
 class Pipeline(Protocol):
-    """What a forward pass uses of `StagedPrograms`."""
+    """What a forward pass uses of `PipelinePrograms`."""
 
     timeline: Timeline | None
 
