@@ -254,7 +254,7 @@ inline float widened(uint16_t bits) {
   return float_of((bits & 0x7fffu) << 13) * 5.192296858534828e33f;  // 2^112
 }
 
-// F16 numbers as integers in blocks of 64: `whole_numbers` in jinfer/quant/f16_as_int.py.
+// F16 numbers as integers in blocks of 64: `quantize_f16` in jinfer/quant/f16_as_int.py.
 void repack_f16_row(const uint8_t* from, int64_t blocks, int64_t row, const Tiles& to) {
   constexpr int kBlock = 64, kBits = 13, kLeast = -24, kInfinite = 0x7c00;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23, whose last bit counts 1
