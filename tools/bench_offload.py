@@ -67,6 +67,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
         return found, time.perf_counter() - begun
 
     first, _ = answers(rows[:1])
+    started = time.perf_counter() - begun
     several, _ = answers(rows[:TOGETHER])
     answers(rows[TOGETHER : 2 * TOGETHER])  # compiled programs depend on arrival order
     _, took = answers(rows[2 * TOGETHER :])
@@ -77,6 +78,7 @@ def measure_split(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str,
     return {
         "tokens": [*first, *several],
         "load_seconds": loaded,
+        "first_answer_seconds": started,
         "tokens_per_second": ANSWER / alone,
         "tokens_per_second_together": TOGETHER * ANSWER / took,
         "bytes_in_use": stats.get("bytes_in_use", 0),
@@ -105,8 +107,11 @@ def in_a_process(source: str, keys: Mapping[str, Any], dtype: str) -> dict[str, 
     return found
 
 
-def compare(source: str, layers: int, dtype: str) -> dict[str, Any]:
-    """All splits, each with whether its tokens equal the device's alone."""
+def compare(source: str, layers: int, dtype: str, out: Path | None) -> dict[str, Any]:
+    """All splits, each with whether its tokens equal the device's alone.
+
+    Results are written after each split, so that an aborted run keeps those it has.
+    """
     found: dict[str, Any] = {}
     expected: Any = None
     for name, keys in splits(layers).items():
@@ -118,13 +123,15 @@ def compare(source: str, layers: int, dtype: str) -> dict[str, Any]:
         else:
             row["equal"] = tokens == expected
             said = "equal" if row["equal"] else "OTHER TOKENS"
+            started = f"first answer after {row['first_answer_seconds']:.0f} s"
             print(
                 f"{name:<34} {row['tokens_per_second']:8.1f} tokens/s, {TOGETHER} together "
                 f"{row['tokens_per_second_together']:8.1f}, {row['bytes_in_use'] / 2**20:8.0f} MiB "
-                f"on the device, {said}",
+                f"on the device, {started}, {said}",
                 flush=True,
             )
         found[name] = row
+        write(out, found)
     return found
 
 
@@ -152,8 +159,7 @@ def _run(options: argparse.Namespace) -> int:
     spec = resolve_model(open_files(options.source, {}), {})[0]
     if spec.decoder is None:
         raise CheckpointError(options.source, "has no decoder, whose layers could be divided")
-    found = compare(options.source, len(spec.decoder.layers), options.dtype)
-    write(options.json, found)
+    found = compare(options.source, len(spec.decoder.layers), options.dtype, options.json)
     return 0 if all(row.get("equal") for row in found.values()) else 1
 
 

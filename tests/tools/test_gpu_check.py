@@ -92,6 +92,7 @@ def test_splits_are_compared_with_the_device_alone(
     goldens: Path,
 ) -> None:
     rates = {"tokens_per_second": 1.0, "tokens_per_second_together": 2.0, "bytes_in_use": 1 << 20}
+    rates["first_answer_seconds"] = 3.0
 
     def in_a_process(source: str, keys: dict[str, object], dtype: str) -> dict[str, object]:
         if "cpu_layers" in keys:
@@ -106,4 +107,4 @@ def test_splits_are_compared_with_the_device_alone(
     assert found["embeddings on the host"]["equal"]
     assert not found["half of the layers streamed"]["equal"]
     assert found["2 layers on the host"] == {"error": "no room"}
-    assert "OTHER TOKENS" in capsys.readouterr().out
+    assert "first answer after 3 s, OTHER TOKENS" in capsys.readouterr().out
