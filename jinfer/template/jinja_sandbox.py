@@ -2,7 +2,8 @@
 
 Jinja's own sandbox protects Python's internals and the template's input, but does not stop a
 template that loops or grows without end. Here every loop, macro and call checks the clock, all
-output is counted, and whatever could grow in one step is checked first.
+output is counted, and whatever could grow in one step is checked first. (minijinja has a budget
+of its own, but prints 28 of the 186 reference renderings differently.)
 """
 
 # ruff: noqa: N802, N815 - Jinja finds the methods of a visitor by the names of its nodes
