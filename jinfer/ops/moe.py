@@ -50,21 +50,6 @@ class ExpertWeights(NamedTuple):
     fused: str = "none"
 
 
-def mixture_of_experts_reference(
-    x: Float[Array, "rows hidden"],
-    chosen: Int[Array, "rows top_k"],
-    weights: Float[Array, "rows top_k"],
-    experts: ExpertWeights,
-) -> Float[Array, "rows hidden"]:
-    """`mixture_of_experts` with every expert applied to every row."""
-    numbers = jnp.arange(experts.up.weight.shape[0])
-    each = lax.map(lambda expert: _feed_forward(x, experts, expert), numbers)
-    share = jnp.sum(jnp.where(_one_hot(chosen, numbers), weights[:, :, None], 0.0), axis=1)
-    exact = lax.Precision.HIGHEST
-    total = jnp.einsum("re,erh->rh", share, each.astype(jnp.float32), precision=exact)
-    return total.astype(x.dtype)
-
-
 def mixture_of_experts(
     x: Float[Array, "rows hidden"],
     chosen: Int[Array, "rows top_k"],
@@ -162,7 +147,7 @@ def _blockwise_feed_forward(
 
 def _sizes(expert_of: Int[Array, " pairs"], count: int) -> Int[Array, " experts"]:
     """How many pairs each expert has."""
-    return jnp.sum(_one_hot(expert_of, jnp.arange(count)), axis=0, dtype=jnp.int32)
+    return jnp.sum(expert_of[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
 
 
 class _ExpertBlocks:
@@ -202,7 +187,7 @@ def _feed_forward(
     x: Float[Array, "rows hidden"],
     experts: ExpertWeights,
     expert: Int[Array, ""],
-    own: Bool[Array, " rows"] | None = None,
+    own: Bool[Array, " rows"],
 ) -> Float[Array, "rows hidden"]:
     """The output of one expert; only rows marked in `own` count."""
 
@@ -211,8 +196,3 @@ def _feed_forward(
 
     gate = None if experts.gate is None else project(x, experts.gate)
     return project(experts.activation(gate, project(x, experts.up)), experts.down)
-
-
-def _one_hot(chosen: Int[Array, "*shape"], numbers: Int[Array, " experts"]) -> Array:
-    """One-hot encoding of `chosen`: [*shape, experts]."""
-    return chosen[..., None] == numbers.reshape((1,) * chosen.ndim + (-1,))

@@ -59,8 +59,8 @@ def descend(
     products = jnp.asarray(H.reshape(-1, block, len(H)))
 
     def some(rows: slice) -> list[np.ndarray]:
-        low = None if base is None else base[rows]
-        error, free = _start(values[rows], codes[rows], scale[rows], low, format, outliers, rows)
+        low, exact = (None if each is None else each[rows] for each in (base, outliers))
+        error, free = _start(values[rows], codes[rows], scale[rows], low, format, exact)
         lanes = [_lanes(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
         q = _lanes(codes[rows].reshape(len(error), -1).astype(np.float32) - zero, block)
         numbers = (scale[rows].T, None if low is None else low.T)
@@ -85,16 +85,14 @@ def _start(
     scale: np.ndarray,
     base: np.ndarray | None,
     format: QuantFormat,
-    kept: np.ndarray | None,
-    rows: slice,
+    exact: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Errors, and 1 for weights that may change, 0 for others."""
     outputs, inputs = values.shape
     whole = dequantize(codes, scale, base, format).reshape(outputs, -1)[:, :inputs]
     error = whole - values
-    if kept is None:
+    if exact is None:
         return error, np.ones_like(error)
-    exact = kept[rows]
     error = np.where(np.isnan(exact), error, exact - values)
     return error, np.isnan(exact).astype(np.float32)
 
@@ -223,51 +221,3 @@ def _ratio(above: Array, below: Array, where: Array) -> Array:
 def _fp16(numbers: Array) -> Array:
     limit = float(jnp.finfo(jnp.float16).max)
     return jnp.clip(numbers, -limit, limit).astype(jnp.float16)
-
-
-def descend_reference(
-    values: np.ndarray,
-    hessian: np.ndarray,
-    codes: np.ndarray,
-    scale: np.ndarray,
-    base: np.ndarray | None,
-    format: QuantFormat,
-    *,
-    damping: float,
-    outliers: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The same in NumPy, each number computed from the definition of the loss."""
-    outputs, inputs = values.shape
-    H = damped_hessian(hessian, damping).astype(np.float64)
-    error, free = _start(values, codes, scale, base, format, outliers, slice(None))
-    error, free = error.astype(np.float64), free.astype(np.float64)
-    zero = format.zero if base is None else 0
-    q = codes.reshape(outputs, -1)[:, :inputs].astype(np.float64) - zero
-    scale = scale.copy()
-    low = np.zeros_like(scale) if base is None else base.copy()
-    for begin in [*range(0, inputs, format.block)] * ROUNDS:
-        n, part = begin // format.block, slice(begin, begin + format.block)
-        for row in range(outputs):
-            ways = [q[row, part] * free[row, part]]
-            ways += [] if base is None else [free[row, part]]
-            basis = np.zeros((len(ways), inputs))
-            basis[:, part] = ways
-            normal = basis @ H @ basis.T
-            if np.linalg.det(normal) <= 1e-6 * np.prod(np.diag(normal)):
-                continue
-            more = np.append(np.linalg.solve(normal, -basis @ H @ error[row]), 0)
-            numbers = np.array([scale[row, n], low[row, n]], np.float64)
-            stored = (numbers + more[:2]).astype(np.float16)
-            change = (stored - numbers)[: len(ways)] @ basis
-            if (2 * error[row] + change) @ H @ change < 0:
-                error[row] += change
-                scale[row, n], low[row, n] = stored
-        step = scale[:, n].astype(np.float64)
-        inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)
-        for j in range(begin, min(begin + format.block, inputs)):
-            best = q[:, j] - error @ H[j] / H[j, j] * inverse
-            nearest = np.clip(np.rint(best), -zero, format.levels - 1 - zero)
-            error[:, j] += (nearest - q[:, j]) * step * free[:, j]
-            q[:, j] = nearest
-    found = split_into_blocks((q + zero).astype(np.uint8), format.block)
-    return found, scale, None if base is None else low

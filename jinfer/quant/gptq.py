@@ -26,7 +26,7 @@ from jax import Array, lax
 from jinfer.matmul_precision import matmul
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.cholesky import cholesky
-from jinfer.quant.round_to_nearest import dequantize, nearest_codes, split_into_blocks
+from jinfer.quant.round_to_nearest import nearest_codes
 from jinfer.quant.row_blocks import map_row_blocks
 from jinfer.quant.scale_search import block_weights, dequantized, numbers
 
@@ -201,54 +201,3 @@ def factor_hessian(hessian: np.ndarray, inputs: int, block: int, damping: float)
     upper = np.eye(len(padded))
     upper[np.ix_(at, at)] = R
     return HessianFactor(upper, places)
-
-
-def quantize_gptq_reference(
-    values: np.ndarray,
-    hessian: np.ndarray,
-    format: QuantFormat,
-    *,
-    exact: np.ndarray | None = None,
-    damping: float = DAMPING,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """The same, column by column in NumPy, with the inverse of R: errors are propagated at once."""
-    outputs, inputs = values.shape
-    block = format.block
-    factored, places = factor_hessian(hessian, inputs, block, damping)
-    upper = np.linalg.inv(factored).astype(np.float32)
-    kept = np.zeros(values.shape, bool) if exact is None else exact
-    moved = values.copy()
-    blocks = len(places) // block
-    scale, base = (np.zeros((outputs, blocks), np.float16) for _ in range(2))
-    for begin in range(0, len(places), block):
-        columns = [c for c in places[begin : begin + block] if c < inputs]
-        part = slice(begin, begin + len(columns))
-        here = np.repeat(moved[:, columns[:1]], block, axis=1)  # padding widens no range
-        here[:, : len(columns)] = moved[:, columns]
-        fixed = np.zeros(here.shape, bool)
-        fixed[:, : len(columns)] = kept[:, columns]
-        weights = np.zeros(block)
-        weights[: len(columns)] = np.diag(upper)[part] ** -2.0
-        found = numbers(
-            _without(jnp.asarray(here.T), jnp.asarray(fixed.T)),
-            jnp.asarray(block_weights(weights, block)[0][:, None]),
-            format,
-        )
-        step, bottom = (np.asarray(each)[:, None] for each in found)
-        n = columns[0] // block
-        scale[:, n], base[:, n] = step[:, 0], bottom[:, 0]
-        low = None if format.symmetric else bottom
-        for i, column in enumerate(columns):
-            now = moved[:, column, None, None]
-            q = nearest_codes(now, step, low, format)
-            error = (now - dequantize(q, step, low, format))[:, 0, 0]
-            error[kept[:, column]] = 0
-            after = places[begin + i + 1 :]
-            coupling = upper[begin + i, begin + i + 1 :] / upper[begin + i, begin + i]
-            real = after < inputs
-            moved[:, after[real]] -= error[:, None] * coupling[real]
-    bases = None if format.symmetric else base
-    whole = np.pad(moved, ((0, 0), (0, -inputs % block)))
-    codes = nearest_codes(split_into_blocks(whole, block), scale, bases, format)
-    codes.reshape(outputs, -1)[:, inputs:] = 0
-    return codes, scale, bases, moved

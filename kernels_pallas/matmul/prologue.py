@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,10 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.matmul.round_fp16 import round_rows, row_scale
-from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
+from kernels_pallas.matmul.round_fp16 import row_scale
+from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 LONGEST = 1 << 15  # max width of a row in registers
 _SUPERBLOCK = 1024
@@ -127,39 +124,6 @@ def prepare_rows(
     x = x.reshape(rows, superblocks, like.per_code * 16, 2 * like.columns)
     factors = factors.reshape(rows, superblocks) if apart else factors
     return PreparedRows(x, factors), tuple(other.reshape(rows, width) for other in others)
-
-
-def prepare_rows_reference(
-    operands: Sequence[PrologueOperand],
-    compute: Compute,
-    rows: int,
-    like: PackedMatrix,
-    *,
-    apart: bool = False,
-) -> tuple[Float[Array, "rows superblocks slices places"], Array, Sequence[Array]]:
-    """`prepare_rows` in XLA operations."""
-    shapes = {"full": (rows, -1), "row": (rows, 1), "vector": (1, -1), "one": (1, 1)}
-
-    def value(operand: PrologueOperand) -> Array:
-        if operand.kind == "parts":
-            return jnp.sum(operand.array[:, :rows], axis=0)
-        return jnp.reshape(operand.array, shapes[operand.kind])
-
-    full = (rows, like.inputs)
-
-    def reduced(function: Any, x: Array) -> Array:
-        return function(jnp.broadcast_to(x, full), axis=1, keepdims=True)
-
-    reductions = Reductions(*(functools.partial(reduced, one) for one in (jnp.sum, jnp.max)))
-    x, *others = compute([value(operand) for operand in operands], reductions)
-    x, others = jnp.broadcast_to(x, full), [jnp.broadcast_to(other, full) for other in others]
-    if not apart:
-        x16, factors = round_rows(x)
-        return arrange_inputs(x16, like), factors, others
-    padded = jnp.pad(x, ((0, 0), (0, like.padded_inputs - like.inputs)))
-    x16, factors = round_rows(padded.reshape(-1, _SUPERBLOCK))
-    x16 = x16.reshape(rows, -1)[:, : like.inputs]
-    return arrange_inputs(x16, like), factors.reshape(rows, -1), others
 
 
 class OperandForm(NamedTuple):

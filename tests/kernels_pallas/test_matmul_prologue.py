@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,14 @@ from jax import Array
 
 from jinfer.modelspec.quant_format import QuantFormat
 from kernels_pallas.matmul.prologue import (
+    Compute,
     PrologueOperand,
     Reductions,
     identity,
     prepare_rows,
-    prepare_rows_reference,
 )
+from kernels_pallas.matmul.round_fp16 import round_rows
+from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from tests.arrays import on_device
 from tests.kernels_pallas.helpers import random_rows
 from tests.kernels_pallas.targets import shapes
@@ -32,6 +35,39 @@ def residual(values: Sequence[Array], rows: Reductions) -> list[Array]:
     y = y - rows.sum(y) / width
     y = y * jax.lax.rsqrt(rows.sum(y * y) / width + 1e-5)
     return [y * weight + bias, x]
+
+
+def prepare_rows_reference(
+    operands: Sequence[PrologueOperand],
+    compute: Compute,
+    rows: int,
+    like: PackedMatrix,
+    *,
+    apart: bool = False,
+) -> tuple[Array, Array, Sequence[Array]]:
+    """`prepare_rows` in XLA operations."""
+    shapes = {"full": (rows, -1), "row": (rows, 1), "vector": (1, -1), "one": (1, 1)}
+
+    def value(operand: PrologueOperand) -> Array:
+        if operand.kind == "parts":
+            return jnp.sum(operand.array[:, :rows], axis=0)
+        return jnp.reshape(operand.array, shapes[operand.kind])
+
+    full = (rows, like.inputs)
+
+    def reduced(function: Any, x: Array) -> Array:
+        return function(jnp.broadcast_to(x, full), axis=1, keepdims=True)
+
+    reductions = Reductions(*(functools.partial(reduced, one) for one in (jnp.sum, jnp.max)))
+    x, *others = compute([value(operand) for operand in operands], reductions)
+    x, others = jnp.broadcast_to(x, full), [jnp.broadcast_to(other, full) for other in others]
+    if not apart:
+        x16, factors = round_rows(x)
+        return arrange_inputs(x16, like), factors, others
+    padded = jnp.pad(x, ((0, 0), (0, like.padded_inputs - like.inputs)))
+    x16, factors = round_rows(padded.reshape(-1, 1024))
+    x16 = x16.reshape(rows, -1)[:, : like.inputs]
+    return arrange_inputs(x16, like), factors.reshape(rows, -1), others
 
 
 def gate(values: Sequence[Array], _: Reductions) -> list[Array]:

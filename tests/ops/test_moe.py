@@ -20,8 +20,8 @@ from jinfer.ops.backend import target_platform
 from jinfer.ops.moe import (
     ExpertProjection,
     ExpertWeights,
+    _feed_forward,
     mixture_of_experts,
-    mixture_of_experts_reference,
 )
 from jinfer.quant.quantize_matrix import quantize
 from tests.arrays import on_device
@@ -30,6 +30,21 @@ from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import Floats, linear, relu, silu
 
 HIDDEN, WIDTH = 6, 5
+
+
+def mixture_of_experts_reference(
+    x: Array, chosen: Array, weights: Array, experts: ExpertWeights
+) -> Array:
+    """`mixture_of_experts` with every expert applied to every row."""
+    numbers, every = jnp.arange(experts.up.weight.shape[0]), jnp.ones(len(x), bool)
+    each = jax.lax.map(lambda expert: _feed_forward(x, experts, expert, every), numbers)
+    is_chosen = chosen[:, :, None] == numbers[None, None]
+    share = jnp.sum(jnp.where(is_chosen, weights[:, :, None], 0.0), axis=1)
+    exact = jax.lax.Precision.HIGHEST
+    total = jnp.einsum("re,erh->rh", share, each.astype(jnp.float32), precision=exact)
+    return total.astype(x.dtype)
+
+
 BOTH = pytest.mark.parametrize("function", [mixture_of_experts_reference, mixture_of_experts])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.coordinate_descent import descend, descend_reference
+from jinfer.quant.coordinate_descent import descend
 from jinfer.quant.gptq import DAMPING, quantize_gptq
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import (
@@ -15,6 +15,7 @@ from jinfer.quant.round_to_nearest import (
     nearest_numbers,
     split_into_blocks,
 )
+from tests.quant.reference import descend_reference
 from tests.quant.test_gptq import INPUTS, correlated
 
 WAYS = [descend, descend_reference]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jinfer.quant import parse_format
-from jinfer.quant.gptq import DAMPING, quantize_gptq, quantize_gptq_reference
+from jinfer.quant.gptq import DAMPING, quantize_gptq
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import dequantize
+from tests.quant.reference import quantize_gptq_reference
 
 OUTPUTS, INPUTS = 48, 200  # the last block is not whole
 WAYS = [quantize_gptq, quantize_gptq_reference]

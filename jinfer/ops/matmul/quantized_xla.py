@@ -1,4 +1,4 @@
-"""Quantized matmul in XLA operations: the reference, and fallbacks for any machine.
+"""Quantized matmul in XLA operations: fallbacks for any machine.
 
 On a GPU without kernels a matrix is dequantized as a whole; the rest is written for XLA:CPU.
 
@@ -28,18 +28,10 @@ _FEW_ROWS = 8  # above, dequantizing once is cheaper than for every row
 _DECODED_BYTES = 1 << 20  # of float32 weights at a time, to stay in the L2 cache
 
 
-def quantized_matmul_reference(
-    x: Float[Array, "rows inputs"], weight: QuantizedTensor
-) -> Float[Array, "rows outputs"]:
-    """x @ weight.T in float32, with the whole matrix dequantized."""
-    exact = lax.Precision.HIGHEST
-    return jnp.dot(x.astype(jnp.float32), weight.dequantize().T, precision=exact)
-
-
 def quantized_matmul_xla(
     x: Float[Array, "rows inputs"], weight: QuantizedTensor
 ) -> Float[Array, "rows outputs"]:
-    """The same in plain XLA, for machines without custom calls or kernels.
+    """x @ weight.T in plain XLA, for machines without custom calls or kernels.
 
     Activations stay in float32 whatever `weight.activations` is.
     """
