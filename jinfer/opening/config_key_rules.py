@@ -16,7 +16,6 @@ from jinfer.modelspec.blocks import (
     AlibiSpec,
     AttentionSpec,
     Block,
-    DisentangledSpec,
     GatedMLPSpec,
     LayerNormSpec,
     MLPSpec,
@@ -27,8 +26,8 @@ from jinfer.modelspec.blocks import (
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
 
-# Whether a model does what a value says, given all of the file's keys.
-type Rule = Callable[[Any, Mapping[str, Any], ModelSpec], bool]
+# Whether a model does what a value says.
+type Rule = Callable[[Any, ModelSpec], bool]
 
 _NAME = re.compile(r"\w+")
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e-?\d+)?")
@@ -74,7 +73,8 @@ def _numbers(spec: ModelSpec) -> list[float]:
     return named + [float(text) for each in formulas for text in _NUMBER.findall(each.text)]
 
 
-def _near(value: Any, other: Any) -> bool:
+def near(value: Any, other: Any) -> bool:
+    """Whether numbers are equal but for rounding; other values, whether they are equal."""
     if isinstance(value, float) and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-6)  # GGUF has float32
     return bool(value == other)
@@ -82,47 +82,65 @@ def _near(value: Any, other: Any) -> bool:
 
 def usual(*values: Any) -> Rule:
     """Values that change nothing; what is off never does."""
-    return lambda value, config, spec: not value or value in values
+    return lambda value, spec: not value or value in values
 
 
-def is_factor(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def if_on(test: Callable[[ModelSpec], Any]) -> Rule:
+    """What a switch says if it is on."""
+    return lambda value, spec: not value or bool(test(spec))
+
+
+def exactly_if(test: Callable[[ModelSpec], bool]) -> Rule:
+    """What a switch says, on or off."""
+    return lambda value, spec: bool(value) == test(spec)
+
+
+def of_some_rope(test: Callable[[Any, RopeSpec], bool]) -> Rule:
+    """What a value says of rotary positions, if there are any."""
+
+    def rule(value: Any, spec: ModelSpec) -> bool:
+        ropes = _ropes(spec)
+        return not ropes or any(test(value, rope) for rope in ropes)
+
+    return rule
+
+
+def is_factor(value: Any, spec: ModelSpec) -> bool:
     """Whether a number is 1 or off, or formulas multiply by it, or divide."""
     if not value or value == 1:
         return True
-    return any(_near(float(value), n) or _near(1 / float(value), n) for n in _numbers(spec))
+    return any(near(float(value), n) or near(1 / float(value), n) for n in _numbers(spec))
 
 
-def bounds(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def bounds(value: Any, spec: ModelSpec) -> bool:
     """Whether scores or logits are bounded by it, by an attention or in a formula."""
     known = [*values_of(spec, "softcap"), *_numbers(spec)]
-    return not value or any(_near(float(value), each) for each in known if each is not None)
+    return not value or any(near(float(value), each) for each in known if each is not None)
 
 
 def is_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
     """A value that a block of the model has in one of these fields, or no block has them at all."""
 
-    def rule(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    def rule(value: Any, spec: ModelSpec) -> bool:
         built = values_of(spec, *names, of=of)
-        return (of is not object and not built) or any(_near(value, each) for each in built)
+        return (of is not object and not built) or any(near(value, each) for each in built)
 
     return rule
 
 
 def off_or_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
     """Nothing, or a value that a block of the model has in one of these fields."""
-    return lambda value, config, spec: (
-        not value or any(_near(value, each) for each in values_of(spec, *names, of=of))
+    return lambda value, spec: (
+        not value or any(near(value, each) for each in values_of(spec, *names, of=of))
     )
 
 
 def has(field: str) -> Rule:
     """Off, or an attention of the model has something in this field."""
-    return lambda value, config, spec: (
-        not value or any(part not in (None, False) for part in values_of(spec, field))
-    )
+    return if_on(lambda spec: values_of(spec, field) - {None, False})
 
 
-def same_activation(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_activation(value: Any, spec: ModelSpec) -> bool:
     """Whether a block has it. Files say gelu and mean its tanh form, so these are one."""
     name = ACTIVATION_ALIASES.get(value, value) if isinstance(value, str) else value
     built = {str(each).removesuffix("_tanh") for each in values_of(spec, "activation", "function")}
@@ -131,19 +149,14 @@ def same_activation(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> b
     return str(name).removesuffix("_tanh") in built or "clamped_swiglu" in built
 
 
-def same_window(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether a window is out of use, beyond any text, or that of a layer.
+def same_window(value: Any, spec: ModelSpec) -> bool:
+    """Whether a window is off, beyond any text, or that of a layer.
 
     Encoders count one half of it to either side.
     """
-    reach, types = spec.dims.get("context"), config.get("layer_types")
-    if not value or config.get("use_sliding_window") is False:
-        return True
-    if isinstance(types, list) and types and "sliding_attention" not in types:
-        return True
-    if not isinstance(value, int | float):
-        return False
-    built = values_of(spec, "window")
+    if not value or not isinstance(value, int | float):
+        return not value
+    reach, built = spec.dims.get("context"), values_of(spec, "window")
     halved = value // 2 + 1 if spec.decoder is None else value
     return (reach is not None and value >= reach) or value in built or halved in built
 
@@ -160,7 +173,7 @@ def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
 _WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
 
 
-def same_layers(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_layers(value: Any, spec: ModelSpec) -> bool:
     """Whether those layers have a window that are said to, in the words of transformers.
 
     The value is a word for each layer; GPT-Neo's list of words and how often they come; or GGUF's
@@ -181,13 +194,13 @@ def same_layers(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return said == [None if attn is None else attn.window is not None for attn in built]
 
 
-def same_rotated_layers(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_rotated_layers(value: Any, spec: ModelSpec) -> bool:
     """Whether those layers rotate whose number is not 0 (which `no_rope_layers` says)."""
     rotates = [attn is not None and attn.position is not None for attn in _attentions(spec)]
     return not value or spec.follows is not None or [bool(each) for each in value] == rotates
 
 
-def same_scaling(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_scaling(value: Any, spec: ModelSpec) -> bool:
     """Whether positions are stretched by the rule that a name or a table says."""
     table = value if isinstance(value, Mapping) else {"type": value}
     name = table.get("rope_type", table.get("type"))
@@ -201,14 +214,14 @@ def same_scaling(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool
 def same_stretch(field: str) -> Rule:
     """Whether a number of a table of scaling is built, or positions are not stretched at all."""
 
-    def rule(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+    def rule(value: Any, spec: ModelSpec) -> bool:
         built = [getattr(rope.scaling, field) for rope in _ropes(spec) if rope.scaling]
-        return not built or any(_near(value, each) for each in built)
+        return not built or any(near(value, each) for each in built)
 
     return rule
 
 
-def same_positions(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_positions(value: Any, spec: ModelSpec) -> bool:
     """Whether positions are of the kind of a word: "rope_gptj", "rotary", "alibi", "absolute"."""
     word = str(value)
     kinds = {"rope": RopeSpec, "rota": RopeSpec, "alib": AlibiSpec}
@@ -218,13 +231,7 @@ def same_positions(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bo
     return kind is not None and any(isinstance(part, kind) for part in _positions(spec))
 
 
-def turns(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Without rotary positions it does not matter how they turn."""
-    ropes = _ropes(spec)
-    return not ropes or any(_near(value, rope.theta) for rope in ropes)
-
-
-def same_share(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_share(value: Any, spec: ModelSpec) -> bool:
     """Whether that share of each head is rotated."""
     attentions = [block for block in _blocks(spec) if isinstance(block, AttentionSpec)]
     shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, RopeSpec)]
@@ -232,67 +239,30 @@ def same_share(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return (usual and value is not False) or any(int(size * value) == dim for dim, size in shares)
 
 
-def same_dim(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether that many dimensions of a head are rotated."""
-    ropes = _ropes(spec)
-    return not ropes or any(value == rope.dim for rope in ropes)
-
-
-def same_pairs(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether neighbours are rotated together."""
-    ropes = _ropes(spec)
-    return not ropes or any((rope.pairs == "adjacent") == bool(value) for rope in ropes)
-
-
-def usual_query_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def usual_query_scale(value: Any, spec: ModelSpec) -> bool:
     """Whether scores are divided by the root of a number (`query_pre_attn_scalar`)."""
     if value == spec.dims.get("head_dim"):
         return True
     is_size = isinstance(value, int | float) and 0 < value < 1e30
-    return is_size and any(_near(value**-0.5, scale) for scale in values_of(spec, "scale") if scale)
+    return is_size and any(near(value**-0.5, scale) for scale in values_of(spec, "scale") if scale)
 
 
-def same_scale(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_scale(value: Any, spec: ModelSpec) -> bool:
     """Whether scores are multiplied by it; none built is 1 / sqrt(head_dim)."""
     usual = spec.dims.get("head_dim", 1) ** -0.5
     scales = values_of(spec, "scale", of=AttentionSpec)
-    return any(_near(float(value), usual if each is None else each) for each in scales)
+    return any(near(float(value), usual if each is None else each) for each in scales)
 
 
-def scaled_scores(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether scores are divided by the root of a head's size if, and only if, a key says so."""
-    return bool(value) == (values_of(spec, "scale", of=AttentionSpec) != {1.0})
-
-
-def alibi(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether attention has linear biases if, and only if, a key says so."""
-    return bool(value) == any(isinstance(part, AlibiSpec) for part in _positions(spec))
-
-
-def disentangled(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether attention has vectors of distances if, and only if, a key says so."""
-    return bool(value) == any(isinstance(part, DisentangledSpec) for part in _positions(spec))
-
-
-def both_ways(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def both_ways(value: Any, spec: ModelSpec) -> bool:
     """DeBERTa's kinds of distances: a list, or words between bars; both are built."""
     words = value.split("|") if isinstance(value, str) else value
     return isinstance(words, list) and sorted(map(str, words)) == ["c2p", "p2c"]
 
 
-def causal(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether tokens see those before them only."""
-    return not value or spec.decoder is not None
-
-
-def not_causal(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether tokens see those after them if a key says so."""
-    return not value or spec.decoder is None
-
-
-def is_parallel(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def is_parallel(spec: ModelSpec) -> bool:
     """Whether a line of a layer's formula calls an attention and a feed-forward."""
-    return not value or any(
+    return any(
         {"attention", "feed"}
         <= {_sort(dict(layer.modules).get(name)) for name in _NAME.findall(line)}
         for layer in layers_of(spec)
@@ -305,7 +275,7 @@ def _sort(block: Block | None) -> str:
     return "feed" if feed else "attention" if isinstance(block, AttentionSpec) else ""
 
 
-def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def norm_before(value: Any, spec: ModelSpec) -> bool:
     """Whether a branch begins with its norm if, and only if, a key says so."""
     first = next(iter(layers_of(spec)), None)
     if first is None:
@@ -315,27 +285,19 @@ def norm_before(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return bool(value) != bool(after.search(first.wiring.text))
 
 
-def same_norm(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_norm(value: Any, spec: ModelSpec) -> bool:
     """Whether there are RMS norms if, and only if, a word or a switch says so."""
     says = "rms" in value if isinstance(value, str) else bool(value)
     return says == any(isinstance(block, RMSNormSpec) for block in _blocks(spec))
 
 
-def is_hidden(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether it is the width of the hidden states."""
-    return bool(value == spec.dims.get("hidden"))
+def has_positions(kind: type) -> Callable[[ModelSpec], bool]:
+    """Whether a model has positions of a kind."""
+    return lambda spec: any(isinstance(part, kind) for part in _positions(spec))
 
 
-def is_on(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether a switch is on."""
-    return bool(value)
-
-
-def rotates(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether positions are rotated if a key says so."""
-    return not value or bool(_ropes(spec))
-
-
-def sees_all(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
-    """Whether tokens see those after them if a switch that makes attention causal is off."""
-    return bool(value) or spec.decoder is None
+# Scores are divided by the root of a head's size.
+scaled_scores = exactly_if(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
+# Tokens see those before them only; those after them too.
+causal = if_on(lambda spec: spec.decoder is not None)
+not_causal = if_on(lambda spec: spec.decoder is None)

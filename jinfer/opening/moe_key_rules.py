@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jinfer.modelspec.blocks import MoESpec
@@ -10,7 +9,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.opening.config_key_rules import layers_of, values_of
 
 
-def same_scoring(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_scoring(value: Any, spec: ModelSpec) -> bool:
     """Whether experts are scored so; GGUF numbers the functions, dots1 says how it chooses."""
     names = {"1": "softmax", "2": "sigmoid", "noaux_tc": "sigmoid"}
     return not value or names.get(str(value), str(value)) in (
@@ -18,7 +17,7 @@ def same_scoring(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool
     )
 
 
-def same_choice(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def same_choice(value: Any, spec: ModelSpec) -> bool:
     """Whether experts are chosen by that method, in DeepSeek's words."""
     if True in values_of(spec, "correction_bias"):
         return not value or value == "noaux_tc"
@@ -40,14 +39,14 @@ def _dense(spec: ModelSpec) -> list[bool]:
     return [] if all(dense) else dense
 
 
-def first_dense(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def first_dense(value: Any, spec: ModelSpec) -> bool:
     """Whether that many layers at the beginning have no experts, and no more."""
     dense = _dense(spec)
     first = dense.index(False) if dense else 0
     return not dense or min(value, len(dense)) == first
 
 
-def every_dense(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def every_dense(value: Any, spec: ModelSpec) -> bool:
     """Whether experts are in every so-and-so-many-th layer, or in those that a list says.
 
     The list has 0 or "dense" for layers without.
@@ -59,12 +58,12 @@ def every_dense(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
     return value in (0, 1) or len({i % value for i in sparse}) <= 1
 
 
-def these_dense(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def these_dense(value: Any, spec: ModelSpec) -> bool:
     """Whether the layers of those numbers have no experts."""
     dense = _dense(spec)
     return not dense or not value or all(i < len(dense) and dense[i] for i in value)
 
 
-def sigmoid_scoring(value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def sigmoid_scoring(value: Any, spec: ModelSpec) -> bool:
     """Whether experts are scored by a sigmoid if a key says so."""
-    return same_scoring("sigmoid" if value else "", config, spec)
+    return same_scoring("sigmoid" if value else "", spec)

@@ -9,7 +9,7 @@ from typing import Any
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.opening.config_key_rules import Rule
-from jinfer.opening.known_config_keys import KNOWN, ROTARY
+from jinfer.opening.known_config_keys import KNOWN, ROTARY, WINDOW
 
 _log = logging.getLogger("jinfer")
 
@@ -56,14 +56,14 @@ def consequences(
     found: dict[str, tuple[Any, str]] = {}
     for key, value in _leaves(keys):
         known = _known(key.removeprefix(architecture), config)
-        if known is not None and not _holds(known[1], value, config, spec):
+        if known is not None and not _holds(known[1], value, spec):
             found[key] = value, known[0]
     return found
 
 
-def _holds(rule: Rule, value: Any, config: Mapping[str, Any], spec: ModelSpec) -> bool:
+def _holds(rule: Rule, value: Any, spec: ModelSpec) -> bool:
     try:
-        return rule(value, config, spec)
+        return rule(value, spec)
     except (TypeError, ValueError, ArithmeticError, LookupError):  # no value for such a key
         return False
 
@@ -78,13 +78,18 @@ def _leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _known(key: str, config: Mapping[str, Any]) -> tuple[str, Rule] | None:
+    """What the key says, and its rule; None if it is not used."""
     first, _, inner = key.partition(".")
-    if first not in _ROTARY_TABLES or not inner:
-        return KNOWN.get(key)
-    kind, _, last = inner.rpartition(".")
     types = config.get("layer_types")
-    is_used = not kind or not isinstance(types, list) or kind in types
-    return ROTARY.get(last) if is_used else None
+    if first in _ROTARY_TABLES and inner:
+        kind, _, last = inner.rpartition(".")
+        is_used = not kind or not isinstance(types, list) or kind in types
+        return ROTARY.get(last) if is_used else None
+    known = KNOWN.get(key)
+    if known is WINDOW:
+        has_windows = not isinstance(types, list) or not types or "sliding_attention" in types
+        return known if has_windows and config.get("use_sliding_window") is not False else None
+    return known
 
 
 def check_followed(keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec) -> None:
