@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.cpu.build_library import register
+from jinfer.cpu.build_library import custom_call, register
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -108,10 +108,10 @@ def attention(
     pool = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
     bits, levels, per_code, symmetric = coding or KvFormat(0, 0, 1, True)
     count, width = len(results), len(keys.arrays)
-    out = jax.ffi.ffi_call(
+    out = custom_call(
         _SYMBOL,
         [*results, *pool],
-        input_output_aliases={len(arguments) + i: count + i for i in range(len(pool))},
+        aliases={len(arguments) + i: count + i for i in range(len(pool))},
     )(
         *arguments,
         *cached,

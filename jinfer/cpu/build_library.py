@@ -25,10 +25,10 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 from jaxlib.version import __version__ as jaxlib_version
@@ -70,16 +70,32 @@ def available() -> bool:
 
 def register(*symbols: str) -> bool:
     """Registers exported handlers with XLA:CPU under their symbols; returns `available()`."""
-    library = _library()
-    if library is None:
+    if not available():
         return False
     for symbol in symbols:
         _register(symbol)
     return True
 
 
-def isa() -> Isa:
-    """The instruction set that kernels use.
+def custom_call(
+    symbol: str, results: Any, aliases: Mapping[int, int] | None = None
+) -> Callable[..., Any]:
+    """The call of a handler, with arrays and attributes as arguments.
+
+    Args:
+        results: its `jax.ShapeDtypeStruct`, or several.
+        aliases: argument -> the result that takes over its memory.
+
+    Raises:
+        RuntimeError: there are no custom calls.
+    """
+    loaded()
+    register(symbol)
+    return jax.ffi.ffi_call(symbol, results, input_output_aliases=aliases)
+
+
+def loaded() -> ctypes.CDLL:
+    """The library.
 
     Raises:
         RuntimeError: there are no custom calls.
@@ -87,15 +103,18 @@ def isa() -> Isa:
     library = _library()
     if library is None:
         raise RuntimeError("there are no custom calls on this machine")
-    return ISAS[library.jinfer_isa()]
+    return library
+
+
+def isa() -> Isa:
+    """The instruction set that kernels use. Raises `RuntimeError`."""
+    return ISAS[loaded().jinfer_isa()]
 
 
 @contextmanager
 def lowered_isa(name: Isa) -> Iterator[None]:
     """Limits kernels of all threads to an instruction set; for tests."""
-    library = _library()
-    if library is None:
-        raise RuntimeError("there are no custom calls on this machine")
+    library = loaded()
     before = library.jinfer_limit_isa(ISAS.index(name))
     try:
         yield

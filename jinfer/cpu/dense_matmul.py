@@ -12,16 +12,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 from jinfer.cpu.quantized_matmul import ACTIVATIONS, selection
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-
-def available() -> bool:
-    """Whether the custom call exists on this machine; compiles it the first time."""
-    return build_library.register("jinfer_dense")
 
 
 def dense_linear(
@@ -48,14 +43,12 @@ def dense_linear(
         rounded: x may be rounded to bfloat16 for bfloat16 weights; it is where the processor has
             bfloat16 dot products or tiles (AVX-512 BF16, AMX).
     """
-    if not available():
-        raise RuntimeError("there are no custom calls on this machine")
     results = weights if activation == "none" else weights[:1]
     first, end, _ = (part or slice(None)).indices(weights[0].shape[-2])
     widths = [w.shape[-1] if transposed else end - first if part else w.shape[-2] for w in results]
     shapes = [jax.ShapeDtypeStruct((x.shape[0], width), np.float32) for width in widths]
     select, selector = selection(index, offsets)
-    out = jax.ffi.ffi_call("jinfer_dense", shapes)(
+    out = custom_call("jinfer_dense", shapes)(
         x,
         *selector,
         *weights,

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt
@@ -36,11 +36,6 @@ class Operation(IntEnum):
     ACTIVATE = 8
     MULTIPLY = 9
     HADAMARD = 10
-
-
-def available() -> bool:
-    """Whether the custom call exists on this machine; compiles it the first time."""
-    return build_library.register("jinfer_fused_layers")
 
 
 class AttentionAttributes(NamedTuple):
@@ -222,7 +217,7 @@ class Program:
         has_layout = any(number != -1 for number in self._layout)  # else all are arguments
         first = len(self.inputs) + has_layout
         aliases = {first + index: len(values) + i for i, index in enumerate(self._pools)}
-        call = jax.ffi.ffi_call("jinfer_fused_layers", shapes, input_output_aliases=aliases)
+        call = custom_call("jinfer_fused_layers", shapes, aliases=aliases)
         out = call(
             *self.inputs,
             *([self.table] if has_layout else []),

@@ -18,11 +18,6 @@ _FLAGS = 1024  # as in interrupt.cc; sharing a flag only ends a loop early more 
 _numbers = count()
 
 
-def available() -> bool:
-    """Whether programs can be interrupted on this machine."""
-    return build_library.register("jinfer_interrupted")
-
-
 def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
     """Whether a flag is raised, asked before a step of a loop.
 
@@ -30,7 +25,8 @@ def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
         flag: `Flag.number`.
         step: the loop's counter. With it the call cannot be hoisted out of the loop.
     """
-    return jax.ffi.ffi_call("jinfer_interrupted", jax.ShapeDtypeStruct((), jnp.bool_))(flag, step)
+    result = jax.ShapeDtypeStruct((), jnp.bool_)
+    return build_library.custom_call("jinfer_interrupted", result)(flag, step)
 
 
 class Flag:

@@ -11,15 +11,10 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-
-def available() -> bool:
-    """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build_library.register("jinfer_route", "jinfer_sort_by_expert", "jinfer_combine_experts")
 
 
 def route(
@@ -41,7 +36,7 @@ def route(
     """
     shape = logits.shape[0], top_k
     results = [jax.ShapeDtypeStruct(shape, kind) for kind in (np.int32, np.float32)]
-    chosen, weights = jax.ffi.ffi_call("jinfer_route", results)(
+    chosen, weights = custom_call("jinfer_route", results)(
         logits,
         *([] if correction is None else [correction]),
         softmax=np.bool_(softmax),
@@ -70,7 +65,7 @@ def sort_by_expert(chosen: Int[Array, "rows top_k"], experts: int) -> Sorted:
     """Sorts pairs of row and expert by expert; `chosen` is int32 and below `experts`."""
     sizes = chosen.size, chosen.size, experts + 1, chosen.size
     results = [jax.ShapeDtypeStruct((size,), np.int32) for size in sizes]
-    return Sorted(*jax.ffi.ffi_call("jinfer_sort_by_expert", results)(chosen))
+    return Sorted(*custom_call("jinfer_sort_by_expert", results)(chosen))
 
 
 def combine_experts(
@@ -80,5 +75,5 @@ def combine_experts(
 ) -> Float[Array, "rows hidden"]:
     """Each row's weighted sum of its experts' results, all float32, in the order of its experts."""
     shape = jax.ShapeDtypeStruct((weights.shape[0], results.shape[1]), np.float32)
-    out: Array = jax.ffi.ffi_call("jinfer_combine_experts", shape)(results, place_of, weights)
+    out: Array = custom_call("jinfer_combine_experts", shape)(results, place_of, weights)
     return out

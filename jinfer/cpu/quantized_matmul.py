@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -55,11 +55,6 @@ class QuantizedMatrix:
     codebook: tuple[int, ...] | None = None
 
 
-def available() -> bool:
-    """Whether the custom call exists on this machine; compiles it the first time."""
-    return build_library.register("jinfer_linear")
-
-
 def supports(matrix: QuantizedMatrix) -> bool:
     """Whether the call has kernels for a matrix.
 
@@ -93,8 +88,6 @@ def quantized_linear(
             matrix i of each stack, other rows of the result are undefined. Only the matrices that
             have rows are read.
     """
-    if not available():
-        raise RuntimeError("there are no custom calls on this machine")
     select, selector = selection(index, offsets)
     operands: list[Any] = [x, *selector]
     for matrix in matrices:
@@ -104,7 +97,7 @@ def quantized_linear(
     rows = x.shape[0]
     shapes = [jax.ShapeDtypeStruct((rows, matrix.outputs), np.float32) for matrix in results]
     codebook = next((m.codebook for m in matrices if m.codebook is not None), ())
-    call = jax.ffi.ffi_call("jinfer_linear", shapes)
+    call = custom_call("jinfer_linear", shapes)
     out = call(
         *operands,
         tensors=np.array([fields_of(matrix) for matrix in matrices], np.int64).reshape(-1),

@@ -6,14 +6,9 @@ import ctypes
 
 import numpy as np
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import loaded
 
 AHEAD = (0, 24 << 10)  # prefetch distances in bytes; which is faster depends on the processor
-
-
-def available() -> bool:
-    """Whether there is a library on this machine; compiles it the first time."""
-    return build_library.available()
 
 
 def read(array: np.ndarray, ahead: int) -> int:
@@ -24,12 +19,9 @@ def read(array: np.ndarray, ahead: int) -> int:
         ahead: prefetch distance, one of `AHEAD`.
 
     Raises:
-        RuntimeError: there is no library in use.
+        RuntimeError: there are no custom calls.
     """
-    library = build_library.opened_already()
-    if library is None:
-        raise RuntimeError("there are no custom calls on this machine")
-    call = library.jinfer_read_bandwidth
+    call = loaded().jinfer_read_bandwidth
     call.restype = ctypes.c_uint64
     return call(
         ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes), ctypes.c_int64(ahead)

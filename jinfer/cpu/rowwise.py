@@ -11,18 +11,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 from jinfer.cpu.quantized_matmul import ACTIVATIONS
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-_CALLS = ("norm", "rotate", "hadamard", "scores", "activate", "argmax")
-
-
-def available() -> bool:
-    """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build_library.register(*(f"jinfer_{name}" for name in _CALLS))
 
 
 def norm(
@@ -41,7 +34,7 @@ def norm(
         centered: False for mean = 0.
     """
     vectors = [vector for vector in (weight, bias) if vector is not None]
-    return jax.ffi.ffi_call("jinfer_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(
+    return custom_call("jinfer_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x,
         *vectors,
         centered=centered,
@@ -65,7 +58,7 @@ def rotate(
     Args:
         x, cos, sin: float32.
     """
-    call = jax.ffi.ffi_call("jinfer_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    call = custom_call("jinfer_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, cos, sin, size=np.int64(size), adjacent=adjacent)
 
 
@@ -73,7 +66,7 @@ def hadamard(
     x: Float[Array, "rows width"], *, size: int, query: bool
 ) -> Float[Array, "rows width"]:
     """Hadamard transform of heads of a size, float32; see `jinfer.ops.attention.hadamard`."""
-    call = jax.ffi.ffi_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    call = custom_call("jinfer_hadamard", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, size=np.int64(size), query=query)
 
 
@@ -93,15 +86,15 @@ def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows 
     Args:
         function: one of `jinfer.cpu.quantized_matmul.ACTIVATIONS`.
     """
-    call = jax.ffi.ffi_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    call = custom_call("jinfer_activate", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, activation=np.int64(ACTIVATIONS.index(function)))
 
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
     """The first index of each row's largest number; the last index for a row with a NaN."""
-    return jax.ffi.ffi_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
+    return custom_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
 
 
 def _scores(x: Array, softmax: bool) -> Array:
-    call = jax.ffi.ffi_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    call = custom_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, softmax=softmax)

@@ -12,15 +12,10 @@ import jax
 import numpy as np
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import custom_call
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-
-
-def available() -> bool:
-    """Whether the custom calls exist on this machine; compiles them the first time."""
-    return build_library.register("jinfer_sample", "jinfer_logprobs")
 
 
 def sample(
@@ -58,7 +53,7 @@ def sample(
         jax.ShapeDtypeStruct((rows if filtered else 0, vocab), np.float32),
     ]
     arguments = (*parameters, history, lengths, prompts, requests, slots, *masks)
-    tokens, mu, remaining = jax.ffi.ffi_call("jinfer_sample", results)(logits, *arguments)
+    tokens, mu, remaining = custom_call("jinfer_sample", results)(logits, *arguments)
     return tokens, mu, remaining
 
 
@@ -79,5 +74,5 @@ def log_probabilities(
     rows = logits.shape[0]
     shapes = ((rows,), np.float32), ((rows, top), np.int32), ((rows, top), np.float32)
     results = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
-    chosen, ids, values = jax.ffi.ffi_call("jinfer_logprobs", results)(logits, tokens, wanted)
+    chosen, ids, values = custom_call("jinfer_logprobs", results)(logits, tokens, wanted)
     return chosen, ids, values

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import NamedTuple
 
-from jinfer.cpu import build_library
+from jinfer.cpu.build_library import loaded
 
 
 class Layout(NamedTuple):
@@ -24,10 +24,8 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout() -> Layout:
-    """The layout of the library, which must be loaded (`sample.available`)."""
-    library = build_library.opened_already()
-    if library is None:
-        raise RuntimeError("there are no custom calls on this machine")
+    """The layout of the library."""
+    library = loaded()
     library.jinfer_sampler_layout.restype = ctypes.c_char_p
     names = library.jinfer_sampler_layout().decode().splitlines()
     return Layout(*(tuple(line.split()) for line in names))

@@ -11,7 +11,7 @@ from jax import Array
 
 from jinfer.cpu import rowwise as cpu
 from jinfer.cpu.quantized_matmul import ACTIVATIONS
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Applies a `jinfer.modelspec.blocks.Activation` by its name, in float32."""
     wide = x.astype(jnp.float32)
-    if name in ACTIVATIONS and x.ndim and backend() == "cpu" and cpu.available():
+    if name in ACTIVATIONS and x.ndim and has_cpu_calls():
         y = cpu.activate(wide.reshape(-1, x.shape[-1]), name).reshape(x.shape)
     else:
         y = FUNCTIONS[name](wide)

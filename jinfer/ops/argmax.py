@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ _LANES = 64  # values reduced side by side (SIMD)
 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
     """The first index of each row's maximum; the last index if the row contains NaN."""
-    if backend() == "cpu" and cpu.available():
+    if has_cpu_calls():
         return cpu.argmax(x.astype(jnp.float32))
     return argmax_reference(x)
 

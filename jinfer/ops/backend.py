@@ -8,6 +8,8 @@ from contextvars import ContextVar
 
 import jax
 
+from jinfer.cpu import build_library
+
 _TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 
@@ -15,6 +17,11 @@ _INTERPRETED: ContextVar[bool] = ContextVar("interpreted", default=False)
 def backend() -> str:
     """The target platform by JAX's name, such as "cpu" or "gpu"."""
     return _TARGET.get() or jax.default_backend()
+
+
+def has_cpu_calls() -> bool:
+    """Whether code traced here can use the CPU's custom calls; compiles them the first time."""
+    return backend() == "cpu" and build_library.available()
 
 
 def interpreted() -> bool:

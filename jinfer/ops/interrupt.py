@@ -9,7 +9,7 @@ from jax import Array
 
 from jinfer.cpu import interrupt_call as cpu
 from jinfer.cpu.interrupt_call import Flag as Flag
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -22,6 +22,6 @@ def interrupted(flag: Int[Array, ""], step: Int[Array, ""]) -> Bool[Array, ""]:
         flag: its number; see `jinfer.cpu.interrupt_call.Flag`.
         step: the loop iteration about to begin.
     """
-    if backend() == "cpu" and cpu.available():
+    if has_cpu_calls():
         return cpu.interrupted(flag, step)
     return jnp.bool_(False)

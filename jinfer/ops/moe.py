@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 from jinfer.ops.matmul.matmul import (
     Weight,
     fuses_activation,
@@ -72,7 +72,7 @@ def mixture_of_experts(
     if all(supports_grouped(each.weight) for each in taken):
         order = _sort_by_expert(chosen, experts.up.weight.shape[0])
         out = _grouped_feed_forward(x, order, experts)
-        if _has_calls():
+        if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
                 x.dtype
             )
@@ -85,12 +85,8 @@ def mixture_of_experts(
     return reduce(add, parts).astype(x.dtype)
 
 
-def _has_calls() -> bool:
-    return backend() == "cpu" and cpu.available()
-
-
 def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
-    if _has_calls():
+    if has_cpu_calls():
         return cpu.sort_by_expert(chosen.astype(jnp.int32), count)
     expert_of, top_k = chosen.reshape(-1), chosen.shape[1]
     order = jnp.argsort(expert_of, stable=True)

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
 from jinfer.modelspec.blocks import MoESpec
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 from jinfer.ops.norm import sigmoid, softmax
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def route(
         correction: a bias added to the scores for the choice only.
     """
     whole = rule.scoring != "sparsemixer" and rule.groups == rule.top_k_groups
-    if whole and backend() == "cpu" and cpu.available():
+    if whole and has_cpu_calls():
         return cpu.route(
             logits,
             correction,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -32,7 +32,7 @@ def normalize(
         weight, bias: broadcast over the last axes of x; None: 1 and 0.
         centered: LayerNorm (arXiv 1607.06450); otherwise RMSNorm, with mean = 0 (arXiv 1910.07467).
     """
-    if not (backend() == "cpu" and cpu.available()):
+    if not has_cpu_calls():
         return normalize_reference(x, weight, bias, eps=eps, centered=centered, offset=offset)
     size = x.shape[-1]
     w, b = (None if v is None else v.astype(jnp.float32).reshape(-1, size) for v in (weight, bias))
@@ -64,14 +64,14 @@ def normalize_reference(
 
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Row-wise softmax in float32."""
-    if backend() == "cpu" and cpu.available():
+    if has_cpu_calls():
         return cpu.softmax(x.astype(jnp.float32))
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
 
 
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Element-wise sigmoid in float32."""
-    if backend() == "cpu" and cpu.available():
+    if has_cpu_calls():
         return cpu.sigmoid(x.astype(jnp.float32))
     return jax.nn.sigmoid(x.astype(jnp.float32))
 

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops import gpu_backend
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -40,7 +40,7 @@ def rotate(
     """
     if gpu_backend.fuses_prologue():
         return ROTATE.bind(x, cos, sin, size=size, adjacent=adjacent)
-    if not (backend() == "cpu" and cpu.available()):
+    if not has_cpu_calls():
         return rotate_reference(x, cos, sin, size=size, adjacent=adjacent)
     flat, *angles = (part.reshape(-1, part.shape[-1]) for part in (x, cos, sin))
     y = cpu.rotate(flat.astype(jnp.float32), *angles, size=size, adjacent=adjacent)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jinfer.cpu import sample as cpu
 from jinfer.cpu.sample import log_probabilities, sample
 from jinfer.cpu.sample_layout import layout
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 __all__ = ["available", "knows", "layout", "log_probabilities", "sample"]
 
 
 def available() -> bool:
     """Whether code traced here can use the custom call."""
-    return backend() == "cpu" and cpu.available()
+    return has_cpu_calls()
 
 
 def knows(stages: Iterable[str]) -> bool:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jinfer.cpu import build_library
-from jinfer.cpu.interrupt_call import Flag, available, interrupted
+from jinfer.cpu.interrupt_call import Flag, interrupted
 
-pytestmark = pytest.mark.skipif(not available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 STEPS = 7
 OUTSIDE = [-1, -1024, -(2**31), 1024, 2**31 - 1]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jinfer.cpu import read_bandwidth
+from jinfer.cpu import build_library, read_bandwidth
 
-pytestmark = pytest.mark.skipif(not read_bandwidth.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 
 @pytest.mark.parametrize("ahead", read_bandwidth.AHEAD)

@@ -16,7 +16,7 @@ from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params
 
-pytestmark = pytest.mark.skipif(not sample.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 
 VOCAB = 300
 ROWS = batch(params(temperature=0.8, top_k=5), params(), vocab=VOCAB)

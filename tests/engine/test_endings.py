@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, EngineError, RequestError, SamplingParams
+from jinfer.cpu import build_library
 from jinfer.cpu import interrupt_call as cpu
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import sampler_output
@@ -44,7 +45,7 @@ def test_requests_that_cannot_be_run(llm: LLM, prompt: Any, params: Any, words: 
     assert not llm._engine.busy
 
 
-@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
+@pytest.mark.skipif(not build_library.available(), reason="needs custom calls")
 def test_interrupted_calls(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +70,7 @@ def test_interrupted_calls(
     assert max(taken) > 1
 
 
-@pytest.mark.skipif(not cpu.available(), reason="needs custom calls")
+@pytest.mark.skipif(not build_library.available(), reason="needs custom calls")
 def test_a_request_does_not_interrupt_itself(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jinfer.cpu import block_copies_call as cpu
+from jinfer.cpu import build_library
 from jinfer.ops.attention.block_copies import copy_blocks, copy_blocks_reference
 from tests.arrays import on_device
 
@@ -29,7 +29,7 @@ def test_copies(function, count: int) -> None:  # type: ignore[no-untyped-def]
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("sources", "targets", "count", "what"),
     [
@@ -43,4 +43,4 @@ def test_copies(function, count: int) -> None:  # type: ignore[no-untyped-def]
 def test_refusals(sources: list[int], targets: list[int], count: int, what: str) -> None:
     given = [on_device(each, jnp.int32) for each in (sources, targets, count)]
     with pytest.raises(Exception, match=what):
-        jax.block_until_ready(cpu.copy_blocks([jnp.ones((4, 2))], *given))
+        jax.block_until_ready(copy_blocks([jnp.ones((4, 2))], *given))

@@ -17,7 +17,7 @@ from jinfer.ops.norm import normalize, normalize_reference, sigmoid, softmax
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
-calls = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler here")
+calls = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler here")
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:

@@ -24,7 +24,7 @@ def test_neither_the_best_reading_nor_the_worst_decides(monkeypatch: pytest.Monk
     readings = iter([0.0, 1.0, 1.0, 10.0, 10.0, 12.0])
     # In place of the module, not in it: other threads, of tests before this one, read that clock.
     clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr("tools.machine_info.read_bandwidth.available", lambda: False)
+    monkeypatch.setattr("tools.machine_info.build_library.available", lambda: False)
     monkeypatch.setattr("tools.machine_info._READ_BYTES", 1 << 20)
     monkeypatch.setattr("tools.machine_info.time", clock)
     assert read_rate(2, repeats=3) == (2 << 20) / 2.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 from jax import Array, lax
 
-from jinfer.cpu import block_copies_call as cpu
-from jinfer.ops.backend import backend
+from jinfer.cpu.build_library import custom_call
+from jinfer.ops.backend import has_cpu_calls
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -27,9 +27,11 @@ def copy_blocks(
         sources, targets: block ids, copied in order, so that a copy can itself be copied.
         count: number of valid entries.
     """
-    if arrays and backend() == "cpu" and cpu.available():
-        return cpu.copy_blocks(arrays, sources, targets, count)
-    return copy_blocks_reference(arrays, sources, targets, count)
+    if not arrays or not has_cpu_calls():
+        return copy_blocks_reference(arrays, sources, targets, count)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    in_place = {3 + i: i for i in range(len(shapes))}
+    return custom_call("jinfer_copy_blocks", shapes, in_place)(sources, targets, count, *arrays)
 
 
 def copy_blocks_reference(

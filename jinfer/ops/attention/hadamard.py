@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.cpu import rowwise as cpu
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def hadamard(
     Args:
         query: whether to scale by the power of two of queries or of keys.
     """
-    if x.size and backend() == "cpu" and cpu.available():
+    if x.size and has_cpu_calls():
         flat = x.astype(jnp.float32).reshape(x.shape[0], -1)
         y = cpu.hadamard(flat, size=x.shape[-1], query=query)
         return y.reshape(x.shape).astype(x.dtype)

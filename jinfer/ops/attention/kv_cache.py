@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jinfer.cpu import empty_arrays
+from jinfer.cpu import build_library
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant import kv_vectors
@@ -156,12 +157,15 @@ def uninitialized_cache(
 
     Contents are undefined. To be called inside a traced program.
     """
-    if jax.default_backend() != "cpu" or not empty_arrays.available():
+    if jax.default_backend() != "cpu" or not build_library.available():
         return zero_cache(shapes, blocks, kind)
     arrays, tree = jax.tree.flatten(abstract_cache(shapes, blocks, kind))
-    return jax.tree.unflatten(
-        tree, [empty_arrays.empty(one.shape, one.dtype, n) for n, one in enumerate(arrays)]
-    )
+    # Numbered, as XLA merges equal calls and copies the result, which would write all of it.
+    empty = [
+        build_library.custom_call("jinfer_empty", like)(which=np.int32(number))
+        for number, like in enumerate(arrays)
+    ]
+    return jax.tree.unflatten(tree, empty)
 
 
 def nbytes(cache: Cache) -> int:

@@ -22,7 +22,7 @@ import jax
 
 from jinfer.cpu import fused_layers as cpu
 from jinfer.ops import gpu_backend
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 from jinfer.ops.fusion.fuse_cpu_rules import MOVES, FusibleOperation, fusible_operation, producer_of
 from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
 from jinfer.ops.fusion.jaxpr_walk import (
@@ -66,7 +66,7 @@ def fuse_operations[**P, R](
 
 def fuses_for_cpu(*arrays: Any) -> bool:
     """Whether functions of these arrays are fused into CPU custom calls."""
-    return not _stays_unfused(*arrays) and backend() == "cpu" and cpu.available()
+    return not _stays_unfused(*arrays) and has_cpu_calls()
 
 
 def _stays_unfused(*arrays: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jinfer.cpu import build_library
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import has_cpu_calls
 
 
 def reads_16_bit_weights() -> bool:
@@ -12,7 +12,7 @@ def reads_16_bit_weights() -> bool:
     Custom calls do. XLA converts whole matrices first, all layers at once, so without custom calls
     weights are widened when they are loaded, which costs no more memory.
     """
-    return backend() == "cpu" and build_library.available()
+    return has_cpu_calls()
 
 
 def f16_as_int_is_faster() -> bool:

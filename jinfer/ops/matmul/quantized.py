@@ -12,7 +12,7 @@ from jax import Array, lax
 from jinfer.cpu import quantized_matmul as cpu
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
-from jinfer.ops.backend import backend, interpreted
+from jinfer.ops.backend import backend, has_cpu_calls, interpreted
 from jinfer.ops.matmul.quantized_xla import dequantized_matmul, quantized_matmul_xla
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantized_tensor import MAX_COLUMNS
@@ -42,7 +42,7 @@ def quantized_matmul(
             one result, activation(x @ gate.T) * (x @ up.T).
     """
     x = x.astype(jnp.float32)
-    if backend() == "cpu" and cpu.available():
+    if has_cpu_calls():
         coded = [_cpu_operand(weight) for weight in weights]
         books = {each.codebook for each in coded if each.codebook is not None}
         if len(books) > 1:  # a call has one codebook; activations are only fused for equal formats
@@ -82,7 +82,7 @@ def supports_grouped_quantized(weight: QuantizedTensor) -> bool:
     """Whether `quantized_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() == "gpu":
         return disable_kernels.kernels_enabled("experts") and _gpu_kernels_support(weight)
-    return backend() == "cpu" and cpu.available() and cpu.supports(_cpu_operand(weight))
+    return has_cpu_calls() and cpu.supports(_cpu_operand(weight))
 
 
 def _gpu_kernels_support(weight: QuantizedTensor) -> bool:
