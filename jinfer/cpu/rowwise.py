@@ -70,14 +70,10 @@ def hadamard(
     return call(x, size=np.int64(size), query=query)
 
 
-def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Softmax of each row, in float32."""
-    return _scores(x, True)
-
-
-def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Sigmoid of each number, in float32."""
-    return _scores(x, False)
+def scores(x: Float[Array, "rows size"], *, softmax: bool) -> Float[Array, "rows size"]:
+    """Softmax of each row, or else sigmoid of each number, in float32."""
+    call = custom_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, softmax=softmax)
 
 
 def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:
@@ -93,8 +89,3 @@ def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows 
 def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
     """The first index of each row's largest number; the last index for a row with a NaN."""
     return custom_call("jinfer_argmax", jax.ShapeDtypeStruct(x.shape[:1], np.int32))(x)
-
-
-def _scores(x: Array, softmax: bool) -> Array:
-    call = custom_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, softmax=softmax)

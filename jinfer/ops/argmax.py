@@ -20,15 +20,8 @@ def argmax(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
     """The first index of each row's maximum; the last index if the row contains NaN."""
     if has_cpu_calls():
         return cpu.argmax(x.astype(jnp.float32))
-    return argmax_reference(x)
-
-
-def argmax_reference(x: Float[Array, "rows size"]) -> Int[Array, " rows"]:
-    """`argmax` in XLA operations.
-
-    XLA:CPU computes jnp.argmax element by element; two reductions over rows of lanes are
-    vectorized.
-    """
+    # XLA:CPU computes jnp.argmax element by element; two reductions over rows of lanes are
+    # vectorized.
     size = x.shape[-1]
     whole = size + -size % _LANES
     filled = jnp.pad(x, ((0, 0), (0, whole - size)), constant_values=-jnp.inf)

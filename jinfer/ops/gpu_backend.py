@@ -45,11 +45,13 @@ def selected_backend() -> Backend:
 
 def fuses_prologue() -> bool:
     """Whether what precedes a matmul is fused into its prologue kernel (Triton-style only)."""
-    return (
-        backend() == "gpu"
-        and disable_kernels.kernels_enabled("products")
-        and selected_backend() == "triton"
-    )
+    return has_triton_kernels("products")
+
+
+def has_triton_kernels(which: disable_kernels.KernelKind) -> bool:
+    """Whether code traced here can use the Triton-style kernels of a kind."""
+    is_on = backend() == "gpu" and disable_kernels.kernels_enabled(which)
+    return is_on and selected_backend() == "triton"
 
 
 def requested_backend() -> Literal["triton", "mosaic"] | None:

@@ -38,15 +38,6 @@ def route(
             renormalize=rule.renormalize,
             scale=rule.scale,
         )
-    return route_reference(logits, correction, rule)
-
-
-def route_reference(
-    logits: Float[Array, "rows experts"],
-    correction: Float[Array, " experts"] | None,
-    rule: MoESpec,
-) -> tuple[Int[Array, "rows top_k"], Float[Array, "rows top_k"]]:
-    """`route` in XLA operations."""
     if rule.scoring == "sparsemixer":
         chosen, weights = _sparsemixer(logits, rule)
     else:

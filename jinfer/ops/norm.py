@@ -32,26 +32,12 @@ def normalize(
         weight, bias: broadcast over the last axes of x; None: 1 and 0.
         centered: LayerNorm (arXiv 1607.06450); otherwise RMSNorm, with mean = 0 (arXiv 1910.07467).
     """
-    if not has_cpu_calls():
-        return normalize_reference(x, weight, bias, eps=eps, centered=centered, offset=offset)
-    size = x.shape[-1]
-    w, b = (None if v is None else v.astype(jnp.float32).reshape(-1, size) for v in (weight, bias))
-    flat = x.astype(jnp.float32).reshape(-1, size)
-    y = cpu.norm(flat, w, b, centered=centered, eps=eps, offset=offset)
-    return y.reshape(x.shape).astype(x.dtype)
-
-
-def normalize_reference(
-    x: Float[Array, "*rows size"],
-    weight: Float[Array, "*groups size"] | None,
-    bias: Float[Array, "*groups size"] | None = None,
-    *,
-    eps: float,
-    centered: bool = False,
-    offset: float = 0.0,
-) -> Float[Array, "*rows size"]:
-    """`normalize` in XLA operations."""
     y = x.astype(jnp.float32)
+    if has_cpu_calls():
+        size = x.shape[-1]
+        w, b = (None if v is None else v.astype(y.dtype).reshape(-1, size) for v in (weight, bias))
+        y = cpu.norm(y.reshape(-1, size), w, b, centered=centered, eps=eps, offset=offset)
+        return y.reshape(x.shape).astype(x.dtype)
     if centered:
         y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
@@ -65,14 +51,14 @@ def normalize_reference(
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Row-wise softmax in float32."""
     if has_cpu_calls():
-        return cpu.softmax(x.astype(jnp.float32))
+        return cpu.scores(x.astype(jnp.float32), softmax=True)
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
 
 
 def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Element-wise sigmoid in float32."""
     if has_cpu_calls():
-        return cpu.sigmoid(x.astype(jnp.float32))
+        return cpu.scores(x.astype(jnp.float32), softmax=False)
     return jax.nn.sigmoid(x.astype(jnp.float32))
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from jax import Array
 
-from jinfer.ops import disable_kernels, gpu_backend
-from jinfer.ops.backend import backend, interpreted
+from jinfer.ops import gpu_backend
+from jinfer.ops.backend import interpreted
 
 if TYPE_CHECKING:
     from jaxtyping import Float, UInt
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 def available() -> bool:
     """Whether code traced here can use the kernel: on a GPU, with the Triton-style back end."""
-    return (
-        backend() == "gpu"
-        and disable_kernels.kernels_enabled("sampling")
-        and gpu_backend.selected_backend() == "triton"
-    )
+    return gpu_backend.has_triton_kernels("sampling")
 
 
 def mass_threshold(

@@ -42,9 +42,7 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
                 renormalize=renormalize,
                 scale=2.5,
             )
-            scores = np.asarray(
-                (rowwise.softmax if scoring == "softmax" else rowwise.sigmoid)(logits)
-            )
+            scores = np.asarray(rowwise.scores(logits, softmax=scoring == "softmax"))
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
         wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]

@@ -13,10 +13,10 @@ from jax import Array, lax
 
 from jinfer.cpu import dense_matmul as cpu
 from jinfer.matmul_precision import matmul_precision
-from jinfer.ops import disable_kernels, gpu_backend
+from jinfer.ops import gpu_backend
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.matmul import half_precision
-from jinfer.ops.matmul.quantized import FUSED_ACTIVATIONS, index_stack
+from jinfer.ops.matmul.quantized import apply_activation, index_stack
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -46,7 +46,7 @@ def supports_grouped_dense(weight: Float[Array, "experts outputs inputs"]) -> bo
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
         return half_precision.reads_16_bit_weights()
-    if not disable_kernels.kernels_enabled("experts") or gpu_backend.selected_backend() != "triton":
+    if not gpu_backend.has_triton_kernels("experts"):
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped_dense import takes
@@ -83,8 +83,17 @@ def dense_matmul(
 
         product = partial(grouped_dense_matmul, interpret=interpreted())
         results = tuple(product(x, offsets, weight) for weight in weights)
-        return _activated(results, activation)
-    return dense_matmul_reference(x, weights, index=index, activation=activation)
+        return apply_activation(results, activation)
+    if index is not None:
+        weights = [index_stack(weight, index) for weight in weights]
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    results = []
+    for weight in weights:
+        wide = x.dtype if x.dtype == weight.dtype else jnp.float32
+        both = x.astype(wide), weight.astype(wide)
+        product = partial(lax.dot_general, precision=matmul_precision(both[0]))
+        results.append(product(*both, contracted, preferred_element_type=jnp.float32))
+    return apply_activation(tuple(results), activation)
 
 
 def matmul_per_head(
@@ -101,55 +110,16 @@ def matmul_per_head(
         transposed: these rows are inputs: x @ weight instead of x @ weight.T.
     """
     if not half_precision.reads_16_bit_weights():
-        return matmul_per_head_reference(x, weight, part, transposed=transposed)
+        return jnp.einsum(
+            "rhi,hio->rho" if transposed else "rhi,hoi->rho",
+            x,
+            weight[:, part].astype(x.dtype),
+            precision=matmul_precision(x),
+            preferred_element_type=jnp.float32,
+        )
     rows, heads, inputs = x.shape
     sorted_by_head = x.astype(jnp.float32).swapaxes(0, 1).reshape(heads * rows, inputs)
     offsets = jnp.arange(heads + 1, dtype=jnp.int32) * rows
     given: dict[str, Any] = {"offsets": offsets, "transposed": transposed, "part": part}
     (y,) = cpu.dense_linear(sorted_by_head, [weight], **given)
     return y.reshape(heads, rows, -1).swapaxes(0, 1)
-
-
-def matmul_per_head_reference(
-    x: Float[Array, "rows heads inputs"],
-    weight: Float[Array, "heads outputs inputs"],
-    part: slice,
-    *,
-    transposed: bool = False,
-) -> Float[Array, "rows heads outputs"]:
-    """`matmul_per_head` in XLA operations."""
-    wanted = "rhi,hio->rho" if transposed else "rhi,hoi->rho"
-    return jnp.einsum(
-        wanted,
-        x,
-        weight[:, part].astype(x.dtype),
-        precision=matmul_precision(x),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def dense_matmul_reference(
-    x: Float[Array, "*rows inputs"],
-    weights: Sequence[Float[Array, "*stack outputs inputs"]],
-    *,
-    index: Int[Array, ""] | None = None,
-    activation: str = "none",
-) -> tuple[Float[Array, "*rows outputs"], ...]:
-    """`dense_matmul` in XLA operations."""
-    if index is not None:
-        weights = [index_stack(weight, index) for weight in weights]
-    contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    results = []
-    for weight in weights:
-        wide = x.dtype if x.dtype == weight.dtype else jnp.float32
-        both = x.astype(wide), weight.astype(wide)
-        product = partial(lax.dot_general, precision=matmul_precision(both[0]))
-        results.append(product(*both, contracted, preferred_element_type=jnp.float32))
-    return _activated(tuple(results), activation)
-
-
-def _activated(results: tuple[Array, ...], activation: str) -> tuple[Array, ...]:
-    if activation == "none":
-        return results
-    gate, up = results
-    return (FUSED_ACTIVATIONS[activation](gate) * up,)

@@ -71,7 +71,11 @@ def quantized_matmul(
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
     product = dequantized_matmul if on_gpu else quantized_matmul_xla
-    results = tuple(product(x, weight) for weight in weights)
+    return apply_activation(tuple(product(x, weight) for weight in weights), activation)
+
+
+def apply_activation(results: tuple[Array, ...], activation: str) -> tuple[Array, ...]:
+    """The results of a matmul as they are, or activation(gate) * up."""
     if activation == "none":
         return results
     gate, up = results
@@ -126,10 +130,7 @@ def _gpu_matmul(
         results = grouped_quantized_matmul(x, offsets, packed, index=which, gated=gated, **own)
     else:
         results = packed_matmul(x, packed, index=which, gated=gated, backend=kind)
-    if gated or activation == "none":
-        return results
-    gate, up = results
-    return (FUSED_ACTIVATIONS[activation](gate) * up,)
+    return results if gated else apply_activation(results, activation)
 
 
 def index_stack(stacked: Any, index: Int[Array, ""]) -> Any:
