@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-import ml_dtypes
 import numpy as np
+
+from jinfer.checkpoint.dtypes import DTYPES
 
 _CHUNK = 1 << 17  # values decoded at a time: float32 results and temporaries stay in the L2 cache
 
@@ -80,16 +81,7 @@ BLOCKS: Mapping[str, Block] = MappingProxyType(
 )
 
 PLAIN: Mapping[str, np.dtype] = MappingProxyType(
-    {
-        "F32": np.dtype("<f4"),
-        "F16": np.dtype("<f2"),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-        "F64": np.dtype("<f8"),
-        "I8": np.dtype("i1"),
-        "I16": np.dtype("<i2"),
-        "I32": np.dtype("<i4"),
-        "I64": np.dtype("<i8"),
-    }
+    {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
 )
 
 _BY_ID = {block.type_id: block for block in BLOCKS.values()}
@@ -111,7 +103,7 @@ def _newer_blocks() -> dict[int, Block]:
 
 
 def decode(type_name: str, raw: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """CosSin stored blocks into numbers.
+    """Decodes stored blocks into numbers.
 
     Args:
         type_name: a GGML type, "Q4_1".
@@ -300,15 +292,21 @@ def _q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     groups *= (_half(blocks, 108) * scales.view(np.int8))[:, :, None]
 
 
-def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The eight 6-bit scales and minima packed in bytes 4..16 of Q4_K and Q5_K, times d and dmin.
+def six_bit_numbers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The eight scales and eight minima of Q4_K and Q5_K, 6 bits each in bytes 4..16: [n, 8] twice.
 
-    Bytes 0-3 and 4-7 hold the first four scales and minima in their low 6 bits and the top two
-    bits of the last four; bytes 8-11 hold the low nibbles of the last four of both.
+    Bytes 4-7 and 8-11 hold the first four scales and minima in their low 6 bits and the top two
+    bits of the last four; bytes 12-15 hold the low nibbles of the last four of both.
     """
     first, second, low = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (low & 15) | ((first >> 2) & 48)], axis=1)
     mins = np.concatenate([second & 63, (low >> 4) | ((second >> 2) & 48)], axis=1)
+    return scales, mins
+
+
+def _scales_and_mins(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """These numbers times d and dmin."""
+    scales, mins = six_bit_numbers(blocks)
     return (_half(blocks, 0) * scales)[:, :, None], (_half(blocks, 2) * mins)[:, :, None]
 
 

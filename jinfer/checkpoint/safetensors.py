@@ -18,6 +18,8 @@ from jinfer.checkpoint.dtypes import DTYPES, SUB_BYTE, is_bool
 from jinfer.checkpoint.mapped_file import MappedFile, as_array, element_count
 from jinfer.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 
+# The package safetensors (0.8.0) does not serve: with numpy it fails on fp8, copies each tensor
+# into memory, and its errors name neither the file nor the tensor.
 _MAX_TENSORS = 1 << 17  # the largest known models have as many in all their shards together
 _PREFIX = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from jinfer.matmul_precision import matmul
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.round_to_nearest import dequantize, split_into_blocks
+from jinfer.quant.round_to_nearest import dequantize, split_into_blocks, to_fp16
 from jinfer.quant.row_blocks import map_row_blocks
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class _Block:
             more = _ratio(down * ff - flat * qf, det, some)
             lift = _ratio(qq * flat - qf * down, det, some)
         before = self.scale.astype(jnp.float32), self.base.astype(jnp.float32)
-        scale, base = _fp16(before[0] + more), _fp16(before[1] + lift)
+        scale, base = to_fp16(before[0] + more, jnp), to_fp16(before[1] + lift, jnp)
         wider, raised = scale.astype(jnp.float32) - before[0], base.astype(jnp.float32) - before[1]
         change = q * wider[None] + free * raised[None]
         bend = matmul(self.H, change)
@@ -216,8 +216,3 @@ def _dot(a: Array, b: Array) -> Array:
 def _ratio(above: Array, below: Array, where: Array) -> Array:
     """The ratio, 0 where masked."""
     return jnp.where(where, above / jnp.where(where, below, 1), 0)
-
-
-def _fp16(numbers: Array) -> Array:
-    limit = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(numbers, -limit, limit).astype(jnp.float16)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import Tensor
-from jinfer.checkpoint.ggml_types import BLOCKS
+from jinfer.checkpoint.ggml_types import BLOCKS, six_bit_numbers
 from jinfer.checkpoint.mapped_file import release
 from jinfer.cpu import repack_gguf
 from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, Width
@@ -277,33 +277,26 @@ _HALVES = [(8 * (column // 2), 4 * (column % 2)) for column in range(8)]
 _HALVES_OF_64 = [(16 * (c // 4) + 8 * (c % 2), 4 * (c // 2 % 2)) for c in range(8)]
 
 
-def _q2_k_words(blocks: np.ndarray) -> np.ndarray:
-    return pack_fours(_pieces(blocks, 16, _TWO_BITS, _PAIRS), 2)
+type _Field = tuple[int, np.uint32, Sequence[tuple[int, int]]]  # arguments of `_pieces`
 
 
-def _q3_k_words(blocks: np.ndarray) -> np.ndarray:
-    fours = _pieces(blocks, 0, _FIRST_BIT, _BITS)
-    fours <<= np.uint32(2)
-    fours |= _pieces(blocks, 32, _TWO_BITS, _PAIRS)
-    return pack_fours(fours, 3)
+def _k_words(bits: int, low: _Field, high: _Field | None = None) -> Callable[..., np.ndarray]:
+    """Codes whose low bits are in one field, and the bits above them in another."""
+
+    def words(blocks: np.ndarray) -> np.ndarray:
+        fours = _pieces(blocks, *low)
+        if high is not None:
+            fours |= _pieces(blocks, *high) << np.uint32(int(low[1] & 15).bit_length())
+        return pack_fours(fours, bits)
+
+    return words
 
 
-def _q4_k_words(blocks: np.ndarray) -> np.ndarray:
-    return pack_fours(_pieces(blocks, 16, _NIBBLE, _HALVES), 4)
-
-
-def _q5_k_words(blocks: np.ndarray) -> np.ndarray:
-    fours = _pieces(blocks, 16, _FIRST_BIT, _BITS)
-    fours <<= np.uint32(4)
-    fours |= _pieces(blocks, 48, _NIBBLE, _HALVES)
-    return pack_fours(fours, 5)
-
-
-def _q6_k_words(blocks: np.ndarray) -> np.ndarray:
-    fours = _pieces(blocks, 128, _TWO_BITS, _PAIRS)
-    fours <<= np.uint32(4)
-    fours |= _pieces(blocks, 0, _NIBBLE, _HALVES_OF_64)
-    return pack_fours(fours, 6)
+_q2_k_words = _k_words(2, (16, _TWO_BITS, _PAIRS))
+_q3_k_words = _k_words(3, (32, _TWO_BITS, _PAIRS), (0, _FIRST_BIT, _BITS))
+_q4_k_words = _k_words(4, (16, _NIBBLE, _HALVES))
+_q5_k_words = _k_words(5, (48, _NIBBLE, _HALVES), (16, _FIRST_BIT, _BITS))
+_q6_k_words = _k_words(6, (0, _NIBBLE, _HALVES_OF_64), (128, _TWO_BITS, _PAIRS))
 
 
 def _iq4_xs_words(blocks: np.ndarray) -> np.ndarray:
@@ -329,15 +322,7 @@ def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q4_k_scales(blocks: np.ndarray) -> np.ndarray:
-    """8 scales and 8 minima of 6 bits.
-
-    Bytes 4-7 and 8-11 have the first four scales and minima in their low 6 bits and the top two
-    bits of the last four; bytes 12-15 have the low nibbles of the last four of both.
-    """
-    first, second, low = (blocks[:, at : at + 4] for at in (4, 8, 12))
-    scales = np.concatenate([first & 63, (low & 15) | ((first >> 2) & 48)], axis=1)
-    mins = np.concatenate([second & 63, (low >> 4) | ((second >> 2) & 48)], axis=1)
-    return _integers(scales, mins)
+    return _integers(*six_bit_numbers(blocks))
 
 
 def _q6_k_scales(blocks: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.quant.bit_packing import PIECES, unpack_four
+from jinfer.quant.round_to_nearest import to_fp16
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -113,12 +114,12 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
     if format.symmetric:
         extreme = jnp.where(high >= -low, high, low)
-        scale = _fp16(extreme / -format.zero)
+        scale = to_fp16(extreme / -format.zero, jnp)
         numbers, base, offset = scale[..., None], jnp.zeros_like(low), float(format.zero)
     else:
         spread, reach = high - low, RANGE_SHARE.get(format.levels, 1.0)
-        scale = _fp16(spread * (reach / (format.levels - 1)))
-        bottom = _fp16(low + spread * ((1 - reach) / 2))
+        scale = to_fp16(spread * (reach / (format.levels - 1)), jnp)
+        bottom = to_fp16(low + spread * ((1 - reach) / 2), jnp)
         numbers, base = jnp.stack([scale, bottom], axis=-1), bottom.astype(jnp.float32)
         offset = 0.0
     step = scale.astype(jnp.float32)
@@ -148,8 +149,3 @@ def _unpack(words: Array, bits: int) -> Array:
     """uint32 [..., bits] -> uint8 [..., 32]: fewer operations than `bit_packing.unpack`."""
     fours = jnp.stack([unpack_four(words, bits, s, jnp) for s in range(8)], axis=-1)
     return lax.bitcast_convert_type(fours, jnp.uint8).reshape(*words.shape[:-1], 32)
-
-
-def _fp16(values: Array) -> Array:
-    limit = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(values, -limit, limit).astype(jnp.float16)

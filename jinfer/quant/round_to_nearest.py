@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 
 from jinfer.modelspec.quant_format import QuantFormat
@@ -30,9 +33,9 @@ def nearest_numbers(
     if format.symmetric:
         at = np.abs(blocks).argmax(axis=-1)[..., None]
         extreme = np.take_along_axis(blocks, at, axis=-1)[..., 0]
-        return _fp16(extreme / -format.zero), None
+        return to_fp16(extreme / -format.zero), None
     low, high = blocks.min(axis=-1), blocks.max(axis=-1)
-    return _fp16((high - low) / (format.levels - 1)), _fp16(low)
+    return to_fp16((high - low) / (format.levels - 1)), to_fp16(low)
 
 
 def nearest_codes(
@@ -56,6 +59,11 @@ def dequantize(
     return values if base is None else values + base.astype(np.float32)[..., None]
 
 
-def _fp16(values: np.ndarray) -> np.ndarray:
-    limit = np.finfo(np.float16).max
-    return np.clip(values, -limit, limit).astype(np.float16)
+def to_fp16(values: Any, xp: ModuleType = np) -> Any:
+    """Rounded to float16; beyond its range, its largest number.
+
+    Args:
+        xp: numpy, or jax.numpy for JAX arrays.
+    """
+    limit = float(np.finfo(np.float16).max)
+    return xp.clip(values, -limit, limit).astype(np.float16)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.round_to_nearest import split_into_blocks
+from jinfer.quant.round_to_nearest import split_into_blocks, to_fp16
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -250,5 +250,4 @@ def _inverse(scale: _PerBlock) -> _PerBlock:
 
 def _stored(number: _PerBlock) -> _PerBlock:
     """Rounded to float16."""
-    limit = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(number, -limit, limit).astype(jnp.float16).astype(jnp.float32)
+    return to_fp16(number, jnp).astype(jnp.float32)

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.matmul import unpack
-from kernels_pallas.matmul.weight_layout import CODES, PIECES
+from kernels_pallas.matmul.weight_layout import CODES, four_codes
 from kernels_pallas.triton_ops import plt
 
 TOKENS = 64  # of a KV cache block
@@ -171,7 +171,8 @@ class PackedKV:
             return jnp.asarray(self.data).astype(jnp.float32)
         lead = self.data.shape[:3]
         words = jnp.asarray(self.data).reshape(*lead, self.columns, self.bits)
-        four = jnp.stack([_four(words, self.bits, s) for s in range(CODES)], axis=-1)
+        words = jnp.moveaxis(words, -1, 0)
+        four = jnp.stack([four_codes(words, s) for s in range(CODES)], axis=-1)
         codes = lax.bitcast_convert_type(four, jnp.uint8).reshape(*lead, self.columns, BLOCK)
         if self.per_code == 2:
             levels = jnp.uint8(self.levels)
@@ -277,12 +278,3 @@ def _read(ref: Any, where: tuple[Any, ...], there: Array) -> Array:
 def _swap_pairs(x: Array) -> Array:
     """Swaps h and e in every four numbers (its own inverse)."""
     return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2, 2), -1, -2).reshape(x.shape)
-
-
-def _four(words: Array, bits: int, s: int) -> Array:
-    """Codes 4 s .. 4 s + 3 of each column [..., columns, bits], in the four bytes of a word."""
-    four = jnp.uint32(0)
-    for byte, low, width, at in PIECES[bits][s]:
-        mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
-        four = four | (((words[..., byte] >> jnp.uint32(low)) & mask) << jnp.uint32(at))
-    return jnp.asarray(four)

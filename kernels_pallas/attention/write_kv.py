@@ -22,6 +22,7 @@ from kernels_pallas.matmul.prologue import (
     PrologueOperand,
     Reductions,
     read_row,
+    store,
 )
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
@@ -166,13 +167,13 @@ def _kernel(
             y = _vector(own, part, token, head, inner, inside)
             if index == 0:
                 place = (token * part.heads + head) * part.size + inner
-                _store(out_ref, (place,), y.astype(part.dtype), inside, interpret)
+                store(out_ref, (place,), y.astype(part.dtype), inside, interpret)
                 return
             ref = pools[index - 1]
             block, offset, known = _place(rows_ref, positions_ref, tables_ref, ref, token)
             whole = [jnp.broadcast_to(each, inner.shape) for each in (block, head, offset)]
             new = _kept(y.astype(part.dtype), ref.dtype)
-            _store(ref, (*whole, inner), new, inside & known, interpret)
+            store(ref, (*whole, inner), new, inside & known, interpret)
 
         pl.when((number >= first) & (number < first + part.heads))(compute)
         begin, first = end, first + part.heads
@@ -229,10 +230,3 @@ def _kept(new: Array, dtype: Any) -> Array:
     if dtype == jnp.float16 and new.dtype != jnp.float16:
         new = jnp.clip(new.astype(jnp.float32), np.float32(-_LARGEST), np.float32(_LARGEST))
     return new.astype(dtype)
-
-
-def _store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
-    first, *others = places
-    # A masked index must not alias another one: interpret mode writes back what it read.
-    first = jnp.where(mask, first, ref.shape[0]) if interpret else first
-    plt.store(ref.at[(first, *others)], value, mask=mask)

@@ -199,13 +199,16 @@ def _kernel(
     p, g = like.per_code, like.columns
     x16 = (x / factor).astype(jnp.float16).reshape(-1, p, g, 8, 2, 2)
     x16 = x16.transpose(0, 1, 3, 5, 2, 4).reshape(tile)
-    _store(x_ref, row * like.padded_inputs + place, x16, place < like.padded_inputs, interpret)
+    to = (row * like.padded_inputs + place,)
+    store(x_ref, to, x16, place < like.padded_inputs, interpret)
     for ref, other in zip(others, wanted, strict=True):
         other = jnp.broadcast_to(other, (tile,)).astype(ref.dtype)
-        _store(ref, row * width + place, other, inside, interpret)
+        store(ref, (row * width + place,), other, inside, interpret)
 
 
-def _store(ref: Any, place: Array, value: Array, mask: Array, interpret: bool) -> None:
+def store(ref: Any, places: tuple[Array, ...], value: Array, mask: Array, interpret: bool) -> None:
+    """Inside a kernel: writes some numbers of an array."""
+    first, *others = places
     # A masked index must not alias another one: interpret mode writes back what it read.
-    place = jnp.where(mask, place, ref.shape[0]) if interpret else place
-    plt.store(ref.at[place], value, mask=mask)
+    first = jnp.where(mask, first, ref.shape[0]) if interpret else first
+    plt.store(ref.at[(first, *others)], value, mask=mask)

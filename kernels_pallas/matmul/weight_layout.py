@@ -197,7 +197,8 @@ class PackedMatrix:
     def dequantize(self, dtype: Any = jnp.float32) -> Array:
         """The dequantized matrices: [*stack, outputs, inputs]."""
         stack = self.words.shape[:-5]
-        four = [self._four(s) for s in range(CODES)]  # of [matrices, outputs, superblocks, G]
+        words = jnp.moveaxis(self.words.reshape(*self.words.shape[:-2], self.columns), -2, 0)
+        four = [four_codes(words, s) for s in range(CODES)]  # of [*stack, outputs, superblocks, G]
         codes = jnp.stack(
             [(f >> jnp.uint32(8 * i)) & jnp.uint32(255) for f in four for i in range(4)], axis=-1
         )
@@ -218,14 +219,14 @@ class PackedMatrix:
             q = q + scales[..., 1]
         return q.reshape(*stack, self.outputs, -1)[..., : self.inputs].astype(dtype)
 
-    def _four(self, s: int) -> Array:
-        """Codes 4 s .. 4 s + 3 of each column, in the four bytes of a word."""
-        words = self.words.reshape(*self.words.shape[:-2], self.columns)
-        four = jnp.uint32(0)
-        for byte, low, width, at in PIECES[self.bits][s]:
-            mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
-            four = four | (((words[..., byte, :] >> jnp.uint32(low)) & mask) << jnp.uint32(at))
-        return jnp.asarray(four)
+
+def four_codes(words: Array, s: int) -> Array:
+    """Codes 4 s .. 4 s + 3 of columns, in the four bytes of a word: uint32 [bits, ...] -> [...]."""
+    four = jnp.uint32(0)
+    for byte, low, width, at in PIECES[words.shape[0]][s]:
+        mask = jnp.uint32(((1 << width) - 1) * 0x01010101)
+        four = four | (((words[byte] >> jnp.uint32(low)) & mask) << jnp.uint32(at))
+    return jnp.asarray(four)
 
 
 def arrange_inputs(x: Array, packed: PackedMatrix) -> Array:
