@@ -7,6 +7,7 @@
 
 #include "attention/attention.h"
 #include "attention/attention_slots.h"
+#include "common/buffer_checks.h"
 #include "common/operands.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -14,16 +15,6 @@ namespace jinfer {
 namespace {
 
 namespace ffi = xla::ffi;
-
-inline bool dtype_of(ffi::DataType type, DType* dtype) {
-  switch (type) {
-    case ffi::DataType::F32: *dtype = DType::f32; return true;
-    case ffi::DataType::BF16: *dtype = DType::bf16; return true;
-    case ffi::DataType::F16: *dtype = DType::f16; return true;
-    case ffi::DataType::U32: *dtype = DType::quantized; return true;
-    default: return false;
-  }
-}
 
 // Whether jinfer/modelspec/quant_format.py has this format.
 inline bool is_supported(const KvFormat& c) {
@@ -77,27 +68,27 @@ struct Buffers {
     const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
     const size_t results = partial ? 2 : 1;
     if (in.size() != given + arrays || out.size() != results + (written ? arrays : 0))
-      return wrong("another number of arguments or results");
-    if (coded && !is_supported(codes)) return wrong("no such codes");
-    if (call.keys.dim < 1 || call.values.dim < 1) return wrong("vectors without numbers");
-    if (call.rules.window < -1 || call.rules.ahead < -1) return wrong("a window below 0");
+      return refuse("another number of arguments or results");
+    if (coded && !is_supported(codes)) return refuse("no such codes");
+    if (call.keys.dim < 1 || call.values.dim < 1) return refuse("vectors without numbers");
+    if (call.rules.window < -1 || call.rules.ahead < -1) return refuse("a window below 0");
     auto q = in[0].dimensions(), tables = in[4].dimensions(), pool = in[given].dimensions();
     if (q.size() != 3 || tables.size() != 2 || pool.size() != 4 || in[7].dimensions().size() != 2)
-      return wrong("queries, tables, pools and biases must have 3, 2, 4 and 2 axes");
+      return refuse("queries, tables, pools and biases must have 3, 2, 4 and 2 axes");
     call.tokens = q[0], call.heads = q[1];
     call.width = tables[1];
     call.blocks = pool[0], call.kv_heads = pool[1], call.size = pool[2];
     if (call.heads < 1 || call.kv_heads < 1 || call.heads % call.kv_heads ||
         call.heads / call.kv_heads > MAX_TILE_ROWS)
-      return wrong("query heads that key heads do not divide, or too many, or none");
+      return refuse("query heads that key heads do not divide, or too many, or none");
     call.group = int(call.heads / call.kv_heads);
     if (call.size < 1 || (call.size % BLOCK_KEYS && call.width > 1))
-      return wrong("blocks must be of " + std::to_string(BLOCK_KEYS) +
-                   " tokens, or one a sequence");
+      return refuse("blocks must be of " + std::to_string(BLOCK_KEYS) +
+                    " tokens, or one a sequence");
     if (!dtype_of(in[0].element_type(), &call.dtype) || call.dtype == DType::quantized ||
         !dtype_of(in[given].element_type(), &call.keys.dtype) ||
         (call.keys.dtype == DType::quantized) != coded)
-      return wrong("queries or a cache of this type");
+      return refuse("queries or a cache of this type");
     call.values.dtype = call.keys.dtype;
 
     const Type type = in[0].element_type();
@@ -142,17 +133,17 @@ struct Buffers {
       const Operand& before = in[given + i - results];
       if (out[i].untyped_data() != before.untyped_data() ||
           out[i].size_bytes() != before.size_bytes())
-        return wrong("a cache that is not in place");
+        return refuse("a cache that is not in place");
     }
-    if (!error.empty()) return wrong(error);
+    if (!error.empty()) return refuse(error);
     return check_rows(call, tables[0]);
   }
 
   static ffi::Error check_rows(const Call& call, int64_t sequences) {
     for (int64_t t = 0; t < call.tokens; ++t)
       if (call.rows[t] < -1 || call.rows[t] >= sequences)
-        return wrong("token " + std::to_string(t) + " is in row " + std::to_string(call.rows[t]) +
-                     " of " + std::to_string(sequences) + " tables");
+        return refuse("token " + std::to_string(t) + " is in row " + std::to_string(call.rows[t]) +
+                      " of " + std::to_string(sequences) + " tables");
     return ffi::Error::Success();
   }
 };

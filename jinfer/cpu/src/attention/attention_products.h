@@ -144,19 +144,5 @@ void accumulate_values(const float* weights, const T* values, int64_t stride, in
                                   out_stride);
 }
 
-// Calls f(std::integral_constant<int, n>) for 1 <= n <= MR.
-template <class F>
-void dispatch_count(int n, F f) {
-  static_assert(MR == 6, "the cases below are all there are");
-  switch (n) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 6: return f(std::integral_constant<int, 6>{});
-  }
-}
-
 }  // namespace
 }  // namespace jinfer

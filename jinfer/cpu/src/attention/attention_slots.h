@@ -6,16 +6,13 @@
 #include <string>
 
 #include "attention/attention.h"
+#include "common/buffer_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jinfer {
 namespace {
 
 namespace ffi = xla::ffi;
-
-inline ffi::Error wrong(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_attention: " + what);
-}
 
 // Checks that every block in use is one of the pool's.
 inline ffi::Error check_slots(const Call& call) {
@@ -24,7 +21,7 @@ inline ffi::Error check_slots(const Call& call) {
     return (block >= 0 && block < call.blocks) || (call.sums && block == NOT_LOCAL);
   };
   auto outside = [](int64_t t, const char* what) {
-    return wrong("token " + std::to_string(t) + " " + what);
+    return refuse("token " + std::to_string(t) + " " + what);
   };
   // Entries of the current sequence that are checked already.
   int64_t row = -1, first = 0, end = 0;

@@ -53,46 +53,6 @@ inline void from_floats(DType dtype, const float* from, int64_t count, void* to)
   }
 }
 
-// Some bits of a code: (byte >> low) & (2^width - 1), at bit `at` of the code.
-struct Piece {
-  int byte, low, width, at;
-};
-struct Pieces {
-  Piece all[8];  // the rest have width 0
-};
-
-// The bits of code s of a strip, as PIECES of jinfer/quant/bit_packing.py.
-template <int bits>
-constexpr Pieces pieces(int s) {
-  if (bits == 2) return {{{s % 2, 2 * (s / 2), 2, 0}}};
-  if (bits == 4) return {{{s % 4, 4 * (s / 4), 4, 0}}};
-  if (bits == 8) return {{{s, 0, 8, 0}}};
-  if (bits == 3) {
-    if (s == 6) return {{{0, 6, 2, 0}, {2, 6, 1, 2}}};
-    if (s == 7) return {{{1, 6, 2, 0}, {2, 7, 1, 2}}};
-    return {{{s % 3, 3 * (s / 3), 3, 0}}};
-  }
-  if (bits == 5) {
-    if (s == 5) return {{{0, 5, 3, 0}, {1, 5, 2, 3}}};
-    if (s == 6) return {{{2, 5, 3, 0}, {3, 5, 2, 3}}};
-    if (s == 7) return {{{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
-    return {{{s, 0, 5, 0}}};
-  }
-  if (bits == 6) {
-    if (s == 6) return {{{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
-    if (s == 7) return {{{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
-    return {{{s, 0, 6, 0}}};
-  }
-  if (s < 7) return {{{s, 0, 7, 0}}};
-  return {{{0, 7, 1, 0},
-           {1, 7, 1, 1},
-           {2, 7, 1, 2},
-           {3, 7, 1, 3},
-           {4, 7, 1, 4},
-           {5, 7, 1, 5},
-           {6, 7, 1, 6}}};
-}
-
 // Unpacks eight words of four codes, a code per byte; a Word may be a vector of words.
 template <int bits, class Word>
 inline void unpack(const Word* words, Word* codes) {
@@ -100,7 +60,7 @@ inline void unpack(const Word* words, Word* codes) {
   for (int s = 0; s < 8; ++s) {
     Word four = {};
 #pragma GCC unroll 8
-    for (Piece p : pieces<bits>(s).all)
+    for (Piece p : pieces(bits, s).of)
       four |= ((words[p.byte] >> p.low) & (((1u << p.width) - 1) * 0x01010101u)) << p.at;
     codes[s] = four;
   }
@@ -116,7 +76,7 @@ inline void pack(const uint32_t* codes, uint32_t* words) {
 #pragma GCC unroll 8
   for (int s = 0; s < 8; ++s)
 #pragma GCC unroll 8
-    for (Piece p : pieces<bits>(s).all)
+    for (Piece p : pieces(bits, s).of)
       words[p.byte] |= ((codes[s] >> p.at) & (((1u << p.width) - 1) * 0x01010101u)) << p.low;
 }
 

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <string>
 
+#include "common/dtype.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jinfer {
@@ -19,6 +21,22 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
 template <class Buffer>
 bool fits(const Buffer& buffer, xla::ffi::DataType type, std::initializer_list<int64_t> shape) {
   return buffer.element_type() == type && has_shape(buffer, shape);
+}
+
+// The element type of a buffer; false if it is none of ours.
+inline bool dtype_of(xla::ffi::DataType type, DType* dtype) {
+  switch (type) {
+    case xla::ffi::DataType::F32: *dtype = DType::f32; return true;
+    case xla::ffi::DataType::BF16: *dtype = DType::bf16; return true;
+    case xla::ffi::DataType::F16: *dtype = DType::f16; return true;
+    case xla::ffi::DataType::U32: *dtype = DType::quantized; return true;
+    default: return false;
+  }
+}
+
+// What is wrong with a call; its handler adds the name.
+inline xla::ffi::Error refuse(const std::string& what) {
+  return xla::ffi::Error::InvalidArgument(what);
 }
 
 }  // namespace jinfer

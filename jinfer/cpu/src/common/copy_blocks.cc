@@ -17,7 +17,7 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
   const int64_t most = sources.element_count();
   const int64_t copies = count.element_count() == 1 ? count.typed_data()[0] : -1;
   if (!has_shape(targets, {most}) || copies < 0 || copies > most || arrays.size() != out.size()) {
-    return ffi::Error::InvalidArgument("copies do not fit each other");
+    return refuse("copies do not fit each other");
   }
   for (int64_t i = 0; i < copies; ++i) {
     for (size_t a = 0; a < arrays.size(); ++a) {
@@ -25,12 +25,12 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
       auto result = out.get<ffi::AnyBuffer>(a);
       if (!array.has_value() || !result.has_value() || array->dimensions().size() < 1 ||
           array->untyped_data() != (*result)->untyped_data()) {
-        return ffi::Error::InvalidArgument("an array is not changed in place");
+        return refuse("an array is not changed in place");
       }
       const int64_t blocks = array->dimensions()[0];
       const int64_t source = sources.typed_data()[i], target = targets.typed_data()[i];
       if (source < 0 || source >= blocks || target < 0 || target >= blocks) {
-        return ffi::Error::InvalidArgument("there is no such block");
+        return refuse("there is no such block");
       }
     }
   }

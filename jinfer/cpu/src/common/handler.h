@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -57,8 +58,7 @@ class ArgReader {
   std::optional<xla::ffi::Error> error() const {
     if (error_) return error_;
     if (arg_ == args_.size() && ret_ == rets_.size() && attribute_ == attributes_.size()) return {};
-    return xla::ffi::Error::InvalidArgument(
-        "jinfer: another number of arguments, results or attributes");
+    return xla::ffi::Error::InvalidArgument("another number of arguments, results or attributes");
   }
 
  private:
@@ -94,11 +94,13 @@ constexpr bool is_attribute =
     !std::is_same_v<T, xla::ffi::RemainingArgs> && !std::is_same_v<T, xla::ffi::RemainingRets>;
 
 template <size_t names, class... T>
-xla::ffi::Error call_with(xla::ffi::Error (*function)(T...), ArgReader reader) {
+xla::ffi::Error call_with(const char* symbol, xla::ffi::Error (*function)(T...), ArgReader reader) {
   static_assert(names == (size_t{0} + ... + is_attribute<T>), "not the attributes that it takes");
   const std::tuple<T...> all{reader.take<T>()...};
-  if (auto error = reader.error()) return *error;
-  return std::apply(function, all);
+  std::optional<xla::ffi::Error> error = reader.error();
+  if (!error) error = std::apply(function, all);
+  if (error->success()) return *error;
+  return xla::ffi::Error::InvalidArgument(std::string(symbol) + ": " + error->message());
 }
 
 inline auto binding() {
@@ -108,10 +110,11 @@ inline auto binding() {
 }  // namespace jinfer
 
 // Defines the handler `symbol` of a function; the names of its attributes follow, in order.
-#define JINFER_HANDLER(symbol, function, ...)                                                     \
-  static xla::ffi::Error symbol##_of(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args,     \
-                                     xla::ffi::RemainingRets rets, xla::ffi::Dictionary all) {    \
-    static constexpr const char* names[] = {nullptr, __VA_ARGS__};                                \
-    return jinfer::call_with<std::size(names) - 1>(function, {pool, args, rets, all, names + 1}); \
-  }                                                                                               \
+#define JINFER_HANDLER(symbol, function, ...)                                                  \
+  static xla::ffi::Error symbol##_of(xla::ffi::ThreadPool pool, xla::ffi::RemainingArgs args,  \
+                                     xla::ffi::RemainingRets rets, xla::ffi::Dictionary all) { \
+    static constexpr const char* names[] = {nullptr, __VA_ARGS__};                             \
+    return jinfer::call_with<std::size(names) - 1>(#symbol, function,                          \
+                                                   {pool, args, rets, all, names + 1});        \
+  }                                                                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, symbol##_of, jinfer::binding())

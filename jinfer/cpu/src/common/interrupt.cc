@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/buffer_checks.h"
 #include "common/handler.h"
 
 namespace ffi = xla::ffi;
@@ -18,7 +19,7 @@ bool is_flag(int32_t flag) { return flag >= 0 && flag < kFlags; }
 ffi::Error interrupted(ffi::Buffer<ffi::S32> flag, ffi::Buffer<ffi::S32>,
                        ffi::Result<ffi::Buffer<ffi::PRED>> out) {
   const int32_t which = flag.typed_data()[0];
-  if (!is_flag(which)) return ffi::Error::InvalidArgument("there is no such flag");
+  if (!is_flag(which)) return refuse("there is no such flag");
   out->typed_data()[0] = raised[which].load(std::memory_order_relaxed);
   return ffi::Error::Success();
 }

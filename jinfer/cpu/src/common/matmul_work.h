@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/buffer_checks.h"
 #include "common/expert_select.h"
 #include "common/parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -42,5 +43,27 @@ class MatmulWork {
   virtual void prepare(const float* x, int64_t row) const = 0;
   virtual void run(int64_t chunk) const = 0;
 };
+
+// The segments of a handler's rows; `next`: its next argument, the selection unless there is none.
+inline ffi::ErrorOr<std::vector<Segment>> read_segments(const ffi::RemainingArgs& args,
+                                                        int64_t select, int64_t rows,
+                                                        size_t& next) {
+  if (select == kSingle) return segments_of(select, nullptr, 0, rows);
+  const auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
+  if (chosen.has_error()) return chosen.error();
+  return segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
+}
+
+// Binds a handler's results to the work's.
+inline ffi::Error bind_outputs(MatmulWork& work, ffi::RemainingRets& rets, int64_t rows) {
+  if (rets.size() != work.results()) return refuse("wrong number of results");
+  for (size_t t = 0; t < work.results(); ++t) {
+    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
+    if (y.has_error()) return y.error();
+    if (!has_shape(**y, {rows, work.outputs(t)})) return refuse("a result's shape does not fit");
+    work.set_output(t, (*y)->typed_data());
+  }
+  return ffi::Error::Success();
+}
 
 }  // namespace jinfer

@@ -75,7 +75,7 @@ class Operands {
 
  private:
   static xla::ffi::ErrorOr<Operand> wrong() {
-    return xla::ffi::Error::InvalidArgument("jinfer: a weight's pointer does not fit its layout");
+    return xla::ffi::Error::InvalidArgument("a weight's pointer does not fit its layout");
   }
 
   const xla::ffi::RemainingArgs& args_;

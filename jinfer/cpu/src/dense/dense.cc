@@ -13,36 +13,29 @@ constexpr int64_t ROWS = 32;  // rows whose packing is worth a thread
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                  ffi::RemainingRets rets, int64_t activation, int64_t select, bool transposed,
                  int64_t first, int64_t taken, bool rounded) {
-  if (x.dimensions().size() != 2) return invalid_dense("x is no matrix");
+  if (x.dimensions().size() != 2) return refuse("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
-  std::vector<Segment> segments{{0, 0, rows}};
-  if (select != kSingle) {
-    auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
-    if (chosen.has_error()) return chosen.error();
-    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
-  }
+  const auto segments = read_segments(args, select, rows, next);
+  if (segments.has_error()) return segments.error();
   DenseWork product;
   const size_t count = args.size() - next;
   Operands operands(args, next);
   auto error = product.read(operands, count, inputs,
                             {activation, select != kSingle, transposed, first, taken, rounded});
   if (error.failure()) return error;
-  for (const Segment& segment : segments)
+  for (const Segment& segment : *segments)
     if (segment.index < 0 || segment.index >= product.count())
-      return invalid_dense("no such matrix in the stack");
-  if (rets.size() != product.results()) return invalid_dense("wrong number of results");
-  for (size_t t = 0; t < product.results(); ++t) {
-    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
-    if (y.has_error()) return y.error();
-    if (!has_shape(**y, {rows, product.outputs(t)}))
-      return invalid_dense("a result's shape does not fit");
-    product.set_output(t, (*y)->typed_data());
-    if (inputs == 0) std::fill_n((*y)->typed_data(), (*y)->element_count(), 0.0f);
+      return refuse("no such matrix in the stack");
+  error = bind_outputs(product, rets, rows);
+  if (error.failure()) return error;
+  for (size_t t = 0; inputs == 0 && t < rets.size(); ++t) {
+    auto y = **rets.get<ffi::Buffer<ffi::F32>>(t);
+    std::fill_n(y.typed_data(), y.element_count(), 0.0f);
   }
   if (rows == 0 || inputs == 0) return ffi::Error::Success();
 
-  product.partition(segments.data(), segments.size(), pool);
+  product.partition(segments->data(), segments->size(), pool);
   product.rows[DenseWork::kPlain] = static_cast<char*>(x.untyped_data());
   static thread_local std::vector<float> buffers[DenseWork::kForms];
   bool any = false;

@@ -31,11 +31,9 @@ void pack(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all)
   const int64_t pairs = pairs_of(inputs), width = width_of(row, rows);
   float* to = all + row / ROWS * ROWS * pairs + row % ROWS;
   for (int64_t i = 0; i < pairs; i += LANES) {
-    const auto load_at = [&](int64_t from) {
-      const int64_t left = inputs - from;
-      return left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
-    };
-    const Floats low = load_at(2 * i), high = load_at(2 * i + LANES);
+    const int64_t from = 2 * i;
+    const Floats low = load_padded(x + from, inputs - from);
+    const Floats high = load_padded(x + from + LANES, inputs - from - LANES);
     float both[LANES];
     const auto rounded = _mm512_cvtne2ps_pbh(high, low);
     memcpy(both, &rounded, sizeof both);

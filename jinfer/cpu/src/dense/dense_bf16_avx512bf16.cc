@@ -29,11 +29,8 @@ struct MulAdd<Pair> {
 void round(const float* x, int64_t inputs, float* pairs) {
   char* to = reinterpret_cast<char*>(pairs);
   for (int64_t i = 0; i < inputs; i += 2 * LANES) {
-    const auto load_at = [&](int64_t from) {
-      const int64_t left = inputs - from;
-      return left >= LANES ? load(x + from) : left > 0 ? load_partial(x + from, left) : Floats{};
-    };
-    const Floats low = load_at(i), high = load_at(i + LANES);
+    const Floats low = load_padded(x + i, inputs - i);
+    const Floats high = load_padded(x + i + LANES, inputs - i - LANES);
     const auto rounded = _mm512_cvtne2ps_pbh(high, low);
     memcpy(to + 2 * i, &rounded, 2 * std::min<int64_t>(2 * LANES, inputs - i));
   }

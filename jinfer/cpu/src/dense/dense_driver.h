@@ -16,10 +16,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-inline ffi::Error invalid_dense(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_dense: " + what);
-}
-
 // Options shared by a product's matrices; see dense_matmul.py.
 struct DenseOptions {
   int64_t activation;
@@ -41,7 +37,7 @@ class DenseWork : public MatmulWork {
     transposed_ = options.transposed, gated_ = options.activation != 0;
     activation_ = static_cast<Activation>(options.activation);
     if (options.activation < 0 || options.activation > static_cast<int64_t>(Activation::relu))
-      return invalid_dense("no such activation");
+      return refuse("no such activation");
     for (size_t i = 0; i < count; ++i) {
       const auto array = operands.next();
       if (array.has_error()) return array.error();
@@ -49,7 +45,7 @@ class DenseWork : public MatmulWork {
       if (error.failure()) return error;
     }
     if (gated_ && (count != 2 || weights_[0].outputs != weights_[1].outputs))
-      return invalid_dense("gate and up are not two weights of one shape");
+      return refuse("gate and up are not two weights of one shape");
     y_.resize(results());
     rows.assign(kForms, nullptr);
     return ffi::Error::Success();
@@ -130,12 +126,12 @@ class DenseWork : public MatmulWork {
   ffi::Error add(const Operand& array, const DenseOptions& options) {
     const auto shape = array.dimensions();
     const size_t lead = options.stacked ? 1 : 0;
-    if (shape.size() != lead + 2) return invalid_dense("a weight's shape does not fit");
+    if (shape.size() != lead + 2) return refuse("a weight's shape does not fit");
     const int64_t columns = shape[lead + 1], taken = options.taken ? options.taken : shape[lead];
     if (options.first < 0 || taken < 0 || options.first > shape[lead] - taken)
-      return invalid_dense("a weight has not so many rows");
+      return refuse("a weight has not so many rows");
     if ((options.transposed ? taken : columns) != inputs_)
-      return invalid_dense("a weight's shape does not fit");
+      return refuse("a weight's shape does not fit");
     DenseMatrix weight{nullptr,
                        DType::f32,
                        options.transposed ? columns : taken,
@@ -144,12 +140,8 @@ class DenseWork : public MatmulWork {
                        shape[lead] * columns,
                        false,
                        false};
-    switch (array.element_type()) {
-      case ffi::DataType::F32: weight.dtype = DType::f32; break;
-      case ffi::DataType::BF16: weight.dtype = DType::bf16; break;
-      case ffi::DataType::F16: weight.dtype = DType::f16; break;
-      default: return invalid_dense("a weight's type is not known");
-    }
+    if (!dtype_of(array.element_type(), &weight.dtype) || weight.dtype == DType::quantized)
+      return refuse("a weight's type is not known");
     weight.data = static_cast<const char*>(array.untyped_data()) +
                   options.first * columns * bytes_of(weight.dtype);
     const bool rounded = options.rounded && weight.dtype == DType::bf16 && !options.transposed;

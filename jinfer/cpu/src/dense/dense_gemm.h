@@ -32,20 +32,6 @@ struct MulAdd {
 template <class T>
 using Factor = typename MulAdd<T>::Factor;
 
-// Calls f(std::integral_constant<int, n>) for 1 <= n <= MR.
-template <class F>
-void dispatch_count(int64_t n, F f) {
-  static_assert(MR == 6, "the cases below are all there are");
-  switch (n) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 6: return f(std::integral_constant<int, 6>{});
-  }
-}
-
 // Whether so few rows are bound by memory, so that the order of loads matters.
 constexpr bool is_memory_bound(int rows) { return LANES == 8 && rows <= 2; }
 
@@ -216,10 +202,8 @@ void pack(const float* x, int64_t inputs, float* to) {
   for (int64_t step = 0; step < each; step += LANES) {
     Floats block[LANES];
     for (int i = 0; i < LANES; ++i) {
-      const int64_t from = (step + i) * LANES, left = inputs - from;
-      block[i] = left >= LANES ? load(x + from)
-                 : left > 0    ? load_partial(x + from, left)
-                               : Floats{};
+      const int64_t from = (step + i) * LANES;
+      block[i] = load_padded(x + from, inputs - from);
     }
     transpose(block);
     const int64_t count = std::min<int64_t>(LANES, each - step);

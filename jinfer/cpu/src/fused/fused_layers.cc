@@ -21,10 +21,6 @@
 namespace jinfer {
 namespace {
 
-ffi::Error invalid_program(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_fused_layers: " + what);
-}
-
 // Operations, numbered as `Operation` in fused_layers.py.
 enum Operation : int64_t {
   kNorm,
@@ -86,13 +82,13 @@ class FusedLayers {
                   ffi::Span<const int64_t> layout, const ffi::RemainingRets& rets, size_t results,
                   const ffi::ThreadPool& pool) {
     clear();
-    if (results > rets.size()) return invalid_program("wrong number of results");
+    if (results > rets.size()) return refuse("wrong number of results");
     rets_ = &rets, next_pool_ = results, pool_ = &pool;
     for (size_t i = 0; i < inputs; ++i) {
       auto x = args.get<ffi::Buffer<ffi::F32>>(i);
       if (x.has_error()) return x.error();
       if (x->dimensions().size() != 2 || (i > 0 && x->dimensions()[0] != rows_))
-        return invalid_program("inputs are not matrices of equally many rows");
+        return refuse("inputs are not matrices of equally many rows");
       rows_ = x->dimensions()[0];
       values_.push_back({x->dimensions()[1], -1, true, -1, x->typed_data(), nullptr});
     }
@@ -100,21 +96,20 @@ class FusedLayers {
     for (ProgramReader reader(program); !reader.done();) {
       ffi::Error error = read_operation(operands, reader);
       if (error.failure()) return error;
-      if (reader.failed()) return invalid_program("a program that ends too early");
+      if (reader.failed()) return refuse("a program that ends too early");
     }
-    if (next_pool_ != rets.size()) return invalid_program("wrong number of results");
-    return operands.done() ? ffi::Error::Success() : invalid_program("wrong number of buffers");
+    if (next_pool_ != rets.size()) return refuse("wrong number of results");
+    return operands.done() ? ffi::Error::Success() : refuse("wrong number of buffers");
   }
 
   ffi::Error bind_results(ffi::RemainingRets& rets, ffi::Span<const int64_t> results) {
     for (size_t i = 0; i < results.size(); ++i) {
       auto y = rets.get<ffi::Buffer<ffi::F32>>(i);
       if (y.has_error()) return y.error();
-      if (results[i] < 0 || size_t(results[i]) >= values_.size())
-        return invalid_program("no such value");
+      if (results[i] < 0 || size_t(results[i]) >= values_.size()) return refuse("no such value");
       Value& value = values_[results[i]];
       if (value.stage < 0 || value.y || !has_shape(**y, {rows_, value.size}))
-        return invalid_program("a result does not fit");
+        return refuse("a result does not fit");
       value.y = (*y)->typed_data();
     }
     return ffi::Error::Success();
@@ -235,7 +230,7 @@ class FusedLayers {
 
   ffi::Error read_operation(Operands& operands, ProgramReader& reader) {
     const int64_t kind = reader.next(), a = reader.next();
-    if (a < 0 || size_t(a) >= values_.size()) return invalid_program("no such value");
+    if (a < 0 || size_t(a) >= values_.size()) return refuse("no such value");
     const int64_t size = values_[a].size;
     RowOperation operation{
         static_cast<Operation>(kind), size_t(a), size_t(a), size_t(a), values_.size(), {}};
@@ -244,8 +239,8 @@ class FusedLayers {
         const bool centered = reader.next(), weighted = reader.next(), biased = reader.next();
         const float eps = reader.real(), offset = reader.real();
         const int64_t each = operation.each = reader.next();
-        if (reader.failed()) return invalid_program("a program that ends too early");
-        if (each < 1 || size % each) return invalid_program("norms of such a size do not fit");
+        if (reader.failed()) return refuse("a program that ends too early");
+        if (each < 1 || size % each) return refuse("norms of such a size do not fit");
         operation.norm = {centered, eps, offset, nullptr, nullptr};
         if (weighted)
           if (ffi::Error e = vector(operands, each, &operation.norm.weight); e.failure()) return e;
@@ -258,7 +253,7 @@ class FusedLayers {
       case kAttention: return read_attention(operands, reader, a);
       case kActivate: {
         const int64_t activation = reader.next();
-        if (!is_activation(activation)) return invalid_program("no such activation");
+        if (!is_activation(activation)) return refuse("no such activation");
         operation.activation = static_cast<Activation>(activation);
         break;
       }
@@ -266,7 +261,7 @@ class FusedLayers {
       case kMultiply: {
         const int64_t b = reader.next();
         if (b < 0 || size_t(b) >= values_.size() || values_[b].size != size)
-          return invalid_program("no such value to add or to multiply by");
+          return refuse("no such value to add or to multiply by");
         operation.b = b;
         break;
       }
@@ -275,9 +270,9 @@ class FusedLayers {
         const bool adjacent = reader.next();
         const int64_t known = values_.size();
         if (b < 0 || b >= known || c < 0 || c >= known || values_[b].size != values_[c].size)
-          return invalid_program("no such angles");
+          return refuse("no such angles");
         if (head < 1 || size % head || 2 * values_[b].size > head)
-          return invalid_program("heads of such a size do not fit");
+          return refuse("heads of such a size do not fit");
         operation.b = b, operation.c = c;
         operation.rotation = {head, values_[b].size, adjacent};
         break;
@@ -285,7 +280,7 @@ class FusedLayers {
       case kHadamard: {
         const int64_t head = reader.next();
         const bool query = reader.next();
-        if (head < 1 || size % head) return invalid_program("heads of such a size do not fit");
+        if (head < 1 || size % head) return refuse("heads of such a size do not fit");
         operation.hadamard = {head, query};
         break;
       }
@@ -293,7 +288,7 @@ class FusedLayers {
         if (ffi::Error e = vector(operands, size, &operation.vector); e.failure()) return e;
         break;
       case kScale: operation.factor = reader.real(); break;
-      default: return invalid_program("no such operation");
+      default: return refuse("no such operation");
     }
     const int64_t stage = std::max(
         {first_row_stage(operation.a), first_row_stage(operation.b), first_row_stage(operation.c)});
@@ -307,16 +302,16 @@ class FusedLayers {
   ffi::Error read_linear(Operands& operands, ProgramReader& reader, size_t a) {
     const int64_t count = reader.next(), digits = reader.next(), activation = reader.next();
     const int64_t codes = reader.next();
-    if (!reader.has(codes)) return invalid_program("a program that ends too early");
+    if (!reader.has(codes)) return refuse("a program that ends too early");
     const int64_t* codebook = reader.take(codes);
     if (count < 1 || count > 64 || !reader.has(count * kFields))
-      return invalid_program("a program that ends too early");
+      return refuse("a program that ends too early");
     LinearWork& product = linear_.next();
     ffi::Error error = product.read(operands, reader.take(count * kFields), count, codebook, codes,
                                     values_[a].size, digits, activation, rows_);
     if (error.failure()) return error;
     for (const Tensor& tensor : product.tensors)
-      if (tensor.count != 1) return invalid_program("stacks of matrices");
+      if (tensor.count != 1) return refuse("stacks of matrices");
     add_matmul(product, a);
     return ffi::Error::Success();
   }
@@ -324,9 +319,8 @@ class FusedLayers {
   ffi::Error read_dense(Operands& operands, ProgramReader& reader, size_t a) {
     const int64_t count = reader.next(), activation = reader.next(), transposed = reader.next();
     const int64_t first = reader.next(), taken = reader.next(), rounded = reader.next();
-    if (reader.failed() || count < 1 || count > 64)
-      return invalid_program("a program that ends too early");
-    if (values_[a].size == 0) return invalid_program("rows of nothing");
+    if (reader.failed() || count < 1 || count > 64) return refuse("a program that ends too early");
+    if (values_[a].size == 0) return refuse("rows of nothing");
     DenseWork& product = dense_.next();
     ffi::Error error =
         product.read(operands, count, values_[a].size,
@@ -340,7 +334,7 @@ class FusedLayers {
     const auto size_of = [this](int64_t value) {
       return value < 0 || size_t(value) >= values_.size() ? 0 : values_[value].size;
     };
-    if (!it.read(reader, q, size_of)) return invalid_program("attention to heads that do not fit");
+    if (!it.read(reader, q, size_of)) return refuse("attention to heads that do not fit");
     ffi::Error error = it.take(operands, rows_, size_of, *rets_, next_pool_);
     if (error.failure()) return error;
     const auto cached = plans_.of(it.call, *pool_);
@@ -373,7 +367,7 @@ class FusedLayers {
     const auto array = operands.next();
     if (array.has_error()) return array.error();
     if (array->element_type() != ffi::DataType::F32 || int64_t(array->element_count()) != size)
-      return invalid_program("a vector does not fit its rows");
+      return refuse("a vector does not fit its rows");
     *out = static_cast<const float*>(array->untyped_data());
     return ffi::Error::Success();
   }
@@ -462,7 +456,7 @@ FusedLayersPool& layers_pool() {
 ffi::Error fused_layers(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         ffi::Span<const int64_t> program, ffi::Span<const int64_t> results,
                         int64_t inputs, ffi::Span<const int64_t> layout) {
-  if (inputs < 1 || size_t(inputs) > args.size()) return invalid_program("there are no inputs");
+  if (inputs < 1 || size_t(inputs) > args.size()) return refuse("there are no inputs");
   auto layers = layers_pool().take();
   ffi::Error error = layers->read(args, inputs, program, layout, rets, results.size(), pool);
   if (error.success()) error = layers->bind_results(rets, results);

@@ -32,33 +32,24 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
                   ffi::RemainingRets rets, ffi::Span<const int64_t> fields,
                   ffi::Span<const int64_t> codebook, int64_t digits, int64_t activation,
                   int64_t select) {
-  if (x.dimensions().size() != 2) return invalid("x is no matrix");
+  if (x.dimensions().size() != 2) return refuse("x is no matrix");
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1];
   size_t next = 0;
-  std::vector<Segment> segments{{0, 0, rows}};
-  if (select != kSingle) {
-    auto chosen = args.get<ffi::Buffer<ffi::S32>>(next++);
-    if (chosen.has_error()) return chosen.error();
-    segments = segments_of(select, chosen->typed_data(), chosen->element_count(), rows);
-  }
+  const auto segments = read_segments(args, select, rows, next);
+  if (segments.has_error()) return segments.error();
   Operands operands(args, next);
   LinearWork product;
   auto error = product.read(operands, fields.begin(), fields.size() / kFields, codebook.begin(),
                             codebook.size(), inputs, digits, activation,
-                            rows / std::max<int64_t>(segments.size(), 1));
+                            rows / std::max<int64_t>(segments->size(), 1));
   if (error.failure()) return error;
   for (const Tensor& tensor : product.tensors)
-    for (const Segment& segment : segments)
+    for (const Segment& segment : *segments)
       if (segment.index < 0 || segment.index >= tensor.count)
-        return invalid("no such matrix in the stack");
-  if (rets.size() != product.results()) return invalid("wrong number of results");
-  for (size_t t = 0; t < product.results(); ++t) {
-    auto y = rets.get<ffi::Buffer<ffi::F32>>(t);
-    if (y.has_error()) return y.error();
-    if (!has_shape(**y, {rows, product.outputs(t)})) return invalid("a result does not fit");
-    product.set_output(t, (*y)->typed_data());
-  }
-  if (!operands.done()) return invalid("wrong number of buffers");
+        return refuse("no such matrix in the stack");
+  error = bind_outputs(product, rets, rows);
+  if (error.failure()) return error;
+  if (!operands.done()) return refuse("wrong number of buffers");
   if (rows == 0) return ffi::Error::Success();
 
   // Quantizes activations once for all tensors that share a layout.
@@ -66,7 +57,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   if (buffers.size() < product.layouts.size()) buffers.resize(product.layouts.size());
   for (size_t f = 0; f < product.layouts.size(); ++f)
     product.rows[f] = buffers[f].prepare(pool, product.layouts[f], x.typed_data(), rows, inputs);
-  product.partition(segments.data(), segments.size(), pool);
+  product.partition(segments->data(), segments->size(), pool);
   parallel_for(pool, product.chunks, product.threads, [&](int64_t chunk) { product.run(chunk); });
   return ffi::Error::Success();
 }

@@ -34,10 +34,6 @@ struct Tensor {
   }
 };
 
-inline ffi::Error invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("jinfer_linear: " + what);
-}
-
 // Whether there are kernels for a tensor's format.
 inline bool is_supported_format(const int64_t* field, size_t codebook) {
   const int64_t bits = field[kBits], block = field[kBlock], numbers = field[kNumbers];
@@ -59,14 +55,14 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   if (scales.has_error()) return scales.error();
   const auto shape = words->dimensions();
   const size_t lead = shape.size() == 6 ? 1 : 0;
-  if (shape.size() != lead + 5) return invalid("words have neither 5 nor 6 axes");
+  if (shape.size() != lead + 5) return refuse("words have neither 5 nor 6 axes");
   Matrix& m = out->matrix;
   m = {};
   m.tiles = shape[lead], m.superblocks = shape[lead + 1];
   m.R = shape[lead + 3], m.G = shape[lead + 4];
-  if (!is_supported_format(field, codebook)) return invalid("a format is not known");
+  if (!is_supported_format(field, codebook)) return refuse("a format is not known");
   if (m.G != columns_of(field[kSteps]) || m.R * m.G != 16)
-    return invalid("words are in a layout without kernels");
+    return refuse("words are in a layout without kernels");
   m.words = static_cast<const uint32_t*>(words->untyped_data());
   m.scales = scales->untyped_data();
   m.bits = field[kBits];
@@ -87,7 +83,7 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   if (words->element_type() != ffi::DataType::U32 || shape[lead + 2] != m.bits || m.outputs < 0 ||
       m.tiles * m.R < m.outputs || m.columns() * 32 < inputs || m.superblocks % m.shared() ||
       !has(*scales, field[kSteps] ? ffi::DataType::S8 : ffi::DataType::F16, m.block)) {
-    return invalid("words or scales do not fit the format");
+    return refuse("words or scales do not fit the format");
   }
   const int64_t count = std::max<int64_t>(out->count, 1);
   out->words_step = words->element_count() / count;
@@ -95,7 +91,7 @@ inline ffi::Error read_tensor(Operands& operands, const int64_t* field, size_t c
   if (field[kSteps]) {
     const auto steps = operands.next();
     if (steps.has_error()) return steps.error();
-    if (!has(*steps, ffi::DataType::F16, 256)) return invalid("steps do not fit the format");
+    if (!has(*steps, ffi::DataType::F16, 256)) return refuse("steps do not fit the format");
     m.steps = static_cast<const uint16_t*>(steps->untyped_data());
     out->steps_step = steps->element_count() / count;
   }
@@ -137,9 +133,9 @@ class LinearWork : public MatmulWork {
                   int64_t rows_each) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
     digits_ = digits, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
-    if (digits < 1 || digits > kMostDigits) return invalid("no such number of digits");
+    if (digits < 1 || digits > kMostDigits) return refuse("no such number of digits");
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
-      return invalid("no such activation");
+      return refuse("no such activation");
     tensors.resize(count), layout_of_.resize(count), layouts.clear(), parts_.clear(), total_ = 0;
     for (size_t t = 0; t < count; ++t) {
       auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
@@ -151,7 +147,7 @@ class LinearWork : public MatmulWork {
     }
     rows.resize(layouts.size());
     if (gated_ && (count != 2 || !same_shape(tensors[0].matrix, tensors[1].matrix)))
-      return invalid("gate and up are not two matrices of one shape");
+      return refuse("gate and up are not two matrices of one shape");
     return ffi::Error::Success();
   }
 

@@ -11,6 +11,7 @@
 
 #include "common/scratch.h"
 #include "linear/linear.h"
+#include "simd/simd.h"
 
 // Unrolls loops over registers at any level of optimization.
 #ifndef UNROLL
@@ -24,6 +25,9 @@ using jinfer::Activations;
 using jinfer::kThreeAndAHalf;
 using jinfer::Matrix;
 using jinfer::per_code_of;
+using jinfer::Piece;
+using jinfer::Pieces;
+using jinfer::pieces;
 using jinfer::Scratch;
 
 constexpr int L = Vector::L;
@@ -63,42 +67,6 @@ inline void store_sums(Vector::F v, const Results::Row& row, int64_t output, int
 }
 
 // ---- codes ------------------------------------------------------------------------------------
-
-struct Piece {  // see PIECES in jinfer/quant/bit_packing.py
-  int byte, low, width, at;
-};
-struct Pieces {
-  int count;
-  Piece of[7];
-};
-
-constexpr Pieces pieces(int bits, int s) {
-  if (bits == 2) return {1, {{s % 2, 2 * (s / 2), 2, 0}}};
-  if (bits == 4) return {1, {{s % 4, 4 * (s / 4), 4, 0}}};
-  if (bits == 3) {
-    if (s < 6) return {1, {{s % 3, 3 * (s / 3), 3, 0}}};
-    if (s == 6) return {2, {{0, 6, 2, 0}, {2, 6, 1, 2}}};
-    return {2, {{1, 6, 2, 0}, {2, 7, 1, 2}}};
-  }
-  if (s < bits) return {1, {{s, 0, bits, 0}}};
-  if (bits == 5) {
-    if (s == 5) return {2, {{0, 5, 3, 0}, {1, 5, 2, 3}}};
-    if (s == 6) return {2, {{2, 5, 3, 0}, {3, 5, 2, 3}}};
-    return {3, {{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
-  }
-  if (bits == 6) {
-    if (s == 6) return {3, {{0, 6, 2, 0}, {1, 6, 2, 2}, {2, 6, 2, 4}}};
-    return {3, {{3, 6, 2, 0}, {4, 6, 2, 2}, {5, 6, 2, 4}}};
-  }
-  return {7,
-          {{0, 7, 1, 0},
-           {1, 7, 1, 1},
-           {2, 7, 1, 2},
-           {3, 7, 1, 3},
-           {4, 7, 1, 4},
-           {5, 7, 1, 5},
-           {6, 7, 1, 6}}};
-}
 
 template <int bits, int s, int piece = 0>
 inline Vector::I unpack_four(const Vector::I* words) {
@@ -182,21 +150,6 @@ GatherIndices gather_indices(const Matrix& matrix, int block, int half, int part
   return out;
 }
 
-float half_to_float(uint16_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-  float value;
-  uint32_t bits;
-  if (exponent == 0) {
-    value = fraction * 5.9604644775390625e-8f;  // 2^-24
-    std::memcpy(&bits, &value, 4);
-    bits |= sign;
-  } else {
-    bits = sign | (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
-  }
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
 inline __attribute__((always_inline)) void gather(const void* p, bool bytes,
                                                   const GatherIndices& places, bool both,
                                                   Vector::F& first, Vector::F& second) {
@@ -206,7 +159,7 @@ inline __attribute__((always_inline)) void gather(const void* p, bool bytes,
     for (int lane = 0; lane < L; ++lane) {
       const int at = places.at[16 * k + lane];
       values[k * L + lane] = bytes ? static_cast<const int8_t*>(p)[at]
-                                   : half_to_float(static_cast<const uint16_t*>(p)[at]);
+                                   : jinfer::from_f16(static_cast<const uint16_t*>(p)[at]);
     }
   }
   first = Vector::load_f(values);

@@ -160,7 +160,7 @@ struct Q3K : Of256<3, 110, 16, 1> {
   }
 };
 
-// d, -dmin, then 8 scales and 8 minima of 6 bits in 12 bytes: see `_q4_k_scales`.
+// d, -dmin, then 8 scales and 8 minima of 6 bits in 12 bytes: see `six_bit_numbers`.
 template <int code_bits, int block_bytes>
 struct WithMinima : Of256<code_bits, block_bytes, 8, 2> {
   static void put_numbers(const uint8_t* block, uint8_t* to, uint8_t* steps) {

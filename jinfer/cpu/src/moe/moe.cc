@@ -32,9 +32,6 @@ void top_k(const float* ranked, std::vector<char>& taken, int64_t count, int32_t
 ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::RemainingArgs args,
                  ffi::ResultBuffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::F32> weights,
                  bool softmax, bool renormalize, float scale) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_route: ") + what);
-  };
   if (logits.dimensions().size() != 2 || chosen->dimensions().size() != 2)
     return refuse("no matrices");
   const int64_t rows = logits.dimensions()[0], experts = logits.dimensions()[1];
@@ -76,9 +73,6 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
 ffi::Error sort_by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S32> row_of,
                           ffi::ResultBuffer<ffi::S32> expert_of, ffi::ResultBuffer<ffi::S32> begins,
                           ffi::ResultBuffer<ffi::S32> place_of) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_sort_by_expert: ") + what);
-  };
   if (chosen.dimensions().size() != 2 || begins->dimensions().size() != 1)
     return refuse("no matrix");
   const int64_t rows = chosen.dimensions()[0], count = chosen.dimensions()[1], pairs = rows * count;
@@ -109,9 +103,6 @@ ffi::Error sort_by_expert(ffi::Buffer<ffi::S32> chosen, ffi::ResultBuffer<ffi::S
 ffi::Error combine_experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> results,
                            ffi::Buffer<ffi::S32> places, ffi::Buffer<ffi::F32> weights,
                            ffi::ResultBuffer<ffi::F32> y) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_combine_experts: ") + what);
-  };
   if (results.dimensions().size() != 2 || weights.dimensions().size() != 2)
     return refuse("no matrices");
   const int64_t pairs = results.dimensions()[0], size = results.dimensions()[1];

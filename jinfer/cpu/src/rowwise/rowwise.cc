@@ -19,9 +19,6 @@ namespace {
 ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                 ffi::ResultBuffer<ffi::F32> y, bool centered, bool weighted, bool biased, float eps,
                 float offset) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_norm: ") + what);
-  };
   if (x.dimensions().size() != 2) return refuse("x is no matrix");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
   if (!has_shape(*y, {rows, size})) return refuse("the result has not the shape of x");
@@ -53,9 +50,6 @@ ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArg
 ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
                   ffi::Buffer<ffi::F32> sin, ffi::ResultBuffer<ffi::F32> y, int64_t size,
                   bool adjacent) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_rotate: ") + what);
-  };
   if (x.dimensions().size() != 2 || cos.dimensions().size() != 2) return refuse("no matrices");
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], pairs = cos.dimensions()[1];
   if (size < 1 || width % size || 2 * pairs > size)
@@ -72,54 +66,46 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
-ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
-                    int64_t size, bool query) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_hadamard: ") + what);
-  };
-  if (x.dimensions().size() != 2) return refuse("x is no matrix");
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  if (size < 1 || width % size) return refuse("heads of such a size do not fit");
-  if (!has_shape(*y, {rows, width})) return refuse("the result has not the shape of x");
-  parallel_rows(pool, rows, width, [&](int64_t row) {
-    const int64_t at = row * width;
-    rowwise_kernels().hadamard(x.typed_data() + at, width, {size, query}, y->typed_data() + at);
+// Calls f(row of x, size, row of y) for each row of x and y, which are alike.
+template <class F>
+ffi::Error map_rows(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
+                    F f) {
+  if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
+    return refuse("x and the result are not alike matrices");
+  const int64_t size = x.dimensions()[1];
+  parallel_rows(pool, x.dimensions()[0], size, [&](int64_t row) {
+    f(x.typed_data() + row * size, size, y->typed_data() + row * size);
   });
   return ffi::Error::Success();
+}
+
+ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
+                    int64_t size, bool query) {
+  if (size < 1 || x.dimensions().size() != 2 || x.dimensions()[1] % size)
+    return refuse("heads of such a size do not fit");
+  return map_rows(pool, x, y, [=](const float* from, int64_t width, float* to) {
+    rowwise_kernels().hadamard(from, width, {size, query}, to);
+  });
 }
 
 ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
                   bool softmax) {
-  if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
-    return ffi::Error::InvalidArgument("jinfer_scores: x and the result are not alike matrices");
-  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  const auto score = softmax ? rowwise_kernels().softmax : rowwise_kernels().sigmoid;
-  parallel_rows(pool, rows, size, [&](int64_t row) {
-    score(x.typed_data() + row * size, size, y->typed_data() + row * size);
-  });
-  return ffi::Error::Success();
+  return map_rows(pool, x, y, softmax ? rowwise_kernels().softmax : rowwise_kernels().sigmoid);
 }
 
 ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
                     int64_t activation) {
-  if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0], x.dimensions()[1]}))
-    return ffi::Error::InvalidArgument("jinfer_activate: x and the result are not alike matrices");
-  if (!is_activation(activation))
-    return ffi::Error::InvalidArgument("jinfer_activate: no such activation");
-  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  parallel_rows(pool, rows, size, [&](int64_t row) {
-    rowwise_kernels().activate(x.typed_data() + row * size, static_cast<Activation>(activation),
-                               size, y->typed_data() + row * size);
+  if (!is_activation(activation)) return refuse("no such activation");
+  return map_rows(pool, x, y, [=](const float* from, int64_t size, float* to) {
+    rowwise_kernels().activate(from, static_cast<Activation>(activation), size, to);
   });
-  return ffi::Error::Success();
 }
 
 ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> y) {
   if (x.dimensions().size() != 2 || !has_shape(*y, {x.dimensions()[0]}))
-    return ffi::Error::InvalidArgument("jinfer_argmax: the result is not a number for each row");
+    return refuse("the result is not a number for each row");
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1];
-  if (size < 1 || size > INT32_MAX)
-    return ffi::Error::InvalidArgument("jinfer_argmax: rows are empty or too long");
+  if (size < 1 || size > INT32_MAX) return refuse("rows are empty or too long");
   argmax_rows(pool, x.typed_data(), rows, size, y->typed_data());
   return ffi::Error::Success();
 }

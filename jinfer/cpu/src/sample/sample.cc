@@ -105,9 +105,6 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
                   Ints1 owners, Ints1 slots, ffi::RemainingArgs masks,
                   ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::F32> after,
                   ffi::ResultBuffer<ffi::F32> filtered) {
-  const auto refuse = [](const char* what) {
-    return ffi::Error::InvalidArgument(std::string("jinfer_sample: ") + what);
-  };
   Batch batch{logits,   numbers, counts, key,     stages,  ends,    biased, biases, bad_words,
               breakers, drawn,   mu,     history, lengths, prompts, owners, slots};
   if (const char* what = batch.wrong()) return refuse(what);
@@ -158,7 +155,7 @@ ffi::Error logprobs(ffi::ThreadPool pool, Floats2 logits, Ints1 tokens,
   if (vocab < 1 || vocab > INT32_MAX || count < 1 || count > vocab || !has_shape(tokens, {rows}) ||
       !has_shape(wanted, {rows}) || !has_shape(*logprob, {rows}) ||
       !has_shape(*ids, {rows, count}) || !has_shape(*top, {rows, count}))
-    return ffi::Error::InvalidArgument("jinfer_logprobs: there is not one of each for each row");
+    return refuse("there is not one of each for each row");
   parallel_for(pool, rows, 1 + rows * vocab / LOGITS_PER_THREAD, [&](int64_t row) {
     int32_t* const to = ids->typed_data() + row * count;
     float* const values = top->typed_data() + row * count;

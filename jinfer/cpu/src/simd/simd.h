@@ -28,6 +28,20 @@ constexpr int LANES = 4, NR = 2, REGISTERS = 16;
 #endif
 constexpr int MR = 6;
 
+// Calls f(std::integral_constant<int, n>) for 1 <= n <= MR.
+template <class F>
+void dispatch_count(int64_t n, F f) {
+  static_assert(MR == 6, "the cases below are all there are");
+  switch (n) {
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 5: return f(std::integral_constant<int, 5>{});
+    case 6: return f(std::integral_constant<int, 6>{});
+  }
+}
+
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
@@ -293,6 +307,11 @@ inline Floats load_partial(const T* from, int64_t count) {
   T some[LANES] = {};
   memcpy(some, from, count * sizeof(T));
   return load(some);
+}
+
+// Loads a vector of which `left` numbers are there, or fewer than none, zero-padded.
+inline Floats load_padded(const float* from, int64_t left) {
+  return left >= LANES ? load(from) : left > 0 ? load_partial(from, left) : Floats{};
 }
 
 // The lower halves of the LANES numbers at a and at b side by side, and the upper ones.
