@@ -49,7 +49,6 @@ class Engine(EngineCore):
     guides: Guides = field(default_factory=Guides)
     _drivers: dict[int, SearchDriver] = field(default_factory=dict)
     _in_step: list[int] = field(default_factory=list)
-    _events: list[Token | Failed] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
     _flag: np.int32 = field(init=False)
@@ -118,8 +117,7 @@ class Engine(EngineCore):
         self.guides.remove(request)
         if self.speculator is not None:
             self.speculator.forget(sequence)
-        if (driver := self._drivers.pop(request, None)) is not None:
-            driver.forget(request)
+        self._drivers.pop(request, None)
         return sequence
 
     def step(self) -> list[Token | Failed]:
@@ -128,12 +126,7 @@ class Engine(EngineCore):
         After an exception the KV cache may have been donated and lost: see `recover`.
         """
         self._in_step = [sequence.request.id for sequence in self.scheduler.running]
-        drivers = dict.fromkeys(self._drivers.values())
-        tokens = [
-            *self._take_events(),
-            *(token for driver in drivers for token in driver.read_results(self)),
-        ]
-        tokens += [*self.guides.collect_turns(self), *self.guides.sample_pending(self)]
+        tokens = [*self.guides.collect_turns(self), *self.guides.sample_pending(self)]
         speculator, calls = self.speculator, self._in_flight
         while (
             speculator
@@ -150,22 +143,15 @@ class Engine(EngineCore):
         self._admit(plan)
         self._in_step += [sequence.request.id for sequence in plan.admitted]
         launched = self._launch(plan)
-        for driver in drivers:
-            tokens += driver.advance(self, self._waiting_for(driver))
+        for request, driver in self._drivers.items():
+            sequence = self._sequences[request]
+            if sequence.block_tables is not None and not sequence.prefilling:
+                tokens += driver.advance(self, sequence)
         # Grammar masks need the tokens of the calls in flight.
         most = self.scheduler.calls_ahead(launched, len(self._in_flight))
         while len(self._in_flight) > (0 if self.guides.must_read else most):
             tokens += self._read_call(self._in_flight.popleft())
-        return [*tokens, *self.guides.collect_turns(self), *self._take_events()]
-
-    def _take_events(self) -> list[Token | Failed]:
-        events, self._events = self._events, []
-        return events
-
-    def _waiting_for(self, driver: SearchDriver) -> list[RunningSequence]:
-        """A driver's sequences that wait for their next token, the earliest first."""
-        driven = [s for s in self.scheduler.running if self._drivers.get(s.request.id) is driver]
-        return sorted((s for s in driven if not s.prefilling), key=lambda s: s.priority_key)
+        return [*tokens, *self.guides.collect_turns(self)]
 
     def _plan(self) -> StepPlan:
         most = min(self.programs.most_steps, steps_that_fit(self.step_seconds))
@@ -193,7 +179,7 @@ class Engine(EngineCore):
         """Before a sequence's blocks are freed: its logits, search state and drafts go too."""
         self.guides.discard_logits(sequence)
         if (driver := self._drivers.get(sequence.request.id)) is not None:
-            driver.release_blocks(self, sequence.request.id)
+            driver.release_blocks(self)
         if self.speculator is not None:
             self.speculator.release_blocks(self, sequence)
 

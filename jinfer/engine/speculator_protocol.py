@@ -19,19 +19,15 @@ class Speculator(Protocol):
 
     def announce(self, engine: EngineCore) -> list[Future[Program]]:
         """Starts compiling all programs that it may need."""
-        ...
 
     def needs_tokens(self, sequences: Sequence[RunningSequence]) -> bool:
         """Whether all tokens of the sequences have to be read before the next call is planned."""
-        ...
 
     def max_steps(self, most: int) -> int:
         """Steps that a call without drafts may take."""
-        ...
 
     def launch(self, engine: EngineCore, plan: StepPlan, guides: Guides) -> bool:
         """Launches a call that verifies drafts for the planned sequences; False: there are none."""
-        ...
 
     def observe(
         self, engine: EngineCore, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
@@ -41,20 +37,15 @@ class Speculator(Protocol):
         Returns:
             The draft source of each accepted token, which are the first ones.
         """
-        ...
 
     def release_blocks(self, engine: EngineCore, sequence: RunningSequence) -> None:
         """Releases blocks of a sequence's drafts, before the sequence's own are freed."""
-        ...
 
     def forget(self, sequence: RunningSequence) -> None:
         """Drops the state of a request that has ended."""
-        ...
 
     def reset(self) -> None:
         """Discards device state after a failed step."""
-        ...
 
     def release(self) -> None:
         """Frees memory; nothing is drafted afterwards."""
-        ...

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -14,10 +15,11 @@ from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
 from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner
 from jinfer.engine.runner.sampler_output import MAX_STEPS
-from jinfer.engine.runner.step_key import Sizes, StepKey
+from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
@@ -65,6 +67,8 @@ class DraftModel(ModelRunner, Drafter):
     _took: RunningMean = field(default_factory=lambda: RunningMean(0.0))
     _computed: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     _blocks: dict[str, np.ndarray] = field(default_factory=dict)
+    first: ClassVar[int] = 0  # index of the first token of a sequence that it reads
+    kinds: ClassVar[tuple[StepKind, StepKind]] = "logits", "propose"  # of a prefill and of a draft
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
         """As `Drafter.draft`."""
@@ -90,19 +94,15 @@ class DraftModel(ModelRunner, Drafter):
         """The tokens in the KV cache after a chain was drafted."""
         return [*sequence.tokens, *chain]
 
-    def _known(self, sequence: RunningSequence) -> list[int]:
-        """A sequence's tokens as this model reads them."""
-        return sequence.tokens
-
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
         count = self.padded_rows(len(sequences))
-        rows = np.full(count, -1, np.int32)
+        rows, positions = np.full((2, count), -1, np.int32)
         rows[: len(sequences)] = [s.slot for s in sequences]
-        program = self.programs.get(
-            StepKey("propose", count, stages=self.target.samplers.stages(sequences))
-        )
-        arguments = (rows, self.slot_tables(), np.int32(levels))
+        positions[: len(sequences)] = [len(s.tokens) - 1 - self.first for s in sequences]
+        stages = self.target.samplers.stages(sequences)
+        program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
+        arguments = (rows, self.slot_tables(), np.int32(levels), *self._vectors(rows, positions))
         cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
         self.set_cache(cache, state)
         return np.asarray(proposed)
@@ -141,7 +141,7 @@ class DraftModel(ModelRunner, Drafter):
 
     def _catch_up(self, sequence: RunningSequence) -> bool:
         """Prefills the tokens before a sequence's last; False if some are left."""
-        known = self._known(sequence)
+        known = sequence.tokens[self.first :]
         last = len(known) - 1
         before = self._computed.get(sequence.slot)
         begin = 0
@@ -158,16 +158,25 @@ class DraftModel(ModelRunner, Drafter):
         while begin < end:
             count = min(end - begin, SIZES[-1])
             size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
-            rows, positions = (np.full(size, -1, np.int32) for _ in range(2))
+            rows, positions = np.full((2, size), -1, np.int32)
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            arguments = (rows, positions, self.slot_tables(), np.full(1, -1, np.int32))
-            program = self.programs.get(StepKey("logits", size, 1))
-            self.set_cache(program(self.leaves, self.cache, self.state, *arguments)[0])
+            self.set_cache(self._prefill(rows, positions))
             begin += count
+
+    def _prefill(self, rows: np.ndarray, positions: np.ndarray) -> Cache:
+        """The KV cache with some tokens computed."""
+        arguments = (rows, positions, self.slot_tables(), np.full(1, -1, np.int32))
+        program = self.programs.get(StepKey("logits", len(rows), 1))
+        return program(self.leaves, self.cache, self.state, *arguments)[0]
+
+    def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Sequence[Any]:
+        """The target's hidden states of some tokens, if the model reads them."""
+        return ()
 
     def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
         """Sets a sequence's slot of the device state, with `more` tokens that may follow."""
-        row = self.target.samplers.row(sequence, self.programs.sizes.context, more)
+        context = self.programs.sizes.context
+        row = self.target.samplers.row(sequence, context, more, self.first)
         self._state = self.programs.get(StepKey("set_slot"))(
             self.state, row, np.int32(sequence.slot)
         )
@@ -190,13 +199,13 @@ class DraftModel(ModelRunner, Drafter):
         return self.programs.announce(self._step_keys())
 
     def _step_keys(self) -> Iterator[StepKey]:
-        slots = self.programs.sizes.slots
+        (prefill, propose), slots = self.kinds, self.programs.sizes.slots
         yield StepKey("set_slot")
         for size in (*SMALL_SIZES, *SIZES):
-            yield StepKey("logits", size, 1)
+            yield StepKey(prefill, size, int(prefill == "logits"))
         for stages in stage_sets():
             for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
-                yield StepKey("propose", rows, stages=stages)
+                yield StepKey(propose, rows, stages=stages)
 
 
 @dataclass

@@ -45,16 +45,11 @@ def allocate_branches(
         The tree, and (path, block tables) of each path but the first.
     """
     assert sequence.block_tables is not None, "it is planned"
-    blocks, known = engine.scheduler.blocks, len(sequence.tokens)
-    branches: list[tuple[list[int], BlockTables]] = []
-    made: list[BlockCopy] = []
-    for path in tree.paths()[1:]:
-        forked = blocks.fork(sequence.block_tables, known - 1)
-        if forked is None or not blocks.reserve(forked[0], known + len(path)):
-            for tables in [branch for _, branch in branches] + ([forked[0]] if forked else []):
-                blocks.free(tables)
-            return first_path(tree), []
-        branches.append((path, forked[0]))
-        made += forked[1]
+    paths, known = tree.paths()[1:], len(sequence.tokens)
+    parents, ends = [sequence.block_tables] * len(paths), [known + len(path) for path in paths]
+    forked = engine.scheduler.blocks.fork_all(parents, known - 1, ends)
+    if forked is None:
+        return first_path(tree), []
+    branches, made = forked
     copies += made
-    return tree, branches
+    return tree, [*zip(paths, branches, strict=True)]

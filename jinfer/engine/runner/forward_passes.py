@@ -13,13 +13,11 @@ import jax
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.model_runner import SIZES, padded_length
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.nn.abstract_model import Want
-from jinfer.ops.attention.kv_cache import BLOCK
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -197,14 +195,3 @@ def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.nda
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded, np.array([len(row) for row in rows], np.int32)
-
-
-def check_room(engine: EngineCore, tokens: int, sequences: int = 1) -> None:
-    """Raises `RequestError` if the KV cache is too small for sequences of so many tokens."""
-    for name, pool in engine.scheduler.blocks.pools.items():
-        needed = sequences * -(-tokens // BLOCK)
-        if pool.window is None and needed > pool.count:
-            raise RequestError(
-                f"{sequences * tokens} tokens do not fit into a cache of "
-                f"{pool.count * BLOCK} ({name}); set engine.kv_tokens, or ask for fewer"
-            )

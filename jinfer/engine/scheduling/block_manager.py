@@ -271,6 +271,27 @@ class BlockManager:
             copies.append(BlockCopy(name, table[full], target))
         return other, copies
 
+    def fork_all(
+        self, parents: Sequence[BlockTables], length: int, ends: Sequence[int]
+    ) -> tuple[list[BlockTables], list[BlockCopy]] | None:
+        """`fork` of several block tables, the i-th with room for `ends[i]` tokens.
+
+        Returns:
+            None, with nothing allocated, if there are too few blocks.
+        """
+        forks, copies = list[BlockTables](), list[BlockCopy]()
+        for parent, end in zip(parents, ends, strict=True):
+            forked = self.fork(parent, length)
+            if forked is not None:
+                forks.append(forked[0])
+                copies += forked[1]
+                self.slide_window(forked[0], length)
+            if forked is None or not self.reserve(forked[0], end):
+                for tables in forks:
+                    self.free(tables)
+                return None
+        return forks, copies
+
     def free(self, tables: BlockTables) -> None:
         """Releases all blocks, the last ones first: the prefix stays cached longest."""
         for name, table in tables.by_group.items():

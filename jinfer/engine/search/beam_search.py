@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.beam_hypotheses import Beams
 
@@ -30,56 +30,37 @@ class BeamSearch:
     _beam_blocks: list[BlockTables] = field(default_factory=list)
     _parents: list[int] = field(default_factory=list)
 
-    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
-        """Nothing is in flight: each step waits for its result."""
-        return []
-
-    def release_blocks(self, engine: EngineCore, request: int) -> None:
+    def release_blocks(self, engine: EngineCore) -> None:
         """As `SearchDriver.release_blocks`; a search that restarts ends the same."""
         for tables in self._beam_blocks:
             engine.scheduler.blocks.free(tables)
         self._beam_blocks, self._beams = [], None
 
-    def forget(self, request: int) -> None:
-        """There is no other state."""
-
-    def advance(
-        self, engine: EngineCore, sequences: Sequence[RunningSequence]
-    ) -> list[Token | Failed]:
+    def advance(self, engine: EngineCore, sequence: RunningSequence) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
-        for sequence in sequences:  # one at most
-            if self._beams is None:
-                self._beams = self.start()
-                self._parents = [0] * self._beams.count
-            parents = self._beam_blocks or _prompt_blocks(sequence)
-            length = len(sequence.request.prompt) + len(self._beams.sequences[0]) - 1
-            while not self._fork(engine, parents, length):
-                events += engine.preempt_for(sequence)
-                if sequence.block_tables is None:
-                    return events
-            events += self._step(engine, sequence, self._beams, length)
-        return events
+        if self._beams is None:
+            self._beams = self.start()
+            self._parents = [0] * self._beams.count
+        length = len(sequence.request.prompt) + len(self._beams.sequences[0]) - 1
+        while not self._fork(engine, sequence, length):
+            events += engine.preempt_for(sequence)
+            if sequence.block_tables is None:
+                return events
+        return [*events, *self._step(engine, sequence, self._beams, length)]
 
-    def _fork(self, engine: EngineCore, parents: Sequence[BlockTables], length: int) -> bool:
+    def _fork(self, engine: EngineCore, sequence: RunningSequence, length: int) -> bool:
         """Forks the block tables, each with room for one more token; False: too few blocks."""
-        blocks = engine.scheduler.blocks
-        forks: list[BlockTables] = []
-        copies: list[BlockCopy] = []
-        for parent in self._parents:
-            forked = blocks.fork(parents[parent], length)
-            if forked is not None:
-                forks.append(forked[0])
-                copies += forked[1]
-                blocks.slide_window(forked[0], length)
-            if forked is None or not blocks.reserve(forked[0], length + 1):
-                for tables in forks:
-                    blocks.free(tables)
-                return False
+        assert sequence.block_tables is not None, "it is admitted"
+        blocks, before = engine.scheduler.blocks, self._beam_blocks or [sequence.block_tables]
+        parents = [before[parent] for parent in self._parents]
+        forked = blocks.fork_all(parents, length, [length + 1] * len(parents))
+        if forked is None:
+            return False
         for old in self._beam_blocks:
             blocks.free(old)
+        self._beam_blocks, copies = forked
         engine.copy_blocks(copies)
-        self._beam_blocks = forks
         return True
 
     def _step(
@@ -110,9 +91,3 @@ class BeamSearch:
             Token(request.id, id, last="length" if index + 1 == len(best) else None)
             for index, id in enumerate(best)
         ]
-
-
-def _prompt_blocks(sequence: RunningSequence) -> list[BlockTables]:
-    """The block tables of the prompt, from which all beams fork."""
-    assert sequence.block_tables is not None, "it is admitted"
-    return [sequence.block_tables]

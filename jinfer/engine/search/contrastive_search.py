@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
+from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
 
 
@@ -35,38 +34,27 @@ class ContrastiveSearch:
     _candidates: list[int] = field(default_factory=list)
     _probabilities: np.ndarray | None = None
 
-    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
-        """Nothing is in flight: each step waits for its result."""
-        return []
-
-    def release_blocks(self, engine: EngineCore, request: int) -> None:
+    def release_blocks(self, engine: EngineCore) -> None:
         """As `SearchDriver.release_blocks`: the hidden states are recomputed."""
         self._past = None
 
-    def forget(self, request: int) -> None:
-        """There is no other state."""
-
-    def advance(
-        self, engine: EngineCore, sequences: Sequence[RunningSequence]
-    ) -> list[Token | Failed]:
+    def advance(self, engine: EngineCore, sequence: RunningSequence) -> list[Token | Failed]:
         """One step of the search."""
         events: list[Token | Failed] = []
-        for sequence in sequences:  # one at most
-            if sequence.remaining <= 0:
-                continue
-            while self._past is None:
-                try:
-                    self._begin(engine, sequence)
-                except NoRoomError:
-                    events += engine.preempt_for(sequence)
-                    if sequence.block_tables is None:
-                        return events
-            while (rows := self._rows(engine, sequence)) is None:
+        if sequence.remaining <= 0:
+            return events
+        while self._past is None:
+            try:
+                self._begin(engine, sequence)
+            except NoRoomError:
                 events += engine.preempt_for(sequence)
                 if sequence.block_tables is None:
                     return events
-            events += self._step(engine, sequence, rows)
-        return events
+        while (rows := self._rows(engine, sequence)) is None:
+            events += engine.preempt_for(sequence)
+            if sequence.block_tables is None:
+                return events
+        return [*events, *self._step(engine, sequence, rows)]
 
     def _begin(self, engine: EngineCore, sequence: RunningSequence) -> None:
         """Computes past hidden states; the last token is the only candidate of the first step."""
@@ -82,20 +70,12 @@ class ContrastiveSearch:
 
     def _rows(self, engine: EngineCore, sequence: RunningSequence) -> list[BlockTables] | None:
         """Block tables for each candidate; None if there are too few blocks."""
-        blocks, length, parent = engine.scheduler.blocks, self._length, sequence.block_tables
-        assert parent is not None, "it is admitted"
-        rows: list[BlockTables] = []
-        copies: list[BlockCopy] = []
-        for _ in self._candidates:
-            forked = blocks.fork(parent, length)
-            if forked is not None:
-                rows.append(forked[0])
-                copies += forked[1]
-                blocks.slide_window(forked[0], length)
-            if forked is None or not blocks.reserve(forked[0], length + 1):
-                for tables in rows:
-                    blocks.free(tables)
-                return None
+        assert sequence.block_tables is not None, "it is admitted"
+        count, length = len(self._candidates), self._length
+        parents, ends = [sequence.block_tables] * count, [length + 1] * count
+        if (forked := engine.scheduler.blocks.fork_all(parents, length, ends)) is None:
+            return None
+        rows, copies = forked
         engine.copy_blocks(copies)
         return rows
 

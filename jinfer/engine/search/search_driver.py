@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from jinfer.engine.engine_core import EngineCore
@@ -11,25 +10,13 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 
 
 class SearchDriver(Protocol):
-    """Computes the tokens of host-driven sequences, one step at a time."""
+    """Computes the tokens of one host-driven sequence, step by step."""
 
-    def read_results(self, engine: EngineCore) -> list[Token | Failed]:
-        """Reads the results of its calls in flight."""
-        ...
+    def advance(self, engine: EngineCore, sequence: RunningSequence) -> list[Token | Failed]:
+        """Computes the next tokens of the sequence, which is prefilled but for its last token."""
 
-    def advance(
-        self, engine: EngineCore, sequences: Sequence[RunningSequence]
-    ) -> list[Token | Failed]:
-        """Computes the next tokens of its sequences, which are prefilled but for the last token."""
-        ...
-
-    def release_blocks(self, engine: EngineCore, request: int) -> None:
-        """Frees the blocks of a request's search: it has ended, or is preempted.
+    def release_blocks(self, engine: EngineCore) -> None:
+        """Frees the blocks of the search: its request has ended, or is preempted.
 
         After a preemption the search restarts from the known tokens.
         """
-        ...
-
-    def forget(self, request: int) -> None:
-        """Drops the state of a request that has ended."""
-        ...
