@@ -97,12 +97,11 @@ class DraftModel(ModelRunner, Drafter):
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
         count = self.padded_rows(len(sequences))
-        rows, positions = np.full((2, count), -1, np.int32)
+        rows = np.full(count, -1, np.int32)
         rows[: len(sequences)] = [s.slot for s in sequences]
-        positions[: len(sequences)] = [len(s.tokens) - 1 - self.first for s in sequences]
         stages = self.target.samplers.stages(sequences)
         program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
-        arguments = (rows, self.slot_tables(), np.int32(levels), *self._vectors(rows, positions))
+        arguments = (rows, self.slot_tables(), np.int32(levels), *self._hidden(sequences, rows))
         cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
         self.set_cache(cache, state)
         return np.asarray(proposed)
@@ -141,8 +140,10 @@ class DraftModel(ModelRunner, Drafter):
 
     def _catch_up(self, sequence: RunningSequence) -> bool:
         """Prefills the tokens before a sequence's last; False if some are left."""
-        known = sequence.tokens[self.first :]
+        known = sequence.tokens[self.first :] if self.first else sequence.tokens
         last = len(known) - 1
+        if last < 0:
+            return False
         before = self._computed.get(sequence.slot)
         begin = 0
         if before is not None and before[0] == sequence.request.id:
@@ -169,8 +170,8 @@ class DraftModel(ModelRunner, Drafter):
         program = self.programs.get(StepKey("logits", len(rows), 1))
         return program(self.leaves, self.cache, self.state, *arguments)[0]
 
-    def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Sequence[Any]:
-        """The target's hidden states of some tokens, if the model reads them."""
+    def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
+        """The target's hidden states before the sequences' last tokens, if the model reads them."""
         return ()
 
     def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:

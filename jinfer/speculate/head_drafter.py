@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from jinfer.engine.runner.compiled_programs import Program
-from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES
-from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.ops.attention.kv_cache import Cache
 from jinfer.speculate.draft_model import DraftModel
 from jinfer.speculate.other_device import OtherDevicePrograms
 
@@ -27,45 +26,22 @@ class HeadDrafter(DraftModel):
     before. Those are in the target's KV cache, so that prefix-cached tokens have them too.
     """
 
-    def _known(self, sequence: RunningSequence) -> list[int]:
-        return sequence.tokens[1:]
+    first: ClassVar[int] = 1
+    kinds: ClassVar[tuple[StepKind, StepKind]] = "prefill_head", "propose_with_head"
 
     def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
         # Drafted tokens were computed from the head's own hidden states, so they do not count.
         return sequence.tokens[1:]
 
-    def _catch_up(self, sequence: RunningSequence) -> bool:
-        return len(sequence.tokens) > 1 and super()._catch_up(sequence)
+    def _prefill(self, rows: np.ndarray, positions: np.ndarray) -> Cache:
+        arguments = (rows, positions, self.slot_tables(), self._vectors(rows, positions))
+        program = self.programs.get(StepKey("prefill_head", len(rows)))
+        return program(self.leaves, self.cache, self.state, *arguments)
 
-    def _set_slot(self, sequence: RunningSequence, more: list[int]) -> None:
-        row = self.target.samplers.row(sequence, self.programs.sizes.context, more, first=1)
-        self._state = self.programs.get(StepKey("set_slot"))(
-            self.state, row, np.int32(sequence.slot)
-        )
-
-    def _compute(self, sequence: RunningSequence, begin: int, end: int) -> None:
-        while begin < end:
-            count = min(end - begin, SIZES[-1])
-            size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
-            rows, positions = (np.full(size, -1, np.int32) for _ in range(2))
-            rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            arguments = (rows, positions, self.slot_tables(), self._vectors(rows, positions))
-            program = self.programs.get(StepKey("prefill_head", size))
-            self.set_cache(program(self.leaves, self.cache, self.state, *arguments))
-            begin += count
-
-    def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
-        count = self.padded_rows(len(sequences))
-        rows, positions = (np.full(count, -1, np.int32) for _ in range(2))
-        rows[: len(sequences)] = [s.slot for s in sequences]
+    def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
+        positions = np.full(len(rows), -1, np.int32)
         positions[: len(sequences)] = [len(s.tokens) - 2 for s in sequences]
-        program = self.programs.get(
-            StepKey("propose_with_head", count, stages=self.target.samplers.stages(sequences))
-        )
-        arguments = (rows, self.slot_tables(), np.int32(levels), self._vectors(rows, positions))
-        cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
-        self.set_cache(cache, state)
-        return np.asarray(proposed)
+        return (self._vectors(rows, positions),)
 
     def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Any:
         """The target's hidden states of some tokens."""
@@ -83,12 +59,3 @@ class HeadDrafter(DraftModel):
         counts = sorted({key.tokens for key in keys if key.tokens})
         taps = self.target.programs.announce(StepKey("gather_taps", count) for count in counts)
         return [*self.programs.announce(keys), *taps]
-
-    def _step_keys(self) -> Iterator[StepKey]:
-        slots = self.programs.sizes.slots
-        yield StepKey("set_slot")
-        for size in (*SMALL_SIZES, *SIZES):
-            yield StepKey("prefill_head", size)
-        for stages in stage_sets():
-            for rows in sorted({self.padded_rows(n) for n in range(1, slots + 1)}):
-                yield StepKey("propose_with_head", rows, stages=stages)
