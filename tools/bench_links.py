@@ -17,10 +17,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jinfer.distributed.process_group import ProcessGroup
+from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.matmul.matmul import linear
 from jinfer.parallel.cost_model import Interconnect
 from jinfer.parallel.device_groups import DeviceGroup
-from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.sharding_rules import TENSOR_AXIS
 
 _BYTES = 256 << 20  # of all matrices, more than caches hold

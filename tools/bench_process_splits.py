@@ -33,8 +33,7 @@ from jinfer.parallel.cost_model import (
     ModelCost,
     estimate_decode,
 )
-from jinfer.parallel.layer_bytes import model_bytes
-from jinfer.parallel.placement import model_cost, partition_plan
+from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan
 from jinfer.weights.plan_weights import plan_weights
 
 from .llama_peer import PROMPT, STEPS
@@ -227,9 +226,8 @@ def _model(source: str, keys: Mapping[str, Any], devices: str) -> tuple[ModelCos
     model = plan_weights(
         build_abstract_model(spec, dtype), spec, opened.checkpoint, opened.activations
     ).model
-    weight = model_bytes(spec, model)
-    work = model_cost(spec, model, weight, dtype, opened.kv_cache)
-    plan = partition_plan(spec, model, opened.context, dtype, opened.kv_cache, dry_run=True)
+    whole = ModelToPlace(spec, model, opened.context, dtype, opened.kv_cache)
+    weight, work, plan = whole.weights, model_cost(whole), partition_plan(whole, dry_run=True)
     read = work.weights - work.tables
     shares = [(weight.of(row.slice) - row.slice.first * work.tables) / read for row in plan.stages]
     return work, shares

@@ -15,8 +15,8 @@ from jinfer.distributed.job_config import find_job
 from jinfer.distributed.process_group import current_group
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
+from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.cost_model import Interconnect
-from jinfer.parallel.layer_bytes import nbytes
 from jinfer.weights.plan_weights import plan_weights
 
 from .bench_engine_worker import TimedEngine

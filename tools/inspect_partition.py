@@ -21,13 +21,12 @@ from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import CHARACTER
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import Opened, open_model
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, zero_cache
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
 from jinfer.parallel import stage_forward
 from jinfer.parallel.cost_model import HARDWARE, CostEstimate, estimate_decode
-from jinfer.parallel.layer_bytes import model_bytes, nbytes
 from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import model_cost, partition_plan, stage_models
+from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel.placement import ModelToPlace, model_cost, partition_plan, stage_models
 from jinfer.parallel.sharding_rules import TENSOR_AXIS
 from jinfer.parallel.stage_model import StageModel
 from jinfer.weights.model_size import bytes_text
@@ -89,14 +88,13 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     dtype = jnp.dtype(opened.dtype)
     plain = build_abstract_model(opened.spec, dtype)
     model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
-    plan = partition_plan(opened.spec, model, opened.context, dtype, opened.kv_cache, dry_run=True)
-    stages = stage_models(plan, opened.spec, model, dtype)
-    work = model_cost(opened.spec, model, model_bytes(opened.spec, model), dtype, opened.kv_cache)
+    whole = ModelToPlace(opened.spec, model, opened.context, dtype, opened.kv_cache)
+    plan, work = partition_plan(whole, dry_run=True), model_cost(whole)
+    stages = stage_models(plan, whole)
     views = tuple(
         _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.stages, strict=True)
     )
-    kind, context = opened.kv_cache, opened.context
-    memory = memory_plan(plan, opened.spec, model, dtype, kind, context, free_of(machine))
+    memory = memory_planner(plan, whole, free_of(machine)).asked()
     tensor = max(len(row.devices) for row in plan.stages)
     found = estimate_decode(
         work, HARDWARE[machine], len(plan.stages), tensor, context=opened.context
@@ -144,9 +142,9 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         pools = jax.eval_shape(lambda: zero_cache(shapes, 1, opened.kv_cache))
         tables = {shape.group: jax.ShapeDtypeStruct((1, 1), jnp.int32) for shape in shapes.values()}
         tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
-        places = FlatBatch(ints, ints, ints, ints, ints)
+        batch = FlatBatch(ints, ints, ints, ints, ints, tables)
         run = partial(stage_forward.decoder_forward, stage, ("logits",))
-        given = (pools, None if stage.slice.first else x, places, tables, None)
+        given = (pools, None if stage.slice.first else x, batch, None)
         several = True
 
     def function(leaves: Any, *rest: Any) -> Any:

@@ -19,8 +19,8 @@ from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.auto_plan import explain_choice, offload_options
 from jinfer.parallel.cost_model import HARDWARE
-from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import partition_plan
+from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel.placement import ModelToPlace, partition_plan
 from jinfer.weights.storage_plan import choose_storages, stored
 
 from .inspect_partition import free_of
@@ -80,13 +80,13 @@ def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]
         for keys in settings:
             free, why = free_of(_MACHINE), ""
             chosen: Mapping[str, Any] = keys
+            whole = ModelToPlace(spec, model, _CONTEXT, _TYPE, _TYPE)
             if keys.get("devices") == AUTO:
-                given = (spec, model, _CONTEXT, _TYPE, _TYPE)
-                found = offload_options(*given, HARDWARE[_MACHINE], 1, free)
+                found = offload_options(whole, HARDWARE[_MACHINE], 1, free)
                 why, chosen = explain_choice(found, 1), found[0].keys
-            own = replace(spec, partition=PartitionSpec(**chosen))
-            plan = partition_plan(own, model, _CONTEXT, _TYPE, _TYPE, dry_run=True)
-            yield name, keys, why, memory_plan(plan, own, model, _TYPE, _TYPE, _CONTEXT, free)
+            own = replace(whole, spec=replace(spec, partition=PartitionSpec(**chosen)))
+            plan = partition_plan(own, dry_run=True)
+            yield name, keys, why, memory_planner(plan, own, free).asked()
 
 
 def to_text(bits: str) -> str:

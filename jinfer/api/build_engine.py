@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jinfer.distributed.process_group import current_group
@@ -22,7 +21,7 @@ from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.open_model import Opened
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes
 from jinfer.progress import line
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.weights import load_weights
@@ -94,15 +93,12 @@ def _kind(opened: Opened) -> str:
 def _on_one_device(
     opened: Opened, model: AbstractModel, shelf: DiskCache | None
 ) -> CompiledPrograms:
-    spec = opened.spec.engine
     blocks = cache_blocks(
         model.caches,
         opened.kv_cache,
-        slots=spec.slots,
-        context=opened.context,
-        chunk=spec.prefill_chunk,
-        tokens=spec.kv_tokens,
-        used=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.parameters)),
+        opened.spec.engine,
+        opened.context,
+        used=nbytes(model.parameters),
     )
     return CompiledPrograms(model, _sizes(opened, blocks), shelf)
 
@@ -110,22 +106,22 @@ def _on_one_device(
 def _in_stages(opened: Opened, model: AbstractModel, _: DiskCache | None) -> PipelinePrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.parallel.auto_plan import resolve_auto
-    from jinfer.parallel.memory_plan import memory_plan
+    from jinfer.parallel.memory_plan import memory_planner
     from jinfer.parallel.microbatches import MicroBatches
     from jinfer.parallel.pipeline_programs import PipelinePrograms
-    from jinfer.parallel.placement import free_memory_of, make_stages, partition_plan
+    from jinfer.parallel.placement import ModelToPlace, free_memory_of, make_stages, partition_plan
 
-    context, kind = opened.context, opened.kv_cache
     dtype = np.dtype(opened.dtype)
-    spec, why = resolve_auto(opened.spec, model, context, dtype, kind)
-    plan = partition_plan(spec, model, context, dtype, kind)
-    memory = memory_plan(plan, spec, model, dtype, kind, context, free_memory_of(plan, spec))
+    whole = ModelToPlace(opened.spec, model, opened.context, dtype, opened.kv_cache)
+    whole, why = resolve_auto(whole)
+    plan, spec = partition_plan(whole), whole.spec
+    memory = memory_planner(plan, whole, free_memory_of(plan, spec)).asked()
     if memory.problem:
         raise SpecError(spec.path, "partition", memory.problem)
     return PipelinePrograms(
         model=model,
         sizes=_sizes(opened, dict(memory.blocks.total)),
-        stages=make_stages(plan, spec, model, dtype),
+        stages=make_stages(plan, whole),
         lanes=MicroBatches(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
         memory=f"{why}\n\n{memory}" if why else str(memory),

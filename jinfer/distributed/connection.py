@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from jinfer.distributed.message_schemas import Hello, read_hello
+from jinfer.distributed.message_schemas import Hello, format_address, read_hello
 from jinfer.distributed.wire_format import HEAD, FrameError, deserialize, parse_header, serialize
 
 KEY = "JINFER_JOB_KEY"  # environment variable
@@ -52,7 +52,7 @@ class Link:
         self._socket = connection
         self._lock = threading.Lock()
         self._until: float | None = None
-        self.where = _peer(connection)
+        self.where = format_address(*connection.getpeername()[:2])
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -119,8 +119,7 @@ class Link:
 
     def close(self) -> None:
         """Closes the connection, which also wakes a thread that receives."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
         self._socket.close()
 
     def socket(self) -> socket.socket:
@@ -142,6 +141,13 @@ class Link:
                 raise LinkError("the connection was closed")
             at += size
         return buffer
+
+
+def shut_down(*connections: socket.socket) -> None:
+    """Shuts connections down, which also wakes threads that wait for them."""
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def has_key() -> bool:
@@ -201,8 +207,3 @@ def _proof(called: bool, own: bytes, other: bytes) -> bytes:
 
 def _key() -> bytes:
     return os.environ.get(KEY, "").encode()
-
-
-def _peer(connection: socket.socket) -> str:
-    host, port, *_ = connection.getpeername()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -55,7 +55,7 @@ def _specification(opened: Opened) -> str:
     """A hash of all settings that results depend on; paths may differ between hosts."""
     spec = replace(opened.spec, path="")
     settings = (spec, opened.context, opened.dtype, opened.kv_cache, opened.activations)
-    return _hashed(repr(settings).encode())
+    return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
 def _checkpoint(checkpoint: Checkpoint) -> str:
@@ -82,7 +82,3 @@ def _sample(tensor: Tensor) -> bytes:
     samples = b"".join(raw[start : start + _BYTES].tobytes() for start in starts)
     release(raw)
     return samples
-
-
-def _hashed(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

@@ -13,8 +13,9 @@ import numpy as np
 from jinfer.distributed.distributed_programs import LOGITS, PAST, ROWS, DistributedPrograms
 from jinfer.distributed.futures import remote_arrays
 from jinfer.distributed.wire_format import ResultRef
-from jinfer.distributed.worker_state import DONE, numpy_leaves
+from jinfer.distributed.worker_state import DONE
 from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.engine.runner.step_key import StepKey
 
@@ -79,7 +80,7 @@ class CoordinatorPrograms(DistributedPrograms):
         """
         call, kind = next(self.group.calls), shape.kind
         if kind == "set_slot":
-            given = (numpy_leaves(given[0]), *given[1:])
+            given = ([np.asarray(leaf) for leaf in jax.tree.leaves(given[0])], *given[1:])
         arguments = [_serializable(argument) for argument in given]
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         self.group.send_to_all(shape=asdict(shape), call=call, given=arguments, drop=dropped)
@@ -137,8 +138,8 @@ def _serializable(given: Any) -> Any:
         if given.ref.name == ROWS:
             return {"lane": given.lane, "rows": given.ref}
         return given.ref
-    if isinstance(given, dict):
-        return {name: _serializable(value) for name, value in given.items()}
+    if isinstance(given, dict | FlatBatch):
+        return jax.tree.map(np.asarray, given)
     if isinstance(given, list):
         return given
     return np.asarray(given)

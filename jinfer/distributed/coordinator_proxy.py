@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinfer.distributed.connection import authenticate
+from jinfer.distributed.connection import authenticate, shut_down
 from jinfer.distributed.incoming_connections import HELLO_SECONDS, IncomingConnections
 from jinfer.distributed.message_schemas import Hello
 
@@ -150,14 +150,14 @@ def _forward_to_rank0(own: socket.socket, where: tuple[str, int], mine: Hello) -
             back.start()
             _forward(far, own, told=False)
             back.join(_HELD)
-            _shut_down(own, far)
+            shut_down(own, far)
 
 
 def _forward_both_ways(one: socket.socket, other: socket.socket) -> None:
     """Forwards in both directions until one side ends."""
     _in_thread(_forward, one, other)
     _forward(other, one)
-    _shut_down(one, other)
+    shut_down(one, other)
 
 
 def _forward(source: socket.socket, target: socket.socket, *, told: bool = True) -> None:
@@ -172,13 +172,6 @@ def _forward(source: socket.socket, target: socket.socket, *, told: bool = True)
     if told:
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
-
-
-def _shut_down(*connections: socket.socket) -> None:
-    """Shuts connections down, which also wakes threads that wait for them."""
-    for connection in connections:
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _in_thread(work: Callable[..., None], *given: Any) -> None:

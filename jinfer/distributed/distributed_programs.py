@@ -25,10 +25,8 @@ from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
-from jinfer.parallel import finish_steps
 from jinfer.parallel.device_groups import first_replica
 from jinfer.parallel.pipeline_programs import PipelinePrograms
-from jinfer.parallel.stage_programs import abstract_float32, abstract_int32
 
 LOGITS, ROWS, PAST, ENCODED = "logits", "rows", "past", "encoded"  # names of calls' results
 
@@ -63,30 +61,40 @@ class DistributedPrograms(PipelinePrograms):
         self.worker.states.clear()
 
     def _logits(self, shape: StepKey) -> Program:
-        worker, chosen = self.worker, shape.chosen
-        begin = self.compiler.begin(shape.tokens, chosen).program
-        rows_of = self.lanes.rows
-        flow = self.compiler.decoder(shape.tokens, (rows_of, rows_of + 1), chosen, ("logits",))
+        flow = self._of_state(shape.tokens, shape.chosen)
 
-        def run(call: int, slots: Any, positions: Any, tables: Any, last: Any) -> None:
-            lane, rows = self.lanes.of_slots(slots)
-            logits, chooses = worker.store(call, LOGITS), worker.store(call, ROWS)
-            self._begin(call, lane, begin, (rows, positions, last), chooses)
-            worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), last)
+        def run(call: int, *arguments: Any) -> None:
+            logits, rows = self.worker.store(call, LOGITS), self.worker.store(call, ROWS)
+            lane = flow(call, *arguments, rows)
             self._at_home(call, lane, lambda out: logits.set_result(out["logits"]))
 
         return run
 
-    def _begin(self, call: int, lane: int, begin: Program, given: Any, rows: ResultFuture) -> None:
-        """Has home compute a flat batch's places for all ranks, and the rows to sample for."""
-        worker = self.worker
+    def _of_state(self, tokens: int, chosen: int) -> Program:
+        """The forward pass of all stages for sequences in a state; it returns their micro-batch.
 
-        def work() -> None:
-            places, chooses = begin(worker.states[lane], *given)
-            rows.set_result(chooses)
-            worker.deliver(call, PLACES, places, worker.all_ranks(), f"lane {lane}")
+        Home computes the flat batch for all ranks, and the rows to sample for.
+        """
+        worker, rows_of = self.worker, self.lanes.rows
+        begin = self.compiler.begin(tokens, chosen).program
+        flow = self.compiler.decoder(tokens, (rows_of, rows_of + 1), chosen, ("logits",))
 
-        worker.queue_at_home(lane, work)
+        def run(
+            call: int, slots: Any, positions: Any, tables: Any, last: Any, sampled: ResultFuture
+        ) -> int:
+            lane, rows = self.lanes.of_slots(slots)
+
+            def work() -> None:
+                batch, sampled_rows = begin(worker.states[lane], rows, positions, {}, last)
+                sampled.set_result(sampled_rows)
+                ranks = set(range(self.group.size))
+                worker.deliver(call, PLACES, batch, ranks, f"lane {lane}")
+
+            worker.queue_at_home(lane, work)
+            worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), last)
+            return lane
+
+        return run
 
     def _at_home(self, call: int, lane: int, finish: Callable[[Any], None]) -> None:
         """Queues `finish` at home, with the last stage's results."""
@@ -122,19 +130,15 @@ class DistributedPrograms(PipelinePrograms):
 
     def _decode(self, shape: StepKey) -> Program:
         worker, count = self.worker, shape.tokens
-        begin = self.compiler.begin(count, count).program
-        rows_of = self.lanes.rows
-        flow = self.compiler.decoder(count, (rows_of, rows_of + 1), count, ("logits",))
+        flow = self._of_state(count, count)
         choose = self.compiler.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
         def run(call: int, slots: Any, tables: Any, *_: Any) -> None:
             # The other arguments are for several steps in one call, and for interrupts.
-            lane, rows = self.lanes.of_slots(slots)
             sampled_rows: ResultFuture = Future()
-            self._begin(call, lane, begin, (rows, newest, every), sampled_rows)
-            worker.run_decoder(call, flow, None, self.lanes.tables(lane, tables), every)
+            lane = flow(call, slots, newest, tables, every, sampled_rows)
 
             def finish(out: Any) -> None:
                 arguments = out["logits"], sampled_rows.result(), *unmasked
@@ -145,53 +149,23 @@ class DistributedPrograms(PipelinePrograms):
 
         return run
 
-    def _forward(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_forward(shape.want)
-        return self._passed(shape, (shape.want,), finish)
-
-    def _score(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_score
-        return self._passed(shape, ("logits",), finish, abstract_int32(shape.tokens))
-
-    def _beam(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_beam(self.model)
-        return self._passed(shape, ("logits",), finish, abstract_float32(shape.tokens))
-
-    def _contrastive(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_contrastive(self.model)
-        more = (
-            abstract_float32(self.sizes.context, self.hidden),
-            abstract_float32(shape.tokens),
-            abstract_float32(),
-        )
-        passed = self._passed(shape, ("logits", "hidden"), finish, abstract_int32(), *more)
-
-        def run(call: int, tokens: Any, rows: Any, at: Any, *rest: Any) -> None:
-            passed(call, tokens, rows, at, *rest[:3], at[0], *rest[3:])
-
-        return run
-
-    def _passed(
-        self, shape: StepKey, wants: tuple[Want, ...], finish: Callable[..., Any], *more: Any
+    def _whole(
+        self,
+        shape: StepKey,
+        wants: tuple[Want, ...],
+        finish: Callable[..., Any],
+        *more: Any,
+        several: bool = False,
     ) -> Program:
-        """A forward pass over sequences without a state, and a function of its results at home.
-
-        Args:
-            finish: the function of the results and of the call's arguments after the flat batch.
-            more: the abstract arrays of those arguments.
-        """
+        """As `PipelinePrograms._whole`; results of the last stage stay at home, or go to rank 0."""
         worker = self.worker
         flow = self.compiler.decoder(shape.tokens, (shape.rows, shape.rows), None, wants)
         end = self.compiler.finish(shape, finish, flow[-1].out[1], *more).program
         stays = shape.kind == "contrastive"
 
-        def run(
-            call: int, tokens: Any, rows: Any, positions: Any, prompts: Any, tables: Any,
-            encoded: Any, *rest: Any,
-        ) -> None:  # fmt: skip
-            worker.run_decoder(
-                call, flow, FlatBatch(tokens, rows, positions, prompts, encoded), tables, None
-            )
+        def run(call: int, batch: Any, *rest: Any) -> None:
+            batch = FlatBatch(*batch)
+            worker.run_decoder(call, flow, batch, batch.tables, None)
             arguments = [worker.resolve(argument) for argument in rest]
             # The hidden states so far are large, and only the next call needs them: they stay.
             past = worker.store(call, PAST) if stays else None

@@ -43,33 +43,26 @@ class PendingResults:
         future.set_result(value)
 
 
-class RemoteResult:
-    """The future of a result with several arrays, each of which is a `RemoteArray`."""
-
-    def __init__(self, coming: ResultFuture, failed: Callable[[BaseException], None]) -> None:
-        """
-        Args:
-            failed: called with an error of the computation, which shows only when waiting for it.
-        """
-        self._coming, self._failed = coming, failed
-
-    def part(self, index: int) -> np.ndarray:
-        """One of the arrays; waits for it."""
-        try:
-            return np.asarray(jax.tree.leaves(self._coming.result())[index])
-        except RuntimeError as error:  # XLA's error is a subclass
-            self._failed(error)
-            raise
-
-
+@dataclass(frozen=True, eq=False)
 class RemoteArray:
-    """An array that may still be computed, or be on another rank; conversion to NumPy waits."""
+    """An array that may still be computed, or be on another rank; conversion to NumPy waits.
 
-    def __init__(self, whole: RemoteResult, index: int) -> None:
-        self._whole, self._index = whole, index
+    Attributes:
+        coming: the result, a tree of arrays.
+        index: of the array among its leaves.
+        failed: called with an error of the computation, which shows only when waiting for it.
+    """
+
+    coming: ResultFuture
+    index: int
+    failed: Callable[[BaseException], None]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self._whole.part(self._index)
+        try:
+            array = np.asarray(jax.tree.leaves(self.coming.result())[self.index])
+        except RuntimeError as error:  # XLA's error is a subclass
+            self.failed(error)
+            raise
         return array if dtype is None else array.astype(dtype)
 
     def __int__(self) -> int:
@@ -77,7 +70,7 @@ class RemoteArray:
 
 
 def remote_arrays(coming: ResultFuture, like: Any, failed: Callable[[BaseException], None]) -> Any:
-    """The arrays of a future result, in the structure of `like`; `failed` as of `RemoteResult`."""
+    """The arrays of a future result, in the structure of `like`; `failed` as of `RemoteArray`."""
     leaves, tree = jax.tree.flatten(like)
-    whole = RemoteResult(coming, failed)
-    return jax.tree.unflatten(tree, [RemoteArray(whole, index) for index in range(len(leaves))])
+    arrays = [RemoteArray(coming, index, failed) for index in range(len(leaves))]
+    return jax.tree.unflatten(tree, arrays)

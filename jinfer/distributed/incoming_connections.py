@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
 from jinfer import progress
-from jinfer.distributed.connection import Link, LinkError, authenticate, receive_hello
-from jinfer.distributed.message_schemas import Hello
+from jinfer.distributed.connection import Link, LinkError, authenticate, receive_hello, shut_down
+from jinfer.distributed.message_schemas import Hello, format_address
 from jinfer.opening.sources import SourceError
 
 HELLO_SECONDS = 10.0  # seconds in which a caller has to authenticate and send its `Hello`
@@ -72,8 +72,7 @@ class IncomingConnections:
     def close(self) -> None:
         """Closes the connections of all callers that `next` has not returned."""
         with self._lock:
-            for connection in self._pending:
-                _shut_down(connection)
+            shut_down(*self._pending)
             self._pending.clear()
         with suppress(Empty):
             while True:
@@ -87,7 +86,7 @@ class IncomingConnections:
             if len(self._pending) >= _MOST:
                 first = next(iter(self._pending))
                 del self._pending[first]
-                _shut_down(first)
+                shut_down(first)
             self._pending[connection] = None
         try:
             threading.Thread(target=self._known, args=(connection,), daemon=True).start()
@@ -132,11 +131,6 @@ class IncomingConnections:
             progress.line(f"jinfer: a caller at {where} was turned away: {reason}{more}")
 
 
-def format_address(host: str, port: int) -> str:
-    """HOST:PORT."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that listens at an address of this machine.
@@ -165,12 +159,6 @@ def listen(host: str, port: int) -> socket.socket:
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     return socket.create_server(where[:2], family=family, backlog=256)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """Shuts a connection down, which also wakes the thread that reads from it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _peer(connection: socket.socket) -> str:

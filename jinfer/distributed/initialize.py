@@ -28,14 +28,15 @@ from jinfer.distributed.connection import (
     has_key,
 )
 from jinfer.distributed.coordinator_proxy import CoordinatorProxy
-from jinfer.distributed.incoming_connections import (
-    IncomingConnections,
-    format_address,
-    listen,
-    listening,
-)
+from jinfer.distributed.incoming_connections import IncomingConnections, listen, listening
 from jinfer.distributed.job_config import JobConfig
-from jinfer.distributed.message_schemas import Hello, Welcome, parse_address, read_welcome
+from jinfer.distributed.message_schemas import (
+    Hello,
+    Welcome,
+    format_address,
+    parse_address,
+    read_welcome,
+)
 from jinfer.distributed.process_group import ProcessGroup, set_current_group
 from jinfer.distributed.shared_compile_cache import cache_on_every_rank
 from jinfer.distributed.wire_format import FrameError
@@ -43,10 +44,8 @@ from jinfer.opening.sources import SourceError
 from jinfer.progress import task
 from jinfer.version import __version__
 
-JOIN_SECONDS_VARIABLE = (
-    "JINFER_JOIN_SECONDS"  # environment variable: how long the other ranks may take to start
-)
-JOIN_SECONDS = 300.0  # its default
+# Environment variable: how long the other ranks may take to start; and its default.
+JOIN_SECONDS_VARIABLE, JOIN_SECONDS = "JINFER_JOIN_SECONDS", 300.0
 _PAUSE, _ANSWER = 0.25, 20.0  # seconds between connection attempts, and for an answer
 _TRIES = 3  # connections that may break before the other side has authenticated
 # JAX's heartbeat timeout, in effect off: `ProcessGroup` has its own heartbeats, and a process that

@@ -108,6 +108,11 @@ def parse_address(where: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def format_address(host: str, port: int) -> str:
+    """HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _check(message: Any, types: Mapping[str, type], more: Mapping[str, type] | None = None) -> None:
     """Checks a message's keys and their types; those of `more` are optional.
 

@@ -34,7 +34,7 @@ from jinfer.parallel.stage_programs import CompiledStage, StageCompiler
 # Names of a call's results.
 HIDDEN = "x {}"  # hidden states for the stage of this number
 OUT = "out"  # the last stage's results, for home
-PLACES = "places"  # the flat batch's places, for all ranks
+PLACES = "places"  # the flat batch without block tables, for all ranks
 DONE = "done"  # the call's result, for rank 0
 
 
@@ -166,25 +166,27 @@ class WorkerState:
         self,
         call: int,
         made: tuple[CompiledStage, ...],
-        places: FlatBatch | None,
+        batch: FlatBatch | None,
         tables: Mapping[str, Any],
         last: Any,
     ) -> None:
         """Queues the forward pass of all local stages over a flat batch; home gets `OUT`.
 
         Args:
-            places: the batch's places; None: home sends them as `PLACES`.
+            batch: None: home sends it as `PLACES`, without block tables.
         """
-        coming = None if places is not None else self.results.expect(call, PLACES)
+        coming = None if batch is not None else self.results.expect(call, PLACES)
 
         def run(number: int, x: Any) -> Any:
             stage = self.local_stages[number]
-            batch = places if coming is None else FlatBatch(*coming.result())
-            hidden, local = jax.tree.map(stage.device_group.replicate, (x, batch))
+            places = batch if coming is None else FlatBatch(*coming.result())
+            assert places is not None, "passed, or sent"
+            whole = places._replace(tables=tables)
+            hidden, local = jax.tree.map(stage.device_group.replicate, (x, whole))
             wanted = last if stage.last else None
             weights, cache = self.leaves[stage.leaves], self.caches[number]
             program = made[number].program
-            self.caches[number], out = program(weights, cache, hidden, local, tables, wanted)
+            self.caches[number], out = program(weights, cache, hidden, local, wanted)
             return out
 
         self._stages(call, run)
@@ -226,16 +228,7 @@ class WorkerState:
         if to:
             self.deliver(call, HIDDEN.format(number + 1), value, to, sender)
 
-    def all_ranks(self) -> set[int]:
-        """All ranks."""
-        return set(range(self.group.size))
-
     def update_state(self, lane: int, change: Callable[[Any], tuple[Any, Any]]) -> Any:
         """Replaces a micro-batch's state by `change`; returns its second result."""
         self.states[lane], out = change(self.states[lane])
         return out
-
-
-def numpy_leaves(tree: Any) -> list[np.ndarray]:
-    """A tree's leaves as NumPy arrays, to be sent."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]

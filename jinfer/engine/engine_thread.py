@@ -247,22 +247,18 @@ class _EngineLoop:
             return
         self.generations[request.id] = Generation(request, self.tokenizer), sink
 
-    def end(self, request: int) -> None:
-        """Ends a request, finished or not."""
+    def end(self, request: int) -> Usage | None:
+        """Ends a request, finished or not; None if it has ended before."""
         known = self.generations.pop(request, None)
         sequence = self.engine.finish(request)
         if known is None:
-            return
-        generation = known[0]
-        generation.cached = (sequence and sequence.cached) or 0
-        if sequence is not None:
-            generation.admitted = sequence.admitted
-            generation.drafted, generation.accepted = sequence.drafted, sequence.accepted
-            generation.trees = sequence.trees
-        self.prompt_tokens += len(generation.request.prompt)
-        self.cached_tokens += generation.cached
+            return None
+        usage = known[0].usage(sequence)
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
         if (owner := self.owner()) is not None:
-            owner.last_usage = generation.usage()
+            owner.last_usage = usage
+        return usage
 
     def _fail(self, request: int, error: BaseException) -> None:
         sink = self.generations[request][1]
@@ -293,8 +289,7 @@ class _EngineLoop:
         for chunk in generation.take():
             sink(chunk)
         if ended:
-            self.end(event.request)
-            sink(generation.usage())
+            sink(self.end(event.request))
 
     def _recover(self, error: Exception) -> None:
         for work in self.jobs:

@@ -9,31 +9,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import free_memory, host_memory
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import AUTO, CPU
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.nn.abstract_model import AbstractModel
 from jinfer.parallel.cost_model import Hardware, device_layouts, estimate_with_offload
-from jinfer.parallel.layer_bytes import model_bytes
 from jinfer.parallel.memory_plan import MemoryPlanner, fitting_offloads, memory_planner
-from jinfer.parallel.placement import HOST_HARDWARE, hardware_of, model_cost, partition_plan
+from jinfer.parallel.placement import (
+    HOST_HARDWARE,
+    ModelToPlace,
+    hardware_of,
+    model_cost,
+    partition_plan,
+)
 
+# Key of `[partition]` -> `estimate_with_offload`'s argument.
 _OFFLOAD_ARGUMENTS = {
     "host_embeddings": "embeddings",
     "host_kv_cache": "cache",
     "cpu_layers": "layers",
+    "streamed_layers": "streamed",
 }
-_OFFLOAD_ARGUMENTS |= {
-    "streamed_layers": "streamed"
-}  # key of `[partition]` -> `estimate_with_offload`'s argument
 _SHOWN = 4  # candidates that the report lists
 
 
@@ -59,20 +59,13 @@ class OffloadOption:
 class _FitCheck:
     """Checks whether a model fits with certain keys of `[partition]`."""
 
-    spec: ModelSpec
-    model: AbstractModel
-    context: int
-    dtype: DTypeLike
-    kind: Kind
+    whole: ModelToPlace
     free: Callable[[str], float]
 
     def sizing(self, keys: Mapping[str, Any]) -> MemoryPlanner:
         """The memory planner with these keys. Raises `SpecError` where they are not possible."""
-        spec = replace(self.spec, partition=replace(self.spec.partition, **keys))
-        plan = partition_plan(spec, self.model, self.context, self.dtype, self.kind, dry_run=True)
-        return memory_planner(
-            plan, spec, self.model, self.dtype, self.kind, self.context, self.free
-        )
+        changed = self.whole.with_partition(**keys)
+        return memory_planner(partition_plan(changed, dry_run=True), changed, self.free)
 
     def fits(self, keys: Mapping[str, Any]) -> bool:
         """Whether everything fits with these keys."""
@@ -82,27 +75,24 @@ class _FitCheck:
             return False
 
 
-def resolve_auto(
-    spec: ModelSpec, model: AbstractModel, context: int, dtype: DTypeLike, kind: Kind
-) -> tuple[ModelSpec, str]:
-    """The specification with the offload that "auto" chooses, and a report that says why.
+def resolve_auto(whole: ModelToPlace) -> tuple[ModelToPlace, str]:
+    """The model with the offload that "auto" chooses, and a report that says why.
 
     Nothing changes where the devices' memory suffices, where the specification sets a key of host
     memory itself, and where the devices are CPUs.
     """
-    part = spec.partition
+    part = whole.spec.partition
     if part.devices is None or part.devices.strip() != AUTO or not has_own_memory(jax.devices()):
-        return spec, ""
+        return whole, ""
     if any(getattr(part, key) for key in _OFFLOAD_ARGUMENTS):
-        return spec, ""
+        return whole, ""
     free, count = free_memories(), len(jax.devices())
-    if _FitCheck(spec, model, context, dtype, kind, free).fits({}):
-        return spec, ""
-    machine = hardware_of(jax.devices())
-    fitting = offload_options(spec, model, context, dtype, kind, machine, count, free)
+    if _FitCheck(whole, free).fits({}):
+        return whole, ""
+    fitting = offload_options(whole, hardware_of(jax.devices()), count, free)
     if not fitting:
-        return spec, ""
-    return replace(spec, partition=replace(part, **fitting[0].keys)), explain_choice(fitting, count)
+        return whole, ""
+    return whole.with_partition(**fitting[0].keys), explain_choice(fitting, count)
 
 
 def has_own_memory(devices: Sequence[jax.Device]) -> bool:
@@ -118,14 +108,7 @@ def free_memories() -> Callable[[str], float]:
 
 
 def offload_options(
-    spec: ModelSpec,
-    model: AbstractModel,
-    context: int,
-    dtype: DTypeLike,
-    kind: Kind,
-    machine: Hardware,
-    count: int,
-    free: Callable[[str], float],
+    whole: ModelToPlace, machine: Hardware, count: int, free: Callable[[str], float]
 ) -> list[OffloadOption]:
     """The offload options that fit on so many devices and the host, the fastest first.
 
@@ -133,8 +116,7 @@ def offload_options(
         machine: the speeds of a device.
         free: a function from a device's number, or `HOST`, to its free bytes.
     """
-    asked = _FitCheck(spec, model, context, dtype, kind, free)
-    work = model_cost(spec, model, model_bytes(spec, model), dtype, kind)
+    asked, work = _FitCheck(whole, free), model_cost(whole)
     fitting = list[OffloadOption]()
     for layout in device_layouts(count):
         if layout[0] > work.layers:
@@ -143,7 +125,7 @@ def offload_options(
         for keys in _fitting_changes(asked, devices, work.layers):
             use = {_OFFLOAD_ARGUMENTS[key]: value for key, value in keys.items()}
             step = estimate_with_offload(
-                work, machine, HOST_HARDWARE, layout, context=context, **use
+                work, machine, HOST_HARDWARE, layout, context=whole.context, **use
             )
             fitting.append(OffloadOption(devices | dict(keys), step))
     return sorted(fitting, key=lambda option: (option.step, len(option.keys)))

@@ -17,20 +17,16 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from jinfer.engine.runner import steps
-from jinfer.engine.runner.flat_batch import FlatBatch, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
+from jinfer.engine.runner.step_table import int32
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER, Cache
 from jinfer.parallel import split_attention
 from jinfer.parallel.block_transfer import BlockCopier, CacheMemory, gather_blocks, scatter_blocks
 from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.pipeline_stage import PipelineStage, abstract_leaves, with_flat_parameters
-from jinfer.parallel.stage_programs import (
-    CompiledStage,
-    StageCompiler,
-    abstract_int32,
-    sharded_zeros,
-)
+from jinfer.parallel.stage_programs import CompiledStage, StageCompiler, sharded_zeros
 
 type Launch = Callable[..., Any]
 
@@ -79,33 +75,31 @@ class _SplitLayer:
         leaves: Any,
         cache: SplitPools,
         x: Array,
-        places: FlatBatch,
-        tables: Tables,
+        batch: FlatBatch,
         _: None,
-        there: tuple[FlatBatch, Tables],
+        there: FlatBatch,
     ) -> tuple[SplitPools, Array]:
         """The pools and the layer's output.
 
         Args:
-            there: `places` and `tables` in host memory.
+            there: `batch` in host memory.
         """
         device, host, attended = dict(cache.device), dict(cache.host), dict[str, Any]()
         caches = self.stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
-        batch, host_places, host_tables = (places, tables), *there
         for attention in self.attentions:
             name, group, partials = attention.name, attention.group, list[Any]()
-            inputs = attention.ask(leaves, cross, x, *batch, attended)
+            inputs = attention.ask(leaves, cross, x, batch, attended)
             # The device's attention is launched first: the host's waits for the inputs to arrive.
             if attention.here is not None:
-                arguments = inputs, device[name], places.rows, places.positions, tables[group]
-                partial_result, device[name] = attention.here(*arguments)
+                places = batch.rows, batch.positions, batch.tables[group]
+                partial_result, device[name] = attention.here(inputs, device[name], *places)
                 partials.append(partial_result)
-            on_host = host_places.rows, host_places.positions, host_tables[group]
-            arguments = self.host.replicate_tree(inputs), host[name], *on_host
+            places = there.rows, there.positions, there.tables[group]
+            arguments = self.host.replicate_tree(inputs), host[name], *places
             partial_result, host[name] = self.launch("host", attention.there, *arguments)
             attended[name] = (*partials, self.stage.device_group.replicate_tree(partial_result))
-        return SplitPools(device, host), self.tell(leaves, cross, x, *batch, attended)
+        return SplitPools(device, host), self.tell(leaves, cross, x, batch, attended)
 
 
 @dataclass(kw_only=True)
@@ -147,51 +141,36 @@ class HostCacheCompiler(StageCompiler):
         self,
         stage: PipelineStage,
         x: Any,
-        tokens: int,
-        rows: tuple[int, int],
-        chosen: int | None,
+        batch: FlatBatch,
+        last: Any,
         wants: tuple[Want, ...],
-        copies: int,
     ) -> CompiledStage:
         if stage.host is None:
-            return super()._decoder(stage, x, tokens, rows, chosen, wants, copies)
+            return super()._decoder(stage, x, batch, last, wants)
         device_group, (host, pools) = stage.device_group, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
-        places, tables, _ = self.flat(tokens, rows, chosen, copies)
-        batch = device_group.abstract_replicated((x, places, tables))
         attentions, attended = list[_AttentionPrograms](), dict[str, Any]()
+
+        def traced(part: Callable[..., Any], *more: Any) -> CompiledStage:
+            function = with_flat_parameters(stage, partial(part, stage.model, *more))
+            own = abstract_leaves(stage), cross
+            return self.compile_stage(stage, function, (), own, (x, batch, attended), False)
+
         for _ in pools:
             question = split_attention.TracedAttention()
-            function = with_flat_parameters(
-                stage, partial(split_attention.before_attention, stage.model, question)
-            )
-            arguments = (
-                abstract_leaves(stage),
-                cross,
-                *batch,
-                device_group.abstract_replicated(attended),
-            )
-            inputs = self.compile(function, (), arguments, device_group)
+            inputs = traced(split_attention.before_attention, question)
             name, group = question.name, caches[question.name].group
             begin, end = self._boundary(group), self.sizes.blocks[group]
-            attend = partial(self._part, question, inputs.out, places, tables[group])
+            places = batch.rows, batch.positions, batch.tables[group]
+            attend = partial(self._part, question, inputs.out, places)
             on_host = attend((begin, end), pools[name], host)
             on_device = attend((0, begin), device[name], device_group) if begin else None
             partials = [made.out[0] for made in (on_device, on_host) if made is not None]
             attended[name] = tuple(partials)
             programs = None if on_device is None else on_device.program, on_host.program
             attentions.append(_AttentionPrograms(name, group, inputs.program, *programs))
-        function = with_flat_parameters(
-            stage, partial(split_attention.after_attention, stage.model)
-        )
-        arguments = (
-            abstract_leaves(stage),
-            cross,
-            *batch,
-            device_group.abstract_replicated(attended),
-        )
-        rest = self.compile(function, (), arguments, device_group)
+        rest = traced(split_attention.after_attention)
         layer = _SplitLayer(stage, host, tuple(attentions), rest.program, self.launch)
         return CompiledStage(layer, (SplitPools(device, pools), rest.out))
 
@@ -199,15 +178,14 @@ class HostCacheCompiler(StageCompiler):
         self,
         question: split_attention.TracedAttention,
         asked: Any,
-        places: Any,
-        table: Any,
+        places: tuple[Any, Any, Any],
         blocks: tuple[int, int],
         pool: Any,
         device_group: DeviceGroup,
     ) -> CompiledStage:
         """`split_attention.partial_attention` over the blocks of one memory."""
-        batch = device_group.abstract_replicated((places.rows, places.positions, table))
-        arguments = *device_group.abstract_replicated((asked,)), pool, *batch
+        inputs, *batch = device_group.abstract_replicated((asked, *places))
+        arguments = inputs, pool, *batch
         function = partial(split_attention.partial_attention, question.rules, blocks)
         key = "part", device_group, blocks, repr(question.rules), repr(arguments)
         return self.cached(key, lambda: self.compile(function, 1, arguments, device_group))
@@ -231,36 +209,27 @@ class HostCacheCompiler(StageCompiler):
         model, (host, pools) = stage.model.model, self._there(stage)
         boundaries = {group: self._boundary(group) for group in self.sizes.blocks}
         both = {name for name in pools if boundaries[model.caches[name].group]}
-        which = {group: abstract_int32(MAX_COPIES) for group in self.sizes.blocks}
+        which = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
         blocks = self.pools(stage, dict.fromkeys(self.hosted, MAX_COPIES)) if both else {}
 
         def made(
             name: str, function: Any, donated: Any, given: Any, device_group: DeviceGroup
         ) -> Any:
-            key = name, device_group, stage.kind
-            return self.cached(
-                key, lambda: self.compile(function, donated, given, device_group)
-            ).program
+            compile = partial(self.compile, partial(function, model), donated, given, device_group)
+            return self.cached((name, device_group, stage.kind), compile).program
 
         places = []
         for device_group, own in ((stage.device_group, self._cache(stage)), (host, pools)):
             some = {name: own[name] for name in both}
             ids, new = device_group.abstract_replicated((which, blocks))
-            given = own, ids, ids, *device_group.abstract_replicated((abstract_int32(),))
-            copy = made("copy", partial(steps.copy_blocks, model), 0, given, device_group)
-            taking = (
-                made("take", partial(gather_blocks, model), (), (some, ids), device_group)
-                if both
-                else None
-            )
-            putting = (
-                made("put", partial(scatter_blocks, model), 0, (own, new, ids), device_group)
-                if both
-                else None
-            )
+            given = own, ids, ids, *device_group.abstract_replicated((int32(),))
+            copy, take, put = made("copy", steps.copy_blocks, 0, given, device_group), None, None
+            if both:
+                take = made("take", gather_blocks, (), (some, ids), device_group)
+                put = made("put", scatter_blocks, 0, (own, new, ids), device_group)
             # The stage's thread runs all of this; to launch there again would be a deadlock.
             launch = partial(self.launch, "host") if device_group is host else _call
-            places.append(CacheMemory(device_group, copy, taking, putting, launch))
+            places.append(CacheMemory(device_group, copy, take, put, launch))
         exchange = BlockCopier(boundaries, frozenset(both), (places[0], places[1]))
 
         def run(cache: SplitPools, *given: Any) -> SplitPools:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
-
-import jax
 
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.parallel.layer_plan import ModelBytes
 from jinfer.parallel.sharding_rules import ModelSlice, stage_spec
 
@@ -46,8 +44,3 @@ def _prefixes_outside_layers(spec: ModelSpec, first: bool, last: bool) -> Iterab
     yield from (f"{name}." for name, _ in stage.shared)
     for stack in stage.stacks:
         yield from (f"{stack.name}.{name}." for name, _ in stack.modules)
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of a tree's arrays, concrete or abstract."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks
+from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks, fewest_blocks
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.ops.attention.kv_cache import ENCODER, CacheShape
-from jinfer.parallel.layer_bytes import nbytes
+from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, nbytes
 from jinfer.parallel.sharding_rules import ModelSlice
 from jinfer.parallel.stage_model import StageModel
 
@@ -125,7 +124,7 @@ def fit_cache_blocks(
         fraction: fraction of the blocks that are in host memory.
         free: a function from a device's name, or `HOST`, to its free bytes.
     """
-    total: dict[str, int] = {}
+    counts = list[Mapping[str, int]]()
     host_room = free(HOST) - _host_weights(stages)
     device_stages = sum(not stage.on_host for stage in stages)
     for stage in stages:
@@ -134,18 +133,9 @@ def fit_cache_blocks(
             limits = [host_room / device_stages / fraction]
             limits += [room / (1 - fraction)] if fraction < 1 else []
             room = min(limits)
-        counts = cache_blocks(
-            stage.caches,
-            kind,
-            slots=engine.slots,
-            context=context,
-            chunk=engine.prefill_chunk,
-            tokens=engine.kv_tokens,
-            used=0,
-            free=int(min(room, 1e18)),
-        )
-        for group, count in counts.items():
-            total[group] = min(count, total.get(group, count))
+        free_bytes = int(min(room, 1e18))
+        counts.append(cache_blocks(stage.caches, kind, engine, context, free=free_bytes))
+    total = fewest_blocks(counts)
     hosted = {
         group: min(count, max(1, min(round(fraction * count), count - (fraction < 1))))
         for group, count in total.items()

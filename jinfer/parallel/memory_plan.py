@@ -6,11 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.typing import DTypeLike
-
-from jinfer.modelspec.cache_dtype import Kind
-from jinfer.modelspec.model_spec import ModelSpec
-from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
 from jinfer.parallel.layer_plan import PartitionPlan
 from jinfer.parallel.memory_budget import (
@@ -23,7 +18,13 @@ from jinfer.parallel.memory_budget import (
     stage_memory,
     worst_overflow,
 )
-from jinfer.parallel.placement import check_host_cache, main_stack, stage_models, streamed_layers
+from jinfer.parallel.placement import (
+    ModelToPlace,
+    check_host_cache,
+    main_stack,
+    stage_models,
+    streamed_layers,
+)
 from jinfer.parallel.substages import spread_evenly
 from jinfer.weights.model_size import bytes_text
 
@@ -74,33 +75,28 @@ class MemoryPlanner:
     """Makes memory plans, with more or less offloaded to the host.
 
     Attributes:
-        kind: dtype of the KV cache.
-        context: tokens of a sequence in it.
         free: a function from a device's name, or `HOST`, to its free bytes.
         holdings: the memory that each stage needs with nothing offloaded.
         streamed: layers whose weights the specification offloads.
     """
 
-    spec: ModelSpec
-    kind: Kind
-    context: int
+    whole: ModelToPlace
     free: Callable[[str], float]
     holdings: tuple[StageMemory, ...]
     streamed: frozenset[int]
 
     def asked(self) -> MemoryPlan:
         """The plan with the specification's own offload; its `problem` says if it does not fit."""
-        plan = self.plan(self.spec.partition.host_kv_cache, self.streamed)
+        plan = self.plan(self.whole.spec.partition.host_kv_cache, self.streamed)
         lacking = worst_overflow(plan.places)
         return plan if lacking is None else replace(plan, problem=_refusal(self, lacking))
 
     def plan(self, share: float, streamed: frozenset[int]) -> MemoryPlan:
         """The plan with a fraction of the KV cache and some layers' weights offloaded."""
         stages = [stage.with_streamed(_offloadable(stage, streamed)) for stage in self.holdings]
-        blocks = fit_cache_blocks(
-            stages, self.kind, self.spec.engine, self.context, share, self.free
-        )
-        return MemoryPlan(tuple(memory_use(stages, self.kind, blocks, self.free)), blocks)
+        kind, engine, context = self.whole.kind, self.whole.spec.engine, self.whole.context
+        blocks = fit_cache_blocks(stages, kind, engine, context, share, self.free)
+        return MemoryPlan(tuple(memory_use(stages, kind, blocks, self.free)), blocks)
 
     def fits(self, share: float, streamed: frozenset[int]) -> bool:
         """Whether that plan fits into all memories."""
@@ -111,47 +107,24 @@ def _offloadable(held: StageMemory, streamed: frozenset[int]) -> frozenset[int]:
     return frozenset() if held.on_host else streamed
 
 
-def memory_plan(
-    plan: PartitionPlan,
-    spec: ModelSpec,
-    model: AbstractModel,
-    dtype: DTypeLike,
-    kind: Kind,
-    context: int,
-    free: Callable[[str], float],
-) -> MemoryPlan:
-    """The memory plan of a specification; arguments and errors as of `memory_planner`."""
-    return memory_planner(plan, spec, model, dtype, kind, context, free).asked()
-
-
 def memory_planner(
-    plan: PartitionPlan,
-    spec: ModelSpec,
-    model: AbstractModel,
-    dtype: DTypeLike,
-    kind: Kind,
-    context: int,
-    free: Callable[[str], float],
+    plan: PartitionPlan, whole: ModelToPlace, free: Callable[[str], float]
 ) -> MemoryPlanner:
     """The memory planner of a partition plan.
 
     Args:
-        model: the model, with its parameters as they will be stored.
-        dtype: dtype of the computation.
-        kind: dtype of the KV cache.
-        context: tokens of a sequence in it.
         free: a function from a device's name in the plan, or `HOST`, to its free bytes.
 
     Raises:
         SpecError: the specification asks for what is not possible with any amount of memory.
     """
-    check_host_cache(plan, spec)
-    stages, main = stage_models(plan, spec, model, dtype), main_stack(spec)
+    check_host_cache(plan, whole.spec)
+    stages, main = stage_models(plan, whole), main_stack(whole.spec)
     holdings = tuple(
         stage_memory(stage, planned.devices, main)
         for stage, planned in zip(stages, plan.stages, strict=True)
     )
-    return MemoryPlanner(spec, kind, context, free, holdings, streamed_layers(plan, spec))
+    return MemoryPlanner(whole, free, holdings, streamed_layers(plan, whole.spec))
 
 
 def _refusal(planner: MemoryPlanner, lacking: MemoryUse) -> str:
@@ -175,11 +148,11 @@ def _name(place: MemoryUse) -> str:
 
 def fitting_offloads(planner: MemoryPlanner) -> Iterator[Mapping[str, Any]]:
     """Keys of `[partition]` that make it fit: for each kind of offload the smallest change."""
-    stages, partition = planner.holdings, planner.spec.partition
-    share, count = partition.host_kv_cache, partition.streamed_layers
+    stages, spec = planner.holdings, planner.whole.spec
+    share, count = spec.partition.host_kv_cache, spec.partition.streamed_layers
     layers = sorted(layer for stage in stages if not stage.on_host for layer in stage.layers)
     shares = [round(_STEP * i, 2) for i in range(1, round(1 / _STEP) + 1) if _STEP * i > share]
-    if planner.spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
+    if spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
         shares = []
     # One or two offloaded layers save nothing: the device has buffers for two.
     counts = range(max(3, count + 1), len(layers) + 1)

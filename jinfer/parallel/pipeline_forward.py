@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,25 +43,24 @@ class PipelineForward:
         self,
         leaves: Any,
         caches: StageCaches,
-        places: FlatBatch,
-        tables: Mapping[str, Any],
+        batch: FlatBatch,
         last: Any,
         lane: int,
     ) -> tuple[StageCaches, Any]:
         """The caches, and the results at home."""
         new_caches, x = list[Any](), None
         programs, timeline = self.programs, self.programs.timeline
-        batches: dict[DeviceGroup, tuple[FlatBatch, Any]] = {}
+        batches: dict[DeviceGroup, FlatBatch] = {}
 
-        def batch_on(device_group: DeviceGroup) -> tuple[FlatBatch, Any]:
+        def batch_on(device_group: DeviceGroup) -> FlatBatch:
             if device_group not in batches:
-                batches[device_group] = device_group.replicate_tree((places, tables))
+                batches[device_group] = device_group.replicate_tree(batch)
             return batches[device_group]
 
         for number, (stage, made) in enumerate(zip(programs.stages, self.made, strict=True)):
-            hidden, batch = stage.device_group.replicate_tree(x), batch_on(stage.device_group)
+            hidden, here = stage.device_group.replicate_tree(x), batch_on(stage.device_group)
             weights = programs.leaves_of(number, leaves)
-            arguments = weights, caches[number], hidden, *batch, last if stage.last else None
+            arguments = weights, caches[number], hidden, here, last if stage.last else None
             on_host = () if stage.host is None else (batch_on(stage.host),)
             cache, x = programs.launch(f"stage {number}", made.program, *arguments, *on_host)
             # So that offloaded weights are freed as soon as the device has used them.
@@ -71,5 +69,5 @@ class PipelineForward:
                 programs.streams[number].computed(x)
             new_caches.append(cache)
             if timeline is not None:
-                timeline.note(number, lane, batch[0].tokens if hidden is None else hidden, x)
+                timeline.note(number, lane, here.tokens if hidden is None else hidden, x)
         return tuple(new_caches), jax.tree.map(first_replica, x)

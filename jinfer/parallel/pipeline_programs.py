@@ -21,26 +21,23 @@ from jinfer.engine.requests import EngineError
 from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.mmap_limit import check_maps
+from jinfer.engine.runner.search_steps import best_beams, best_candidate
 from jinfer.engine.runner.step_key import StepKey, StepKind
+from jinfer.engine.runner.step_table import float32, int32
 from jinfer.engine.runner.verify import Nodes
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ENCODER
-from jinfer.parallel import finish_steps
 from jinfer.parallel.device_groups import first_replica
 from jinfer.parallel.host_kv_cache import HostCacheCompiler
 from jinfer.parallel.launcher import Launcher
 from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatchStates
 from jinfer.parallel.pipeline_forward import PipelineForward, StageCaches
 from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.stage_programs import (
-    CompiledStage,
-    StageCompiler,
-    abstract_float32,
-    abstract_int32,
-)
+from jinfer.parallel.stage_programs import CompiledStage, StageCompiler
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
+from jinfer.sampling.logprobs import log_probabilities
 
 
 @dataclass(kw_only=True)
@@ -159,19 +156,11 @@ class PipelinePrograms(CompiledPrograms):
         }
 
     def _logits(self, shape: StepKey) -> Program:
-        begin, flow = self._of_state(shape.tokens, shape.chosen)
+        flow = self._of_state(shape.tokens, shape.chosen)
 
-        def run(
-            leaves: Any, caches: StageCaches, states: MicroBatchStates, slots: Any, positions: Any,
-            tables: Any, last: Any,
-        ) -> Any:  # fmt: skip
-            lane, rows = self.lanes.of_slots(slots)
-            places, sampled_rows = self.launch(
-                f"lane {lane}", begin, states[lane], rows, positions, last
-            )
-            lane_tables = self.lanes.tables(lane, tables)
-            caches, out = flow(leaves, caches, places, lane_tables, last, lane)
-            return caches, out["logits"], MicroBatchRows(lane, sampled_rows)
+        def run(*arguments: Any) -> Any:
+            lane, caches, logits, rows = flow(*arguments)
+            return caches, logits, MicroBatchRows(lane, rows)
 
         return run
 
@@ -189,26 +178,19 @@ class PipelinePrograms(CompiledPrograms):
 
     def _decode(self, shape: StepKey) -> Program:
         count = shape.tokens
-        begin, flow = self._of_state(count, count)
+        flow = self._of_state(count, count)
         choose = self.compiler.choose(count, self.width, shape.stages).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 
         def run(
-            leaves: Any,
-            caches: StageCaches,
-            states: MicroBatchStates,
-            slots: Any,
-            tables: Any,
+            leaves: Any, caches: StageCaches, states: MicroBatchStates, slots: Any, tables: Any,
             *_: Any,
-        ) -> Any:  # the other arguments are for several steps in one call, and for interrupts
-            lane, rows = self.lanes.of_slots(slots)
-            places, sampled_rows = self.launch(
-                f"lane {lane}", begin, states[lane], rows, newest, every
-            )
-            lane_tables = self.lanes.tables(lane, tables)
-            caches, out = flow(leaves, caches, places, lane_tables, every, lane)
-            arguments = states[lane], out["logits"], sampled_rows, *unmasked
+        ) -> Any:  # fmt: skip
+            # The other arguments are for several steps in one call, and for interrupts.
+            sequences = leaves, caches, states, slots
+            lane, caches, logits, rows = flow(*sequences, newest, tables, every)
+            arguments = states[lane], logits, rows, *unmasked
             state, chosen = self.launch(f"lane {lane}", choose, *arguments)
             return caches, self.lanes.changed(states, lane, state), chosen
 
@@ -226,8 +208,9 @@ class PipelinePrograms(CompiledPrograms):
         ) -> Any:  # fmt: skip
             lane, owners = self.lanes.of_slots(np.asarray(nodes.owners))
             lane_nodes = nodes._replace(owners=cast("Any", owners))
-            places = self.launch(f"lane {lane}", begin, states[lane], lane_nodes)
-            caches, out = flow(leaves, caches, places, tables, None, lane)
+            batch = self.launch(f"lane {lane}", begin, states[lane], lane_nodes, {})
+            batch = batch._replace(tables=tables)
+            caches, out = flow(leaves, caches, batch, None, lane)
             arguments = states[lane], lane_nodes, out["logits"], mask
             state, chosen = self.launch(f"lane {lane}", choose, *arguments)
             return caches, self.lanes.changed(states, lane, state), chosen
@@ -255,39 +238,53 @@ class PipelinePrograms(CompiledPrograms):
 
         return run
 
-    def _of_state(self, tokens: int, chosen: int) -> tuple[Program, PipelineForward]:
-        """Batch preparation, and the forward pass of all stages, for sequences in a state."""
+    def _of_state(self, tokens: int, chosen: int) -> Program:
+        """The forward pass of all stages for sequences in a state.
+
+        It returns their micro-batch, the caches, the logits, and the state rows of these.
+        """
         rows = self.lanes.rows
         made = self.compiler.decoder(tokens, (rows, rows + 1), chosen, ("logits",))
-        return self.compiler.begin(tokens, chosen).program, PipelineForward(self, made)
-
-    def _forward(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_forward(shape.want)
-        return self._whole(shape, (shape.want,), finish)
-
-    def _score(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_score
-        return self._whole(shape, ("logits",), finish, abstract_int32(shape.tokens))
-
-    def _beam(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_beam(self.model)
-        return self._whole(shape, ("logits",), finish, abstract_float32(shape.tokens), several=True)
-
-    def _contrastive(self, shape: StepKey) -> Program:
-        finish = finish_steps.finish_contrastive(self.model)
-        more = (
-            abstract_float32(self.sizes.context, self.hidden),
-            abstract_float32(shape.tokens),
-            abstract_float32(),
-        )
-        whole = self._whole(
-            shape, ("logits", "hidden"), finish, abstract_int32(), *more, several=True
-        )
+        begin, flow = self.compiler.begin(tokens, chosen).program, PipelineForward(self, made)
 
         def run(
-            leaves: Any, caches: StageCaches, tokens: Any, rows: Any, at: Any, *rest: Any
-        ) -> Any:
-            return whole(leaves, caches, tokens, rows, at, *rest[:3], at[0], *rest[3:])
+            leaves: Any, caches: StageCaches, states: MicroBatchStates, slots: Any, positions: Any,
+            tables: Any, last: Any,
+        ) -> Any:  # fmt: skip
+            lane, rows = self.lanes.of_slots(slots)
+            arguments = states[lane], rows, positions, {}, last
+            batch, sampled_rows = self.launch(f"lane {lane}", begin, *arguments)
+            batch = batch._replace(tables=self.lanes.tables(lane, tables))
+            caches, out = flow(leaves, caches, batch, last, lane)
+            return lane, caches, out["logits"], sampled_rows
+
+        return run
+
+    def _forward(self, shape: StepKey) -> Program:
+        return self._whole(shape, (shape.want,), lambda out: out[shape.want].astype(jnp.float32))
+
+    def _score(self, shape: StepKey) -> Program:
+        def finish(out: Any, following: Any) -> Any:
+            return log_probabilities(out["logits"].astype(jnp.float32), following)
+
+        return self._whole(shape, ("logits",), finish, int32(shape.tokens))
+
+    def _beam(self, shape: StepKey) -> Program:
+        def finish(out: Any, scores: Any) -> Any:
+            return best_beams(self.model, out["logits"].astype(jnp.float32), scores)
+
+        return self._whole(shape, ("logits",), finish, float32(shape.tokens), several=True)
+
+    def _contrastive(self, shape: StepKey) -> Program:
+        finish = partial(best_candidate, self.model)
+        past = float32(self.sizes.context, self.hidden)
+        more = int32(), past, float32(shape.tokens), float32()
+        whole = self._whole(shape, ("logits", "hidden"), finish, *more, several=True)
+
+        def run(*arguments: Any) -> Any:
+            *first, batch, past, probabilities, alpha = arguments
+            length = FlatBatch(*batch).positions[0]
+            return whole(*first, batch, length, past, probabilities, alpha)
 
         return run
 
@@ -310,12 +307,8 @@ class PipelinePrograms(CompiledPrograms):
         flow, (_, out) = PipelineForward(self, made), made[-1].out
         end = self.compiler.finish(shape, finish, out, *more).program
 
-        def run(
-            leaves: Any, caches: StageCaches, tokens: Any, rows: Any, positions: Any, prompts: Any,
-            tables: Any, encoded: Any, *rest: Any,
-        ) -> Any:  # fmt: skip
-            places = FlatBatch(tokens, rows, positions, prompts, encoded)
-            caches, out = flow(leaves, caches, places, tables, None, 0)
+        def run(leaves: Any, caches: StageCaches, batch: FlatBatch, *rest: Any) -> Any:
+            caches, out = flow(leaves, caches, batch, None, 0)
             finished = end(out, *rest)
             return (caches, *finished) if several else (caches, finished)
 

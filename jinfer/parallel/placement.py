@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import product
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +21,11 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.cost_model import Hardware, Interconnect, ModelCost, best_layout
 from jinfer.parallel.device_groups import DeviceGroup
-from jinfer.parallel.layer_bytes import model_bytes, nbytes
+from jinfer.parallel.layer_bytes import model_bytes
 from jinfer.parallel.layer_plan import (
     ModelBytes,
     PartitionPlan,
@@ -43,47 +45,51 @@ _ANY_DEVICE_COUNT = 100_000
 HOST_HARDWARE = Hardware(0, 2e10, 2e11, Interconnect(1e10, 5e-5), Interconnect(1e10, 5e-5), 3e-4)
 
 
-def partition_plan(
-    spec: ModelSpec,
-    model: AbstractModel,
-    context: int,
-    dtype: DTypeLike,
-    kind: Kind,
-    *,
-    dry_run: bool = False,
-) -> PartitionPlan:
-    """The plan that a specification asks for, on the devices of this machine or job.
+@dataclass(frozen=True)
+class ModelToPlace:
+    """A model whose place on devices is planned.
 
-    Args:
+    Attributes:
         model: the model, with its parameters as they will be stored.
         context: tokens of a sequence in the KV cache.
         dtype: dtype of the computation.
         kind: dtype of the KV cache.
+    """
+
+    spec: ModelSpec
+    model: AbstractModel
+    context: int
+    dtype: DTypeLike
+    kind: Kind
+
+    @cached_property
+    def weights(self) -> ModelBytes:
+        """Bytes of its weights."""
+        return model_bytes(self.spec, self.model)
+
+    def with_partition(self, **keys: Any) -> ModelToPlace:
+        """The same with other keys of `[partition]`."""
+        partition = replace(self.spec.partition, **keys)
+        return replace(self, spec=replace(self.spec, partition=partition))
+
+
+def partition_plan(whole: ModelToPlace, *, dry_run: bool = False) -> PartitionPlan:
+    """The plan that a specification asks for, on the devices of this machine or job.
+
+    Args:
         dry_run: whether to accept device numbers that do not exist, for a dry run.
 
     Raises:
         SpecError: the plan is not possible.
     """
-    weight, count = model_bytes(spec, model), _ANY_DEVICE_COUNT if dry_run else len(jax.devices())
-
-    def automatic() -> StageDeviceNames:
-        return _best_groups(spec, model, weight, context, dtype, kind)
-
-    return make_partition_plan(
-        spec.partition, weight, count, spec.engine.slots, spec.path, automatic
-    )
+    spec, count = whole.spec, _ANY_DEVICE_COUNT if dry_run else len(jax.devices())
+    slots, automatic = spec.engine.slots, partial(_best_groups, whole)
+    return make_partition_plan(spec.partition, whole.weights, count, slots, spec.path, automatic)
 
 
-def _best_groups(
-    spec: ModelSpec,
-    model: AbstractModel,
-    weight: ModelBytes,
-    context: int,
-    dtype: DTypeLike,
-    kind: Kind,
-) -> StageDeviceNames:
+def _best_groups(whole: ModelToPlace) -> StageDeviceNames:
     """`devices = "auto"`: the device groups of the layout that the cost model finds fastest."""
-    machine, work = hardware_of(jax.devices()), model_cost(spec, model, weight, dtype, kind)
+    machine, work = hardware_of(jax.devices()), model_cost(whole)
     count = len(jax.devices())
     # Every process of a job needs at least one device of the plan.
     last = max(device.process_index for device in jax.devices())
@@ -91,18 +97,16 @@ def _best_groups(
     possible = [
         (pipe, tensor)
         for pipe, tensor in product(range(1, count + 1), repeat=2)
-        if least <= pipe * tensor <= count
-        and pipe <= work.layers
-        and _can_shard(spec, model, tensor, dtype)
+        if least <= pipe * tensor <= count and pipe <= work.layers and _can_shard(whole, tensor)
     ]
-    layout = best_layout(work, machine, possible, context=context)
+    layout = best_layout(work, machine, possible, context=whole.context)
     if layout is None:
         raise SpecError(
-            spec.path,
+            whole.spec.path,
             "partition.devices",
-            f"weights of {weight.total / 2**30:.1f} GiB and a cache for {context} tokens fit on no "
-            f"division of {count} devices of {machine.memory / 2**30:.1f} GiB; quantize to fewer "
-            "bits, set engine.context, or take more devices",
+            f"weights of {work.weights / 2**30:.1f} GiB and a cache for {whole.context} tokens fit "
+            f"on no division of {count} devices of {machine.memory / 2**30:.1f} GiB; quantize to "
+            "fewer bits, set engine.context, or take more devices",
         )
     return tuple(
         tuple(str(stage * layout.tensor + i) for i in range(layout.tensor))
@@ -110,9 +114,9 @@ def _best_groups(
     )
 
 
-def _can_shard(spec: ModelSpec, model: AbstractModel, tensor: int, dtype: DTypeLike) -> bool:
+def _can_shard(whole: ModelToPlace, tensor: int) -> bool:
     try:
-        make_stage_model(spec, model, whole_model(spec), tensor, dtype)
+        make_stage_model(whole.spec, whole.model, whole_model(whole.spec), tensor, whole.dtype)
     except ShardingError:
         return False
     return True
@@ -127,14 +131,11 @@ def hardware_of(devices: Sequence[jax.Device]) -> Hardware:
     return replace(_GPU_HARDWARE, memory=min(map(free_memory, local)))
 
 
-def model_cost(
-    spec: ModelSpec, model: AbstractModel, weight: ModelBytes, dtype: DTypeLike, kind: Kind
-) -> ModelCost:
+def model_cost(whole: ModelToPlace) -> ModelCost:
     """What the cost model needs to know of a model: its bytes, layers and widths."""
-    layers = max(map(len, weight.layers.values()))
+    spec, model = whole.spec, whole.model
     caches = {name: shape for name, shape in model.caches.items() if shape.group != ENCODER}
-    cache = sum(block_bytes(caches, kind).values()) / BLOCK if caches else 0.0
-    width = jnp.dtype(dtype).itemsize
+    cache = sum(block_bytes(caches, whole.kind).values()) / BLOCK if caches else 0.0
     # With tied embeddings the table is also multiplied with, as the head.
     tables = {"table"} if "head" in model.roles else set()
     active = parameters = looked_up = 0.0
@@ -146,11 +147,11 @@ def model_cost(
         active += share * nbytes(parameter)
         parameters += share * prod(parameter.shape)
     return ModelCost(
-        weights=weight.total,
+        weights=whole.weights.total,
         active=active,
         parameters=parameters,
-        layers=layers,
-        hidden=spec.dims.get("hidden", 0) * width,
+        layers=max(map(len, whole.weights.layers.values())),
+        hidden=spec.dims.get("hidden", 0) * jnp.dtype(whole.dtype).itemsize,
         vocab=4.0 * model.vocab,
         cache=cache,
         kv_heads=min((shape.heads for shape in caches.values()), default=1),
@@ -200,37 +201,32 @@ def _cpu_devices(path: object) -> list[jax.Device]:
         raise SpecError(path, "partition", reason) from None
 
 
-def stage_models(
-    plan: PartitionPlan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
-) -> list[StageModel]:
+def stage_models(plan: PartitionPlan, whole: ModelToPlace) -> list[StageModel]:
     """The stages' models. Raises `SpecError` where a stage cannot be divided among its devices."""
     try:
-        return [_stage_model(spec, model, stage, stage.slice, dtype) for stage in plan.stages]
+        return [_stage_model(whole, stage, stage.slice) for stage in plan.stages]
     except ShardingError as error:
+        spec = whole.spec
         key = "mesh" if spec.partition.mesh is not None else "devices"
         raise SpecError(spec.path, f"partition.{key}", str(error)) from None
 
 
-def _stage_model(
-    spec: ModelSpec, model: AbstractModel, row: PlannedStage, part: ModelSlice, dtype: DTypeLike
-) -> StageModel:
+def _stage_model(whole: ModelToPlace, row: PlannedStage, part: ModelSlice) -> StageModel:
     """A stage's model, with quantized matrices packed for the stage's kind of device."""
     with target_platform(CPU) if CPU in row.devices else nullcontext():
-        return make_stage_model(spec, model, part, len(row.devices), dtype)
+        return make_stage_model(whole.spec, whole.model, part, len(row.devices), whole.dtype)
 
 
-def make_stages(
-    plan: PartitionPlan, spec: ModelSpec, model: AbstractModel, dtype: DTypeLike
-) -> tuple[PipelineStage, ...]:
+def make_stages(plan: PartitionPlan, whole: ModelToPlace) -> tuple[PipelineStage, ...]:
     """The pipeline's stages on their devices, in order. Raises `SpecError` as `stage_devices`."""
-    stages, begin, host = list[PipelineStage](), 0, None
+    stages, begin, host, spec = list[PipelineStage](), 0, None, whole.spec
     if spec.partition.host_kv_cache:
         host = DeviceGroup((host_device(plan, spec.path),))
     main, streamed = main_stack(spec), streamed_layers(plan, spec)
     for planned, devices in zip(plan.stages, stage_devices(plan, spec.path), strict=True):
         hosted = host is not None and CPU not in planned.devices
         for substage in split_stage(planned.slice, main, streamed, hosted=hosted):
-            local = _stage_model(spec, model, planned, substage.slice, dtype)
+            local = _stage_model(whole, planned, substage.slice)
             end = begin + len(jax.tree.leaves(local.model.parameters))
             where = host if substage.hosted else None
             leaves = slice(begin, end)

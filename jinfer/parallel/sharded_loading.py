@@ -11,9 +11,9 @@ import jax
 from jax import Array
 
 from jinfer.engine.scheduling.cache_size import trim
+from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY
-from jinfer.parallel.layer_bytes import nbytes
 from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.shard_params import first_device_only, packed_for_target, slice_shard
 from jinfer.parallel.stage_model import ParameterSource

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.engine.runner.flat_batch import FlatBatch, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.ops.attention.hadamard import rotate_qk
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
@@ -53,34 +53,30 @@ class TracedAttention:
     rules: ScoreRules = field(default_factory=lambda: ScoreRules(1.0))
 
 
-@dataclass
-class _LayerTrace:
-    """Tracing state of a layer with several attentions: results so far, and the next inputs."""
-
-    told: Mapping[str, Sequence[PartialAttention]]
-    name: str = ""
-    asked: AttentionInputs | None = None
-    rules: ScoreRules | None = None
-
-
 @dataclass(frozen=True)
 class _CacheStandIn:
-    """Stands for the cache of one attention while the layer's formula is traced."""
+    """Stands for the cache of one attention while the layer's formula is traced.
 
-    replay: _LayerTrace
+    Attributes:
+        partials: as of `before_attention`.
+        traced, inputs: set by the first attention whose partial results are not known.
+    """
+
     name: str
+    partials: Mapping[str, Sequence[PartialAttention]]
+    traced: TracedAttention
+    inputs: list[AttentionInputs]
 
     def extend(
         self, q: Array, k: Array, v: Array | None, at: AttentionMetadata, rules: ScoreRules
     ) -> Array:
         """The merged result if it is known; else records the inputs, and returns unused zeros."""
-        replay = self.replay
-        if self.name in replay.told:
-            return merge_partials(replay.told[self.name], rules.sinks, q.dtype)
-        if replay.asked is None:
-            replay.name = self.name
-            replay.asked = AttentionInputs(q, k, v, rules.slopes, rules.by_distance)
-            replay.rules = rules._replace(sinks=None, slopes=None, by_distance=None)
+        if self.name in self.partials:
+            return merge_partials(self.partials[self.name], rules.sinks, q.dtype)
+        if not self.inputs:
+            self.inputs.append(AttentionInputs(q, k, v, rules.slopes, rules.by_distance))
+            self.traced.name = self.name
+            self.traced.rules = rules._replace(sinks=None, slopes=None, by_distance=None)
         return jnp.zeros((*q.shape[:2], (k if v is None else v).shape[-1]), q.dtype)
 
 
@@ -90,8 +86,7 @@ def before_attention(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
-    places: FlatBatch,
-    tables: Tables,
+    batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
 ) -> AttentionInputs:
     """The inputs of the next attention of a layer.
@@ -102,12 +97,8 @@ def before_attention(
         cache: the caches of cross-attentions, which are computed here.
         partials: partial results of the layer's attentions before this one.
     """
-    replay = _LayerTrace(partials)
-    _run(stage, replay, leaves, cache, x, places, tables)
-    assert replay.asked is not None, "the layer has another attention"
-    assert replay.rules is not None, "set with its inputs"
-    traced.name, traced.rules = replay.name, replay.rules
-    return replay.asked
+    _, (inputs,) = _run(stage, traced, leaves, cache, x, batch, partials)
+    return inputs
 
 
 def after_attention(
@@ -115,29 +106,30 @@ def after_attention(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"],
-    places: FlatBatch,
-    tables: Tables,
+    batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
 ) -> Float[Array, "1 tokens hidden"]:
     """The layer's output from all partial results; arguments as of `before_attention`."""
-    return _run(stage, _LayerTrace(partials), leaves, cache, x, places, tables)
+    return _run(stage, TracedAttention(), leaves, cache, x, batch, partials)[0]
 
 
 def _run(
     stage: StageModel,
-    replay: _LayerTrace,
+    traced: TracedAttention,
     leaves: Leaves,
     cache: Cache,
     x: Array,
-    places: FlatBatch,
-    tables: Tables,
-) -> Array:
-    module, at = stage.model.module(leaves), places.step(tables)
+    batch: FlatBatch,
+    partials: Mapping[str, Sequence[PartialAttention]],
+) -> tuple[Array, list[AttentionInputs]]:
+    """The layer's output, and the inputs of its next attention, if there is one."""
+    module, at, inputs = stage.model.module(leaves), batch.step(), list[AttentionInputs]()
     caches: dict[str, Any] = {
-        name.rpartition(".")[2]: cache[name] if name in cache else _CacheStandIn(replay, name)
+        name.rpartition(".")[2]: cache.get(name) or _CacheStandIn(name, partials, traced, inputs)
         for name in stage.model.caches
     }
-    return module.stacks["decoder"].run_alone(x, places.tokens[None], at, caches, module.shared)
+    decoder, tokens = module.stacks["decoder"], batch.tokens[None]
+    return decoder.run_alone(x, tokens, at, caches, module.shared), inputs
 
 
 def partial_attention(

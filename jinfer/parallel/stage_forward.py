@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jinfer.engine.runner.flat_batch import FlatBatch, Tables
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.nn.abstract_model import Want
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
+from jinfer.ops.attention.kv_cache import Cache
 from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def decoder_forward(
     leaves: Leaves,
     cache: Cache,
     x: Float[Array, "1 tokens hidden"] | None,
-    places: FlatBatch,
-    tables: Tables,
+    batch: FlatBatch,
     last: Int[Array, " chosen"] | None,
 ) -> tuple[Cache, Array | StageResults]:
     """The forward pass of a decoder stage over a flat batch.
@@ -37,14 +36,13 @@ def decoder_forward(
         wants: the results that the last stage returns.
         leaves: the stage's parameters, flattened.
         x: hidden states from the previous stage; None for the first stage.
-        places: the batch's tokens, and their sequences and positions.
         last: indices of the tokens whose results are wanted; None: all.
 
     Returns:
         The KV cache; hidden states for the next stage, or the last stage's results by name.
     """
-    module, at = stage.model.module(leaves), places.step(tables)
-    stack, tokens = module.stacks["decoder"], places.tokens
+    module, at = stage.model.module(leaves), batch.step()
+    stack, tokens = module.stacks["decoder"], batch.tokens
     if x is None:
         x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], at, module.shared)
     x, cache = stack.run_layers(x, tokens[None], at, cache, module.shared)
@@ -80,25 +78,3 @@ def encoder_forward(
         return x
     results = stack.results(x, at, module.shared)
     return {want: results[want] for want in wants}
-
-
-def fill_cross_attention(
-    stage: StageModel,
-    leaves: Leaves,
-    cache: Cache,
-    encoded: Float[Array, "1 tokens hidden"],
-    lengths: Int[Array, " 1"],
-    table: Int[Array, "1 blocks"],
-) -> Cache:
-    """The KV cache with the keys and values of a stage's cross-attention.
-
-    Args:
-        encoded: the encoder's output.
-        lengths: its tokens without padding.
-        table: the sequence's block table.
-    """
-    positions = jnp.arange(encoded.shape[1], dtype=jnp.int32)
-    rows = jnp.where(positions < lengths[0], 0, -1)
-    return stage.model.module(leaves).fill(
-        encoded, cache, AttentionMetadata(rows, positions, table)
-    )

@@ -19,14 +19,15 @@ import jax.numpy as jnp
 
 from jinfer.engine.runner import device_state as states
 from jinfer.engine.runner import head_steps, steps
+from jinfer.engine.runner.encoder_steps import fill_encoded
 from jinfer.engine.runner.flat_batch import FlatBatch, make_flat_batch
 from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey
-from jinfer.engine.runner.verify import Nodes, sample_along_trees, tree_flat_batch
+from jinfer.engine.runner.step_table import abstract_flat_batch, abstract_nodes, float32, int32
+from jinfer.engine.runner.verify import sample_along_trees, tree_flat_batch
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_cache import zero_cache
 from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
@@ -96,41 +97,29 @@ class StageCompiler:
         return sharded_zeros(self._cache(stage))
 
     def begin(self, tokens: int, chosen: int) -> CompiledStage:
-        """`flat_batch.make_flat_batch` at home: the places of a flat batch's tokens."""
-        arguments = (
-            self.state,
-            abstract_int32(tokens),
-            abstract_int32(tokens),
-            abstract_int32(chosen),
-        )
-        return self.cached(
-            ("begin", tokens, chosen), lambda: self.compile(make_flat_batch, (), arguments)
-        )
+        """`flat_batch.make_flat_batch` at home, without block tables."""
+        arguments = self.state, int32(tokens), int32(tokens), {}, int32(chosen)
+        key = "begin", tokens, chosen
+        return self.cached(key, lambda: self.compile(make_flat_batch, (), arguments))
 
     def choose(self, count: int, width: int, stages: tuple[str, ...]) -> CompiledStage:
         """The sampler at home, for logits of a width."""
-        rows = self.home.abstract_replicated(
-            (abstract_float32(count, width), abstract_int32(count))
-        )
+        rows = self.home.abstract_replicated((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
         function = partial(steps.sample_logits, self.model, stages)
-        return self.cached(
-            ("choose", count, stages),
-            lambda: self.compile(function, 0, (self.state, *rows, masks, flag)),
-        )
+        arguments = self.state, *rows, masks, flag
+        return self.cached(("choose", count, stages), lambda: self.compile(function, 0, arguments))
 
     def plant(self, shape: StepKey) -> CompiledStage:
-        """`verify.tree_flat_batch` at home: the places of a draft tree's tokens."""
-        arguments = self.state, abstract_nodes(shape)
-        return self.cached(
-            ("plant", shape.tokens, shape.chosen, shape.rows),
-            lambda: self.compile(tree_flat_batch, (), arguments),
-        )
+        """`verify.tree_flat_batch` at home, without block tables."""
+        arguments = self.state, abstract_nodes(shape), {}
+        key = "plant", shape.tokens, shape.chosen, shape.rows
+        return self.cached(key, lambda: self.compile(tree_flat_batch, (), arguments))
 
     def walk(self, shape: StepKey, width: int) -> CompiledStage:
         """`verify.sample_along_trees` at home: verifies draft trees, for logits of a width."""
-        logits = self.home.abstract_replicated(abstract_float32(shape.tokens, width))
+        logits = self.home.abstract_replicated(float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
         arguments = self.state, abstract_nodes(shape), logits, masks if shape.masked else None
         function = partial(sample_along_trees, self.model, shape.stages)
@@ -153,9 +142,12 @@ class StageCompiler:
             copies: capacity for tokens that stand in several rows (draft trees); 0: none do.
         """
         made, x = list[CompiledStage](), None
+        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
+        batch = abstract_flat_batch(tokens, rows[1], tables, copies)
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
-            make = partial(self._decoder, stage, x, tokens, rows, which, named, copies)
+            last = None if which is None else int32(which)
+            make = partial(self._decoder, stage, x, batch, last, named)
             key = ("flow", stage.kind, tokens, rows, which, named, copies)
             made.append(self.cached(key, make))
             x = made[-1].out[1]
@@ -165,33 +157,14 @@ class StageCompiler:
         self,
         stage: PipelineStage,
         x: Any,
-        tokens: int,
-        rows: tuple[int, int],
-        chosen: int | None,
+        batch: FlatBatch,
+        last: Any,
         wants: tuple[Want, ...],
-        copies: int,
     ) -> CompiledStage:
-        function = with_flat_parameters(
-            stage, partial(stage_forward.decoder_forward, stage.model, wants)
-        )
-        sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 4), (True, False))
-        batch = stage.device_group.abstract_replicated(
-            (x, *self.flat(tokens, rows, chosen, copies))
-        )
-        return self.compile(
-            sharded, 1, (abstract_leaves(stage), self._cache(stage), *batch), stage.device_group
-        )
-
-    def flat(
-        self, tokens: int, rows: tuple[int, int], chosen: int | None, copies: int
-    ) -> tuple[Any, Any, Any]:
-        """Abstract places, block tables and result indices of a flat batch, as for `decoder`."""
-        of_tokens, lengths = abstract_int32(tokens), abstract_int32(rows[1])
-        tables = {group: abstract_int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
-        last = None if chosen is None else abstract_int32(chosen)
-        batch_copies = abstract_copies(copies, tokens)
-        places = FlatBatch(of_tokens, of_tokens, of_tokens, lengths, lengths, batch_copies)
-        return places, tables, last
+        function = partial(stage_forward.decoder_forward, stage.model, wants)
+        own = abstract_leaves(stage), self._cache(stage)
+        flat = with_flat_parameters(stage, function)
+        return self.compile_stage(stage, flat, 1, own, (x, batch, last), (True, False))
 
     def encoder(
         self, rows: int, tokens: int, wants: tuple[Want, ...]
@@ -213,29 +186,25 @@ class StageCompiler:
     def _encoder(
         self, stage: PipelineStage, x: Any, rows: int, tokens: int, wants: tuple[Want, ...]
     ) -> CompiledStage:
-        function = with_flat_parameters(
-            stage, partial(stage_forward.encoder_forward, stage.model, wants)
-        )
-        sharded = stage.device_group.shard_map(function, (True, *(False,) * 4), False)
-        texts = abstract_int32(rows, tokens)
-        batch = stage.device_group.abstract_replicated((x, texts, texts, abstract_int32(rows)))
-        return self.compile(sharded, (), (abstract_leaves(stage), *batch), stage.device_group)
+        function = partial(stage_forward.encoder_forward, stage.model, wants)
+        flat, texts = with_flat_parameters(stage, function), int32(rows, tokens)
+        own, batch = (abstract_leaves(stage),), (x, texts, texts, int32(rows))
+        return self.compile_stage(stage, flat, (), own, batch, False)
 
     def fill(self, number: int, encoded: Any) -> CompiledStage:
-        """`stage_forward.fill_cross_attention` of a stage."""
+        """`encoder_steps.fill_encoded` of a stage: the keys and values of its cross-attention."""
         stage = self.stages[number]
 
         def make() -> CompiledStage:
-            function = with_flat_parameters(
-                stage, partial(stage_forward.fill_cross_attention, stage.model)
-            )
-            sharded = stage.device_group.shard_map(function, (True, True, *(False,) * 3), True)
-            batch = stage.device_group.abstract_replicated(
-                (encoded, abstract_int32(1), abstract_int32(1, self.sizes.table))
-            )
-            return self.compile(
-                sharded, 1, (abstract_leaves(stage), self._cache(stage), *batch), stage.device_group
-            )
+            model = stage.model.model
+
+            def function(parameters: Any, *rest: Any) -> Any:
+                return fill_encoded(model.module(parameters), *rest)
+
+            own = abstract_leaves(stage), self._cache(stage)
+            text = encoded, int32(1), int32(1, self.sizes.table)
+            flat = with_flat_parameters(stage, function)
+            return self.compile_stage(stage, flat, 1, own, text, True)
 
         return self.cached(("fill", stage.kind, encoded.shape), make)
 
@@ -247,17 +216,11 @@ class StageCompiler:
             return None
 
         def make() -> CompiledStage:
-            sharded = stage.device_group.shard_map(
-                head_steps.gather_taps, (True, *(False,) * 3), False
-            )
-            cache, of_tokens = self._cache(stage), abstract_int32(tokens)
-            tables = {
-                group: abstract_int32(self.sizes.slots, self.sizes.table)
-                for group in self.sizes.blocks
-            }
-            batch = stage.device_group.abstract_replicated((of_tokens, of_tokens, tables))
-            tapped = tuple(cache[name] for name in names)
-            return self.compile(sharded, (), (tapped, *batch), stage.device_group)
+            cache, sizes = self._cache(stage), self.sizes
+            tables = {group: int32(sizes.slots, sizes.table) for group in sizes.blocks}
+            batch = int32(tokens), int32(tokens), tables
+            own = (tuple(cache[name] for name in names),)
+            return self.compile_stage(stage, head_steps.gather_taps, (), own, batch, False)
 
         return self.cached(("kept", number, tokens), make)
 
@@ -266,11 +229,10 @@ class StageCompiler:
         stage = self.stages[number]
 
         def make() -> CompiledStage:
-            ids = {group: abstract_int32(MAX_COPIES) for group in self.sizes.blocks}
+            ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
-            sharded = stage.device_group.shard_map(function, (True, *(False,) * 3), True)
-            copies = stage.device_group.abstract_replicated((ids, ids, abstract_int32()))
-            return self.compile(sharded, 0, (self._cache(stage), *copies), stage.device_group)
+            own, which = (self._cache(stage),), (ids, ids, int32())
+            return self.compile_stage(stage, function, 0, own, which, True)
 
         return self.cached(("copy", stage.kind), make)
 
@@ -279,7 +241,7 @@ class StageCompiler:
         row = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct((1, *array.shape[1:]), array.dtype), self.state
         )
-        arguments = self.state, row, abstract_int32()
+        arguments = self.state, row, int32()
         return self.cached("admit", lambda: self.compile(states.set_slot, 0, arguments))
 
     def finish(self, key: Any, function: Callable[..., Any], out: Any, *more: Any) -> CompiledStage:
@@ -324,6 +286,26 @@ class StageCompiler:
             lowered = jax.jit(function, donate_argnums=donated).lower(*given)
         return CompiledStage(compiled(lowered), lowered.out_info)
 
+    def compile_stage(
+        self,
+        stage: PipelineStage,
+        function: Callable[..., Any],
+        donated: Any,
+        own: tuple[Any, ...],
+        replicated: tuple[Any, ...],
+        out: Any,
+    ) -> CompiledStage:
+        """Compiles a function for a stage's devices.
+
+        Args:
+            own: its first arguments, of which each device has its own shard.
+            replicated: its other arguments.
+            out: whether the results are sharded: a boolean, or a tuple of them.
+        """
+        parts, group = (True,) * len(own) + (False,) * len(replicated), stage.device_group
+        arguments = *own, *group.abstract_replicated(replicated)
+        return self.compile(group.shard_map(function, parts, out), donated, arguments, group)
+
     def _cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract KV cache pools on its devices."""
         return self.pools(stage, self.sizes.blocks)
@@ -353,25 +335,3 @@ def sharded_zeros(abstract: Any) -> Any:
 
 def _on_another_rank(*_: Any) -> Any:
     raise AssertionError("another process has the devices of this program")
-
-
-def abstract_nodes(shape: StepKey) -> Nodes:
-    """Abstract draft trees of a shape."""
-    each, copies = abstract_int32(shape.tokens), abstract_copies(shape.rows, shape.tokens)
-    return Nodes(each, each, each, each, each, abstract_int32(shape.chosen), copies)
-
-
-def abstract_copies(places: int, tokens: int) -> TreeCopies | None:
-    """Abstract places of tokens that stand in several rows; None for no places."""
-    place = abstract_int32(places)
-    return TreeCopies(place, place, place, abstract_int32(tokens)) if places else None
-
-
-def abstract_int32(*shape: int) -> Any:
-    """An abstract int32 array."""
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def abstract_float32(*shape: int) -> Any:
-    """An abstract float32 array."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ROOT = -1  # parent of the first level: the sequence's last token
+from jinfer.engine.output.drafted_step import ROOT as ROOT
+from jinfer.engine.output.drafted_step import DraftTree
 
 
 @dataclass(frozen=True)
-class TokenTree:
-    """Tokens that may follow a sequence, parents before their children.
-
-    The first child of a parent is considered the likeliest.
+class TokenTree(DraftTree):
+    """Drafted tokens; the first child of a parent is considered the likeliest.
 
     Attributes:
-        tokens: token of each node.
-        parents: index of each node's parent; `ROOT`: the sequence's last token.
-        sources: draft source of each node.
         drafted_ranks: rank of each node among the drafted children of its parent, of which some
             may have been removed; empty: none was removed.
     """
 
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
     drafted_ranks: tuple[int, ...] = ()
 
     @classmethod
@@ -35,13 +28,6 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def depths(self) -> list[int]:
-        """Depth of each node; 1: a child of the root."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return depths
 
     def ranks(self) -> list[int]:
         """Rank of each node among the drafted children of its parent, from 0 on."""

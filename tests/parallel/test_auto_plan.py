@@ -12,8 +12,8 @@ from jinfer.modelspec.partition_table import CPU
 from jinfer.parallel import auto_plan
 from jinfer.parallel.cost_model import HARDWARE, Hardware, Interconnect
 from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import memory_plan
-from jinfer.parallel.placement import partition_plan
+from jinfer.parallel.memory_plan import memory_planner
+from jinfer.parallel.placement import ModelToPlace, partition_plan
 from tests.parallel.test_memory_plan import golden, planned
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -29,11 +29,11 @@ def found(room: float, count: int = 1, machine: Hardware = CARD) -> list[auto_pl
     def free(name: str) -> float:
         return 1e9 if name in (CPU, HOST) else room
 
-    every = auto_plan.offload_options(spec, model, 256, TYPE, TYPE, machine, count, free)
+    whole = ModelToPlace(spec, model, 256, TYPE, TYPE)
+    every = auto_plan.offload_options(whole, machine, count, free)
     for option in every:  # each does what it promises
-        own = replace(spec, partition=replace(spec.partition, **option.keys))
-        plan = partition_plan(own, model, 256, TYPE, TYPE, dry_run=True)
-        assert not memory_plan(plan, own, model, TYPE, TYPE, 256, free).problem
+        own = whole.with_partition(**option.keys)
+        assert not memory_planner(partition_plan(own, dry_run=True), own, free).asked().problem
     return every
 
 

@@ -16,8 +16,8 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.parallel.memory_budget import HOST
-from jinfer.parallel.memory_plan import MemoryPlan, memory_plan
-from jinfer.parallel.placement import partition_plan
+from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
+from jinfer.parallel.placement import ModelToPlace, partition_plan
 from jinfer.weights.plan_weights import plan_weights
 from tools import bench_partition, inspect
 
@@ -28,15 +28,15 @@ TYPE = jnp.dtype(jnp.float32)
 
 def planned(room: float, host: float = 1e9, tokens: int = 512, **keys: Any) -> MemoryPlan:
     """The plan of a golden on a device with so much memory."""
-    whole, model = golden()
-    engine = replace(whole.engine, kv_tokens=tokens)
-    spec = replace(whole, partition=PartitionSpec(**keys), engine=engine)
-    plan = partition_plan(spec, model, 256, TYPE, TYPE, dry_run=True)
+    spec, model = golden()
+    engine = replace(spec.engine, kv_tokens=tokens)
+    spec = replace(spec, partition=PartitionSpec(**keys), engine=engine)
+    whole = ModelToPlace(spec, model, 256, TYPE, TYPE)
 
     def free(name: str) -> float:
         return host if name in (CPU, HOST) else room
 
-    return memory_plan(plan, spec, model, TYPE, TYPE, 256, free)
+    return memory_planner(partition_plan(whole, dry_run=True), whole, free).asked()
 
 
 @cache

@@ -16,7 +16,7 @@ from jinfer.ops.attention.kv_cache import zero_cache
 from jinfer.ops.backend import backend, target_platform
 from jinfer.ops.matmul import half_precision
 from jinfer.parallel.layer_plan import PartitionPlan, PlannedStage
-from jinfer.parallel.placement import make_stages, stage_models
+from jinfer.parallel.placement import ModelToPlace, make_stages, stage_models
 from jinfer.parallel.shard_params import abstract_shard
 from jinfer.parallel.sharding_rules import ModelSlice, whole_model
 from jinfer.parallel.stage_forward import decoder_forward
@@ -29,11 +29,10 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     """What a stage with the whole model computes."""
     stage = make_stage_model(spec, model, whole_model(spec), 1, jnp.float32)
     ints: Any = jax.ShapeDtypeStruct((4,), jnp.int32)
-    places = FlatBatch(ints, ints, ints, ints, ints)
     cache = jax.eval_shape(lambda: zero_cache(stage.model.caches, 2, jnp.float32))
     tables = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
     leaves = tuple(stage.model.parameters)
-    given = (leaves, cache, None, places, tables, None)
+    given = (leaves, cache, None, FlatBatch(ints, ints, ints, ints, ints, tables), None)
     return str(jax.make_jaxpr(lambda *rest: decoder_forward(stage, ("logits",), *rest))(*given))
 
 
@@ -63,14 +62,15 @@ def test_a_stage_on_the_host_beside_a_gpu_has_weights_packed_for_a_cpu(goldens: 
         for one, role in zip(whole.parameters, whole.roles, strict=True)
     )
     model = replace(whole, parameters=matrices)
+    given = ModelToPlace(spec, model, 256, jnp.float32, jnp.dtype(jnp.float32))
     parts = (
         ModelSlice({"decoder": range(1)}, True, False),
         ModelSlice({"decoder": range(1, 2)}, False, True),
     )
     plan = PartitionPlan((PlannedStage(("cpu",), parts[0]), PlannedStage(("0",), parts[1])), 1)
     with target_platform("gpu"):
-        host, device = stage_models(plan, spec, model, jnp.float32)
-        stages = make_stages(plan, spec, model, jnp.float32)
+        host, device = stage_models(plan, given)
+        stages = make_stages(plan, given)
     assert columns(host) == {columns_of(parse_format("q4"))}
     assert columns(device) == {MAX_COLUMNS}
     assert [columns(stage.model) for stage in stages] == [columns(host), columns(device)]

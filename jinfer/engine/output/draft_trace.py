@@ -24,7 +24,7 @@ class Step:
         """The tree: a colour for each draft source, accepted tokens bold."""
         from jinfer.engine.output.draft_tree_svg import draw
 
-        return draw([self])
+        return draw([self.drafted], self.text)
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +74,7 @@ class Steps:
         """The trees of the first `MOST_DRAWN` calls, one below the other."""
         from jinfer.engine.output.draft_tree_svg import draw
 
-        return draw(list(self[:MOST_DRAWN]), left_out=len(self) - MOST_DRAWN)
+        return draw(self.drafted[:MOST_DRAWN], self.text, len(self) - MOST_DRAWN)
 
 
 MOST_DRAWN = 12

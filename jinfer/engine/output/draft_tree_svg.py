@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Protocol
 
 from jinfer.engine.output.drafted_step import DraftedStep
 
@@ -24,25 +23,18 @@ _STYLE = """
 """
 
 
-class Step(Protocol):
-    """What is drawn of a `draft_trace.Step`, which imports this module."""
-
-    @property
-    def drafted(self) -> DraftedStep: ...
-    def text(self, token: int, /) -> str: ...
-
-
-def draw(steps: Sequence[Step], left_out: int = 0) -> str:
+def draw(steps: Sequence[DraftedStep], text: Callable[[int], str], left_out: int = 0) -> str:
     """An SVG of trees, one below the other.
 
     Args:
+        text: text of a token id.
         left_out: number of further trees that are not drawn.
     """
-    sources = list(dict.fromkeys(name for step in steps for name in step.drafted.sources))
+    sources = list(dict.fromkeys(name for step in steps for name in step.sources))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(sources)}
     parts, widest, top = list[str](), 0, _MARGIN
     for number, step in enumerate(steps):
-        body, wide, high = _tree(step, colours)
+        body, wide, high = _tree(step, text, colours)
         parts.append(f'<g transform="translate({_MARGIN},{top})" data-step="{number}">{body}</g>')
         widest, top = max(widest, wide), top + high + 2 * _DOWN
     legend, x = "", _MARGIN
@@ -61,9 +53,10 @@ def draw(steps: Sequence[Step], left_out: int = 0) -> str:
     )
 
 
-def _tree(step: Step, colours: dict[str, str]) -> tuple[str, int, int]:
+def _tree(
+    drafted: DraftedStep, text_of: Callable[[int], str], colours: dict[str, str]
+) -> tuple[str, int, int]:
     """The SVG elements of a tree, its width and its height."""
-    drafted = step.drafted
     cells = _places(drafted)
     way = {_ROOT, *drafted.accepted, _CHOSEN}
     last = drafted.accepted[-1] if drafted.accepted else _ROOT
@@ -82,11 +75,11 @@ def _tree(step: Step, colours: dict[str, str]) -> tuple[str, int, int]:
             kind, stroke, text = "box own", "", "…"
         elif node == _CHOSEN:
             kind, stroke, token = "box own right", "", drafted.chosen[-1]
-            text = _shown(step.text(token)) or str(token)
+            text = _shown(text_of(token)) or str(token)
         else:
             kind = "box right" if node in way else "box"
             stroke = f' stroke="{colours[drafted.sources[node]]}"'
-            text = _shown(step.text(drafted.tokens[node])) or str(drafted.tokens[node])
+            text = _shown(text_of(drafted.tokens[node])) or str(drafted.tokens[node])
         boxes.append(
             f'<rect class="{kind}"{stroke} x="{x}" y="{y}" rx="4" width="{_WIDTH}" '
             f'height="{_HEIGHT}"/><text x="{x + _WIDTH // 2}" y="{y + 16}" '

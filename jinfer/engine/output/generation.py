@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jinfer.engine.output.draft_trace import Steps
-from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.output.stop_strings import StopStrings
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import FinishReason, Request, Token
+from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.tokenizer import Tokenizer
 
 _SHORT = reprlib.Repr(maxstring=60, maxlist=8)
@@ -123,10 +123,6 @@ class Generation:
         begun, first, last: times of submission, of the first and of the last token.
         waited: seconds of compilation before the first token.
         count: number of new tokens.
-        cached: tokens of the prompt that were in the prefix cache.
-        admitted: when it got a slot, if it did.
-        drafted, accepted: as in `Usage`.
-        trees: the draft trees.
     """
 
     request: Request
@@ -138,11 +134,6 @@ class Generation:
     last: float = 0.0
     waited: float = 0.0
     count: int = 0
-    cached: int = 0
-    admitted: float | None = None
-    drafted: int = 0
-    accepted: int = 0
-    trees: Sequence[DraftedStep] = ()
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
@@ -208,18 +199,24 @@ class Generation:
         chunks, self.chunks = self.chunks, []
         return chunks
 
-    def usage(self) -> Usage:
-        """Tokens and seconds so far."""
+    def usage(self, sequence: RunningSequence | None) -> Usage:
+        """Tokens and seconds so far.
+
+        Args:
+            sequence: in the engine; None: it never came there.
+        """
+        sequence = sequence or RunningSequence(self.request, 0, [])
+        admitted, trees = sequence.admitted, tuple(sequence.trees)
         return Usage(
             len(self.request.prompt),
             self.count,
             max(0.0, self.first - self.begun - self.waited),
             max(0.0, self.last - self.first),
-            self.cached,
-            max(0.0, self.admitted - self.begun) if self.admitted else 0.0,
-            self.drafted,
-            self.accepted,
-            Steps(tuple(self.trees), self._text) if self.trees else None,
+            sequence.cached or 0,
+            max(0.0, admitted - self.begun) if admitted else 0.0,
+            sequence.drafted,
+            sequence.accepted,
+            Steps(trees, self._text) if trees else None,
         )
 
 

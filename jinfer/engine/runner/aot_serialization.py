@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.device_state import State
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.attention.kv_cache import LayerCache
@@ -30,7 +31,7 @@ from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 
 _RECORDS = {
     each.__name__: each
-    for each in (SamplerOutput, LayerCache, SamplerState, SamplingMetadata, State)
+    for each in (SamplerOutput, LayerCache, SamplerState, SamplingMetadata, State, FlatBatch)
 }
 _LENGTH = 8  # bytes of the JSON's length, which come first
 _log = logging.getLogger("jinfer")

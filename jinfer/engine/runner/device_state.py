@@ -62,27 +62,21 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
 
     # A separate array for each field: the state is donated to every step, and no buffer can be
     # donated twice. Made from NumPy arrays, as `jnp.zeros` would trace a program for each.
-    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        return jax.device_put(np.zeros(shape, dtype), may_alias=False)
-
-    def counts() -> Array:
-        return zeros((rows,), np.int32)
-
-    def flags() -> Array:
-        return zeros((rows,), np.bool_)
+    def zeros(dtype: DTypeLike, *shape: int) -> Array:
+        return jax.device_put(np.zeros((rows, *shape), dtype), may_alias=False)
 
     return State(
-        history=zeros((rows, context), np.int32),
-        lengths=counts(),
-        prompts=counts(),
-        limits=counts(),
-        encoded=counts(),
-        ended=flags(),
-        logprobs=flags(),
+        history=zeros(np.int32, context),
+        lengths=zeros(np.int32),
+        prompts=zeros(np.int32),
+        limits=zeros(np.int32),
+        encoded=zeros(np.int32),
+        ended=zeros(np.bool_),
+        logprobs=zeros(np.bool_),
         sampler=empty_metadata(rows),
         progress=empty_sampler_state(rows),
-        mask=zeros((rows, mask_words(vocab)), np.uint32),
-        masked=flags(),
+        mask=zeros(np.uint32, mask_words(vocab)),
+        masked=zeros(np.bool_),
     )
 
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import Tables
-from jinfer.engine.runner.steps import Leaves, decode_loop
+from jinfer.engine.runner.steps import Leaves, decode_loop, newest_logits
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.sampling import penalties
@@ -51,8 +51,9 @@ def propose(
     Returns:
         The cache, the state, and the proposed tokens of each position, likeliest first; -1: none.
     """
-    none, proposes = no_proposals(model, rows.shape[0]), partial(propose_next, stages)
-    return decode_loop(model, proposes, none, leaves, cache, state, rows, tables, steps)
+    none, choose = no_proposals(model, rows.shape[0]), partial(propose_next, stages)
+    compute = newest_logits(model, rows, tables)
+    return decode_loop(compute, choose, none, leaves, cache, state, rows, steps)
 
 
 def no_proposals(model: AbstractModel, count: int) -> Int[Array, "sequences width"]:

@@ -14,6 +14,8 @@ from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from jinfer.nn.transformer import Model
+
 
 def fill_cross_attention(
     model: AbstractModel,
@@ -31,7 +33,18 @@ def fill_cross_attention(
     """
     module = model.module(leaves)
     encoded = module.encode(tokens, jnp.zeros_like(tokens), lengths)["hidden"]
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return fill_encoded(module, cache, encoded, lengths, table)
+
+
+def fill_encoded(
+    module: Model,
+    cache: Cache,
+    encoded: Float[Array, "1 tokens hidden"],
+    lengths: Int[Array, " 1"],
+    table: Int[Array, "1 blocks"],
+) -> Cache:
+    """The KV cache with an encoder's output in some blocks; as of `fill_cross_attention`."""
+    positions = jnp.arange(encoded.shape[1], dtype=jnp.int32)
     rows = jnp.where(positions < lengths[0], 0, -1)
     return module.fill(encoded, cache, AttentionMetadata(rows, positions, table))
 

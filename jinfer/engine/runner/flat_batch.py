@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.device_state import State
-from jinfer.nn.forward_context import ForwardBatch, TreeCopies
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
+
+    from jinfer.nn.forward_context import ForwardBatch, TreeCopies
 
 type Tables = Mapping[str, Int[Array, "rows blocks"]]
 
@@ -26,6 +27,7 @@ class FlatBatch(NamedTuple):
         positions: position of each token in its sequence.
         prompts: prompt tokens of each row's sequence.
         encoded: tokens of the encoder's output that each row's sequence attends to.
+        tables: block tables.
         copies: places of tokens that stand in several rows, as in draft trees.
     """
 
@@ -34,15 +36,15 @@ class FlatBatch(NamedTuple):
     positions: Int[Array, " tokens"]
     prompts: Int[Array, " rows"]
     encoded: Int[Array, " rows"]
+    tables: Tables
     copies: TreeCopies | None = None
 
-    def step(self, tables: Tables) -> ForwardBatch:
-        """The forward context of the model's modules.
+    def step(self) -> ForwardBatch:
+        """The forward context of the model's modules."""
+        # A start that finds all its programs compiled does not import this.
+        from jinfer.nn.forward_context import ForwardBatch
 
-        Args:
-            tables: the block tables.
-        """
-        at = ForwardBatch.flat(self.rows, self.positions, self.prompts, tables, self.encoded)
+        at = ForwardBatch.flat(self.rows, self.positions, self.prompts, self.tables, self.encoded)
         return at._replace(copies=self.copies)
 
 
@@ -50,21 +52,21 @@ def make_flat_batch(
     state: State,
     rows: Int[Array, " tokens"],
     positions: Int[Array, " tokens"],
+    tables: Tables,
     last: Int[Array, " chosen"],
 ) -> tuple[FlatBatch, Int[Array, " chosen"]]:
     """The flat batch of `steps.logits`, and the state rows that its results belong to.
 
     Args:
-        rows, positions, last: as of `steps.logits`.
+        rows, positions, tables, last: as of `steps.logits`.
     """
     known = or_padding_row(state, rows)
     newest = positions < 0
     positions = jnp.where(newest, state.lengths[known] - 1, positions)
     used = jnp.where(newest & ~can_continue(state, rows), -1, rows)
     positions = jnp.where(used >= 0, positions, 0)
-    batch = FlatBatch(
-        state.history[known, positions], used, positions, state.prompts, state.encoded
-    )
+    tokens = state.history[known, positions]
+    batch = FlatBatch(tokens, used, positions, state.prompts, state.encoded, tables)
     return batch, or_padding_row(state, jnp.where(last >= 0, used[jnp.maximum(last, 0)], -1))
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.model_runner import SIZES, padded_length
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
@@ -79,7 +80,7 @@ def forward(
             positions = np.zeros(size, np.int32)
             positions[:count] = np.arange(start, start + count)
             total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
-            batch = [_padded(tokens[start : start + count], size), rows, positions, total]
+            ids = _padded(tokens[start : start + count], size)
             following = [_padded(tokens[start + 1 : start + 1 + count], size)]
             key = (
                 StepKey("score", size, rows=1)
@@ -88,14 +89,9 @@ def forward(
             )
             program = yield from _program(engine, key)
             tables = engine.block_tables(1, [(0, block_tables)])
-            cache, out = program(
-                engine.leaves,
-                engine.cache,
-                *batch,
-                tables,
-                encoded,
-                *(following if scores else []),
-            )
+            batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
+            more = following if scores else []
+            cache, out = program(engine.leaves, engine.cache, batch, *more)
             engine.set_cache(cache)
             out = out[0] if want == "score" else out
             if last:

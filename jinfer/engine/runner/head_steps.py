@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.draft_steps import no_proposals, propose_next
-from jinfer.engine.runner.flat_batch import Tables, can_continue, make_flat_batch
-from jinfer.engine.runner.sampler_output import MAX_STEPS
-from jinfer.engine.runner.steps import Leaves, reread_weights
+from jinfer.engine.runner.flat_batch import Tables, make_flat_batch
+from jinfer.engine.runner.steps import Leaves, decode_loop
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import BLOCK, Cache, LayerCache, cache_group
 from jinfer.quant.kv_vectors import QuantizedVectors
@@ -69,11 +68,11 @@ def prefill_head(
         rows, positions, tables: as of `steps.logits`.
         vectors: the target's hidden states of the token before each.
     """
-    batch, _ = make_flat_batch(state, rows, positions, jnp.full(1, -1, jnp.int32))
+    batch, _ = make_flat_batch(state, rows, positions, tables, jnp.full(1, -1, jnp.int32))
     module = model.module(leaves)
     hidden = module.taken(vectors)
-    at, first = batch.step(tables), jnp.zeros(1, jnp.int32)
-    return module.decode_all(batch.tokens, at, cache, first, hidden)[1]
+    first = jnp.zeros(1, jnp.int32)
+    return module.decode_all(batch.tokens, batch.step(), cache, first, hidden)[1]
 
 
 def propose_with_head(
@@ -95,31 +94,13 @@ def propose_with_head(
     """
     count = rows.shape[0]
     every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
-    type Carry = tuple[Array, Cache, State, Array, Array]
 
     def compute(leaves: Leaves, cache: Cache, state: State, hidden: Array) -> Any:
-        batch, sampled = make_flat_batch(state, rows, newest, every)
-        module, at = model.module(leaves), batch.step(tables)
-        return sampled, *module.decode_all(batch.tokens, at, cache, None, hidden)
+        batch, sampled = make_flat_batch(state, rows, newest, tables, every)
+        module = model.module(leaves)
+        out, cache = module.decode_all(batch.tokens, batch.step(), cache, None, hidden)
+        return cache, out["logits"], sampled, out["hidden"].astype(hidden.dtype)
 
-    def one_more(carry: Carry) -> Carry:
-        i, cache, state, hidden, so_far = carry
-        parts, lengths = anew(state.lengths)
-        state = state._replace(lengths=lengths)
-        sampled, out, cache = compute(parts, cache, state, hidden)
-        state, tokens = propose_next(stages, state, out["logits"], sampled)
-        so_far = lax.dynamic_update_index_in_dim(so_far, tokens, i, 0)
-        return i + 1, cache, state, out["hidden"].astype(hidden.dtype), so_far
-
-    def more(carry: Carry) -> Array:
-        return (carry[0] < steps) & jnp.any(can_continue(carry[2], rows))
-
-    hidden = model.module(leaves).taken(vectors)
-    step = partial(compute, cache=cache, state=state, hidden=hidden)
-    anew = reread_weights(step, leaves)
-    empty = jnp.broadcast_to(
-        no_proposals(model, count), (MAX_STEPS, *no_proposals(model, count).shape)
-    )
-    begun = (jnp.int32(0), cache, state, hidden, empty)
-    _, cache, state, _, proposed = lax.while_loop(more, one_more, begun)
-    return cache, state, proposed
+    hidden, none = model.module(leaves).taken(vectors), no_proposals(model, count)
+    choose = partial(propose_next, stages)
+    return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, hidden=hidden)

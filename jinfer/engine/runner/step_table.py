@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps
 from jinfer.engine.runner.draft_steps import propose
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.runner.verify import Nodes, verify
@@ -63,7 +64,7 @@ class StepInputs(Protocol):
 
 
 def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_arrays(inputs), *_batch(inputs, key.tokens), _int32(key.chosen))
+    arguments = (*_arrays(inputs), *_batch(inputs, key.tokens), int32(key.chosen))
     return StepFunction(inputs.with_leaves(steps.logits), 1, arguments)
 
 
@@ -77,7 +78,7 @@ def _sample(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 def _decode(inputs: StepInputs, key: StepKey) -> StepFunction:
     function = inputs.with_leaves(steps.decode, key.stages)
-    return StepFunction(function, (1, 2), (*_decoding(inputs, key), _int32()))
+    return StepFunction(function, (1, 2), (*_decoding(inputs, key), int32()))
 
 
 def _propose(inputs: StepInputs, key: StepKey) -> StepFunction:
@@ -102,13 +103,8 @@ def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
-    sizes = (key.rows, key.tokens, key.chosen)
-    place, each, root = (cast("Any", _int32(count)) for count in sizes)
-    copies = TreeCopies(place, place, place, each) if key.rows else None
-    nodes = Nodes(each, each, each, each, each, root, copies)
-    arguments = (*_arrays(inputs), nodes, inputs.tables(key.tokens))
-    if key.masked:
-        arguments = (*arguments, jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32))
+    masks = [jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32)] if key.masked else []
+    arguments = (*_arrays(inputs), abstract_nodes(key), inputs.tables(key.tokens), *masks)
     return StepFunction(inputs.with_leaves(verify, key.stages), (1, 2), arguments)
 
 
@@ -117,47 +113,43 @@ def _forward(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _score(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_stateless(inputs, key), _int32(key.tokens))
+    arguments = (*_stateless(inputs, key), int32(key.tokens))
     return StepFunction(inputs.with_leaves(steps.score), 1, arguments)
 
 
 def _beam(inputs: StepInputs, key: StepKey) -> StepFunction:
-    scores = jax.ShapeDtypeStruct((key.tokens,), np.float32)
-    return StepFunction(inputs.with_leaves(steps.beam), 1, (*_stateless(inputs, key), scores))
+    arguments = (*_stateless(inputs, key), float32(key.tokens))
+    return StepFunction(inputs.with_leaves(steps.beam), 1, arguments)
 
 
 def _contrastive(inputs: StepInputs, key: StepKey) -> StepFunction:
-    past = jax.ShapeDtypeStruct((inputs.sizes.context, inputs.hidden), np.float32)
-    probabilities, alpha = (
-        jax.ShapeDtypeStruct((key.tokens,), np.float32),
-        jax.ShapeDtypeStruct((), np.float32),
-    )
-    arguments = (*_stateless(inputs, key), past, probabilities, alpha)
+    past = float32(inputs.sizes.context, inputs.hidden)
+    arguments = (*_stateless(inputs, key), past, float32(key.tokens), float32())
     return StepFunction(inputs.with_leaves(steps.contrastive), 1, arguments)
 
 
 def _fill_cross_attention(inputs: StepInputs, key: StepKey) -> StepFunction:
-    text = (_int32(1, key.tokens), _int32(1), _int32(1, inputs.sizes.table))
+    text = (int32(1, key.tokens), int32(1), int32(1, inputs.sizes.table))
     function = inputs.with_leaves(encoder_steps.fill_cross_attention)
     return StepFunction(function, 1, (inputs.leaves, inputs.cache, *text))
 
 
 def _encode(inputs: StepInputs, key: StepKey) -> StepFunction:
-    texts = _int32(key.rows, key.tokens)
-    arguments: tuple[Any, ...] = (inputs.leaves, {}, texts, texts, _int32(key.rows))
+    texts = int32(key.rows, key.tokens)
+    arguments: tuple[Any, ...] = (inputs.leaves, {}, texts, texts, int32(key.rows))
     return StepFunction(inputs.with_leaves(encoder_steps.encode, key.want), 1, arguments)
 
 
 def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
-    which = {group: _int32(MAX_COPIES) for group in inputs.sizes.blocks}
+    which = {group: int32(MAX_COPIES) for group in inputs.sizes.blocks}
     function = partial(steps.copy_blocks, inputs.model)
-    return StepFunction(function, 0, (inputs.cache, which, which, _int32()))
+    return StepFunction(function, 0, (inputs.cache, which, which, int32()))
 
 
 def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
     state = inputs.state
     row = jax.tree.map(lambda part: jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype), state)
-    return StepFunction(device_state.set_slot, 0, (state, row, _int32()))
+    return StepFunction(device_state.set_slot, 0, (state, row, int32()))
 
 
 def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> StepFunction:
@@ -191,27 +183,56 @@ def _arrays(inputs: StepInputs) -> tuple[Any, ...]:
 
 def _batch(inputs: StepInputs, tokens: int) -> tuple[Any, ...]:
     """Slots, positions and block tables of a flat batch of running sequences."""
-    return _int32(tokens), _int32(tokens), inputs.tables(inputs.sizes.slots)
+    return int32(tokens), int32(tokens), inputs.tables(inputs.sizes.slots)
 
 
 def _decoding(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Arguments of a loop that decodes."""
     tables = inputs.tables(inputs.sizes.slots)
-    return *_arrays(inputs), _int32(key.tokens), tables, _int32()
+    return *_arrays(inputs), int32(key.tokens), tables, int32()
 
 
 def _stateless(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Arguments of a step over a flat batch of sequences that have no slot."""
-    token, row = _int32(key.tokens), _int32(key.rows)
-    return inputs.leaves, inputs.cache, token, token, token, row, inputs.tables(key.rows), row
+    batch = abstract_flat_batch(key.tokens, key.rows, inputs.tables(key.rows))
+    return inputs.leaves, inputs.cache, batch
 
 
-def _head_vectors(inputs: StepInputs, tokens: int) -> jax.ShapeDtypeStruct:
+def _head_vectors(inputs: StepInputs, tokens: int) -> Any:
     """The target's hidden states that a draft head reads."""
     follows = inputs.model.modules.spec.follows
     assert follows is not None, "only heads read them"
-    return jax.ShapeDtypeStruct((tokens, follows.width), np.float32)
+    return float32(tokens, follows.width)
 
 
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+def abstract_flat_batch(tokens: int, rows: int, tables: Any, places: int = 0) -> FlatBatch:
+    """An abstract flat batch.
+
+    Args:
+        rows: of the arrays of lengths.
+        places: as of `abstract_copies`.
+    """
+    token, row = int32(tokens), int32(rows)
+    return FlatBatch(token, token, token, row, row, tables, abstract_copies(places, tokens))
+
+
+def abstract_nodes(key: StepKey) -> Nodes:
+    """Abstract draft trees for a "verify"."""
+    each, copies = int32(key.tokens), abstract_copies(key.rows, key.tokens)
+    return Nodes(each, each, each, each, each, int32(key.chosen), copies)
+
+
+def abstract_copies(places: int, tokens: int) -> TreeCopies | None:
+    """Abstract places of tokens that stand in several rows; None for no places."""
+    place = int32(places)
+    return TreeCopies(place, place, place, int32(tokens)) if places else None
+
+
+def int32(*shape: int) -> Any:
+    """An abstract int32 array."""
     return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def float32(*shape: int) -> Any:
+    """An abstract float32 array."""
+    return jax.ShapeDtypeStruct(shape, np.float32)

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.engine.runner.device_state import State
-from jinfer.engine.runner.flat_batch import Tables, can_continue, make_flat_batch
+from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, make_flat_batch
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.nn.forward_context import ForwardBatch
 from jinfer.ops.attention import block_copies
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.fusion.weight_pointers import used_arrays
@@ -58,8 +57,8 @@ def logits(
         The cache, the logits, and the state rows that these belong to: the padding row where
         nothing is sampled.
     """
-    batch, sampled = make_flat_batch(state, rows, positions, last)
-    at, wanted = batch.step(tables), jnp.maximum(last, 0)
+    batch, sampled = make_flat_batch(state, rows, positions, tables, last)
+    at, wanted = batch.step(), jnp.maximum(last, 0)
     out, cache = model.module(leaves).decode(batch.tokens, at, cache, "logits", wanted)
     return cache, out, sampled
 
@@ -114,59 +113,68 @@ def decode(
     Returns:
         The cache, the state, and the sampled tokens with a leading axis of `MAX_STEPS`.
     """
-    choose = partial(sample_next, model, stages)
-    none = empty_output(state, rows.shape[0])
-    return decode_loop(model, choose, none, leaves, cache, state, rows, tables, steps, flag)
+    choose, none = partial(sample_next, model, stages), empty_output(state, rows.shape[0])
+    compute = newest_logits(model, rows, tables)
+    return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, flag)
+
+
+def newest_logits(
+    model: AbstractModel, rows: Int[Array, " sequences"], tables: Tables
+) -> Callable[..., Any]:
+    """`compute` of a `decode_loop`: logits after the last token of each sequence."""
+    count = rows.shape[0]
+    every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
+
+    def compute(leaves: Leaves, cache: Cache, state: State, hidden: None) -> Any:
+        return *logits(model, leaves, cache, state, rows, newest, tables, every), hidden
+
+    return compute
 
 
 def decode_loop[One](
-    model: AbstractModel,
+    compute: Callable[[Leaves, Cache, State, Any], Any],
     choose: Callable[[State, Array, Array], tuple[State, One]],
     none: One,
     leaves: Leaves,
     cache: Cache,
     state: State,
     rows: Int[Array, " sequences"],
-    tables: Tables,
     steps: Int[Array, ""],
     flag: Int[Array, ""] | None = None,
+    hidden: Any = None,
 ) -> tuple[Cache, State, One]:
     """Autoregressive loop: each step computes the token that the step before has chosen.
 
     Args:
+        compute: from weights, cache, state and `hidden` to the cache, logits, their state rows and
+            the next step's `hidden`.
         choose: from the state, logits and their state rows to the next state and the step's output.
         none: shapes of a step's output; the output of steps that do not run is -1.
-        rows, tables, steps, flag: as of `decode`; without a flag the loop is not interrupted.
+        rows, steps, flag: as of `decode`; without a flag the loop is not interrupted.
 
     Returns:
         The cache, the state, and the steps' outputs with a leading axis of `MAX_STEPS`.
     """
-    count = rows.shape[0]
-    every = jnp.arange(count, dtype=jnp.int32)
-    newest = jnp.full(count, -1, jnp.int32)
+    type Carry = tuple[Array, Cache, State, Any, One]
+    anew = reread_weights(partial(compute, cache=cache, state=state, hidden=hidden), leaves)
 
-    def compute(leaves: Leaves, cache: Cache, state: State) -> Any:
-        return logits(model, leaves, cache, state, rows, newest, tables, every)
-
-    anew = reread_weights(partial(compute, cache=cache, state=state), leaves)
-
-    def one_more(carry: tuple[Array, Cache, State, One]) -> tuple[Array, Cache, State, One]:
-        i, cache, state, so_far = carry
+    def one_more(carry: Carry) -> Carry:
+        i, cache, state, hidden, so_far = carry
         parts, lengths = anew(state.lengths)
-        cache, out, which = compute(parts, cache, state._replace(lengths=lengths))
+        cache, out, which, hidden = compute(parts, cache, state._replace(lengths=lengths), hidden)
         state, output = choose(state, out, which)
         so_far = jax.tree.map(
             lambda all, one: lax.dynamic_update_index_in_dim(all, one, i, 0), so_far, output
         )
-        return i + 1, cache, state, so_far
+        return i + 1, cache, state, hidden, so_far
 
-    def more(carry: tuple[Array, Cache, State, One]) -> Array:
-        i, _, state, _ = carry
-        goes_on = (i < steps) & jnp.any(can_continue(state, rows))
-        return goes_on if flag is None else goes_on & ~interrupted(flag, i)
+    def more(carry: Carry) -> Array:
+        goes_on = (carry[0] < steps) & jnp.any(can_continue(carry[2], rows))
+        return goes_on if flag is None else goes_on & ~interrupted(flag, carry[0])
 
     empty = jax.tree.map(lambda one: jnp.full((MAX_STEPS, *one.shape), -1, one.dtype), none)
-    _, cache, state, output = lax.while_loop(more, one_more, (jnp.int32(0), cache, state, empty))
+    begun = (jnp.int32(0), cache, state, hidden, empty)
+    _, cache, state, _, output = lax.while_loop(more, one_more, begun)
     return cache, state, output
 
 
@@ -247,25 +255,10 @@ def forward(
     want: Want,
     leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, " tokens"],
-    rows: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    prompts: Int[Array, " rows"],
-    tables: Tables,
-    encoded: Int[Array, " rows"],
+    batch: FlatBatch,
 ) -> tuple[Cache, Float[Array, "tokens width"]]:
-    """Logits or last hidden states after every token, float32.
-
-    Args:
-        tokens: token ids.
-        rows: row of the block tables for each token; -1: padding.
-        positions: position of each token in its sequence.
-        prompts: prompt tokens of each row's sequence.
-        tables: block tables.
-        encoded: tokens of the encoder's output that each row's sequence attends to.
-    """
-    at = ForwardBatch.flat(rows, positions, prompts, tables, encoded)
-    out, cache = model.module(leaves).decode(tokens, at, cache, want)
+    """Logits or last hidden states after every token, float32."""
+    out, cache = model.module(leaves).decode(batch.tokens, batch.step(), cache, want)
     return cache, out.astype(jnp.float32)
 
 
@@ -273,21 +266,15 @@ def score(
     model: AbstractModel,
     leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, " tokens"],
-    rows: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    prompts: Int[Array, " rows"],
-    tables: Tables,
-    encoded: Int[Array, " rows"],
+    batch: FlatBatch,
     following: Int[Array, " tokens"],
 ) -> tuple[Cache, tuple[Array, Array, Array]]:
     """Log-probability of the token after each one, and the likeliest tokens with theirs.
 
     Args:
-        following: the token after each one; the others as of `forward`.
+        following: the token after each one.
     """
-    batch = (tokens, rows, positions, prompts, tables, encoded)
-    cache, out = forward(model, "logits", leaves, cache, *batch)
+    cache, out = forward(model, "logits", leaves, cache, batch)
     return cache, log_probabilities(out, following)
 
 
@@ -295,26 +282,19 @@ def beam(
     model: AbstractModel,
     leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, " beams"],
-    rows: Int[Array, " beams"],
-    positions: Int[Array, " beams"],
-    prompts: Int[Array, " rows"],
-    tables: Tables,
-    encoded: Int[Array, " rows"],
+    batch: FlatBatch,
     scores: Float[Array, " beams"],
 ) -> tuple[Cache, Int[Array, " top"], Int[Array, " top"], Float[Array, " top"]]:
     """A step of beam search: the likeliest continuations over all beams.
 
     Args:
-        tokens: the last token of each beam.
+        batch: the last token of each beam.
         scores: sum of the log-probabilities of each beam; -inf: no beam.
-        rows, positions, prompts, tables, encoded: as of `forward`.
 
     Returns:
         The cache; beam, token and score of twice as many candidates as beams, best first.
     """
-    batch = (tokens, rows, positions, prompts, tables, encoded)
-    cache, out = forward(model, "logits", leaves, cache, *batch)
+    cache, out = forward(model, "logits", leaves, cache, batch)
     return cache, *best_beams(model, out, scores)
 
 
@@ -322,12 +302,7 @@ def contrastive(
     model: AbstractModel,
     leaves: Leaves,
     cache: Cache,
-    tokens: Int[Array, " k"],
-    rows: Int[Array, " k"],
-    positions: Int[Array, " k"],
-    prompts: Int[Array, " k"],
-    tables: Tables,
-    encoded: Int[Array, " k"],
+    batch: FlatBatch,
     past: Float[Array, "context hidden"],
     probabilities: Float[Array, " k"],
     alpha: Float[Array, ""],
@@ -335,8 +310,7 @@ def contrastive(
     """A step of contrastive search: computes candidates, chooses one, and finds the next ones.
 
     Args:
-        tokens: candidates for one position, `positions[0]`.
-        rows, positions, prompts, tables, encoded: as of `forward`.
+        batch: candidates for one position.
         past: last hidden states of the tokens before.
         probabilities: of the candidates; 0: no candidate.
         alpha: weight of the degeneration penalty.
@@ -345,9 +319,8 @@ def contrastive(
         The cache; `past` with the chosen candidate's hidden state; its index; the candidates for
         the next position and their probabilities.
     """
-    at = ForwardBatch.flat(rows, positions, prompts, tables, encoded)
-    both, cache = model.module(leaves).decode_all(tokens, at, cache)
-    return cache, *best_candidate(model, both, positions[0], past, probabilities, alpha)
+    both, cache = model.module(leaves).decode_all(batch.tokens, batch.step(), cache)
+    return cache, *best_candidate(model, both, batch.positions[0], past, probabilities, alpha)
 
 
 def copy_blocks(

@@ -76,22 +76,16 @@ def verify(
     Returns:
         The cache, the state, and the sampled tokens, whose leading axis is as long as the nodes.
     """
-    batch = tree_flat_batch(state, nodes)
-    logits, cache = model.module(leaves).decode(batch.tokens, batch.step(tables), cache, "logits")
+    batch = tree_flat_batch(state, nodes, tables)
+    logits, cache = model.module(leaves).decode(batch.tokens, batch.step(), cache, "logits")
     return cache, *sample_along_trees(model, stages, state, nodes, logits, mask)
 
 
-def tree_flat_batch(state: State, nodes: Nodes) -> FlatBatch:
+def tree_flat_batch(state: State, nodes: Nodes, tables: Tables) -> FlatBatch:
     """The flat batch of some token trees."""
     owners = or_padding_row(state, nodes.owners)
-    return FlatBatch(
-        nodes.tokens,
-        nodes.rows,
-        nodes.positions,
-        state.prompts[owners],
-        state.encoded[owners],
-        nodes.copies,
-    )
+    lengths = state.prompts[owners], state.encoded[owners]
+    return FlatBatch(*nodes[:3], *lengths, tables, nodes.copies)
 
 
 def sample_along_trees(

@@ -6,13 +6,14 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract_cache, nbytes
 
 SHARE = 0.4  # of the free memory
@@ -32,38 +33,33 @@ def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
 def cache_blocks(
     shapes: Mapping[str, CacheShape],
     kind: Kind,
-    *,
-    slots: int,
+    engine: EngineSpec,
     context: int,
-    chunk: int,
-    tokens: int | None,
-    used: int,
+    *,
+    used: int = 0,
     free: int | None = None,
 ) -> dict[str, int]:
     """Number of blocks of each group.
 
     A sliding-window group gets as many as all slots can use at a time: a window and a chunk each.
-    The others get room for `tokens`, or for the context of every slot as far as memory allows, and
-    at least for one whole context.
+    The others get room for `engine.kv_tokens`, or for the context of every slot as far as memory
+    allows, and at least for one whole context.
 
     Args:
         shapes: the attentions' parts of a block.
         kind: number format of the cache.
-        slots: sequences that run at a time.
         context: tokens of a sequence, at most.
-        chunk: tokens of a sequence that a step may add.
-        tokens: tokens that the cache has room for; None: as many as memory allows.
         used: bytes that are reserved otherwise, such as for weights.
         free: free bytes; None: those of the first device.
     """
     windows = {shape.group: shape.window for shape in shapes.values()}
-    whole = -(-context // BLOCK)
+    whole, slots, tokens = -(-context // BLOCK), engine.slots, engine.kv_tokens
     blocks: dict[str, int] = {}
     for group, window in windows.items():
         if group == ENCODER:
             blocks[group] = slots * whole
         elif window is not None:
-            blocks[group] = slots * min(whole + 1, -(-(window + chunk) // BLOCK) + 2)
+            blocks[group] = slots * min(whole + 1, -(-(window + engine.prefill_chunk) // BLOCK) + 2)
     sizes = block_bytes(shapes, kind)
     fixed = sum(sizes[group] * count for group, count in blocks.items())
     each = sum(size for group, size in sizes.items() if group not in blocks)
@@ -77,6 +73,14 @@ def cache_blocks(
             most = max(whole + 1, min(most, fits))
         blocks |= dict.fromkeys((group for group in windows if group not in blocks), most)
     return blocks
+
+
+def fewest_blocks(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The blocks of each group that every memory has room for: all share the block tables."""
+    fewest: dict[str, int] = {}
+    for blocks in each:
+        fewest |= {group: min(n, fewest.get(group, n)) for group, n in blocks.items()}
+    return fewest
 
 
 def free_memory(device: Any | None = None) -> int:

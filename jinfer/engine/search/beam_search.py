@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
@@ -69,25 +71,18 @@ class BeamSearch:
         request, count = sequence.request, beams.count
         last = [(*request.prompt, *tokens)[-1] for tokens in beams.sequences]
         program = engine.programs.get(StepKey("beam", count, rows=count))
-        cache, rows, tokens, scores = program(
-            engine.leaves,
-            engine.cache,
-            np.array(last, np.int32),
-            np.arange(count, dtype=np.int32),
-            np.full(count, length, np.int32),
-            np.full(count, len(request.prompt), np.int32),
-            engine.block_tables(count, list(enumerate(self._beam_blocks))),
-            np.full(count, len(request.encoder), np.int32),
-            np.array(beams.scores, np.float32),
-        )
+        tokens, rows = np.array(last, np.int32), np.arange(count, dtype=np.int32)
+        lengths = length, len(request.prompt), len(request.encoder)
+        tables = engine.block_tables(count, list(enumerate(self._beam_blocks)))
+        batch: Any = tokens, rows, *(np.full(count, n, np.int32) for n in lengths), tables
+        before = np.array(beams.scores, np.float32)
+        cache, *best = program(engine.leaves, engine.cache, FlatBatch(*batch), before)
         engine.set_cache(cache)
-        self._parents = beams.advance(
-            *(np.asarray(part).tolist() for part in (rows, tokens, scores))
-        )
+        self._parents = beams.advance(*(np.asarray(part).tolist() for part in best))
         if not beams.done and length + 2 < request.limit:
             return []
-        best = beams.ranked()[self.rank].tokens
+        answer = beams.ranked()[self.rank].tokens
         return [
-            Token(request.id, id, last="length" if index + 1 == len(best) else None)
-            for index, id in enumerate(best)
+            Token(request.id, id, last="length" if index + 1 == len(answer) else None)
+            for index, id in enumerate(answer)
         ]

@@ -9,6 +9,7 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
+from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
@@ -87,18 +88,12 @@ class ContrastiveSearch:
         tokens[: len(rows)] = self._candidates
         at[: len(rows)] = np.arange(len(rows))
         program = engine.programs.get(StepKey("contrastive", count, rows=count))
+        lengths = length, len(request.prompt), len(request.encoder)
+        tables = engine.block_tables(count, list(enumerate(rows)))
+        batch: Any = tokens, at, *(np.full(count, n, np.int32) for n in lengths), tables
+        more = self._past, self._probabilities, np.float32(self.alpha)
         cache, self._past, best, candidates, probabilities = program(
-            engine.leaves,
-            engine.cache,
-            tokens,
-            at,
-            np.full(count, length, np.int32),
-            np.full(count, len(request.prompt), np.int32),
-            engine.block_tables(count, list(enumerate(rows))),
-            np.full(count, len(request.encoder), np.int32),
-            self._past,
-            self._probabilities,
-            np.float32(self.alpha),
+            engine.leaves, engine.cache, FlatBatch(*batch), *more
         )
         engine.set_cache(cache)
         chosen = int(best)

@@ -168,6 +168,6 @@ def uninitialized_cache(
     return jax.tree.unflatten(tree, empty)
 
 
-def nbytes(cache: Cache) -> int:
-    """Size of a cache in bytes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+def nbytes(tree: Any) -> int:
+    """Bytes of a tree's arrays, concrete or abstract."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -14,7 +14,7 @@ from jinfer.checkpoint import Tensor
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.parallel.device_groups import DeviceGroup
-from jinfer.parallel.placement import make_stages, partition_plan
+from jinfer.parallel.placement import ModelToPlace, make_stages, partition_plan
 from jinfer.parallel.sharded_loading import load_stages, local_rows
 from jinfer.weights.plan_weights import plan_weights
 from tests.parallel.eight.models import GOLDENS
@@ -42,9 +42,9 @@ def test_tensors_of_other_stages_are_not_read(
     checkpoint = replace(opened.checkpoint, tensors=tensors)
     model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     found = plan_weights(model, opened.spec, checkpoint, opened.activations)
-    kind = opened.kv_cache
-    plan = partition_plan(opened.spec, found.model, opened.context, jnp.dtype(opened.dtype), kind)
-    stages = make_stages(plan, opened.spec, found.model, jnp.dtype(opened.dtype))
+    dtype = jnp.dtype(opened.dtype)
+    whole = ModelToPlace(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
+    stages = make_stages(partition_plan(whole), whole)
     read.clear()
     here = property(lambda site: tuple(i for i, d in enumerate(site.devices) if d.id in own))
     monkeypatch.setattr(DeviceGroup, "local", here)
@@ -83,8 +83,8 @@ def test_rows_of_other_devices_change_nothing(
     model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype))
     found = plan_weights(model, opened.spec, opened.checkpoint, opened.activations)
     dtype = jnp.dtype(opened.dtype)
-    plan = partition_plan(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
-    stages = make_stages(plan, opened.spec, found.model, dtype)
+    given = ModelToPlace(opened.spec, found.model, opened.context, dtype, opened.kv_cache)
+    stages = make_stages(partition_plan(given), given)
     whole = [leaf.addressable_shards[own].data for leaf in load_stages(found, stages)]
     monkeypatch.setattr(DeviceGroup, "local", property(lambda site: (own,)))
     monkeypatch.setattr(DeviceGroup, "join_shards", lambda site, parts, _: jax.device_put(parts[0]))
