@@ -32,8 +32,7 @@ from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
-from jinfer.engine.search.search_driver import SearchDriver
-from jinfer.engine.search.search_registry import make_driver
+from jinfer.engine.search.search_driver import SearchDriver, make_driver
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.chat_prompt import CONTINUE, Message

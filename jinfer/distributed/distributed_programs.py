@@ -54,7 +54,6 @@ class DistributedPrograms(PipelinePrograms):
         return self.compiler.state
 
     def release(self) -> None:
-        """As `CompiledPrograms.release`."""
         super().release()
         self.worker.threads.close()
         self.worker.caches.clear()

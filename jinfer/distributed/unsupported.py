@@ -22,20 +22,17 @@ def check_spec(group: ProcessGroup, opened: Opened) -> None:
         reason = f"cannot be had {several}; convert the checkpoint before: jinfer quantize"
         raise SpecError(path, "quantization.method", reason)
     hosted = part.devices is not None and (CPU,) in device_groups(part.devices, path)
-    for key, asked in (
-        ("devices", hosted),
-        ("cpu_layers", part.cpu_layers > 0),
-        ("host_embeddings", part.host_embeddings),
+    for key, asked, what in (
+        ("devices", hosted, "a stage on the host "),
+        ("cpu_layers", part.cpu_layers > 0, "a stage on the host "),
+        ("host_embeddings", part.host_embeddings, "a stage on the host "),
+        ("host_kv_cache", part.host_kv_cache > 0, ""),
+        ("streamed_layers", part.streamed_layers > 0, ""),
     ):
         if asked:
-            reason = f"a stage on the host cannot be had {several}; leave it out"
-            raise SpecError(path, f"partition.{key}", reason)
-    for key, asked in (
-        ("host_kv_cache", part.host_kv_cache > 0),
-        ("streamed_layers", part.streamed_layers > 0),
-    ):
-        if asked:
-            raise SpecError(path, f"partition.{key}", f"cannot be had {several}; leave it out")
+            raise SpecError(
+                path, f"partition.{key}", f"{what}cannot be had {several}; leave it out"
+            )
 
 
 def check_stages(group: ProcessGroup, stages: tuple[PipelineStage, ...], path: object) -> None:

@@ -58,7 +58,6 @@ class Engine(EngineCore):
         self._flag = np.int32(self.interrupt.number)
 
     def release(self) -> None:
-        """As `ModelRunner.release`."""
         super().release()
         self._in_flight.clear()
         self.samplers.clear()

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.engine.runner.device_state import SamplingRow, State, state_row
+from jinfer.engine.runner.device_state import SamplingRow, State
 from jinfer.engine.runner.in_flight import CallInFlight
+from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import SamplerState
@@ -48,22 +49,27 @@ class SamplerStates:
     def row(
         self, sequence: RunningSequence, context: int, more: Sequence[int] = (), first: int = 0
     ) -> State:
-        """The device state's row of a sequence.
+        """The device state's row of a sequence, in NumPy.
 
         Args:
+            context: length of `State.history`.
             more: tokens that may follow it.
             first: index of its first token that the device holds.
         """
-        request = sequence.request
-        return state_row(
-            [*sequence.tokens[first:], *more],
-            context,
-            prompt=len(request.prompt) - first,
-            limit=request.limit,
-            encoded=len(request.encoder),
-            choice=self.choices[request.id],
-            progress=self._progress_of(sequence, len(more)),
+        request, choice = sequence.request, self.choices[sequence.request.id]
+        tokens = [*sequence.tokens[first:], *more]
+        counts = (len(tokens), len(request.prompt) - first, request.limit, len(request.encoder))
+        parts: Any = (
+            padded(tokens, context)[None],
+            *(np.array([count], np.int32) for count in counts),
+            np.zeros(1, np.bool_),
+            np.array([choice.logprobs]),
+            choice.sampler,
+            self._progress_of(sequence, len(more)),
+            choice.mask[None],
+            np.array([choice.masked]),
         )
+        return State(*parts)
 
     def _progress_of(self, sequence: RunningSequence, more: int) -> SamplerState:
         """Its sampler's state after the tokens that were read."""

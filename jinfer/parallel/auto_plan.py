@@ -27,13 +27,7 @@ from jinfer.parallel.placement import (
     partition_plan,
 )
 
-# Key of `[partition]` -> `estimate_with_offload`'s argument.
-_OFFLOAD_ARGUMENTS = {
-    "host_embeddings": "embeddings",
-    "host_kv_cache": "cache",
-    "cpu_layers": "layers",
-    "streamed_layers": "streamed",
-}
+_OFFLOADS = "host_embeddings", "host_kv_cache", "cpu_layers", "streamed_layers"
 _SHOWN = 4  # candidates that the report lists
 
 
@@ -84,7 +78,7 @@ def resolve_auto(whole: ModelToPlace) -> tuple[ModelToPlace, str]:
     part = whole.spec.partition
     if part.devices is None or part.devices.strip() != AUTO or not has_own_memory(jax.devices()):
         return whole, ""
-    if any(getattr(part, key) for key in _OFFLOAD_ARGUMENTS):
+    if any(getattr(part, key) for key in _OFFLOADS):
         return whole, ""
     free, count = free_memories(), len(jax.devices())
     if _FitCheck(whole, free).fits({}):
@@ -123,10 +117,8 @@ def offload_options(
             continue
         devices = {"devices": _device_string(layout)}
         for keys in _fitting_changes(asked, devices, work.layers):
-            use = {_OFFLOAD_ARGUMENTS[key]: value for key, value in keys.items()}
-            step = estimate_with_offload(
-                work, machine, HOST_HARDWARE, layout, context=whole.context, **use
-            )
+            layouts = work, machine, HOST_HARDWARE, layout
+            step = estimate_with_offload(*layouts, context=whole.context, **keys)
             fitting.append(OffloadOption(devices | dict(keys), step))
     return sorted(fitting, key=lambda option: (option.step, len(option.keys)))
 

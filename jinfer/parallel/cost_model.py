@@ -191,40 +191,37 @@ def estimate_with_offload(
     layout: tuple[int, int],
     *,
     context: int,
-    embeddings: bool = False,
-    cache: float = 0.0,
-    layers: int = 0,
-    streamed: int = 0,
+    host_embeddings: bool = False,
+    host_kv_cache: float = 0.0,
+    cpu_layers: int = 0,
+    streamed_layers: int = 0,
 ) -> float:
-    """Seconds of a decode step with offload to the host.
+    """Seconds of a decode step with offload to the host, given by keys of `[partition]`.
 
     Args:
         layout: stages, and devices of each, beside the host.
         context: tokens in the cache.
-        embeddings: whether the host has the embedding table.
-        cache: fraction of the KV cache's blocks on the host.
-        layers: number of layers that the host computes.
-        streamed: number of layers whose weights are offloaded.
     """
     pipe, tensor = layout
-    on_host, vector = layers / work.layers, machine.host.seconds(work.hidden)
+    on_host, vector = cpu_layers / work.layers, machine.host.seconds(work.hidden)
     rest = _cost_of_layers(work, 1 - on_host)
     step = estimate_decode(
-        replace(rest, cache=(1 - cache) * rest.cache), machine, pipe, tensor, context=context
+        replace(rest, cache=(1 - host_kv_cache) * rest.cache), machine, pipe, tensor, context=context
     ).step
-    if embeddings or layers:
+    if host_embeddings or cpu_layers:
         step += (
             vector
             + estimate_decode(_cost_of_layers(work, on_host), host, 1, 1, context=context).step
         )
-    if cache:
+    if host_kv_cache:
         # A layer waits for the transfer of its queries, a launch on the host, and the transfer
         # back; the device attends to its own blocks meanwhile.
-        waited = max(0.0, context * rest.cache * (cache / host.read - (1 - cache) / machine.read))
+        reads = host_kv_cache / host.read - (1 - host_kv_cache) / machine.read
+        waited = max(0.0, context * rest.cache * reads)
         step += rest.layers * (2 * vector + host.call) + waited
     # Weight copies overlap with computation: the slower of the two decides.
     copied = machine.host.seconds(work.weights / work.layers / tensor)
-    return max(step, streamed * copied)
+    return max(step, streamed_layers * copied)
 
 
 def _cost_of_layers(work: ModelCost, share: float) -> ModelCost:

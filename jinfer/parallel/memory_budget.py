@@ -14,7 +14,6 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, nbytes
-from jinfer.parallel.sharding_rules import ModelSlice
 from jinfer.parallel.stage_model import StageModel
 
 HOST = "host"  # the name of the host's memory
@@ -76,7 +75,9 @@ def stage_memory(stage: StageModel, devices: tuple[str, ...], main: str) -> Stag
     Args:
         main: the stack whose layers may be offloaded.
     """
-    model, numbers = stage.model, _layers(stage.slice, main)
+    model = stage.model
+    # The layers' numbers in the stage's parameter names, and in the whole model.
+    numbers = {str(index): layer for index, layer in enumerate(stage.slice.layers[main])}
     layers = dict.fromkeys(numbers.values(), 0)
     weights = tables = 0
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
@@ -89,11 +90,6 @@ def stage_memory(stage: StageModel, devices: tuple[str, ...], main: str) -> Stag
         else:
             weights += size
     return StageMemory(devices, weights, tables, layers, frozenset(), model.caches)
-
-
-def _layers(part: ModelSlice, main: str) -> dict[str, int]:
-    """The stage's layer numbers, as in its parameter names -> the whole model's."""
-    return {str(index): layer for index, layer in enumerate(part.layers[main])}
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,8 @@ def fit_cache_blocks(
         free: a function from a device's name, or `HOST`, to its free bytes.
     """
     counts = list[Mapping[str, int]]()
-    host_room = free(HOST) - _host_weights(stages)
+    # Weights in host memory: of stages that run there, and offloaded ones.
+    host_room = free(HOST) - sum(s.used if s.on_host else s.waiting for s in stages)
     device_stages = sum(not stage.on_host for stage in stages)
     for stage in stages:
         room = min(map(free, stage.devices)) - stage.used
@@ -142,11 +139,6 @@ def fit_cache_blocks(
         if fraction and group != ENCODER
     }
     return CacheBlocks(total, hosted)
-
-
-def _host_weights(holdings: Sequence[StageMemory]) -> float:
-    """Bytes of weights in host memory: of stages that run there, and offloaded ones."""
-    return sum(stage.used if stage.on_host else stage.waiting for stage in holdings)
 
 
 @dataclass(frozen=True)
@@ -179,15 +171,15 @@ def memory_use(
     stages: Sequence[StageMemory], kind: Kind, blocks: CacheBlocks, free: Callable[[str], float]
 ) -> list[MemoryUse]:
     """What is in each memory; the host's comes last, if anything is in it."""
-    devices, host = list[MemoryUse](), MemoryUse(HOST, 0, 0, 0, 0, free(HOST))
+    devices, on_host = list[MemoryUse](), list[tuple[float, ...]]()
     for stage in stages:
         sizes = block_bytes(stage.caches, kind)
         cache = sum(size * blocks.total[group] for group, size in sizes.items())
         offloaded = sum(size * blocks.hosted.get(group, 0) for group, size in sizes.items())
         if stage.on_host:
-            host = _added(host, stage.weights, stage.tables, 0, cache)
+            on_host.append((stage.weights, stage.tables, 0, cache))
             continue
-        host = _added(host, 0, 0, stage.waiting, offloaded)
+        on_host.append((0, 0, stage.waiting, offloaded))
         on_device = cache - offloaded
         devices += [
             MemoryUse(
@@ -195,18 +187,8 @@ def memory_use(
             )
             for name in stage.devices
         ]
+    host = MemoryUse(HOST, *map(sum, zip(*on_host, strict=True)), free(HOST))
     return [*devices, *([host] if host.together else [])]
-
-
-def _added(place: MemoryUse, *more: float) -> MemoryUse:
-    weights, tables, streamed, cache = more
-    return replace(
-        place,
-        weights=place.weights + weights,
-        tables=place.tables + tables,
-        streamed=place.streamed + streamed,
-        cache=place.cache + cache,
-    )
 
 
 def worst_overflow(memories: Sequence[MemoryUse]) -> MemoryUse | None:

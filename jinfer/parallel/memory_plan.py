@@ -93,7 +93,7 @@ class MemoryPlanner:
 
     def plan(self, share: float, streamed: frozenset[int]) -> MemoryPlan:
         """The plan with a fraction of the KV cache and some layers' weights offloaded."""
-        stages = [stage.with_streamed(_offloadable(stage, streamed)) for stage in self.holdings]
+        stages = [s if s.on_host else s.with_streamed(streamed) for s in self.holdings]
         kind, engine, context = self.whole.kind, self.whole.spec.engine, self.whole.context
         blocks = fit_cache_blocks(stages, kind, engine, context, share, self.free)
         return MemoryPlan(tuple(memory_use(stages, kind, blocks, self.free)), blocks)
@@ -101,10 +101,6 @@ class MemoryPlanner:
     def fits(self, share: float, streamed: frozenset[int]) -> bool:
         """Whether that plan fits into all memories."""
         return worst_overflow(self.plan(share, streamed).places) is None
-
-
-def _offloadable(held: StageMemory, streamed: frozenset[int]) -> frozenset[int]:
-    return frozenset() if held.on_host else streamed
 
 
 def memory_planner(

@@ -114,7 +114,6 @@ class PipelinePrograms(CompiledPrograms):
         return Launcher(on_cpu and (len(self.stages) > 1 or bool(self.hosted)))
 
     def release(self) -> None:
-        """As `CompiledPrograms.release`."""
         super().release()
         self.compiler.forget()
         self.launch.close()

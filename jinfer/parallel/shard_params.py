@@ -115,11 +115,6 @@ def _copied(values: np.ndarray) -> np.ndarray:
     return np.array(values, order="C")
 
 
-def first_device_only(values: np.ndarray, device: int) -> np.ndarray:
-    """A term added to partial sums before an all-reduce: on the first device, zeros elsewhere."""
-    return values if device == 0 else np.zeros_like(values)
-
-
 def _slice_axis(values: np.ndarray, axis: int, sharding: AxisSharding, device: int) -> np.ndarray:
     """A shard along an axis, padded with zeros."""
     begin, count = sharding.starts[device], sharding.counts[device]

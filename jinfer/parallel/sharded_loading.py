@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 from jinfer.engine.scheduling.cache_size import trim
@@ -15,7 +16,7 @@ from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY
 from jinfer.parallel.pipeline_stage import PipelineStage
-from jinfer.parallel.shard_params import first_device_only, packed_for_target, slice_shard
+from jinfer.parallel.shard_params import packed_for_target, slice_shard
 from jinfer.parallel.stage_model import ParameterSource
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import WeightPlan
@@ -110,9 +111,9 @@ def _put_on_devices(stage: PipelineStage, source: ParameterSource, values: Any) 
     with target_platform(device_group.platform):
         values = packed_for_target(values)
     shards = [slice_shard(values, shares, device) for device in device_group.local]
-    if source.first_only:
+    if source.first_only:  # a term added to partial sums before an all-reduce
         shards = [
-            first_device_only(shard, device)
+            shard if device == 0 else np.zeros_like(shard)
             for device, shard in zip(device_group.local, shards, strict=True)
         ]
     memory = HOST_MEMORY if stage.streamed else None

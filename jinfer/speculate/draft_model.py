@@ -13,7 +13,7 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
-from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner
+from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner, padded
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
 from jinfer.engine.scheduling.sequence import RunningSequence
@@ -71,7 +71,6 @@ class DraftModel(ModelRunner, Drafter):
     kinds: ClassVar[tuple[StepKind, StepKind]] = "logits", "propose"  # of a prefill and of a draft
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        """As `Drafter.draft`."""
         most = len(self.expansion) or MAX_STEPS
         wanted = {s.slot: (s, min(most, levels)) for s, levels in asked if levels > 0}
         ready = [(s, levels) for s, levels in wanted.values() if self._catch_up(s)]
@@ -97,8 +96,7 @@ class DraftModel(ModelRunner, Drafter):
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
         count = self.padded_rows(len(sequences))
-        rows = np.full(count, -1, np.int32)
-        rows[: len(sequences)] = [s.slot for s in sequences]
+        rows = padded([s.slot for s in sequences], count, -1)
         stages = self.target.samplers.stages(sequences)
         program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
         arguments = (rows, self.slot_tables(), np.int32(levels), *self._hidden(sequences, rows))
@@ -191,12 +189,10 @@ class DraftModel(ModelRunner, Drafter):
         return self._blocks
 
     def reset(self) -> None:
-        """As `Drafter.reset`."""
         self._cache = self._state = None
         self._computed.clear()
 
     def announce(self) -> list[Future[Program]]:
-        """As `Drafter.announce`."""
         return self.programs.announce(self._step_keys())
 
     def _step_keys(self) -> Iterator[StepKey]:

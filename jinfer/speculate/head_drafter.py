@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jinfer.engine.runner.compiled_programs import Program
+from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.runner.step_key import StepKey, StepKind
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import Cache
@@ -39,8 +40,7 @@ class HeadDrafter(DraftModel):
         return program(self.leaves, self.cache, self.state, *arguments)
 
     def _hidden(self, sequences: Sequence[RunningSequence], rows: np.ndarray) -> Sequence[Any]:
-        positions = np.full(len(rows), -1, np.int32)
-        positions[: len(sequences)] = [len(s.tokens) - 2 for s in sequences]
+        positions = padded([len(s.tokens) - 2 for s in sequences], len(rows), -1)
         return (self._vectors(rows, positions),)
 
     def _vectors(self, rows: np.ndarray, positions: np.ndarray) -> Any:
@@ -54,7 +54,6 @@ class HeadDrafter(DraftModel):
         return vectors
 
     def announce(self) -> list[Future[Program]]:
-        """As `Drafter.announce`."""
         keys = [*self._step_keys()]
         counts = sorted({key.tokens for key in keys if key.tokens})
         taps = self.target.programs.announce(StepKey("gather_taps", count) for count in counts)

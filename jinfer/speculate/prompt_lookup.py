@@ -68,7 +68,6 @@ class PromptLookup(Drafter):
     _indices: dict[int, _Index] = field(default_factory=dict)
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        """As `Drafter.draft`."""
         trees = []
         for sequence, most in asked:
             index = self._indices.setdefault(sequence.request.id, _Index())
@@ -77,5 +76,4 @@ class PromptLookup(Drafter):
         return trees
 
     def forget(self, sequence: RunningSequence) -> None:
-        """As `Drafter.forget`."""
         self._indices.pop(sequence.request.id, None)

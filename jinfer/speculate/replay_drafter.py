@@ -28,7 +28,6 @@ class ReplayDrafter(Drafter):
     seed: int = 0
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        """As `Drafter.draft`."""
         return [TokenTree.chain(self._chain(sequence, most), "replay") for sequence, most in asked]
 
     def _chain(self, sequence: RunningSequence, most: int) -> list[int]:

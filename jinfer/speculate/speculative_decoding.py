@@ -84,7 +84,6 @@ class SpeculativeDecoder:
         return self._backoff.steps(most)
 
     def launch(self, engine: EngineCore, plan: StepPlan, guides: Guides) -> bool:
-        """As `Speculator.launch`."""
         decoding = plan.decoding
         if plan.chunks or not decoding or self._backoff.rest():
             return False
@@ -282,7 +281,6 @@ class SpeculativeDecoder:
     def observe(
         self, engine: EngineCore, launched: CallInFlight, sequence: RunningSequence, ids: list[int]
     ) -> list[str]:
-        """As `Speculator.observe`."""
         lane = sequence.slot % engine.scheduler.lanes
         if lane in self._calls and self._calls[lane][0] is launched:
             size = self._calls.pop(lane)[1]
@@ -345,23 +343,19 @@ class SpeculativeDecoder:
             engine.scheduler.blocks.free(branch)
 
     def forget(self, sequence: RunningSequence) -> None:
-        """As `Speculator.forget`."""
         for drafter in self.drafters:
             drafter.forget(sequence)
 
     def reset(self) -> None:
-        """As `Speculator.reset`."""
         self._calls.clear()
         for drafter in self.drafters:
             drafter.reset()
 
     def release(self) -> None:
-        """As `Speculator.release`."""
         for drafter in self.drafters:
             drafter.release()
 
     def announce(self, engine: EngineCore) -> list[Future[Program]]:
-        """As `Speculator.announce`."""
         futures = engine.programs.announce(self._step_keys(engine))
         return [*futures, *(future for one in self.drafters for future in one.announce())]
 

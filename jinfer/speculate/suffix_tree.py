@@ -44,7 +44,6 @@ class SuffixDrafter(Drafter):
     _readings: dict[int, _Reading] = field(default_factory=dict)
 
     def draft(self, asked: Sequence[tuple[RunningSequence, int]]) -> list[TokenTree]:
-        """As `Drafter.draft`."""
         for sequence, _ in asked:
             self._add(sequence)
         return [self._tree(sequence.tokens, most) for sequence, most in asked]

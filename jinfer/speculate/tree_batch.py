@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.runner.verify import Nodes
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.nn.forward_context import TreeCopies
@@ -101,18 +99,18 @@ class TreeLayout:
         if self.branched:
             most = PLACES_PER_TOKEN * size
             copies = TreeCopies(
-                _padded(self.sources, most, 0),
-                _padded(self.place_rows, most, -1),
-                _padded(self.place_positions, most, 0),
-                _padded([self.places[node] for node in range(len(self.tokens))], size, most - 1),
+                padded(self.sources, most, 0),
+                padded(self.place_rows, most, -1),
+                padded(self.place_positions, most, 0),
+                padded([self.places[node] for node in range(len(self.tokens))], size, most - 1),
             )
         return Nodes(
-            _padded(self.tokens, size, 0),
-            _padded(self.rows, size, -1),
-            _padded(self.positions, size, 0),
-            _padded(self.parents, size, -1),
-            _padded(self.owners, size, -1),
-            _padded(self.roots, roots, -1),
+            padded(self.tokens, size, 0),
+            padded(self.rows, size, -1),
+            padded(self.positions, size, 0),
+            padded(self.parents, size, -1),
+            padded(self.owners, size, -1),
+            padded(self.roots, roots, -1),
             copies,
         )
 
@@ -128,9 +126,3 @@ def fitting_size(
     """The smallest batch size that some trees fit into."""
     count = len(decoding) + sum(map(len, trees.values()))
     return next(size for size in sizes if size >= count)
-
-
-def _padded(values: Sequence[int], size: int, filling: int) -> Any:
-    out = np.full(size, filling, np.int32)
-    out[: len(values)] = values
-    return out

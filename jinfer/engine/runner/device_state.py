@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -78,41 +78,6 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
         mask=zeros(np.uint32, mask_words(vocab)),
         masked=zeros(np.bool_),
     )
-
-
-def state_row(
-    tokens: Sequence[int],
-    context: int,
-    *,
-    prompt: int,
-    limit: int,
-    encoded: int,
-    choice: SamplingRow,
-    progress: SamplerState,
-) -> State:
-    """The state row of one sequence, in NumPy.
-
-    Args:
-        tokens: of the prompt and the answer so far.
-        context: length of `State.history`.
-        prompt, limit, encoded: as `State.prompts`, `State.limits`, `State.encoded`.
-        choice: sampling parameters.
-        progress: the sampler's state after these tokens.
-    """
-    history = np.zeros((1, context), np.int32)
-    history[0, : len(tokens)] = tokens
-    counts = (len(tokens), prompt, limit, encoded)
-    whole: Any = (
-        history,
-        *(np.array([count], np.int32) for count in counts),
-        np.zeros(1, np.bool_),
-        np.array([choice.logprobs]),
-        choice.sampler,
-        progress,
-        choice.mask[None],
-        np.array([choice.masked]),
-    )
-    return State(*whole)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.flat_batch import FlatBatch
-from jinfer.engine.runner.model_runner import SIZES, padded_length
+from jinfer.engine.runner.model_runner import SIZES, padded, padded_length
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.nn.abstract_model import Want
@@ -75,13 +75,11 @@ def forward(
                 yield "computed"
             while not engine.scheduler.blocks.reserve(block_tables, start + count):
                 yield "room"
-            rows = np.full(size, -1, np.int32)
-            rows[:count] = 0
-            positions = np.zeros(size, np.int32)
-            positions[:count] = np.arange(start, start + count)
+            rows = padded([0] * count, size, -1)
+            positions = padded(np.arange(start, start + count), size)
             total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
-            ids = _padded(tokens[start : start + count], size)
-            following = [_padded(tokens[start + 1 : start + 1 + count], size)]
+            ids = padded(tokens[start : start + count], size)
+            following = [padded(tokens[start + 1 : start + 1 + count], size)]
             key = (
                 StepKey("score", size, rows=1)
                 if want == "score" or want == "ranked"
@@ -147,12 +145,6 @@ def _chunks(engine: EngineCore, tokens: int) -> Iterator[tuple[int, int, int]]:
         start += count
 
 
-def _padded(ids: np.ndarray, size: int) -> np.ndarray:
-    padded = np.zeros(size, np.int32)
-    padded[: len(ids)] = ids
-    return padded
-
-
 def encode(
     engine: EngineCore,
     texts: Sequence[Sequence[int]],
@@ -175,8 +167,8 @@ def encode(
             yield "computed"
         batch = list(texts[begin : begin + rows])
         empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
-        tokens, lengths = padded([*batch, *empty], size)
-        token_types, _ = padded([*types[begin : begin + rows], *empty], size)
+        tokens, lengths = padded_texts([*batch, *empty], size)
+        token_types, _ = padded_texts([*types[begin : begin + rows], *empty], size)
         program = yield from _program(engine, StepKey("encode", size, rows=rows, want=want))
         out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
         results += [
@@ -185,9 +177,7 @@ def encode(
     return results
 
 
-def padded(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+def padded_texts(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of ids padded with zeros to `size`, and their lengths."""
-    padded = np.zeros((len(rows), size), np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded, np.array([len(row) for row in rows], np.int32)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    return np.stack([padded(row, size) for row in rows]), lengths

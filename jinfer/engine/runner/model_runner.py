@@ -113,13 +113,10 @@ class ModelRunner:
         if tables.encoder_filled:
             return
         size = padded_length(len(text))
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(text)] = text
-        table = np.zeros((1, self.programs.sizes.table), np.int32)
-        table[0, : len(tables.encoder)] = tables.encoder
+        tokens, table = padded(text, size), padded(tables.encoder, self.programs.sizes.table)
         program = self.programs.get(StepKey("fill_cross_attention", size))
         lengths = np.array([len(text)], np.int32)
-        self._cache = program(self.leaves, self.cache, tokens, lengths, table)
+        self._cache = program(self.leaves, self.cache, tokens[None], lengths, table[None])
         tables.encoder_filled = True
 
     def block_tables(
@@ -159,6 +156,13 @@ def make_token(output: SamplerOutput, step: int, row: int, request: Request) -> 
     )
     top = tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
     return Token(request.id, id, float(np.asarray(output.logprob)[step, row]), top)
+
+
+def padded(ids: Sequence[int] | np.ndarray, size: int, filling: int = 0) -> Any:
+    """Numbers as an int32 array that is padded at its end."""
+    out = np.full(size, filling, np.int32)
+    out[: len(ids)] = ids
+    return out
 
 
 def padded_length(tokens: int) -> int:

@@ -11,6 +11,7 @@ from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
+from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
@@ -84,9 +85,7 @@ class ContrastiveSearch:
         self, engine: EngineCore, sequence: RunningSequence, rows: list[BlockTables]
     ) -> list[Token | Failed]:
         count, length, request = self.count, self._length, sequence.request
-        tokens, at = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-        tokens[: len(rows)] = self._candidates
-        at[: len(rows)] = np.arange(len(rows))
+        tokens, at = padded(self._candidates, count), padded(range(len(rows)), count, -1)
         program = engine.programs.get(StepKey("contrastive", count, rows=count))
         lengths = length, len(request.prompt), len(request.encoder)
         tables = engine.block_tables(count, list(enumerate(rows)))

@@ -1,12 +1,16 @@
-"""Search drivers: protocol of beam search and contrastive search, which run on the host."""
+"""Search drivers: protocol and table of the searches on the host: beam and contrastive search."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import Failed, Token
+from jinfer.engine.requests import Failed, Request, Token
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.search.beam_search import BeamSearch
+from jinfer.engine.search.contrastive_search import ContrastiveSearch
+from jinfer.sampling.beam_hypotheses import Beams
 
 
 class SearchDriver(Protocol):
@@ -20,3 +24,22 @@ class SearchDriver(Protocol):
 
         After a preemption the search restarts from the known tokens.
         """
+
+
+def make_driver(request: Request, rank: int) -> SearchDriver | None:
+    """The search driver of a request; None if its tokens are sampled one after the other.
+
+    Args:
+        rank: index of the answer among those of a prompt: a search finds several, best first.
+    """
+    sampling = request.sampling
+    if sampling.strategy == "contrastive":
+        return ContrastiveSearch(max(1, sampling.top_k), sampling.penalty_alpha)
+    if sampling.strategy == "beam":
+        ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
+        every = ends | set(sampling.stop_token_ids)
+        most = request.limit - len(request.prompt)
+        early = sampling.early_stopping
+        start = partial(Beams, sampling.beams, sampling.length_penalty, every, early, most)
+        return BeamSearch(start, rank)
+    return None
