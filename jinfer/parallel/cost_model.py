@@ -205,9 +205,8 @@ def estimate_with_offload(
     pipe, tensor = layout
     on_host, vector = cpu_layers / work.layers, machine.host.seconds(work.hidden)
     rest = _cost_of_layers(work, 1 - on_host)
-    step = estimate_decode(
-        replace(rest, cache=(1 - host_kv_cache) * rest.cache), machine, pipe, tensor, context=context
-    ).step
+    on_device = replace(rest, cache=(1 - host_kv_cache) * rest.cache)
+    step = estimate_decode(on_device, machine, pipe, tensor, context=context).step
     if host_embeddings or cpu_layers:
         step += (
             vector
