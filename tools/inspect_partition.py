@@ -140,8 +140,8 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     else:
         shapes = stage.model.caches
         pools = jax.eval_shape(lambda: zero_cache(shapes, 1, opened.kv_cache))
-        tables = {shape.group: jax.ShapeDtypeStruct((1, 1), jnp.int32) for shape in shapes.values()}
-        tables = tables or {"all": jax.ShapeDtypeStruct((1, 1), jnp.int32)}
+        groups = [shape.group for shape in shapes.values()] or ["all"]
+        tables: Any = dict.fromkeys(groups, jax.ShapeDtypeStruct((1, 1), jnp.int32))
         batch = FlatBatch(ints, ints, ints, ints, ints, tables)
         run = partial(stage_forward.decoder_forward, stage, ("logits",))
         given = (pools, None if stage.slice.first else x, batch, None)

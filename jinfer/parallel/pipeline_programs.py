@@ -251,8 +251,8 @@ class PipelinePrograms(CompiledPrograms):
             tables: Any, last: Any,
         ) -> Any:  # fmt: skip
             lane, rows = self.lanes.of_slots(slots)
-            arguments = states[lane], rows, positions, {}, last
-            batch, sampled_rows = self.launch(f"lane {lane}", begin, *arguments)
+            given: Any = states[lane], rows, positions, {}, last
+            batch, sampled_rows = self.launch(f"lane {lane}", begin, *given)
             batch = batch._replace(tables=self.lanes.tables(lane, tables))
             caches, out = flow(leaves, caches, batch, last, lane)
             return lane, caches, out["logits"], sampled_rows

@@ -98,7 +98,7 @@ class StageCompiler:
 
     def begin(self, tokens: int, chosen: int) -> CompiledStage:
         """`flat_batch.make_flat_batch` at home, without block tables."""
-        arguments = self.state, int32(tokens), int32(tokens), {}, int32(chosen)
+        arguments: Any = self.state, int32(tokens), int32(tokens), {}, int32(chosen)
         key = "begin", tokens, chosen
         return self.cached(key, lambda: self.compile(make_flat_batch, (), arguments))
 
@@ -113,7 +113,7 @@ class StageCompiler:
 
     def plant(self, shape: StepKey) -> CompiledStage:
         """`verify.tree_flat_batch` at home, without block tables."""
-        arguments = self.state, abstract_nodes(shape), {}
+        arguments: Any = self.state, abstract_nodes(shape), {}
         key = "plant", shape.tokens, shape.chosen, shape.rows
         return self.cached(key, lambda: self.compile(tree_flat_batch, (), arguments))
 

@@ -30,7 +30,7 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     stage = make_stage_model(spec, model, whole_model(spec), 1, jnp.float32)
     ints: Any = jax.ShapeDtypeStruct((4,), jnp.int32)
     cache = jax.eval_shape(lambda: zero_cache(stage.model.caches, 2, jnp.float32))
-    tables = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
+    tables: Any = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
     leaves = tuple(stage.model.parameters)
     given = (leaves, cache, None, FlatBatch(ints, ints, ints, ints, ints, tables), None)
     return str(jax.make_jaxpr(lambda *rest: decoder_forward(stage, ("logits",), *rest))(*given))

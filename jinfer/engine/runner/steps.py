@@ -132,7 +132,7 @@ def newest_logits(
 
 
 def decode_loop[One](
-    compute: Callable[[Leaves, Cache, State, Any], Any],
+    compute: Callable[..., Any],
     choose: Callable[[State, Array, Array], tuple[State, One]],
     none: One,
     leaves: Leaves,
@@ -155,7 +155,7 @@ def decode_loop[One](
     Returns:
         The cache, the state, and the steps' outputs with a leading axis of `MAX_STEPS`.
     """
-    type Carry = tuple[Array, Cache, State, Any, One]
+    type Carry = tuple[Array, Cache, State, Any, Any]
     anew = reread_weights(partial(compute, cache=cache, state=state, hidden=hidden), leaves)
 
     def one_more(carry: Carry) -> Carry:

@@ -100,8 +100,8 @@ class ContrastiveSearch:
         # The sequence goes on with the blocks of the chosen candidate.
         assert sequence.block_tables is not None, "it is admitted"
         others = [tables for row, tables in enumerate(rows) if row != chosen]
-        for tables in (sequence.block_tables, *others):
-            engine.scheduler.blocks.free(tables)
+        for other in (sequence.block_tables, *others):
+            engine.scheduler.blocks.free(other)
         sequence.block_tables = rows[chosen]
         self._length = sequence.computed = length + 1
         self._candidates = np.asarray(candidates).tolist()
