@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server import stream_frames, usage
+from jinfer.server import usage
+from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import as_api_error, invalid_request, unsupported_field
-from jinfer.server.http_responses import SSE_DONE, HttpResponse, StreamedResponse, dumps, sse_event
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.ignored_fields import Ignore
 from jinfer.server.model_manager import ServedModel
+from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.output_deltas import OutputDelta, OutputParser, OutputParsing, ToolCallDelta
 from jinfer.server.prompt_builder import chat_prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
 from jinfer.server.request_params import CHAT, RequestOptions, request_options
-from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
+from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext, Service
-from jinfer.server.stream_frames import (
-    batch_bytes,
-    check_stream,
-    chunk_object,
-    final_event,
-    reject_fields,
-)
 from jinfer.server.tool_calls import output_parsing
 from jinfer.template import TemplateError
 
@@ -48,43 +40,32 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
         raise unsupported_field("they are not streamed", "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("it needs logprobs: true", "top_logprobs")
+    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.stream:
-        return StreamedResponse(_stream_events(call))
-    async with _run_request(call) as answer:
+        return StreamedResponse(stream_answer(call, _prepare, _ChatAnswer))
+    async with call.running(_prepare) as (hosted, run):
+        answer = _ChatAnswer(call, hosted, run)
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            wanted = score_prompt, answer.hosted.session, answer.job.ids, body.prompt_logprobs
+            wanted = score_prompt, hosted.session, answer.job.ids, body.prompt_logprobs
             scored = await call.service.in_engine_thread(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
-        (answers,) = await answer.run.completions()
+        (answers,) = await run.completions()
         if not more and not body.logprobs:
-            return HttpResponse(answer.body(answers))
+            return HttpResponse(answer.whole(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
         return HttpResponse(
-            await call.service.in_thread(lambda: dumps(answer.body(answers) | more))
+            await call.service.in_thread(lambda: dumps(answer.whole(answers) | more))
         )
 
 
-@contextlib.asynccontextmanager
-async def _run_request(call: RequestContext[ChatRequest]) -> AsyncIterator[_ChatAnswer]:
-    """Runs a request on its model, which stays loaded meanwhile."""
-    body, service = call.body, call.service
-    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
-    async with service.models.use(body.model) as hosted:
-        call.note(model=hosted.name)
-        job, parsing = await service.in_prepare_thread(
-            body, prepare_chat, service, body, hosted, call.ignore
-        )
-        run = service.runner(hosted, [job])
-        try:
-            yield _ChatAnswer(call, hosted, job, parsing, run)
-        finally:
-            call.note(**run.summary())
+def _prepare(call: RequestContext[ChatRequest], hosted: ServedModel) -> list[PromptRequests]:
+    return [prepare_chat(call.service, call.body, hosted, call.ignore)]
 
 
 def prepare_chat(
     service: Service, body: ChatRequest, hosted: ServedModel, ignore: Ignore
-) -> tuple[PromptRequests, OutputParsing]:
+) -> PromptRequests:
     """Builds a conversation's prompt and output parser. Slow: call it in a worker thread.
 
     Args:
@@ -117,15 +98,9 @@ def prepare_chat(
         )
     elif sampling.params.constrained:
         sampling, parsing = _constrained(sampling, parsing)
-    job = prepare_prompt(
-        session,
-        ids,
-        sampling,
-        param="messages",
-        timeout=settings.timeout,
-        shown=parsing.shown_tokens,
+    return prepare_prompt(
+        session, ids, sampling, param="messages", timeout=settings.timeout, parsing=parsing
     )
-    return job, parsing
 
 
 def _constrained(
@@ -146,36 +121,25 @@ def _constrained(
     return sampling, parsing
 
 
-@dataclass
-class _ChatAnswer:
+class _ChatAnswer(OpenAIAnswer):
     """A chat request that is being answered."""
 
-    call: RequestContext[ChatRequest]
-    hosted: ServedModel
-    job: PromptRequests
-    parsing: OutputParsing
-    run: RequestRunner
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def body(self, answers: list[Completion]) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (self.job,) = self.run.jobs
+        self.parsed = [_ParsedAnswer(self.job.parsing.parser()) for _ in self.run.prepared]
+
+    def whole(self, answers: list[Completion]) -> dict[str, Any]:
         """The response body with all choices."""
-        more: dict[str, Any] = {}
-        if self.job.sampling.token_ids:
-            more["prompt_token_ids"] = self.job.ids
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.hosted.name,
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": usage.usage([self.job], self.run.usages),
-            "timings": usage.llamacpp_timings(answers[0].usage),
-            **more,
-        }
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        more = {"prompt_token_ids": self.job.ids} if self.job.sampling.token_ids else {}
+        return self.body(choices, answers[0].usage) | more
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        reading = _ParsedAnswer(self.parsing.parser())
+        reading = _ParsedAnswer(self.job.parsing.parser())
         reading.push(answer.text)
         reading.finish(answer.finish_reason)
         message: dict[str, Any] = {
@@ -208,21 +172,41 @@ class _ChatAnswer:
     def _reason(self, reading: _ParsedAnswer, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
 
-    def chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None = None, **more: Any
-    ) -> dict[str, Any]:
-        """A streamed chunk of one choice."""
-        return self.frame([stream_frames.chunk_choice(index, {"delta": delta}, reason, more)])
-
-    def chunk_with_usage(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
-        """A chunk with the usage and timings that the request asked for."""
-        options = self.call.body.stream_options
-        return chunk | stream_frames.chunk_usage(self.job, options, self.run.shown_usage(index))
-
-    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields that every chunk has."""
-        head = (self.id, "chat.completion.chunk", self.created, self.hosted.name)
-        return chunk_object(*head, self.call.body.stream_options, choices)
+    def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
+        """The events of one engine chunk."""
+        result: list[dict[str, Any]] = []
+        reading, body, sampling = self.parsed[index], self.call.body, self.job.sampling
+        if not reading.started:
+            reading.started = True
+            result.append(self.chunk(index, {"delta": {"role": "assistant", "content": ""}}))
+            if sampling.token_ids:
+                result[-1]["prompt_token_ids"] = self.job.ids
+        self.run.mark_shown(index, piece)
+        deltas = [reading.push(piece.text)] if piece.text else []
+        reason = None
+        if piece.finish_reason is not None:
+            deltas.append(reading.finish(piece.finish_reason))
+            reason = self._reason(reading, piece.finish_reason)
+        delta: dict[str, Any] = {}
+        for one in deltas:
+            for name, value in _delta(one).items():
+                delta[name] = delta[name] + value if name in delta else value
+        more: dict[str, Any] = {}
+        if body.logprobs:
+            entries = self.logprobs(piece.logprobs)
+            more["logprobs"] = {"content": entries, "refusal": None}
+        if sampling.token_ids:
+            more["token_ids"] = list(piece.token_ids)
+        # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
+        options = body.stream_options
+        together = options is not None and options.continuous_usage_stats
+        if delta or more or sampling.timings:
+            said = {"delta": delta}
+            result.append(self.chunk(index, said, reason if together else None, **more))
+            reason = None if together else reason
+        if reason is not None:
+            result.append(self.chunk(index, self.nothing, reason))
+        return result
 
 
 @dataclass
@@ -275,72 +259,4 @@ def _delta(delta: OutputDelta) -> dict[str, Any]:
     calls = [_call(one) for one in delta.calls if one.name is not None or one.arguments]
     if calls:
         result["tool_calls"] = calls
-    return result
-
-
-async def _stream_events(call: RequestContext[ChatRequest]) -> AsyncGenerator[bytes]:
-    """The server-sent events of a streamed answer."""
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
-        readings = [_ParsedAnswer(answer.parsing.parser()) for _ in answer.job.engine_requests]
-        async for batch in pieces:
-            events = []
-            if call.body.return_progress:
-                events += [
-                    sse_event(
-                        {
-                            **answer.chunk_with_usage(index, answer.chunk(index, {})),
-                            "prompt_progress": known,
-                        }
-                    )
-                    for index, known in answer.run.progress(first=batch != [])
-                ]
-            for i, piece in batch or ():
-                events += [sse_event(one) for one in _chunk_events(answer, i, piece, readings[i])]
-            yield batch_bytes(events, batch)
-        yield final_event(call.body.stream_options, answer.frame([]), [answer.job], answer.run)
-        yield SSE_DONE
-
-
-def _chunk_events(
-    answer: _ChatAnswer, index: int, piece: Chunk, reading: _ParsedAnswer
-) -> list[dict[str, Any]]:
-    """The events of one engine chunk."""
-    result: list[dict[str, Any]] = []
-    sampling, options = answer.job.sampling, answer.call.body.stream_options
-    if not reading.started:
-        reading.started = True
-        result.append(
-            answer.chunk_with_usage(
-                index, answer.chunk(index, {"role": "assistant", "content": ""})
-            )
-        )
-        if sampling.token_ids:
-            result[-1]["prompt_token_ids"] = answer.job.ids
-    answer.run.mark_shown(index, piece)
-    deltas = [reading.push(piece.text)] if piece.text else []
-    reason = None
-    if piece.finish_reason is not None:
-        deltas.append(reading.finish(piece.finish_reason))
-        reason = answer._reason(reading, piece.finish_reason)
-    delta: dict[str, Any] = {}
-    for one in deltas:
-        for name, value in _delta(one).items():
-            delta[name] = delta[name] + value if name in delta else value
-    more: dict[str, Any] = {}
-    if answer.call.body.logprobs:
-        entries = answer.logprobs(piece.logprobs)
-        more["logprobs"] = {"content": entries, "refusal": None}
-    if sampling.token_ids:
-        more["token_ids"] = list(piece.token_ids)
-    # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
-    together = options is not None and options.continuous_usage_stats
-    if delta or more or sampling.timings:
-        result.append(
-            answer.chunk_with_usage(
-                index, answer.chunk(index, delta, reason if together else None, **more)
-            )
-        )
-        reason = None if together else reason
-    if reason is not None:
-        result.append(answer.chunk_with_usage(index, answer.chunk(index, {}, reason)))
     return result

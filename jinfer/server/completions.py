@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.server import stream_frames, usage
+from jinfer.server import usage
+from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
-from jinfer.server.http_responses import SSE_DONE, HttpResponse, StreamedResponse, dumps, sse_event
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.model_manager import ServedModel
+from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.prompt_builder import prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
 from jinfer.server.request_params import COMPLETIONS, request_options
-from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
+from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
-from jinfer.server.stream_frames import (
-    batch_bytes,
-    check_stream,
-    chunk_object,
-    final_event,
-    reject_fields,
-)
 from jinfer.server.text_offsets import TextOffsets, token_offsets, token_offsets_in
 
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
@@ -43,6 +34,7 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
         suffix="a text is continued, not filled in",
         n_probs="log-probabilities are given with logprobs",
     )
+    call.note(user=body.user)
     if body.stream:
         if body.echo and body.logprobs is not None:
             raise unsupported_field(
@@ -50,30 +42,15 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
             )
         if body.prompt_logprobs is not None:
             raise unsupported_field("they are not streamed", "prompt_logprobs")
-        return StreamedResponse(_stream_events(call))
-    async with _run_request(call) as answer:
-        groups = await answer.run.completions()
+        return StreamedResponse(stream_answer(call, _prepare_prompts, _TextAnswers))
+    async with call.running(_prepare_prompts) as (hosted, run):
+        answer = _TextAnswers(call, hosted, run)
+        await answer.score()
+        groups = await run.completions()
         if body.logprobs is None and body.prompt_logprobs is None:
-            return HttpResponse(answer.body(groups))
+            return HttpResponse(answer.whole(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.body(groups))))
-
-
-@contextlib.asynccontextmanager
-async def _run_request(call: RequestContext[CompletionRequest]) -> AsyncIterator[_TextAnswers]:
-    """Runs a request on its model, which stays loaded meanwhile."""
-    service = call.service
-    call.note(user=call.body.user)
-    async with service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        jobs = await service.in_prepare_thread(call.body, _prepare_prompts, call, hosted)
-        run = service.runner(hosted, jobs)
-        answer = _TextAnswers(call, hosted, jobs, run)
-        try:
-            await answer.score()
-            yield answer
-        finally:
-            call.note(**run.summary())
+        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.whole(groups))))
 
 
 def _prepare_prompts(
@@ -92,21 +69,22 @@ def _prepare_prompts(
     ]
 
 
-@dataclass
-class _TextAnswers:
+class _TextAnswers(OpenAIAnswer):
     """A completion request that is being answered.
 
     Attributes:
         prompt_logprobs: log-probabilities of each prompt's tokens, if requested.
+        offsets: text offsets of the answers that have begun to be streamed, by index.
     """
 
-    call: RequestContext[CompletionRequest]
-    hosted: ServedModel
-    jobs: list[PromptRequests]
-    run: RequestRunner
-    prompt_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.jobs = self.run.jobs
+        self.prompt_logprobs: list[list[TokenLogprob]] = []
+        self.offsets: dict[int, TextOffsets] = {}
 
     @property
     def _as_ids(self) -> bool:
@@ -126,21 +104,11 @@ class _TextAnswers:
             )
             self.prompt_logprobs.append(found)
 
-    def body(self, groups: list[list[Completion]]) -> dict[str, Any]:
+    def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
         """The response body with all choices."""
         answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.hosted.name,
-            "choices": [
-                self._choice(number, prompt, answer)
-                for number, (prompt, answer) in enumerate(answers)
-            ],
-            "usage": usage.usage(self.jobs, self.run.usages),
-            "timings": usage.llamacpp_timings(answers[0][1].usage),
-        }
+        choices = [self._choice(number, *answer) for number, answer in enumerate(answers)]
+        return self.body(choices, groups[0][0].usage)
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
         body, job = self.call.body, self.jobs[prompt]
@@ -224,30 +192,11 @@ class _TextAnswers:
             for each in (*one.top, one)
         }
 
-    def chunk(
-        self, number: int, text: str, reason: str | None = None, **more: Any
-    ) -> dict[str, Any]:
-        """A streamed chunk of one choice."""
-        return self.frame([stream_frames.chunk_choice(number, {"text": text}, reason, more)])
-
-    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields that every chunk has."""
-        head = (self.id, "text_completion", self.created, self.hosted.name)
-        return chunk_object(*head, self.call.body.stream_options, choices)
-
-    def events(
-        self, index: int, piece: Chunk, begun: dict[int, TextOffsets]
-    ) -> list[dict[str, Any]]:
-        """The events of one engine chunk.
-
-        Args:
-            begun: text offsets of the answers that have begun, by index.
-        """
-        body = self.call.body
-        result: list[dict[str, Any]] = []
-        prompt, job = self._prompt(index), self._job(index)
-        first = index not in begun
-        offsets = begun.setdefault(index, self._offsets(prompt)) if first else begun[index]
+    def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
+        """The events of one engine chunk."""
+        body, prompt, job = self.call.body, self.run.owners[index], self.run.job(index)
+        first = index not in self.offsets
+        offsets = self.offsets[index] = self._offsets(prompt) if first else self.offsets[index]
         text = self.echoed_text(prompt) + piece.text if first else piece.text
         more: dict[str, Any] = {}
         if body.logprobs is not None:
@@ -261,45 +210,5 @@ class _TextAnswers:
         self.run.mark_shown(index, piece)
         reason = piece.finish_reason
         if text or more or reason is not None or job.sampling.timings:
-            result.append(self._with_usage(index, self.chunk(index, text, reason, **more)))
-        return result
-
-    def progress(self, *, first: bool) -> list[bytes]:
-        """Prefill progress events, if requested; see `RequestRunner.progress`."""
-        if not self.call.body.return_progress:
-            return []
-        return [
-            sse_event({**self._with_usage(index, self.chunk(index, "")), "prompt_progress": known})
-            for index, known in self.run.progress(first=first)
-        ]
-
-    def _with_usage(self, index: int, chunk: dict[str, Any]) -> dict[str, Any]:
-        """A chunk with the usage and timings that the request asked for."""
-        job, options = self._job(index), self.call.body.stream_options
-        return chunk | stream_frames.chunk_usage(job, options, self.run.shown_usage(index))
-
-    def _job(self, index: int) -> PromptRequests:
-        return self.jobs[self._prompt(index)]
-
-    def _prompt(self, index: int) -> int:
-        return next(i for i, job in enumerate(self._owners) if index < job)
-
-    def __post_init__(self) -> None:
-        self._owners: list[int] = []
-        for job in self.jobs:
-            self._owners.append(
-                len(job.engine_requests) + (self._owners[-1] if self._owners else 0)
-            )
-
-
-async def _stream_events(call: RequestContext[CompletionRequest]) -> AsyncGenerator[bytes]:
-    """The server-sent events of a streamed answer."""
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
-        begun: dict[int, TextOffsets] = {}
-        async for batch in pieces:
-            events = answer.progress(first=batch != [])
-            for i, piece in batch or ():
-                events += [sse_event(one) for one in answer.events(i, piece, begun)]
-            yield batch_bytes(events, batch)
-        yield final_event(call.body.stream_options, answer.frame([]), answer.jobs, answer.run)
-        yield SSE_DONE
+            return [self.chunk(index, {"text": text}, reason, **more)]
+        return []

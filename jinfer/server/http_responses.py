@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,11 @@ def sse_event(value: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     data = b"data: " + dumps(value) + b"\n\n"
     return data if name is None else b"event: " + name.encode() + b"\n" + data
+
+
+def batch_bytes(events: Sequence[bytes], batch: Sequence[Any] | None) -> bytes:
+    """The bytes for a batch of `RequestRunner.chunks`; a ping if nothing came for some time."""
+    return b"".join(events) or (SSE_PING if batch is not None and not batch else b"")
 
 
 @dataclass(frozen=True)

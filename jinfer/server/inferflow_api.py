@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
+from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_params import INFERFLOW, request_options
-from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
+from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
-from jinfer.server.stream_frames import check_stream, reject_fields
 
 LINES = "application/x-ndjson"
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
@@ -45,8 +45,8 @@ async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | St
     if stream:
         return StreamedResponse(_stream_events(call), media_type=LINES, failed=_failed)
     begun = time.perf_counter()
-    async with _run_request(call) as answer:
-        ((one,),) = await answer.run.completions()
+    async with call.running(_prepare) as (_, run):
+        ((one,),) = await run.completions()
         return HttpResponse(_piece(one.text, begun, "succ", end=True))
 
 
@@ -63,28 +63,7 @@ def _failed(error: ApiError) -> bytes:
     return dumps({**shown, "is_end": 1}) + b"\n\n"
 
 
-@dataclass
-class _InferflowAnswer:
-    """An Inferflow request that is being answered."""
-
-    job: PromptRequests
-    run: RequestRunner
-
-
-@contextlib.asynccontextmanager
-async def _run_request(call: RequestContext[InferflowRequest]) -> AsyncIterator[_InferflowAnswer]:
-    service = call.service
-    async with service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        job = await service.in_prepare_thread(call.body, _prepare_prompt, call, hosted)
-        run = service.runner(hosted, [job])
-        try:
-            yield _InferflowAnswer(job, run)
-        finally:
-            call.note(**run.summary())
-
-
-def _prepare_prompt(call: RequestContext[InferflowRequest], hosted: ServedModel) -> PromptRequests:
+def _prepare(call: RequestContext[InferflowRequest], hosted: ServedModel) -> list[PromptRequests]:
     body, session, settings = call.body, hosted.session, call.service.settings
     if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
@@ -96,16 +75,16 @@ def _prepare_prompt(call: RequestContext[InferflowRequest], hosted: ServedModel)
                 "the model has no prompt format with a system prompt", "system_prompt"
             )
         ids = session.encode(body.text + (body.res_prefix or ""))
-        return prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)
-    messages = [{"role": "user", "content": body.text}]
-    if body.system_prompt:
-        messages = [{"role": "system", "content": body.system_prompt}, *messages]
-    if body.res_prefix and conversation.prompt.template:
-        messages.append({"role": "assistant", "content": body.res_prefix})
-    ids = conversation.encode(session.tokenizer, messages)
-    if body.res_prefix and not conversation.prompt.template:
-        ids += session.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
-    return prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)
+    else:
+        messages = [{"role": "user", "content": body.text}]
+        if body.system_prompt:
+            messages = [{"role": "system", "content": body.system_prompt}, *messages]
+        if body.res_prefix and conversation.prompt.template:
+            messages.append({"role": "assistant", "content": body.res_prefix})
+        ids = conversation.encode(session.tokenizer, messages)
+        if body.res_prefix and not conversation.prompt.template:
+            ids += session.tokenizer.encode(body.res_prefix, special=False, parse_special=False)
+    return [prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)]
 
 
 def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -> Conversation:
@@ -128,7 +107,7 @@ def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -
 async def _stream_events(call: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
+    async with call.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import usage
+from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
-from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_event
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.info import installed_version
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
@@ -20,7 +21,6 @@ from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
-from jinfer.server.stream_frames import batch_bytes, check_stream, reject_fields
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
@@ -34,27 +34,11 @@ async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse |
     reject_fields(body, return_token_ids="ids are given with return_tokens")
     if body.stream:
         return StreamedResponse(_stream_events(call))
-    async with _run_request(call) as answer:
-        groups = await answer.run.completions()
-        answers = [answer.body(i, prompt, one) for i, (prompt, one) in enumerate(_flat(groups))]
+    async with call.running(_prepare_prompts) as (hosted, run):
+        answer = _LlamaAnswers(call, hosted, run)
+        whole = [(i, one) for i, group in enumerate(await run.completions()) for one in group]
+        answers = [answer.body(number, *one) for number, one in enumerate(whole)]
         return HttpResponse(answers[0] if answer.single else answers)
-
-
-def _flat(groups: list[list[Completion]]) -> list[tuple[int, Completion]]:
-    return [(i, one) for i, group in enumerate(groups) for one in group]
-
-
-@contextlib.asynccontextmanager
-async def _run_request(call: RequestContext[LlamaRequest]) -> AsyncIterator[_LlamaAnswers]:
-    service = call.service
-    async with service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        jobs = await service.in_prepare_thread(call.body, _prepare_prompts, call, hosted)
-        run = service.runner(hosted, jobs)
-        try:
-            yield _LlamaAnswers(call, hosted, jobs, run)
-        finally:
-            call.note(**run.summary())
 
 
 def _prepare_prompts(
@@ -85,7 +69,6 @@ class _LlamaAnswers:
 
     call: RequestContext[LlamaRequest]
     hosted: ServedModel
-    jobs: list[PromptRequests]
     run: RequestRunner
 
     @property
@@ -106,7 +89,7 @@ class _LlamaAnswers:
         return self._selected(shown)
 
     def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
-        job, used = self.jobs[prompt], answer.usage
+        job, used = self.run.jobs[prompt], answer.usage
         kind, word = self._stopped(job, answer)
         return {
             "id_slot": -1,
@@ -204,29 +187,28 @@ class _LlamaAnswers:
 
 async def _stream_events(call: RequestContext[LlamaRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream; the last one of an answer has its statistics."""
-    async with _run_request(call) as answer:
-        chunks: list[list[Chunk]] = [[] for _ in answer.run.prepared]
-        owners = [number for number, job in enumerate(answer.jobs) for _ in job.engine_requests]
+    async with call.running(_prepare_prompts) as (hosted, run):
+        answer = _LlamaAnswers(call, hosted, run)
+        chunks: list[list[Chunk]] = [[] for _ in run.prepared]
         ended: set[int] = set()
-        async with contextlib.aclosing(answer.run.chunks()) as pieces:
+        async with contextlib.aclosing(run.chunks()) as pieces:
             async for batch in pieces:
                 events = answer.progress(first=batch != []) if call.body.return_progress else []
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
                     events.append(sse_event(answer.chunk(index, chunk)))
-                for index in answer.run.usages.keys() - ended:
+                for index in run.usages.keys() - ended:
                     ended.add(index)
-                    events.append(_end(answer, index, owners[index], chunks[index]))
+                    events.append(_end(answer, index, chunks[index]))
                 yield batch_bytes(events, batch)
-        yield b"".join(
-            _end(answer, index, owners[index], chunks[index])
-            for index in sorted(answer.run.usages.keys() - ended)
-        )
+        left = sorted(run.usages.keys() - ended)
+        yield b"".join(_end(answer, index, chunks[index]) for index in left)
 
 
-def _end(answer: _LlamaAnswers, index: int, prompt: int, chunks: list[Chunk]) -> bytes:
+def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
     """The final event of an answer; its text came in the events before."""
-    whole = answer.body(index, prompt, completion(chunks, answer.run.usages[index]))
+    run = answer.run
+    whole = answer.body(index, run.owners[index], completion(chunks, run.usages[index]))
     said: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
     return sse_event({name: said.get(name, value) for name, value in whole.items()})

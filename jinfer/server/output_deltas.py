@@ -111,3 +111,6 @@ class OutputParsing:
     param_changes: Mapping[str, Any] = field(default_factory=dict)
     shown_tokens: tuple[int, ...] = ()
     constrained: Callable[[Any], OutputParsing] | None = None
+
+
+PLAIN_TEXT = OutputParsing()

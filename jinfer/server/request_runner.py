@@ -19,6 +19,7 @@ from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.http_errors import as_api_error, context_exceeded, invalid_request
 from jinfer.server.metrics import RequestTimer
+from jinfer.server.output_deltas import PLAIN_TEXT, OutputParsing
 from jinfer.server.request_params import RequestOptions
 
 # Seconds after its deadline until a request is abandoned here, in case the engine, waiting for
@@ -35,11 +36,13 @@ class PromptRequests:
         ids: the prompt.
         sampling: the request's sampling parameters.
         engine_requests: one engine request for each answer.
+        parsing: how the answers are parsed.
     """
 
     ids: list[int]
     sampling: RequestOptions
     engine_requests: list[PreparedRequest]
+    parsing: OutputParsing
 
 
 def prepare_prompt(
@@ -49,14 +52,14 @@ def prepare_prompt(
     *,
     param: str,
     timeout: float | None = None,
-    shown: tuple[int, ...] = (),
+    parsing: OutputParsing = PLAIN_TEXT,
 ) -> PromptRequests:
     """Validates a prompt and makes its engine requests. Slow: call it in a worker thread.
 
     Args:
         param: the request field of the prompt, for errors.
         timeout: seconds until the request is cancelled.
-        shown: ids of special tokens to show in the text.
+        parsing: how the answers are parsed.
 
     Raises:
         ApiError: the request cannot be run.
@@ -74,10 +77,10 @@ def prepare_prompt(
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
     prepared = [
-        replace(one, request=replace(one.request, reuse=asked.reuse, shown=shown))
+        replace(one, request=replace(one.request, reuse=asked.reuse, shown=parsing.shown_tokens))
         for one in prepared
     ]
-    return PromptRequests(ids, asked, prepared)
+    return PromptRequests(ids, asked, prepared, parsing)
 
 
 def _field(error: Exception, asked: RequestOptions) -> str | None:
@@ -104,6 +107,9 @@ class RequestRunner:
         max_running: number of answers computed at a time.
         ping: seconds of silence after which an empty list is yielded.
         timer: measures latencies.
+        usages: usage of each complete answer.
+        prepared: the engine requests, one for each answer.
+        owners: index of each answer's prompt.
     """
 
     session: Session
@@ -115,11 +121,15 @@ class RequestRunner:
 
     def __post_init__(self) -> None:
         self.prepared = [one for job in self.jobs for one in job.engine_requests]
-        self._asked = [job.sampling for job in self.jobs for _ in job.engine_requests]
+        self.owners = [number for number, job in enumerate(self.jobs) for _ in job.engine_requests]
         self._told: set[int] = set()
         self._shown: Counter[int] = Counter()
         if any(job.sampling.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
+
+    def job(self, index: int) -> PromptRequests:
+        """The prompt of an answer."""
+        return self.jobs[self.owners[index]]
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
         """Yields lists of (answer index, chunk); `usages` is complete at the end.
@@ -167,10 +177,12 @@ class RequestRunner:
                         running.discard(index)
                         failure = piece
                         if isinstance(piece, ConstraintError):
-                            failure = as_api_error(piece, param=_field(piece, self._asked[index]))
+                            failure = as_api_error(
+                                piece, param=_field(piece, self.job(index).sampling)
+                            )
                         break
                     # With max_tokens 0, the engine has sampled one token all the same.
-                    nothing = self._asked[index].nothing
+                    nothing = self.job(index).sampling.nothing
                     if isinstance(piece, Usage):
                         running.discard(index)
                         self.usages[index] = _without_token(piece) if nothing else piece
@@ -211,7 +223,7 @@ class RequestRunner:
         request = self.prepared[index].request
         cached, _ = self.session.thread.progress(request.id) or (0, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
-        return _without_token(usage) if self._asked[index].nothing else usage
+        return _without_token(usage) if self.job(index).sampling.nothing else usage
 
     def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Prefill progress of each prompt without an answer yet, in llama.cpp's format.

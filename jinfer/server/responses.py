@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.engine.output.generation import Chunk
 from jinfer.server import usage
 from jinfer.server.chat import prepare_chat
+from jinfer.server.field_checks import reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
-from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_event
+from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
-from jinfer.server.output_deltas import OutputParsing, WholeCallsParser
+from jinfer.server.output_deltas import WholeCallsParser
 from jinfer.server.prompt_builder import parse_arguments
 from jinfer.server.request_body import validated
 from jinfer.server.request_runner import PromptRequests, RequestRunner
@@ -30,7 +31,6 @@ from jinfer.server.schemas.responses import (
 )
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
-from jinfer.server.stream_frames import batch_bytes, reject_fields
 
 # Chat completion field -> its name in the Responses API.
 _NAMES: Mapping[str, str] = {
@@ -68,9 +68,11 @@ async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
             raise unsupported_field("a response is one answer", name)
+    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.stream:
         return StreamedResponse(_stream_events(call), failed=_failed)
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
+    async with call.running(_prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = _ResponseAnswer(call, hosted, run)
         async for batch in pieces:
             for _, chunk in batch or ():
                 answer.push(chunk)
@@ -89,23 +91,7 @@ def shows_logprobs(body: ResponseRequest) -> bool:
     return LOGPROBS in (body.include or ())
 
 
-@contextlib.asynccontextmanager
-async def _run_request(call: RequestContext[ResponseRequest]) -> AsyncIterator[_ResponseAnswer]:
-    body, service = call.body, call.service
-    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
-    async with service.models.use(body.model) as hosted:
-        call.note(model=hosted.name)
-        job, parsing = await service.in_prepare_thread(call.body, _prepare_prompt, call, hosted)
-        run = service.runner(hosted, [job])
-        try:
-            yield _ResponseAnswer(call, hosted, job, parsing, run)
-        finally:
-            call.note(**run.summary())
-
-
-def _prepare_prompt(
-    call: RequestContext[ResponseRequest], hosted: ServedModel
-) -> tuple[PromptRequests, OutputParsing]:
+def _prepare(call: RequestContext[ResponseRequest], hosted: ServedModel) -> list[PromptRequests]:
     """Builds the prompt; with truncation, from the latest messages that fit. Slow."""
     asked = to_chat_request(call.body)
 
@@ -114,7 +100,7 @@ def _prepare_prompt(
 
     while True:
         try:
-            return prepare_chat(call.service, asked, hosted, ignore)
+            return [prepare_chat(call.service, asked, hosted, ignore)]
         except ApiError as error:
             fits = error.code != "context_length_exceeded"
             first = next((i for i, m in enumerate(asked.messages) if m.role != "system"), None)
@@ -243,15 +229,14 @@ class _ResponseAnswer:
 
     call: RequestContext[ResponseRequest]
     hosted: ServedModel
-    job: PromptRequests
-    parsing: OutputParsing
     run: RequestRunner
     status: str = "completed"
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        parser = self.parsing.parser()
+        (self.job,) = self.run.jobs
+        parser = self.job.parsing.parser()
         self._parser = parser if self.call.body.stream else WholeCallsParser(parser)
         self.items = ResponseItems()
 
@@ -334,7 +319,8 @@ async def _stream_events(call: RequestContext[ResponseRequest]) -> AsyncGenerato
         number += 1
         return sse_event({**one, "sequence_number": number - 1}, one["type"])
 
-    async with _run_request(call) as answer, contextlib.aclosing(answer.run.chunks()) as pieces:
+    async with call.running(_prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = _ResponseAnswer(call, hosted, run)
         begun = False
         async for batch in pieces:
             events: list[bytes] = []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -49,25 +50,10 @@ class Service:
         for one in self.answers:
             one.cancel(reason or shutting_down(self.settings.retry_after))
 
-    def runner(self, hosted: ServedModel, jobs: Sequence[PromptRequests]) -> RequestRunner:
-        """Makes the runner of a request, with up to twice as many answers at a time as slots."""
-        most = 2 * hosted.session.engine.scheduler.slots
-        watch = RequestTimer(self.metrics, hosted.name)
-        return RequestRunner(hosted.session, jobs, watch, most, self.settings.ping)
-
     async def in_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function in a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
-
-    async def in_prepare_thread[T](self, body: BaseModel, work: Callable[..., T], *args: Any) -> T:
-        """Prepares a request in a worker thread.
-
-        Requests with a grammar have a pool of their own, so that slow ones delay only each other.
-        """
-        grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
-        pool = self.models.compilers if grammar else self.models.workers
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *args))
 
     async def in_engine_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function that waits for the engine, in a worker thread.
@@ -116,5 +102,30 @@ class RequestContext[B: BaseModel]:
             raise unsupported_field(why, field)
         ignored_fields.note_ignored(self.notes, field)
 
+    @contextlib.asynccontextmanager
+    async def running(self, prepare: Prepare) -> AsyncIterator[tuple[ServedModel, RequestRunner]]:
+        """Runs the request on its model, which stays loaded meanwhile.
 
+        Args:
+            prepare: tokenizes and validates the prompts; called in a worker thread.
+        """
+        models, body = self.service.models, cast("Any", self.body)
+        async with models.use(body.model) as hosted:
+            self.note(model=hosted.name)
+            # Requests with a grammar have a pool of their own, so that slow ones delay only each
+            # other.
+            grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
+            pool = models.compilers if grammar else models.workers
+            loop = asyncio.get_running_loop()
+            jobs = await loop.run_in_executor(pool, prepare, self, hosted)
+            timer = RequestTimer(self.service.metrics, hosted.name)
+            most = 2 * hosted.session.engine.scheduler.slots
+            run = RequestRunner(hosted.session, jobs, timer, most, self.service.settings.ping)
+            try:
+                yield hosted, run
+            finally:
+                self.note(**run.summary())
+
+
+type Prepare = Callable[[RequestContext[Any], ServedModel], Sequence[PromptRequests]]
 type Handler = Callable[[Any], Awaitable[Any]]

@@ -1,0 +1,27 @@
+"""Checks of request fields: those that need a stream, and those that a route does not have."""
+
+from __future__ import annotations
+
+from jinfer.server.http_errors import invalid_request, unsupported_field
+from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.schemas.schema_base import StreamOptions
+
+
+def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptions | None) -> None:
+    """Raises `ApiError` if stream options are given without a stream, or are invalid."""
+    if stream:
+        if body.best_of is not None and body.best_of > (body.n or 1):
+            raise invalid_request("the best of several answers is known only at the end", "best_of")
+        return
+    if options is not None:
+        raise invalid_request("it needs stream: true", "stream_options")
+    for name in ("timings_per_token", "return_progress"):
+        if getattr(body, name):
+            raise invalid_request("it needs stream: true", name)
+
+
+def reject_fields(body: SamplingFields, **reasons: str) -> None:
+    """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
+    for name, reason in reasons.items():
+        if getattr(body, name):
+            raise unsupported_field(reason, name)
