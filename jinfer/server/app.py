@@ -29,10 +29,7 @@ from jinfer.server.routes import ENDPOINTS, PAGE
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
 
-_NOTIFY_SECONDS, _FLUSH_SECONDS = (
-    1.0,
-    0.02,
-)  # seconds to notify all clients; seconds to flush to one client
+_NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for what one was sent
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from jinfer.server import request_body
 from jinfer.server.http_errors import as_api_error, cancel_reason
-from jinfer.server.http_responses import HttpResponse, StreamedResponse, error_response
+from jinfer.server.http_responses import (
+    JSON_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    error_response,
+)
 from jinfer.server.ignored_fields import ignored_fields
 from jinfer.server.service import Handler, RequestContext, Service
 
@@ -31,11 +36,10 @@ class Endpoint:
     """A route of the server.
 
     Attributes:
-        method: HTTP method.
-        paths: URL paths; OpenAPI lists the first.
-        handler: async function that turns a `RequestContext` into a response or a stream.
+        route: HTTP method and URL paths, separated by spaces; OpenAPI lists the first path.
+        handler: async function that turns a `RequestContext` into a response or a stream. Its
+            annotation, such as `RequestContext[ChatRequest]`, has the schema of the request body.
         summary: one line for OpenAPI.
-        request_model: schema of the request body.
         response_model: schema of a whole response; None: not JSON.
         stream_media_type: media type of a streamed response; "": it cannot stream.
         tag: OpenAPI tag.
@@ -43,16 +47,30 @@ class Endpoint:
         media_type: media type of a whole response.
     """
 
-    method: str
-    paths: Sequence[str]
+    route: str
     handler: Handler
     summary: str
-    request_model: type[BaseModel] = EmptyBody
     response_model: type[BaseModel] | None = None
     stream_media_type: str = ""
     tag: str = "jinfer"
     public: bool = False
-    media_type: str = "application/json"
+    media_type: str = JSON_MEDIA_TYPE
+
+    @property
+    def method(self) -> str:
+        """HTTP method."""
+        return self.route.split()[0]
+
+    @property
+    def paths(self) -> list[str]:
+        """URL paths."""
+        return self.route.split()[1:]
+
+    @cached_property
+    def request_model(self) -> type[BaseModel]:
+        """Schema of the request body."""
+        (body,) = get_args(get_type_hints(self.handler)["call"])
+        return EmptyBody if body is Any else body
 
 
 class EndpointApp:

@@ -93,7 +93,8 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return queue_full(retry_after)
+        why = "too many requests wait already; try again later"
+        return _retry(429, why, "queue_full", retry_after)
     if isinstance(error, ClosedError):
         return shutting_down(retry_after)
     if isinstance(error, DeadlineError):
@@ -104,14 +105,9 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     return ApiError(500, "the server failed at this request; its log says why", code="internal")
 
 
-def queue_full(retry_after: int) -> ApiError:
-    """Too many requests are queued (429, with Retry-After)."""
-    return ApiError(
-        429,
-        "too many requests wait already; try again later",
-        code="queue_full",
-        headers={"retry-after": str(retry_after)},
-    )
+def _retry(status: int, message: str, code: str, seconds: int) -> ApiError:
+    """A refusal with Retry-After."""
+    return ApiError(status, message, code=code, headers={"retry-after": str(seconds)})
 
 
 def cancel_reason(cancelled: asyncio.CancelledError) -> ApiError | None:
@@ -127,27 +123,17 @@ def process_lost(reason: str) -> ApiError:
 
 def process_unresponsive(reason: str, retry_after: int = 1) -> ApiError:
     """A process of a distributed job does not respond; requests are refused until it does."""
-    return ApiError(
-        503,
-        f"{reason}; try again later",
-        code="process_silent",
-        headers={"retry-after": str(retry_after)},
-    )
+    return _retry(503, f"{reason}; try again later", "process_silent", retry_after)
 
 
 def shutting_down(retry_after: int = 1) -> ApiError:
     """The server is shutting down; another replica, or the next start, may answer."""
-    return ApiError(
-        503,
-        "the service is closing; try again later",
-        code="closing",
-        headers={"retry-after": str(retry_after)},
-    )
+    return _retry(503, "the service is closing; try again later", "closing", retry_after)
 
 
 def model_loading() -> ApiError:
     """The model is still loading."""
-    return ApiError(503, "Loading model", code="loading", headers={"retry-after": "1"})
+    return _retry(503, "Loading model", "loading", 1)
 
 
 def unknown_model(name: str, served: list[str]) -> ApiError:

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from typing import Any
 
-import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from jinfer.server.http_errors import ApiError
+from jinfer.server.http_responses import dumps
 
 _log = logging.getLogger("jinfer.server")
 HEAD_BYTES = 64 << 10  # request line and headers together
@@ -118,8 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        body = orjson.dumps({"error": error})
+        body = dumps(ApiError(status, message).body())
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         ) % len(body)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
-from jinfer.server.http_errors import ApiError
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.metrics import CONTENT_TYPE
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.service import RequestContext
+from jinfer.version import __version__
 
 
 async def health(call: RequestContext[Any]) -> HttpResponse:
@@ -23,17 +23,9 @@ async def health(call: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"error": error}, 503)
 
 
-def installed_version() -> str:
-    """The installed version of jinfer."""
-    try:
-        return version("jinfer")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 async def show_version(call: RequestContext[Any]) -> HttpResponse:
     """The versions of jinfer and JAX."""
-    return HttpResponse({"version": installed_version(), "jax": version("jax")})
+    return HttpResponse({"version": __version__, "jax": version("jax")})
 
 
 async def metrics(call: RequestContext[Any]) -> HttpResponse:
@@ -93,9 +85,3 @@ def capabilities(one: ServedModel) -> list[str]:
     if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
         result.append("fill-mask")
     return result
-
-
-def require_capability(one: ServedModel, capability: str, advice: str) -> None:
-    """Raises `ApiError` if a model lacks a capability."""
-    if capability not in capabilities(one):
-        raise ApiError(400, f"the model {one.name} gives no {capability}; {advice}", param="model")

@@ -13,7 +13,6 @@ from jinfer.server import usage
 from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.info import installed_version
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.request_params import LLAMA_CPP, request_options
@@ -21,6 +20,7 @@ from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
+from jinfer.version import __version__
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
@@ -256,7 +256,7 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
                 or "",
                 **names,
                 "modalities": {"vision": False, "audio": False},
-                "build_info": f"jinfer {installed_version()}",
+                "build_info": f"jinfer {__version__}",
             }
         )
 

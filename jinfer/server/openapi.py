@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jinfer.server.endpoint import EmptyBody, Endpoint
-from jinfer.server.info import installed_version
 from jinfer.server.schemas.schema_base import ErrorResponse
+from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -55,7 +55,7 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
             paths.setdefault(plain, {})[endpoint.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "jinfer", "version": installed_version()},
+        "info": {"title": "jinfer", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],

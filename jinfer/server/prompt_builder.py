@@ -31,7 +31,7 @@ _RESERVED = frozenset(
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def build_conversation(
+def _conversation(
     body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
     """The chat template, messages and template variables of a request.
@@ -79,6 +79,11 @@ def build_conversation(
     messages = template_messages(body.messages, conversation)
     if tools or any("tool_calls" in one or one["role"] == "tool" for one in messages):
         messages = _with_calls(conversation, messages, tools)
+    if not conversation.has_template:
+        raise invalid_request(
+            "the model has no chat template; use /v1/completions, or set prompt.template",
+            "messages",
+        )
     return conversation, messages, variables
 
 
@@ -123,8 +128,7 @@ def chat_prompt_ids(
     body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> list[int]:
     """The token ids of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = build_conversation(body, session, settings, ignore)
-    _require_chat_template(conversation)
+    conversation, messages, variables = _conversation(body, session, settings, ignore)
     return conversation.encode(session.tokenizer, messages, **variables)
 
 
@@ -132,17 +136,8 @@ def chat_prompt_text(
     body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
 ) -> str:
     """The rendered text of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = build_conversation(body, session, settings, ignore)
-    _require_chat_template(conversation)
+    conversation, messages, variables = _conversation(body, session, settings, ignore)
     return conversation.text(session.tokenizer, messages, **variables)
-
-
-def _require_chat_template(conversation: Conversation) -> None:
-    if not conversation.has_template:
-        raise invalid_request(
-            "the model has no chat template; use /v1/completions, or set prompt.template",
-            "messages",
-        )
 
 
 def template_messages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jinfer.server import embeddings, inferflow_api, info, llamacpp_api, openapi, tokenize
@@ -11,48 +12,15 @@ from jinfer.server.endpoint import Endpoint
 from jinfer.server.http_responses import SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
 from jinfer.server.responses import create_response
-from jinfer.server.schemas.chat import ChatRequest, ChatResponse
-from jinfer.server.schemas.completions import CompletionRequest, CompletionResponse
-from jinfer.server.schemas.embeddings import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    FillMaskRequest,
-    FillMaskResponse,
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    ScoreResponse,
-)
-from jinfer.server.schemas.info import (
-    Health,
-    ModelCard,
-    ModelList,
-    OpenApiDocument,
-    Props,
-    SlotStates,
-    Version,
-)
-from jinfer.server.schemas.llamacpp_api import (
-    InferflowRequest,
-    InferflowResponse,
-    LlamaRequest,
-    LlamaResponse,
-)
-from jinfer.server.schemas.responses import ResponseObject, ResponseRequest
-from jinfer.server.schemas.tokenize import (
-    ApplyTemplateRequest,
-    ApplyTemplateResponse,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
+from jinfer.server.schemas import embeddings as vectors
+from jinfer.server.schemas import info as about
+from jinfer.server.schemas import tokenize as tokens
+from jinfer.server.schemas.chat import ChatResponse
+from jinfer.server.schemas.completions import CompletionResponse
+from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
+from jinfer.server.schemas.responses import ResponseObject
 from jinfer.server.service import RequestContext
 
-_ABOUT, _OPENAI, _LLAMA = "about", "OpenAI", "llama.cpp"
-_VECTORS, _TOKENS = "vectors", "tokens"
 PAGE = "page"
 
 
@@ -64,225 +32,114 @@ async def _docs(call: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(openapi.docs_page(ENDPOINTS), media_type="text/html; charset=utf-8")
 
 
+_about = partial(Endpoint, tag="about")
+_openai = partial(Endpoint, tag="OpenAI")
+_openai_stream = partial(_openai, stream_media_type=SSE_MEDIA_TYPE)
+_vectors = partial(Endpoint, tag="vectors")
+_tokens = partial(Endpoint, tag="tokens")
+_llama = partial(Endpoint, tag="llama.cpp")
+_page = partial(Endpoint, tag=PAGE, public=True)
+
 ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint(
-        "GET",
-        ("/health", "/v1/health", "/ping"),
+    _about(
+        "GET /health /v1/health /ping",
         info.health,
         "Whether requests are answered",
-        response_model=Health,
-        tag=_ABOUT,
+        about.Health,
         public=True,
     ),
-    Endpoint(
-        "GET",
-        ("/openapi.json",),
-        _openapi,
-        "This description",
-        response_model=OpenApiDocument,
-        tag=_ABOUT,
-    ),
-    Endpoint(
-        "GET",
-        ("/docs",),
-        _docs,
-        "This description, for a person",
-        tag=_ABOUT,
-        media_type="text/html",
-    ),
-    Endpoint(
-        "GET",
-        ("/version",),
-        info.show_version,
-        "Which jinfer this is",
-        response_model=Version,
-        tag=_ABOUT,
-    ),
-    Endpoint(
-        "GET",
-        ("/metrics",),
-        info.metrics,
-        "Figures for Prometheus",
-        tag=_ABOUT,
-        media_type="text/plain",
-    ),
-    Endpoint(
-        "GET",
-        ("/v1/models", "/models"),
-        info.models,
-        "What is served",
-        response_model=ModelList,
-        tag=_OPENAI,
-    ),
-    Endpoint(
-        "GET",
-        ("/v1/models/{model:path}", "/models/{model:path}"),
+    _about("GET /openapi.json", _openapi, "This description", about.OpenApiDocument),
+    _about("GET /docs", _docs, "This description, for a person", media_type="text/html"),
+    _about("GET /version", info.show_version, "Which jinfer this is", about.Version),
+    _about("GET /metrics", info.metrics, "Figures for Prometheus", media_type="text/plain"),
+    _openai("GET /v1/models /models", info.models, "What is served", about.ModelList),
+    _openai(
+        "GET /v1/models/{model:path} /models/{model:path}",
         info.model,
         "One of the models",
-        response_model=ModelCard,
-        tag=_OPENAI,
+        about.ModelCard,
     ),
-    Endpoint(
-        "POST",
-        ("/v1/chat/completions", "/chat/completions"),
-        chat,
-        "Answers a conversation",
-        ChatRequest,
-        ChatResponse,
-        SSE_MEDIA_TYPE,
-        _OPENAI,
+    _openai_stream(
+        "POST /v1/chat/completions /chat/completions", chat, "Answers a conversation", ChatResponse
     ),
-    Endpoint(
-        "POST",
-        ("/v1/completions", "/completions"),
-        completions,
-        "Continues texts",
-        CompletionRequest,
-        CompletionResponse,
-        SSE_MEDIA_TYPE,
-        _OPENAI,
+    _openai_stream(
+        "POST /v1/completions /completions", completions, "Continues texts", CompletionResponse
     ),
-    Endpoint(
-        "POST",
-        ("/v1/responses", "/responses"),
-        create_response,
-        "Answers a conversation",
-        ResponseRequest,
-        ResponseObject,
-        SSE_MEDIA_TYPE,
-        _OPENAI,
+    _openai_stream(
+        "POST /v1/responses /responses", create_response, "Answers a conversation", ResponseObject
     ),
-    Endpoint(
-        "POST",
-        ("/v1/embeddings", "/embeddings"),
+    _openai(
+        "POST /v1/embeddings /embeddings",
         embeddings.embeddings,
         "The vectors of texts",
-        EmbeddingRequest,
-        EmbeddingResponse,
-        tag=_OPENAI,
+        vectors.EmbeddingResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/v1/rerank", "/rerank"),
+    _vectors(
+        "POST /v1/rerank /rerank",
         embeddings.rerank,
         "Documents by how well they fit a query",
-        RerankRequest,
-        RerankResponse,
-        tag=_VECTORS,
+        vectors.RerankResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/score", "/v1/score"),
+    _vectors(
+        "POST /score /v1/score",
         embeddings.score,
         "How well pairs of texts fit",
-        ScoreRequest,
-        ScoreResponse,
-        tag=_VECTORS,
+        vectors.ScoreResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/classify", "/v1/classify"),
+    _vectors(
+        "POST /classify /v1/classify",
         embeddings.classify,
         "Refused: no family has a head for classes",
-        ClassifyRequest,
-        tag=_VECTORS,
     ),
-    Endpoint(
-        "POST",
-        ("/fill-mask", "/v1/fill-mask"),
+    _vectors(
+        "POST /fill-mask /v1/fill-mask",
         embeddings.fill_mask,
         "The likeliest tokens at the masks of texts",
-        FillMaskRequest,
-        FillMaskResponse,
-        tag=_VECTORS,
+        vectors.FillMaskResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/tokenize",),
+    _tokens(
+        "POST /tokenize",
         tokenize.tokenize,
         "The tokens of a text or a conversation",
-        TokenizeRequest,
-        TokenizeResponse,
-        tag=_TOKENS,
+        tokens.TokenizeResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/detokenize",),
-        tokenize.detokenize,
-        "The text of tokens",
-        DetokenizeRequest,
-        DetokenizeResponse,
-        tag=_TOKENS,
+    _tokens(
+        "POST /detokenize", tokenize.detokenize, "The text of tokens", tokens.DetokenizeResponse
     ),
-    Endpoint(
-        "GET",
-        ("/tokenizer_info",),
+    _tokens(
+        "GET /tokenizer_info",
         tokenize.tokenizer_info,
         "What vLLM says of a tokenizer",
-        response_model=TokenizerInfo,
-        tag=_TOKENS,
+        tokens.TokenizerInfo,
     ),
-    Endpoint(
-        "POST",
-        ("/apply-template",),
+    _tokens(
+        "POST /apply-template",
         tokenize.apply_template,
         "The prompt that a conversation becomes",
-        ApplyTemplateRequest,
-        ApplyTemplateResponse,
-        tag=_TOKENS,
+        tokens.ApplyTemplateResponse,
     ),
-    Endpoint(
-        "POST",
-        ("/completion",),
+    _llama(
+        "POST /completion",
         llamacpp_api.completion_route,
         "Continues texts",
-        LlamaRequest,
         LlamaResponse,
         SSE_MEDIA_TYPE,
-        _LLAMA,
     ),
+    _llama("GET /props", llamacpp_api.props, "What a server says of a model", about.Props),
+    _llama("GET /slots", llamacpp_api.slots, "What each slot of a model does", about.SlotStates),
     Endpoint(
-        "GET",
-        ("/props",),
-        llamacpp_api.props,
-        "What a server says of a model",
-        response_model=Props,
-        tag=_LLAMA,
-    ),
-    Endpoint(
-        "GET",
-        ("/slots",),
-        llamacpp_api.slots,
-        "What each slot of a model does",
-        response_model=SlotStates,
-        tag=_LLAMA,
-    ),
-    Endpoint(
-        "POST",
-        ("/",),
+        "POST /",
         inferflow_api.inferflow,
         "Answers a text",
-        InferflowRequest,
         InferflowResponse,
         inferflow_api.LINES,
         "Inferflow",
     ),
-    Endpoint(
-        "GET",
-        ("/",),
+    _page(
+        "GET /",
         static_files.index,
         "A page to chat, and to see what the engine does",
-        tag=PAGE,
-        public=True,
         media_type="text/html",
     ),
-    Endpoint(
-        "GET",
-        ("/page/{file}",),
-        static_files.asset,
-        "The files of that page",
-        tag=PAGE,
-        public=True,
-        media_type="*/*",
-    ),
+    _page("GET /page/{file}", static_files.asset, "The files of that page", media_type="*/*"),
 )
