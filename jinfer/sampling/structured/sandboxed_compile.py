@@ -7,20 +7,17 @@ can.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from jinfer.guard.sandboxed_process import SandboxedProcess, SandboxError
 from jinfer.sampling.request_errors import ConstraintError
 
 TRIAL_SECONDS = 2  # of the processor
 TRIAL_BYTES = 2 << 30
 
-_WAIT_SECONDS = 30  # by the clock, which on a busy machine runs much faster
-_CHILD = Path(__file__).with_name("sandboxed_compile_child.py")
+_MAX_ANSWER = 64 << 20  # bytes of messages
+_CHILD = "jinfer.sampling.structured.sandboxed_compile_child"
 
 
 class UnfinishedError(ConstraintError):
@@ -40,26 +37,14 @@ def compile_sandboxed(grammars: list[str], limits: Mapping[str, Any]) -> list[st
     Raises:
         UnfinishedError: the grammars need more than `TRIAL_SECONDS` or `TRIAL_BYTES`.
     """
-    job = {
-        "grammars": grammars,
-        "limits": dict(limits),
-        "seconds": TRIAL_SECONDS,
-        "bytes": TRIAL_BYTES,
-    }
+    child = SandboxedProcess(_CHILD, memory=TRIAL_BYTES, answer_bytes=_MAX_ANSWER)
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(_CHILD)],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            timeout=_WAIT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode != 0:
+        messages: list[str] = child.ask([grammars, dict(limits)], TRIAL_SECONDS)
+    except SandboxError:
         raise UnfinishedError(
             f"takes more than {TRIAL_SECONDS} s or {TRIAL_BYTES >> 30} GiB to compile; use fewer or"
             " simpler patterns and smaller counts"
-        )
-    messages: list[str] = json.loads(done.stdout)
+        ) from None
+    finally:
+        child.close()
     return messages
