@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Concatenate, Unpack
 
 from jinfer.api.base_llm import BaseLLM
-from jinfer.api.generation_requests import build_requests, build_stream_request
+from jinfer.api.generation_requests import (
+    RequestKeywords,
+    build_requests,
+    build_stream_request,
+)
 from jinfer.api.llm import LLM, Prompts
-from jinfer.api.prompt_inputs import Ids, Params, Prompt
+from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest
 from jinfer.engine.output.collect import Completions, best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
-from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import Message
-from jinfer.opening.pooling_config import Pooling
 from jinfer.sampling.param_keywords import ChatKeywords, completing
-from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingKeywords, SamplingParams
+from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
-Types = Sequence[Sequence[int]]
+def _in_thread[**P, T](
+    method: Callable[Concatenate[LLM, P], T],
+) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
+    """A method of `LLM` as a coroutine, which runs it in another thread."""
+
+    @wraps(method)
+    async def run(self: AsyncLLM, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self.llm, *args, **kwargs)
+
+    return run
 
 
 class AsyncLLM(BaseLLM):
@@ -49,32 +56,21 @@ class AsyncLLM(BaseLLM):
         self.llm = source if isinstance(source, LLM) else LLM(source, **arguments)
         self.session = self.llm.session
 
-    @completing(SamplingKeywords)
+    @completing(RequestKeywords)
     async def generate(
         self,
         prompts: Prompts,
         params: Params | Sequence[Params] | None = None,
-        *,
-        decoder_prefix: Ids = (),
-        language: str | None = None,
-        special: bool | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
         requests = await _call_beside_loop(
-            [sampling, *(params if isinstance(params, list | tuple) else [params])],
+            [keywords, *(params if isinstance(params, list | tuple) else [params])],
             build_requests,
             self.session,
             prompts,
             params,
-            sampling,
-            decoder_prefix=decoder_prefix,
-            language=language,
-            special=special,
-            priority=priority,
-            timeout=timeout,
+            **keywords,
         )
         answers = await asyncio.gather(
             *(
@@ -88,32 +84,21 @@ class AsyncLLM(BaseLLM):
             for answer in best_of(list(group), resolved)
         )
 
-    @completing(SamplingKeywords)
+    @completing(RequestKeywords)
     async def stream(
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        decoder_prefix: Ids = (),
-        language: str | None = None,
-        special: bool | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> AsyncGenerator[Chunk]:
         """As `LLM.stream`."""
         prepared = await _call_beside_loop(
-            [sampling, params],
+            [keywords, params],
             build_stream_request,
             self.session,
             prompt,
             params,
-            sampling,
-            decoder_prefix=decoder_prefix,
-            language=language,
-            special=special,
-            priority=priority,
-            timeout=timeout,
+            **keywords,
         )
         pieces = self._pieces(prepared)
         try:
@@ -137,73 +122,13 @@ class AsyncLLM(BaseLLM):
         ids, resolved = self.session.chat(messages, params, keywords)
         return (await self.generate(ids, resolved, priority=priority, timeout=timeout))[0]
 
-    async def logits(
-        self,
-        prompts: Prompts,
-        *,
-        encoder_ids: Prompts | None = None,
-        token_type_ids: Types | None = None,
-        last: bool = False,
-    ) -> list[Float[NDArray[np.float32], "*tokens vocab"]]:
-        """As `LLM.logits`."""
-        return await asyncio.to_thread(
-            self.llm.logits,
-            prompts,
-            encoder_ids=encoder_ids,
-            token_type_ids=token_type_ids,
-            last=last,
-        )
-
-    async def score(
-        self, prompts: Prompts, *, encoder_ids: Prompts | None = None
-    ) -> list[Float[NDArray[np.float32], " tokens-1"]]:
-        """As `LLM.score`."""
-        return await asyncio.to_thread(self.llm.score, prompts, encoder_ids=encoder_ids)
-
-    async def hidden(
-        self,
-        prompts: Prompts,
-        *,
-        encoder_ids: Prompts | None = None,
-        token_type_ids: Types | None = None,
-    ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
-        """As `LLM.hidden`."""
-        return await asyncio.to_thread(
-            self.llm.hidden, prompts, encoder_ids=encoder_ids, token_type_ids=token_type_ids
-        )
-
-    async def pooled(
-        self, prompts: Prompts, *, token_type_ids: Types | None = None
-    ) -> Float[NDArray[np.float32], "texts hidden"]:
-        """As `LLM.pooled`."""
-        return await asyncio.to_thread(self.llm.pooled, prompts, token_type_ids=token_type_ids)
-
-    async def embed(
-        self,
-        texts: Prompts,
-        *,
-        pooling: Pooling | None = None,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
-        token_type_ids: Types | None = None,
-    ) -> Float[NDArray[np.float32], "texts hidden"]:
-        """As `LLM.embed`."""
-        return await asyncio.to_thread(
-            self.llm.embed,
-            texts,
-            pooling=pooling,
-            normalize=normalize,
-            prompt_name=prompt_name,
-            token_type_ids=token_type_ids,
-        )
-
-    async def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
-        """As `LLM.fill_mask`."""
-        return await asyncio.to_thread(self.llm.fill_mask, text, top=top)
-
-    async def close(self) -> None:
-        """As `LLM.close`."""
-        await asyncio.to_thread(self.llm.close)
+    logits = _in_thread(LLM.logits)
+    score = _in_thread(LLM.score)
+    hidden = _in_thread(LLM.hidden)
+    pooled = _in_thread(LLM.pooled)
+    embed = _in_thread(LLM.embed)
+    fill_mask = _in_thread(LLM.fill_mask)
+    close = _in_thread(LLM.close)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -234,7 +159,7 @@ class AsyncLLM(BaseLLM):
 
 
 async def _call_beside_loop[**P, T](
-    given: Sequence[Any], make: Callable[P, T], *arguments: P.args, **more: P.kwargs
+    given: Sequence[Any], make: Callable[P, T], /, *arguments: P.args, **more: P.kwargs
 ) -> T:
     """Calls a function, in another thread if it has a constraint (grammar) to compile.
 

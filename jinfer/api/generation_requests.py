@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinfer.api.prompt_inputs import Ids, Params, Prompt, parse_prompts
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import SamplingKeywords, SamplingParams
+
+
+class RequestKeywords(SamplingKeywords, total=False):
+    """Keywords of `generate` and `stream`: of requests, and sampling parameters."""
+
+    decoder_prefix: Ids
+    language: str | None
+    special: bool | None
+    priority: int
+    timeout: float | None
 
 
 def build_requests(
     session: Session,
     given: object,
     params: Params | Sequence[Params] | None,
-    sampling: Mapping[str, Any],
+    /,
     *,
     decoder_prefix: Ids = (),
     language: str | None = None,
     special: bool | None = None,
     priority: int = 0,
     timeout: float | None = None,
+    **sampling: Any,
 ) -> list[tuple[list[PreparedRequest], SamplingParams]]:
     """The requests of each prompt, and its parameters; arguments as `LLM.generate`.
 
@@ -62,19 +73,15 @@ def build_requests(
 
 
 def build_stream_request(
-    session: Session,
-    prompt: Prompt,
-    params: Params | None,
-    sampling: Mapping[str, Any],
-    **more: Any,
+    session: Session, prompt: Prompt, params: Params | None, /, **keywords: Any
 ) -> PreparedRequest:
-    """The request of a stream; other arguments as `build_requests`.
+    """The request of a stream; arguments as `build_requests`.
 
     Raises:
         RequestError: the request is not possible, or its answer cannot be streamed.
     """
-    ids = [session.encode(prompt, special=more.get("special"))]
-    ((prepared, resolved),) = build_requests(session, ids, params, sampling, **more)
+    ids = [session.encode(prompt, special=keywords.get("special"))]
+    ((prepared, resolved),) = build_requests(session, ids, params, **keywords)
     if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")
     if len(prepared) > 1:

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from jinfer.api.base_llm import BaseLLM
 from jinfer.api.forward_results import Result, forward_results
-from jinfer.api.generation_requests import build_requests, build_stream_request
-from jinfer.api.prompt_inputs import Ids, Params, Prompt
+from jinfer.api.generation_requests import (
+    RequestKeywords,
+    build_requests,
+    build_stream_request,
+)
+from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.api.text_embeddings import embed_texts, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
@@ -28,7 +32,6 @@ from jinfer.opening.pooling_config import Pooling
 from jinfer.progress import task, watched
 from jinfer.runtime.startup import gc_paused
 from jinfer.sampling.param_keywords import ChatKeywords, completing
-from jinfer.sampling.sampling_params import SamplingKeywords
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -97,18 +100,12 @@ class LLM(BaseLLM):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @completing(SamplingKeywords)
+    @completing(RequestKeywords)
     def generate(
         self,
         prompts: Prompts,
         params: Params | Sequence[Params] | None = None,
-        *,
-        decoder_prefix: Ids = (),
-        language: str | None = None,
-        special: bool | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> list[Completion]:
         """Generates completions of prompts, which run together in continuous batching.
 
@@ -120,13 +117,13 @@ class LLM(BaseLLM):
                 single one counts as a list of one. An encoder-decoder reads them with its encoder.
             params: parameters for all prompts, or a list with one for each. A dictionary is merged
                 into the specification's `[generation]`; `SamplingParams` replace it.
-            decoder_prefix: what an encoder-decoder's decoder starts with; empty: as the
-                checkpoint says (decoder_start_token_id, forced_bos_token_id).
-            language: target language of a translation model; its token joins the prefix.
-            special: as `encode`.
-            priority: requests with lower numbers go first.
-            timeout: seconds after which the requests fail with a `DeadlineError`.
-            **sampling: fields of `SamplingParams`, which override `params`: `max_tokens=50`.
+            **keywords: fields of `SamplingParams`, which override `params`: `max_tokens=50`; and
+                decoder_prefix: what an encoder-decoder's decoder starts with; without it, as the
+                    checkpoint says (decoder_start_token_id, forced_bos_token_id);
+                language: target language of a translation model; its token joins the prefix;
+                special: as `encode`;
+                priority: requests with lower numbers go first, those without one have 0;
+                timeout: seconds after which the requests fail with a `DeadlineError`.
 
         Returns:
             `params.n` completions per prompt (default one), in the prompts' order; those of a
@@ -137,17 +134,7 @@ class LLM(BaseLLM):
             RequestError: a prompt is empty or too long, a text without a tokenizer, or an invalid
                 parameter.
         """
-        requests = build_requests(
-            self.session,
-            prompts,
-            params,
-            sampling,
-            decoder_prefix=decoder_prefix,
-            language=language,
-            special=special,
-            priority=priority,
-            timeout=timeout,
-        )
+        requests = build_requests(self.session, prompts, params, **keywords)
         with contextlib.ExitStack() as running:
             answers = [
                 [running.enter_context(self._answer(prepared)) for prepared in group]
@@ -159,36 +146,19 @@ class LLM(BaseLLM):
                 for answer in best_of(list(map(collect, group)), resolved)
             )
 
-    @completing(SamplingKeywords)
+    @completing(RequestKeywords)
     def stream(
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        decoder_prefix: Ids = (),
-        language: str | None = None,
-        special: bool | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Generator[Chunk]:
         """Streams one completion; arguments as `generate`.
 
         Closing the iterator cancels the request. Raises `RequestError` like `generate`, before the
         first iteration.
         """
-        prepared = build_stream_request(
-            self.session,
-            prompt,
-            params,
-            sampling,
-            decoder_prefix=decoder_prefix,
-            language=language,
-            special=special,
-            priority=priority,
-            timeout=timeout,
-        )
-        return self._stream(prepared)
+        return self._stream(build_stream_request(self.session, prompt, params, **keywords))
 
     @completing(ChatKeywords)
     def chat(
