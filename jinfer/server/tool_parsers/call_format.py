@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
@@ -42,9 +42,14 @@ class ToolCallFormat:
 MAX_CALLS = 16  # that a grammar allows in an answer
 
 
-def repeated_calls(call: str, between: str = "") -> str:
-    """One call or several."""
-    return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}"
+def calls_rule(lark: LarkGrammar, calls: Iterable[str], several: bool, between: str = "") -> str:
+    """One of these calls, or several of them."""
+    return repeated(lark.one_of("call", calls), several, between)
+
+
+def repeated(call: str, several: bool, between: str = "") -> str:
+    """A call, or several with something between them."""
+    return f"{call} ({between} {call}){{0,{MAX_CALLS - 1}}}" if several else call
 
 
 def json_call_rule(

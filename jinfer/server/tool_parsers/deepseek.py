@@ -10,10 +10,10 @@ V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the begin and end m
 
 from __future__ import annotations
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, calls_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_call_list, parse_named_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 _WORDS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
@@ -51,15 +51,13 @@ def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     calls = []
-    for name, schema in tools.items():
+    fenced = "```json" in template
+    for name, args in lark.arguments(tools).items():
         head, tail = f"{CALL}{name}{SEPARATOR}", CALL_END
-        if "```json" in template:
+        if fenced:
             head, tail = f"{CALL}function{SEPARATOR}{name}\n```json\n", f"\n```{CALL_END}"
-        args = lark.json(strict_parameters(schema))
         calls.append(f"{lark.text(head)} {args} {lark.text(tail)}")
-    call = lark.one_of("call", calls)
-    between = r'"\n"' if "```json" in template else ""
-    inner = repeated_calls(call, between) if several else call
+    inner = calls_rule(lark, calls, several, r'"\n"' if fenced else "")
     return f"{lark.text(CALLS)} {inner} {lark.text(CALLS_END)}"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, is_string_schema, parse_call_list
 from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
@@ -91,8 +91,7 @@ def _value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     call = tagged_call_rule(lark, tools, TAGS)
-    inner = repeated_calls(call) if several else call
-    return f"{lark.text(f'{OPEN}\n')} {inner} {lark.text(CLOSE)}"
+    return f"{lark.text(f'{OPEN}\n')} {repeated(call, several)} {lark.text(CLOSE)}"
 
 
 DSML = ToolCallFormat(

@@ -13,7 +13,7 @@ import re
 from jinfer.server.tool_parsers.call_format import ToolCallFormat
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_named_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -111,9 +111,8 @@ def _message(
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     # A turn ends with its call, so there is at most one.
     calls = (
-        lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}")
-        + f" {lark.json(strict_parameters(schema))}"
-        for name, schema in tools.items()
+        lark.text(f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}") + f" {args}"
+        for name, args in lark.arguments(tools).items()
     )
     return f"{_thought(lark)}? {lark.one_of('call', calls)}"
 

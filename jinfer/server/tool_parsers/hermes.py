@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, calls_rule, json_call_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -29,13 +29,11 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     begin, end = lark.text(f"{OPEN}\n"), lark.text(f"\n{CLOSE}")
-    strict = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
     calls = (
-        f"{begin} {json_call_rule(lark, name, 'arguments', schema)} {end}"
-        for name, schema in strict.items()
+        f"{begin} {json_call_rule(lark, name, 'arguments', args)} {end}"
+        for name, args in lark.arguments(tools).items()
     )
-    call = lark.one_of("call", calls)
-    return repeated_calls(call, r'"\n"') if several else call
+    return calls_rule(lark, calls, several, r'"\n"')
 
 
 HERMES = ToolCallFormat("hermes", (OPEN, CLOSE), _read, _grammar)

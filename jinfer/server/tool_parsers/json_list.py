@@ -15,17 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, calls_rule, json_call_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 TAG, TAG_END = "<|tool_call|>", "<|/tool_call|>"
-GRANITE_TAG, GRANITE_TAG_END = (
-    "<tool_call>",
-    "</tool_call>",
-)  # Granite's, for tokenizers without the tag
+GRANITE_TAG, GRANITE_TAG_END = "<tool_call>", "</tool_call>"  # where the tokenizer lacks the tag
 FUNCTOOLS = "functools["
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 ACTION_WORD, FENCE, FENCE_END = "Action:", "```json", "```"
@@ -56,21 +53,18 @@ def _read(
 def _grammar(
     begin: str, end: str, lark: LarkGrammar, tools: Tools, template: str, several: bool
 ) -> str:
-    calls = (
-        json_call_rule(lark, name, "arguments", lark.json(strict_parameters(schema)))
-        for name, schema in tools.items()
-    )
+    schemas = lark.arguments(tools).items()
+    calls = (json_call_rule(lark, name, "arguments", args) for name, args in schemas)
     return _list(lark, f"{begin}[", calls, f"]{end}", several)
 
 
 def _list(lark: LarkGrammar, begin: str, calls: Iterable[str], end: str, several: bool) -> str:
-    call = lark.one_of("call", calls)
-    inner = repeated_calls(call, '", "') if several else call
+    inner = calls_rule(lark, calls, several, '", "')
     return f"{lark.text(begin)} {inner} {lark.text(end)}"
 
 
 def _command(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
-    schemas = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
+    schemas = lark.arguments(tools)
     if ACTION not in template:
         calls = (
             json_call_rule(lark, name, "parameters", args, named="tool_name")

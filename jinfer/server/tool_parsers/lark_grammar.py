@@ -48,6 +48,10 @@ class LarkGrammar:
         """A value that matches a JSON schema."""
         return self.rule("json", f"%json {json.dumps(prepare_schema(schema))}")
 
+    def arguments(self, tools: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """The arguments of each tool, as `strict_parameters`."""
+        return {name: self.json(strict_parameters(schema)) for name, schema in tools.items()}
+
     def upto(self, mark: str) -> str:
         """Any text up to a mark, and the mark."""
         parts = self.tokenizer.split_special(mark)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_json_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 TAG = "<|python_tag|>"
@@ -36,11 +36,10 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
     # Llama's templates reject several calls in one turn, so an answer has at most one.
-    calls = (
-        json_call_rule(lark, name, "parameters", lark.json(strict_parameters(schema)))
-        for name, schema in tools.items()
+    schemas = lark.arguments(tools).items()
+    return lark.one_of(
+        "call", (json_call_rule(lark, name, "parameters", args) for name, args in schemas)
     )
-    return lark.one_of("call", calls)
 
 
 LLAMA = ToolCallFormat("llama", (TAG,), _read, _grammar)

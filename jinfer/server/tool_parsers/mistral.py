@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import uuid
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, json_call_rule, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, calls_rule, json_call_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_json_calls, parse_named_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar, strict_parameters
+from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 
 CALLS, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -41,14 +41,12 @@ def _named(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Pars
 
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
-    schemas = {name: lark.json(strict_parameters(schema)) for name, schema in tools.items()}
+    schemas = lark.arguments(tools).items()
     if ARGS in template:
-        calls = (lark.text(f"{CALLS}{name}{ARGS}") + f" {args}" for name, args in schemas.items())
-        call = lark.one_of("call", calls)
-        return repeated_calls(call) if several else call
-    listed = (json_call_rule(lark, name, "arguments", args) for name, args in schemas.items())
-    call = lark.one_of("call", listed)
-    return f'{lark.text(f"{CALLS} [")} {repeated_calls(call, '", "') if several else call} "]"'
+        calls = (lark.text(f"{CALLS}{name}{ARGS}") + f" {args}" for name, args in schemas)
+        return calls_rule(lark, calls, several)
+    calls = (json_call_rule(lark, name, "arguments", args) for name, args in schemas)
+    return f'{lark.text(f"{CALLS} [")} {calls_rule(lark, calls, several, '", "')} "]"'
 
 
 def _new_id() -> str:

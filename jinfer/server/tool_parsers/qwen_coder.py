@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
-from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated_calls
+from jinfer.server.tool_parsers.call_format import ToolCallFormat, repeated
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
 from jinfer.server.tool_parsers.json_calls import Tools, is_string_schema, parse_json_calls
 from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
@@ -106,8 +106,7 @@ class _StripLineBreaks:
 
 
 def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> str:
-    call = tagged_call_rule(lark, tools, TAGS)
-    return repeated_calls(call, r'"\n"') if several else call
+    return repeated(tagged_call_rule(lark, tools, TAGS), several, r'"\n"')
 
 
 QWEN_CODER = ToolCallFormat("qwen_coder", _MARKS, _read, _grammar)
