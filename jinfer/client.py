@@ -56,15 +56,13 @@ def _run(options: argparse.Namespace) -> int:
     else:
         messages: list[Message] = [*system, {"role": "user", "content": question}]
         path, asked = CHAT, chat_body(messages, sampling(options), model)
-    if options.json:
+    if options.json or max(options.n or 1, options.best_of or 1) > 1:
         with task(f"waiting for {server.url}"):
             whole = server.whole(path, asked)
+        if not options.json:
+            return _several(whole)
         print(json.dumps(whole, ensure_ascii=False))
         return 0
-    if max(options.n or 1, options.best_of or 1) > 1:
-        with task(f"waiting for {server.url}"):
-            whole = server.whole(path, asked)
-        return _several(whole)
     screen = WrappingWriter()
     answer = stream_answer(server, asked, screen, print_reasoning)
     screen.end(STOPPED if answer.interrupted and sys.stdout.isatty() else "")

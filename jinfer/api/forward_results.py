@@ -23,8 +23,8 @@ def forward_results(
     session: Session,
     given: object,
     want: Result,
-    encoder_given: object | None,
-    token_type_ids: Sequence[Sequence[int]] | None,
+    encoder_given: object | None = None,
+    token_type_ids: Sequence[Sequence[int]] | None = None,
     last: bool = False,
 ) -> list[np.ndarray]:
     """One result per prompt; arguments as `LLM.logits`. Raises `RequestError`."""
@@ -52,10 +52,12 @@ def forward_results(
         encoders = [] if encoder_given is None else _encoded(session, encoder_given)
         if len(encoders) != len(texts):
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
-    pairs = list(zip(texts, encoders, strict=True))
     if want == "score" and any(len(ids) < 2 for ids in texts):
         raise RequestError("a prompt to be scored needs at least two tokens")
-    return [session.thread.run(partial(_forward, pair, want, last)) for pair in pairs]
+    return [
+        session.thread.run(partial(_forward, ids, encoder, want, last))
+        for ids, encoder in zip(texts, encoders, strict=True)
+    ]
 
 
 def _token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
@@ -85,6 +87,6 @@ def _encoded(session: Session, given: object) -> list[list[int]]:
 
 
 def _forward(
-    pair: tuple[list[int], list[int]], want: Any, last: bool, engine: Engine
+    ids: list[int], encoder: list[int], want: Any, last: bool, engine: Engine
 ) -> Passes[np.ndarray]:
-    return forward(engine, pair[0], want, pair[1], last=last)
+    return forward(engine, ids, want, encoder, last=last)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jinfer.api.base_llm import BaseLLM
-from jinfer.api.forward_results import Result, forward_results
+from jinfer.api.forward_results import forward_results
 from jinfer.api.generation_requests import (
     RequestKeywords,
     build_requests,
@@ -208,7 +208,8 @@ class LLM(BaseLLM):
         Raises:
             RequestError: an invalid prompt, or a model without such a head.
         """
-        return self._forward(prompts, "logits", encoder_ids, token_type_ids, last)
+        args = encoder_ids, token_type_ids, last
+        return forward_results(self.session, prompts, "logits", *args)
 
     def score(
         self, prompts: Prompts, *, encoder_ids: Prompts | None = None
@@ -224,7 +225,7 @@ class LLM(BaseLLM):
         """
         if self.spec.decoder is None:
             raise RequestError("the model has no decoder, so no token follows from those before")
-        return self._forward(prompts, "score", encoder_ids, None)
+        return forward_results(self.session, prompts, "score", encoder_ids)
 
     def hidden(
         self,
@@ -234,7 +235,7 @@ class LLM(BaseLLM):
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Float[NDArray[np.float32], "tokens hidden"]]:
         """The last hidden state of every token of each prompt, float32; arguments as `logits`."""
-        return self._forward(prompts, "hidden", encoder_ids, token_type_ids)
+        return forward_results(self.session, prompts, "hidden", encoder_ids, token_type_ids)
 
     def pooled(
         self,
@@ -243,7 +244,7 @@ class LLM(BaseLLM):
         token_type_ids: Sequence[Sequence[int]] | None = None,
     ) -> Float[NDArray[np.float32], "texts hidden"]:
         """The output of an encoder's own pooler, a row per text, float32."""
-        return np.stack(self._forward(prompts, "pooled", None, token_type_ids))
+        return np.stack(forward_results(self.session, prompts, "pooled", None, token_type_ids))
 
     def embed(
         self,
@@ -293,13 +294,12 @@ class LLM(BaseLLM):
             raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
         logprobs = jax.nn.log_softmax(self.logits([ids])[0][positions], axis=-1)
         return [
-            [self._likely(int(id), float(row[id])) for id in np.argsort(-row)[:top]]
+            [
+                TokenLogprob(id, tokenizer.decode([id], skip_special=False), float(row[id]))
+                for id in np.argsort(-row)[:top].tolist()
+            ]
             for row in np.asarray(logprobs)
         ]
-
-    def _likely(self, id: int, logprob: float) -> TokenLogprob:
-        text = self.session.tokenizer.decode([id], skip_special=False)
-        return TokenLogprob(id, text, logprob)
 
     @contextlib.contextmanager
     def _answer(self, prepared: PreparedRequest) -> Iterator[SimpleQueue[Any]]:
@@ -316,13 +316,3 @@ class LLM(BaseLLM):
         with self._answer(prepared) as pieces:
             while not isinstance(piece := next_piece(pieces), Usage):
                 yield piece
-
-    def _forward(
-        self,
-        prompts: Prompts,
-        want: Result,
-        encoder_ids: Prompts | None,
-        token_type_ids: Sequence[Sequence[int]] | None,
-        last: bool = False,
-    ) -> list[np.ndarray]:
-        return forward_results(self.session, prompts, want, encoder_ids, token_type_ids, last)

@@ -45,7 +45,7 @@ from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.param_keywords import is_parameter
-from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
+from jinfer.sampling.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
@@ -101,7 +101,7 @@ class Session:
         refuse_on_worker()
         shelf = use_persistent_cache()
         # Before anything starts XLA; the bound on threads ends with this object.
-        lift_limit = _nothing if threads is None else limit_threads(threads)
+        lift_limit = (lambda: None) if threads is None else limit_threads(threads)
         self._lift = weakref.finalize(self, lift_limit)
         start()
         opened = open_model(source, overrides)
@@ -338,23 +338,16 @@ class Session:
 
     def _matcher(self, request: Request) -> Matcher | None:
         sampling = request.sampling
-        given: dict[str, Any] = {
-            "json_schema": sampling.json_schema,
-            "regex": sampling.regex,
-            "choice": sampling.choice,
-            "grammar": sampling.grammar,
-        }
-        if any(value is not None for value in given.values()):
-            if sampling.strategy in ("beam", "contrastive"):
-                raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
-            # Here: it is slow to import, and few requests need it.
-            from jinfer.sampling.structured import compile_constraint
+        if not sampling.constrained:
+            return None
+        if sampling.strategy in ("beam", "contrastive"):
+            raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
+        # Here: it is slow to import, and few requests need it.
+        from jinfer.sampling.structured import compile_constraint
 
-            constraint = compile_constraint(
-                self.tokenizer, **given, at_text_start=bool(request.encoder)
-            )
-            return constraint.start()
-        return None
+        given: dict[str, Any] = {name: getattr(sampling, name) for name in CONSTRAINTS}
+        at_start = bool(request.encoder)
+        return compile_constraint(self.tokenizer, **given, at_text_start=at_start).start()
 
     def _check_room(self, request: Request) -> None:
         sampling = request.sampling
@@ -382,10 +375,6 @@ class Session:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
-
-
-def _nothing() -> None:
-    """Lifts no bound."""
 
 
 def _drafts(

@@ -28,16 +28,8 @@ from jinfer.server.schemas.schema_base import whole_number
 # Fields that are no sampling parameters.
 _ELSEWHERE = frozenset(
     {
-        "truncate_prompt_tokens",
-        "prompt_logprobs",
-        "priority",
-        "return_token_ids",
-        "cache_prompt",
-        "timings_per_token",
-        "return_progress",
-        "id_slot",
-        "verbose",
-        "logprobs",
+        *("truncate_prompt_tokens", "prompt_logprobs", "priority", "return_token_ids"),
+        *("cache_prompt", "timings_per_token", "return_progress", "id_slot", "verbose", "logprobs"),
     }
 )
 
@@ -63,7 +55,6 @@ class RequestOptions:
         params: its sampling parameters.
         nothing: `max_tokens` is 0: only the prompt is computed.
         truncate: the last tokens of the prompt that are kept; -1: as many as fit.
-        prompt_logprobs: log-probabilities of the prompt's tokens, and of so many likeliest ones.
         priority: lower ones go first.
         reuse: whether the prefix cache may be used.
         token_ids: whether the answer has ids beside its text.
@@ -74,7 +65,6 @@ class RequestOptions:
     params: SamplingParams
     nothing: bool = False
     truncate: int | None = None
-    prompt_logprobs: int | None = None
     priority: int = 0
     reuse: bool = True
     token_ids: bool = False
@@ -165,7 +155,6 @@ def request_options(
         params,
         nothing,
         body.truncate_prompt_tokens,
-        body.prompt_logprobs,
         body.priority or 0,
         body.cache_prompt is not False,
         bool(body.return_token_ids),

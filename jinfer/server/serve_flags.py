@@ -16,7 +16,7 @@ from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
 from jinfer.distributed import job_config
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
 from jinfer.modelspec.spec_files import parse_override
-from jinfer.modelspec.toml_tables import merge
+from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_api_keys
 from jinfer.server.server_settings import ModelSource, ServerSettings
@@ -309,18 +309,17 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
-    given: dict[str, tuple[str, str]] = {
-        "ctx_size": ("engine", "context"),
-        "parallel": ("engine", "slots"),
-        "kv_cache": ("quantization", "kv_cache"),
-        "tool_call_parser": ("prompt", "tool_calls"),
-        "reasoning_parser": ("prompt", "reasoning"),
+    given = {
+        "engine.context": flags["ctx_size"],
+        "engine.slots": flags["parallel"],
+        "quantization.kv_cache": flags["kv_cache"],
+        "prompt.tool_calls": flags["tool_call_parser"],
+        "prompt.reasoning": flags["reasoning_parser"],
+        "dtype": flags["dtype"] or None,
     }
-    for key, (table, name) in given.items():
-        if flags[key] is not None:
-            overrides = merge(overrides, {table: {name: flags[key]}})
-    if flags["dtype"]:
-        overrides = merge(overrides, {"dtype": flags["dtype"]})
+    for key, value in given.items():
+        if value is not None:
+            overrides = merge(overrides, nested(key, value))
     if flags["warm_up"] == "before":
         overrides = merge(overrides, {"engine": {"warm_up": True}})
     if flags["chat_template"]:

@@ -111,6 +111,14 @@ def test_rates_are_of_one_turn(chat: LocalChat, capsys: pytest.CaptureFixture[st
         assert "decode 5, " in capsys.readouterr().err
 
 
+def test_every_mistake_of_the_user_is_one_line(
+    chat: LocalChat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.take(TypedInput("/set regex=("))
+    chat.take(TypedInput("Hello"))  # a `ConstraintError`
+    assert capsys.readouterr().err.startswith("error: regex")
+
+
 def test_commands(chat: LocalChat, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "c.json"
 

@@ -141,7 +141,7 @@ def test_fields_that_are_no_parameters() -> None:
         session(),
         CHAT,
     )
-    assert (how.truncate, how.prompt_logprobs, how.priority, how.reuse) == (5, 2, -1, False)
+    assert (how.truncate, how.priority, how.reuse) == (5, -1, False)
     assert how.token_ids
     assert how.timings
     assert how.progress

@@ -125,42 +125,36 @@ def stream_answer(
         RemoteError: the request failed.
     """
     answer, begun = RemoteAnswer(), time.perf_counter()
+
+    def take(event: Mapping[str, Any]) -> None:
+        if isinstance(event.get("usage"), Mapping):
+            answer.usage = event["usage"]
+        for choice in dicts_in(event.get("choices")):
+            answer.reason = choice.get("finish_reason") or answer.reason
+            delta = dict(choice.get("delta") or {})
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            text = delta.get("content") or choice.get("text") or ""
+            if (thought or text) and answer.first_seconds is None:
+                answer.first_seconds = time.perf_counter() - begun
+            if thought:
+                answer.has_reasoning = True
+                think(thought)
+            if text:
+                if answer.has_reasoning and not answer.text:
+                    think("\n")
+                answer.text += text
+                show(text)
+
     path = TEXT if "prompt" in body else CHAT
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with contextlib.closing(server.events(path, streamed)) as events:
             with task(f"waiting for {server.url}"):
                 while answer.first_seconds is None and (event := next(events, None)) is not None:
-                    _take(answer, event, begun, show, think)
+                    take(event)
             for event in events:
-                _take(answer, event, begun, show, think)
+                take(event)
     except KeyboardInterrupt:
         answer.interrupted = True
     answer.seconds = time.perf_counter() - begun
     return answer
-
-
-def _take(
-    answer: RemoteAnswer,
-    event: Mapping[str, Any],
-    begun: float,
-    show: Callable[[str], None],
-    think: Callable[[str], None],
-) -> None:
-    if isinstance(event.get("usage"), Mapping):
-        answer.usage = event["usage"]
-    for choice in dicts_in(event.get("choices")):
-        answer.reason = choice.get("finish_reason") or answer.reason
-        delta = dict(choice.get("delta") or {})
-        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        text = delta.get("content") or choice.get("text") or ""
-        if (thought or text) and answer.first_seconds is None:
-            answer.first_seconds = time.perf_counter() - begun
-        if thought:
-            answer.has_reasoning = True
-            think(thought)
-        if text:
-            if answer.has_reasoning and not answer.text:
-                think("\n")
-            answer.text += text
-            show(text)

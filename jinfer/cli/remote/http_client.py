@@ -152,12 +152,17 @@ def _connection(parts: SplitResult) -> http.client.HTTPConnection:
     return kind(str(parts.hostname), parts.port, timeout=_CONNECT)
 
 
-def _json(content: bytes) -> dict[str, Any]:
+def _object(content: bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else."""
     try:
         result = json.loads(content)
     except (ValueError, RecursionError):
-        result = None
-    if not isinstance(result, dict):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    if (result := _object(content)) is None:
         raise RemoteError(f"the server's answer is no JSON object: {content[:200]!r}")
     return result
 
@@ -166,14 +171,11 @@ def _error_of_response(answer: http.client.HTTPResponse) -> RemoteError:
     """The error for a failed response, with the server's message if it has one."""
     content = answer.read(_MAX_ERROR)
     status = f"{answer.status} {answer.reason}".strip()
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        found = None
     text = content.decode(errors="replace").strip()
     is_page = "html" in (answer.getheader("Content-Type") or "")
     otherwise = status if is_page or not text else f"{status}: {text}"
-    return _error_of_body(found, otherwise) if isinstance(found, dict) else RemoteError(otherwise)
+    found = _object(content)
+    return RemoteError(otherwise) if found is None else _error_of_body(found, otherwise)
 
 
 def _error_of_body(body: Mapping[str, Any], otherwise: str) -> RemoteError:

@@ -13,9 +13,10 @@ from jinfer.cli.terminal.chat_loop import (
     UNANSWERED,
     ChatSession,
     check_streamable,
-    plural,
+    drop_oldest_turn,
     print_rates,
 )
+from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
@@ -46,11 +47,10 @@ class RemoteChat(ChatSession):
                 self.last = answer = stream_answer(self.server, asked, screen, print_reasoning)
                 break
             except RemoteError as error:
-                turn = _oldest_turn(kept) if error.full else range(0)
-                if not turn:
+                count = drop_oldest_turn(kept) if error.full else 0
+                if not count:
                     raise
-                del kept[turn.start : turn.stop]
-                dropped += len(turn)
+                dropped += count
         self.messages = kept
         if answer.interrupted and not answer.text:
             screen.end(UNANSWERED)
@@ -83,10 +83,3 @@ def print_reasoning(text: str) -> None:
     """Prints a piece of reasoning, distinct from the answer."""
     sys.stderr.write(text)
     sys.stderr.flush()
-
-
-def _oldest_turn(messages: list[Message]) -> range:
-    """The range of the oldest turn that may be dropped; the last question stays."""
-    first = 1 if messages[0]["role"] == "system" else 0
-    later = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]
-    return range(first, later[0] if later else first)

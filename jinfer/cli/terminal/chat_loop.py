@@ -92,9 +92,13 @@ class ChatSession(ABC):
         """Lines of statistics."""
 
 
-def plural(number: int, what: str) -> str:
-    """`1 message`, `2 messages`."""
-    return f"{number} {what}{'s' * (number != 1)}"
+def drop_oldest_turn(messages: list[Message]) -> int:
+    """Drops the oldest turn, never a system message or the last question; how many messages."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    later = (i for i, each in enumerate(messages) if i > first and each["role"] == "user")
+    end = next(later, first)
+    del messages[first:end]
+    return end - first
 
 
 def print_rates(line: str) -> None:

@@ -14,10 +14,11 @@ from jinfer.cli.terminal.chat_loop import (
     UNANSWERED,
     ChatSession,
     check_streamable,
-    plural,
+    drop_oldest_turn,
     print_rates,
 )
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
+from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
@@ -34,7 +35,7 @@ class LocalChat(ChatSession):
         llm: the model.
     """
 
-    mistakes = USER_ERRORS
+    caught = USER_ERRORS
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -103,12 +104,9 @@ def drop_oldest_turns(
     """
     kept = list(messages)
     wanted = min(max_tokens or room, room // _SHARE)
-    first = 1 if kept[0]["role"] == "system" else 0
     while len(ids := encode(kept)) + wanted > room:
-        turns = [i for i, m in enumerate(kept) if i > first and m["role"] == "user"]
-        if not turns:
+        if not drop_oldest_turn(kept):
             break
-        del kept[first : turns[0]]
     if len(ids) >= room:
         raise RequestError(
             f"the message takes {len(ids)} of the {room} tokens that there are; shorten it, or "

@@ -32,7 +32,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import parse_override
-from jinfer.modelspec.toml_tables import merge
+from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening import model_catalogue
 from jinfer.progress import task
 from jinfer.runtime.interrupts import interrupts_raised
@@ -85,11 +85,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
         overrides = merge(overrides, parse_override(text))
     for key, name in FLAG_OF_KEY.items():
         if (value := getattr(options, name)) is not None:
-            *tables, last = key.split(".")
-            given: dict[str, Any] = {last: value}
-            for table in reversed(tables):
-                given = {table: given}
-            overrides = merge(overrides, given)
+            overrides = merge(overrides, nested(key, value))
     if options.system is not None:
         overrides = merge(overrides, {"prompt": {"system": options.system}})
     if changes := sampling(options):

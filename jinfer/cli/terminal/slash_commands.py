@@ -123,7 +123,7 @@ def _save(chat: ChatInterface, name: str) -> None:
     except OSError as error:
         raise RequestError(f"{name}: {error.strerror}") from None
     chat.file = path
-    print(f"({_messages(chat)} in {name})")
+    print(f"({plural(len(chat.messages), 'message')} in {name})")
 
 
 def _load(chat: ChatInterface, name: str) -> None:
@@ -136,11 +136,12 @@ def _load(chat: ChatInterface, name: str) -> None:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{name}: is no conversation: {error}") from None
     chat.file = path
-    print(f"({_messages(chat)})")
+    print(f"({plural(len(chat.messages), 'message')})")
 
 
-def _messages(chat: ChatInterface) -> str:
-    return f"{len(chat.messages)} message{'s' * (len(chat.messages) != 1)}"
+def plural(number: int, what: str) -> str:
+    """`1 message`, `2 messages`."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _set(chat: ChatInterface, setting: str) -> None:

@@ -1,4 +1,4 @@
-"""Child process of `sandboxed_compile`: compiles grammars, a hostile one of which may exhaust it."""
+"""Child process of `sandboxed_compile`: compiles grammars, one of which may exhaust it."""
 
 from __future__ import annotations
 
