@@ -13,12 +13,6 @@ import numpy as np
 from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
-from jinfer.api.text_embeddings import (
-    SIMILARITIES,
-    EmbeddingTokens,
-    embedding_prompt,
-    max_text_tokens,
-)
 from jinfer.engine.requests import RequestError
 from jinfer.opening.pooling_config import Vectors
 from jinfer.server.http_errors import (
@@ -31,18 +25,11 @@ from jinfer.server.http_errors import (
 from jinfer.server.http_responses import HttpResponse, dumps_list
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
-from jinfer.server.schemas.embeddings import (
-    ClassifyRequest,
-    Document,
-    EmbeddingRequest,
-    FillMaskRequest,
-    RerankRequest,
-    ScoreRequest,
-)
+from jinfer.server.schemas import embeddings as schemas
 from jinfer.server.service import RequestContext, Service
 
 
-async def embeddings(call: RequestContext[EmbeddingRequest]) -> HttpResponse:
+async def embeddings(call: RequestContext[schemas.EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = call.body
     call.note(user=body.user)
@@ -135,11 +122,11 @@ def _tokens(
     param: str,
     truncate: int | None,
     prompt_name: str | None,
-) -> list[EmbeddingTokens]:
+) -> list[text_embeddings.EmbeddingTokens]:
     """Tokenizes texts, each after the model's prompt of that name. Slow: use a worker thread."""
     session, pooling = hosted.session, hosted.session.opened.pooling
     try:
-        prompt, skipped = embedding_prompt(session, prompt_name)
+        prompt, skipped = text_embeddings.embedding_prompt(session, prompt_name)
     except RequestError as error:
         raise as_api_error(error, param="prompt_name") from error
     listed = [texts] if is_single_prompt(texts) else [*texts]
@@ -150,7 +137,7 @@ def _tokens(
     found = _ids(service, hosted, worded, param, truncate)
     counts = [skipped if one else 0 for one in are_texts]
     return [
-        EmbeddingTokens(ids, min(count, len(ids) - 1))
+        text_embeddings.EmbeddingTokens(ids, min(count, len(ids) - 1))
         for ids, count in zip(found, counts, strict=True)
     ]
 
@@ -167,7 +154,7 @@ def _ids(
     if session.engine.model.has_cross_attention:
         raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
     listed = prompt_ids(texts, session, service.settings.max_prompts, param=param)
-    longest = max_text_tokens(session)
+    longest = text_embeddings.max_text_tokens(session)
     if truncate is not None:
         if truncate < -1 or truncate == 0:
             raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
@@ -215,7 +202,7 @@ async def _similarities(
         await _embed(service, hosted, [*texts], param, truncate, prompt)
         for texts, param, prompt in zip((first, second), params, prompts, strict=True)
     ]
-    return SIMILARITIES[pooling.similarity](left, right).tolist(), some + more
+    return text_embeddings.SIMILARITIES[pooling.similarity](left, right).tolist(), some + more
 
 
 def _first_prompt_name(hosted: ServedModel, *names: str) -> str | None:
@@ -223,12 +210,12 @@ def _first_prompt_name(hosted: ServedModel, *names: str) -> str | None:
     return next((name for name in names if name in hosted.session.opened.pooling.prompts), None)
 
 
-async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
+async def rerank(call: RequestContext[schemas.RerankRequest]) -> HttpResponse:
     """Ranks documents by their similarity to a query."""
     body = call.body
     call.note(user=body.user)
     documents, param = _either_field(body, "documents", "texts")
-    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    texts = [one.text if isinstance(one, schemas.Document) else one for one in documents]
     truncate = -1 if body.truncate else body.truncate_prompt_tokens
     async with call.service.models.use(body.model) as hosted:
         call.note(model=hosted.name)
@@ -277,7 +264,7 @@ async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
         )
 
 
-async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
+async def score(call: RequestContext[schemas.ScoreRequest]) -> HttpResponse:
     """Scores the similarity of pairs of texts."""
     body = call.body
     call.note(user=body.user)
@@ -312,14 +299,14 @@ async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
         )
 
 
-async def classify(call: RequestContext[ClassifyRequest]) -> HttpResponse:
+async def classify(call: RequestContext[schemas.ClassifyRequest]) -> HttpResponse:
     """Rejects classification: no family has a classification head."""
     hosted = call.service.models.find(call.body.model)
     message = f"the model {hosted.name} has no head that puts texts into classes"
     raise ApiError(501, message, param="model", code="not_supported")
 
 
-async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:
+async def fill_mask(call: RequestContext[schemas.FillMaskRequest]) -> HttpResponse:
     """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
     body = call.body
     call.note(user=body.user)

@@ -19,13 +19,7 @@ from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server.http_errors import (
-    ApiError,
-    model_loading,
-    process_unresponsive,
-    shutting_down,
-    unknown_model,
-)
+from jinfer.server import http_errors
 from jinfer.server.server_settings import ModelSource
 from jinfer.weights.model_size import sizes_of
 
@@ -137,7 +131,7 @@ class ModelManager:
                 one.state = "loading"
             await self._load(one)
             if one.state == "failed":
-                raise ApiError(503, one.error)
+                raise http_errors.ApiError(503, one.error)
         self._started = True
 
     def refuse_requests(self) -> None:
@@ -168,7 +162,7 @@ class ModelManager:
         for one in self.models:
             if name in (one.name, one.source.path):
                 return one
-        raise unknown_model(name, [one.name for one in self.models])
+        raise http_errors.unknown_model(name, [one.name for one in self.models])
 
     def find(self, name: str | None) -> ServedModel:
         """The model that a request means. Raises `ApiError` if there is none."""
@@ -189,11 +183,11 @@ class ModelManager:
         """
         one = self.find(name)
         if self._closing:
-            raise shutting_down()
+            raise http_errors.shutting_down()
         if not self._started and one.state != "ready":
-            raise model_loading()
+            raise http_errors.model_loading()
         if reason := self.unavailable_reason():
-            raise process_unresponsive(reason)
+            raise http_errors.process_unresponsive(reason)
         one.users += 1
         try:
             if one.state != "ready":
@@ -224,7 +218,7 @@ class ModelManager:
             if one.state == "failed":
                 # The next request tries again: the file may have been repaired.
                 one.state = "absent"
-                raise ApiError(503, f"{one.name} could not be loaded: {one.error}")
+                raise http_errors.ApiError(503, f"{one.name} could not be loaded: {one.error}")
 
     async def _load(self, one: ServedModel) -> None:
         """Loads a model in a worker thread."""

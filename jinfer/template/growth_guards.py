@@ -12,16 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from jinfer.template import template_limits as limits
 from jinfer.template.template_errors import TemplateError
-from jinfer.template.template_limits import (
-    MAX_BITS,
-    MAX_SIZE,
-    check_size,
-    check_time,
-    collect,
-    measure,
-    require_sandbox,
-)
 
 _WIDE_BRACE = re.compile(r"[:.][^{}]*\d{4}|\{[^{}]*\{")  # {:9999}, {:{width}}
 _WIDTHS = re.compile(r"[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")  # after % and a name in parentheses
@@ -60,7 +52,7 @@ Arguments = tuple[Any, ...]
 
 def iterators(args: Arguments) -> Arguments:
     """The arguments with iterators replaced by lists, for a callee that collects them."""
-    return tuple(collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
+    return tuple(limits.collect(arg) if isinstance(arg, Iterator) else arg for arg in args)
 
 
 def check_method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
@@ -74,7 +66,7 @@ def check_method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, An
     guard = _METHODS.get(name) if isinstance(owner, str) else None
     args = guard(owner, args, kwargs) if guard else args
     if name not in _CHEAP_METHODS:
-        require_sandbox()
+        limits.require_sandbox()
     elif name in _STRIPPING:
         _strip(args)
     return args
@@ -83,40 +75,42 @@ def check_method(owner: Any, name: str, args: Arguments, kwargs: Mapping[str, An
 def _strip(args: Arguments) -> None:
     """`strip` compares each character with all that are stripped."""
     if any(isinstance(arg, str) and len(arg) > _MAX_STRIPPED for arg in args):
-        require_sandbox()
+        limits.require_sandbox()
 
 
 def _format(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if _WIDE_BRACE.search(owner):
         raise TemplateError("the template formats with a width of thousands or a computed one")
-    check_size(len(owner) + owner.count("{") * (measure(args) + measure(kwargs) + _MAX_COUNT))
+    limits.check_size(
+        len(owner) + owner.count("{") * (limits.measure(args) + limits.measure(kwargs) + _MAX_COUNT)
+    )
     return args
 
 
 def _replace(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        check_size(len(owner) + owner.count(args[0]) * len(args[1]))
+        limits.check_size(len(owner) + owner.count(args[0]) * len(args[1]))
     return args
 
 
 def _join(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if len(args) != 1:
         return args
-    items = collect(args[0])
-    check_size(measure(items) + len(owner) * len(items))
+    items = limits.collect(args[0])
+    limits.check_size(limits.measure(items) + len(owner) * len(items))
     return (items,)
 
 
 def _width(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     for value in (*args, *kwargs.values()):
         if isinstance(value, int):
-            check_size((len(owner) + 1) * value if value > _MAX_COUNT else value)
-            check_size(owner.count("\t") * value)
+            limits.check_size((len(owner) + 1) * value if value > _MAX_COUNT else value)
+            limits.check_size(owner.count("\t") * value)
     return args
 
 
 def _translate(owner: str, args: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
-    check_size(len(owner) * measure(args))
+    limits.check_size(len(owner) * limits.measure(args))
     return args
 
 
@@ -136,20 +130,22 @@ _METHODS: dict[str, Callable[[str, Arguments, Mapping[str, Any]], Arguments]] = 
 
 def check_operator(symbol: str, left: Any, right: Any) -> None:
     """Checks `left <symbol> right`. Raises `TemplateError` if the result would be too large."""
-    check_time()
+    limits.check_time()
     if symbol in ("**", "//", "/"):
-        require_sandbox()
+        limits.require_sandbox()
     if isinstance(left, int) and isinstance(right, int):
         bits, other = left.bit_length(), right.bit_length()
         size = bits * right if symbol == "**" else bits + other
-        if size > MAX_BITS:
-            raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
+        if size > limits.MAX_BITS:
+            raise TemplateError(
+                f"the template computes a number of more than {limits.MAX_BITS} bits"
+            )
     elif symbol == "*":
         for value, count in ((left, right), (right, left)):
             if isinstance(value, str | bytes | list | tuple) and isinstance(count, int):
-                check_size(measure(value) * count)
+                limits.check_size(limits.measure(value) * count)
     elif symbol == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
-        check_size(len(left) + len(right))
+        limits.check_size(len(left) + len(right))
     elif symbol == "%" and isinstance(left, str):
         check_percent(left, right)
 
@@ -166,8 +162,8 @@ def check_percent(text: str, values: Any) -> None:
                 raise TemplateError(reason)
         # %% is a literal percent sign; other conversions were checked above.
         at = text.find("%", max(found.end() + text.startswith("%", found.end()), at + 1))
-    check_size(len(text) + text.count("%") * (measure(values) + _MAX_COUNT))
-    require_sandbox()
+    limits.check_size(len(text) + text.count("%") * (limits.measure(values) + _MAX_COUNT))
+    limits.require_sandbox()
 
 
 def _after_name(text: str, at: int) -> int:
@@ -188,14 +184,14 @@ def check_filter(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argum
     Raises:
         TemplateError: the result would be too large.
     """
-    check_time()
+    limits.check_time()
     if name not in _CHEAP_FILTERS:
-        require_sandbox()
+        limits.require_sandbox()
     value, rest = args[0], args[1:]
     if name in _EACH:
         _each(value, (*rest, *kwargs.values()))
     if name in _CONSUMERS and isinstance(value, Iterator):
-        value = collect(value)
+        value = limits.collect(value)
         args = (value, *rest)
     if name == "join":
         return _joined(value, rest, kwargs)
@@ -208,7 +204,7 @@ def check_filter(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argum
         text = str(value)
         for width in (*rest, *kwargs.values()):
             size = len(width) if isinstance(width, str) else int(width)
-            check_size(len(text) + (text.count("\n") + 1) * size)
+            limits.check_size(len(text) + (text.count("\n") + 1) * size)
     elif name in ("batch", "slice"):
         _count(rest, kwargs)
     elif name == "sum":
@@ -216,7 +212,7 @@ def check_filter(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argum
         if not isinstance(start, int | float):
             raise TemplateError("the template sums what is not numbers")
     elif name == "string":
-        measure(value)
+        limits.measure(value)
     elif name == "trim":
         _strip((*rest, *kwargs.values()))
     elif name == "round":
@@ -227,9 +223,9 @@ def check_filter(name: str, args: Arguments, kwargs: Mapping[str, Any]) -> Argum
 def _each(value: Any, rest: Arguments) -> None:
     """A string is also a sequence of characters, and may be longer than any list."""
     if isinstance(value, str) and len(value) > _MAX_LETTERS:
-        require_sandbox()
+        limits.require_sandbox()
     if any(isinstance(arg, str) and len(arg) > _MAX_NAME for arg in rest):
-        require_sandbox()
+        limits.require_sandbox()
 
 
 def _round(rest: Arguments) -> None:
@@ -240,9 +236,9 @@ def _round(rest: Arguments) -> None:
 
 def _joined(value: Any, rest: Arguments, kwargs: Mapping[str, Any]) -> Arguments:
     if isinstance(value, Iterable):
-        value = collect(value)
+        value = limits.collect(value)
         between = str((*rest, kwargs.get("d", ""))[0])
-        check_size(measure(value) + len(between) * len(value))
+        limits.check_size(limits.measure(value) + len(between) * len(value))
     return (value, *rest)
 
 
@@ -260,7 +256,7 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as chat templates expect it: no HTML escapes, non-ASCII characters as they are."""
-    measure(value)
+    limits.measure(value)
     if indent is not None and not (isinstance(indent, int) and indent <= _MAX_INDENT):
         raise TemplateError(f"the template indents JSON by more than {_MAX_INDENT}")
     if separators is not None and max(map(len, separators)) > _MAX_INDENT:
@@ -274,8 +270,8 @@ def to_json(
     size = 0
     for chunk in encoder.iterencode(value):  # indentation can make it long
         size += len(chunk)
-        if size > MAX_SIZE:
-            check_size(size)
+        if size > limits.MAX_SIZE:
+            limits.check_size(size)
         chunks.append(chunk)
-    check_time()
+    limits.check_time()
     return "".join(chunks)

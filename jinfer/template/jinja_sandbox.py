@@ -24,15 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from jinfer.template import growth_guards
+from jinfer.template import template_limits as limits
 from jinfer.template.template_errors import TemplateError
-from jinfer.template.template_limits import (
-    MAX_BITS,
-    check_size,
-    check_time,
-    count_made,
-    count_written,
-    measure,
-)
 
 # Of no use in a prompt, and unbounded in their arguments.
 _REMOVED_FILTERS = ("wordwrap", "xmlattr", "urlize", "pprint", "striptags")
@@ -89,7 +82,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _sized(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        check_time()
+        limits.check_time()
         if isinstance(__obj, BuiltinMethodType | type):
             args = growth_guards.iterators(args)
         owner = getattr(__obj, "__self__", None)
@@ -114,23 +107,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _sized(value: Any) -> Any:
     """Checks and counts a value's size."""
     if isinstance(value, str):
-        check_size(len(value))
-        count_made(len(value))
+        limits.check_size(len(value))
+        limits.count_made(len(value))
     elif isinstance(value, list | tuple | dict | set):
-        count_made(measure(value))
-    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise TemplateError(f"the template computes a number of more than {MAX_BITS} bits")
+        limits.count_made(limits.measure(value))
+    elif isinstance(value, int) and value.bit_length() > limits.MAX_BITS:
+        raise TemplateError(f"the template computes a number of more than {limits.MAX_BITS} bits")
     return value
 
 
 def _tick(value: Any) -> Any:
-    check_time()
+    limits.check_time()
     return value
 
 
 def _concat(values: tuple[Any, ...]) -> str:
-    size = measure(values)
-    count_made(size)
+    size = limits.measure(values)
+    limits.count_made(size)
     return "".join(map(str, values))
 
 
@@ -138,9 +131,9 @@ def _concat(values: tuple[Any, ...]) -> str:
 def _checked_output(context: Context, value: Any) -> str:
     """Checks and counts what `{{ }}` and literal text output."""
     if not isinstance(value, str):
-        measure(value)
+        limits.measure(value)
         value = str(value)
-    count_written(len(value))
+    limits.count_written(len(value))
     return value
 
 
@@ -160,7 +153,7 @@ def _timed(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_time()
+        limits.check_time()
         return run(*args, **kwargs)
 
     return call

@@ -8,21 +8,14 @@ from typing import Any
 from jinfer.api.prompt_inputs import parse_params
 from jinfer.cli.remote.chat_request import RemoteAnswer, chat_body, stream_answer
 from jinfer.cli.remote.http_client import RemoteError, ServerConnection
-from jinfer.cli.terminal.chat_loop import (
-    STOPPED,
-    UNANSWERED,
-    ChatSession,
-    check_streamable,
-    drop_oldest_turn,
-    print_rates,
-)
+from jinfer.cli.terminal import chat_loop
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.sampling_params import SamplingParams
 
 
-class RemoteChat(ChatSession):
+class RemoteChat(chat_loop.ChatSession):
     """A conversation with a model on a server.
 
     Attributes:
@@ -47,20 +40,20 @@ class RemoteChat(ChatSession):
                 self.last = answer = stream_answer(self.server, asked, screen, print_reasoning)
                 break
             except RemoteError as error:
-                count = drop_oldest_turn(kept) if error.full else 0
+                count = chat_loop.drop_oldest_turn(kept) if error.full else 0
                 if not count:
                     raise
                 dropped += count
         self.messages = kept
         if answer.interrupted and not answer.text:
-            screen.end(UNANSWERED)
+            screen.end(chat_loop.UNANSWERED)
             return
         self.messages = [*kept, {"role": "assistant", "content": answer.text}]
         cut = " [cut off: a limit of tokens]" if answer.reason == "length" else ""
-        screen.end(STOPPED if answer.interrupted else cut)
+        screen.end(chat_loop.STOPPED if answer.interrupted else cut)
         if dropped:
             print(f"(the {plural(dropped, 'oldest message')} were dropped: the context is full)")
-        print_rates(answer.rates())
+        chat_loop.print_rates(answer.rates())
         self._asked += answer.usage.get("prompt_tokens") or 0
         self._answered += answer.usage.get("completion_tokens") or 0
 
@@ -69,7 +62,7 @@ class RemoteChat(ChatSession):
         given = {**self.sampling, **changes}
         usual = {"temperature": 1.0}  # OpenAI's default, if neither the user nor the model sets one
         set_ = {name: value for name, value in given.items() if value is not None}
-        return check_streamable(parse_params({}, None, usual | set_))
+        return chat_loop.check_streamable(parse_params({}, None, usual | set_))
 
     def stats(self) -> list[str]:
         """Token counts of all answers."""

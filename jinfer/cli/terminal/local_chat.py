@@ -8,15 +8,7 @@ from typing import Any
 
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.cli.terminal import show_answer
-from jinfer.cli.terminal.chat_loop import (
-    STOPPED,
-    UNANSWERED,
-    ChatSession,
-    check_streamable,
-    drop_oldest_turn,
-    print_rates,
-)
+from jinfer.cli.terminal import chat_loop, show_answer
 from jinfer.cli.terminal.show_answer import print_answer, usage_of
 from jinfer.cli.terminal.slash_commands import plural
 from jinfer.cli.terminal.text_wrap import WrappingWriter
@@ -28,7 +20,7 @@ from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 _SHARE = 4  # one part of the context is reserved for an answer
 
 
-class LocalChat(ChatSession):
+class LocalChat(chat_loop.ChatSession):
     """A conversation with a model in this process.
 
     Attributes:
@@ -61,17 +53,21 @@ class LocalChat(ChatSession):
             interrupted = print_answer(stream, chunks, screen, self.llm, len(ids))
         self.messages = kept
         if not chunks:
-            screen.end(UNANSWERED)
+            screen.end(chat_loop.UNANSWERED)
             return
         text = "".join(chunk.text for chunk in chunks)
         self.messages = [*kept, {"role": "assistant", "content": text}]
-        screen.end(STOPPED if interrupted else _mark(chunks, most == params.max_tokens, most))
+        screen.end(
+            chat_loop.STOPPED if interrupted else _mark(chunks, most == params.max_tokens, most)
+        )
         usage = usage_of(self.llm, interrupted)
-        print_rates(rates(usage, self.llm.compile_seconds - waited))
+        chat_loop.print_rates(rates(usage, self.llm.compile_seconds - waited))
 
     def params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters of the next message. Raises `RequestError`."""
-        return check_streamable(self.llm.session.sampling(None, {**self.sampling, **changes}))
+        return chat_loop.check_streamable(
+            self.llm.session.sampling(None, {**self.sampling, **changes})
+        )
 
     def stats(self) -> list[str]:
         """Token counts of the conversation and of all answers."""
@@ -105,7 +101,7 @@ def drop_oldest_turns(
     kept = list(messages)
     wanted = min(max_tokens or room, room // _SHARE)
     while len(ids := encode(kept)) + wanted > room:
-        if not drop_oldest_turn(kept):
+        if not chat_loop.drop_oldest_turn(kept):
             break
     if len(ids) >= room:
         raise RequestError(

@@ -6,21 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from jinfer.server.schemas import schema_base as base
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import (
-    MAX_ITEMS,
-    Ignored,
-    JsonText,
-    OtherTool,
-    ReplayedModel,
-    RequestModel,
-    ResponseModel,
-    StreamOptions,
-    Timings,
-    TokenUsage,
-    rejected_field,
-    tool_kind,
-)
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 CacheControl = Annotated[
@@ -28,7 +15,7 @@ CacheControl = Annotated[
 ]
 
 
-class ContentPart(RequestModel):
+class ContentPart(base.RequestModel):
     """A content part of a message; only text is supported."""
 
     type: Literal["text", "refusal", "image_url", "input_audio", "file"]
@@ -40,14 +27,14 @@ class ContentPart(RequestModel):
     cache_control: CacheControl = None
 
 
-class FunctionCall(ReplayedModel):
+class FunctionCall(base.ReplayedModel):
     """A function call by the model, with its arguments as JSON text."""
 
     name: str
-    arguments: JsonText = Field("", description="none: {}; an object counts as its text")
+    arguments: base.JsonText = Field("", description="none: {}; an object counts as its text")
 
 
-class ToolCall(ReplayedModel):
+class ToolCall(base.ReplayedModel):
     """A tool call in an assistant message."""
 
     id: str | None = None
@@ -56,7 +43,7 @@ class ToolCall(ReplayedModel):
     index: int | None = None
 
 
-class Message(ReplayedModel):
+class Message(base.ReplayedModel):
     """A message of a conversation."""
 
     role: str = Field(description="system, developer, user, assistant, tool, or a template's own")
@@ -76,7 +63,7 @@ class Message(ReplayedModel):
         return self.role == "assistant"
 
 
-class Function(RequestModel):
+class Function(base.RequestModel):
     """A function that the model may call."""
 
     name: FunctionName
@@ -86,7 +73,7 @@ class Function(RequestModel):
     cache_control: CacheControl = None
 
 
-class Tool(RequestModel):
+class Tool(base.RequestModel):
     """A tool that the model may use."""
 
     type: Literal["function"]
@@ -94,13 +81,13 @@ class Tool(RequestModel):
     cache_control: CacheControl = None
 
 
-class NamedFunction(RequestModel):
+class NamedFunction(base.RequestModel):
     """The name of a function."""
 
     name: FunctionName
 
 
-class NamedTool(RequestModel):
+class NamedTool(base.RequestModel):
     """A tool choice that names the tool to call."""
 
     type: Literal["function"]
@@ -108,15 +95,16 @@ class NamedTool(RequestModel):
 
 
 AnyTool = Annotated[
-    Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(tool_kind)
+    Annotated[Tool, Tag("function")] | Annotated[base.OtherTool, Tag("other")],
+    Discriminator(base.tool_kind),
 ]
 
 
-class ChatTemplateFields(RequestModel):
+class ChatTemplateFields(base.RequestModel):
     """The fields that a chat template renders into a prompt."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
-    tools: list[AnyTool] | None = Field(None, max_length=MAX_ITEMS)
+    messages: list[Message] = Field(min_length=1, max_length=base.MAX_ITEMS)
+    tools: list[AnyTool] | None = Field(None, max_length=base.MAX_ITEMS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -126,11 +114,13 @@ class ChatTemplateFields(RequestModel):
     reasoning_effort: str | None = Field(None, description="where the model's template reads it")
 
 
-Store = Annotated[bool | None, Ignored("nothing is stored here", (False,))]
-ServiceTier = Annotated[str | None, Ignored("all requests are served alike", ("auto", "default"))]
+Store = Annotated[bool | None, base.Ignored("nothing is stored here", (False,))]
+ServiceTier = Annotated[
+    str | None, base.Ignored("all requests are served alike", ("auto", "default"))
+]
 Verbosity = Annotated[
     Literal["low", "medium", "high"] | None,
-    Ignored("how much the model says is its own matter", ("medium",)),
+    base.Ignored("how much the model says is its own matter", ("medium",)),
 ]
 
 
@@ -139,7 +129,7 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: base.StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     parallel_tool_calls: bool | None = None
@@ -152,15 +142,15 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     service_tier: ServiceTier = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Verbosity = None
-    prediction: Annotated[dict[str, Any] | None, Ignored("the model guesses by itself")] = None
+    prediction: Annotated[dict[str, Any] | None, base.Ignored("the model guesses by itself")] = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
-    audio: Annotated[None, rejected_field("answers are texts only")] = None
+    audio: Annotated[None, base.rejected_field("answers are texts only")] = None
     web_search_options: Annotated[
-        dict[str, Any] | None, Ignored("nothing here searches the web")
+        dict[str, Any] | None, base.Ignored("nothing here searches the web")
     ] = None
 
 
-class TopLogprob(ResponseModel):
+class TopLogprob(base.ResponseModel):
     """An alternative token with its log-probability."""
 
     token: str
@@ -174,14 +164,14 @@ class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(ResponseModel):
+class ChoiceLogprobs(base.ResponseModel):
     """Log-probabilities of an answer's tokens."""
 
     content: list[ChatTokenLogprob] | None = None
     refusal: None = None
 
 
-class AnswerMessage(ResponseModel):
+class AnswerMessage(base.ResponseModel):
     """A message generated by the model."""
 
     role: Literal["assistant"]
@@ -191,7 +181,7 @@ class AnswerMessage(ResponseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(ResponseModel):
+class ChatChoice(base.ResponseModel):
     """One answer."""
 
     index: int
@@ -200,7 +190,7 @@ class ChatChoice(ResponseModel):
     finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
 
 
-class ChatResponse(ResponseModel):
+class ChatResponse(base.ResponseModel):
     """The response of /v1/chat/completions."""
 
     id: str
@@ -208,5 +198,5 @@ class ChatResponse(ResponseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: TokenUsage
-    timings: Timings | None = None
+    usage: base.TokenUsage
+    timings: base.Timings | None = None

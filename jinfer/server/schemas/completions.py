@@ -6,23 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
+from jinfer.server.schemas import schema_base as base
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import (
-    Prompts,
-    ResponseModel,
-    StreamOptions,
-    Timings,
-    TokenUsage,
-)
 
 
 class CompletionRequest(SamplingFields):
     """A request to /v1/completions."""
 
-    prompt: Prompts
+    prompt: base.Prompts
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: base.StreamOptions | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = Field(None, description="refused: models are not asked to fill in")
@@ -31,7 +25,7 @@ class CompletionRequest(SamplingFields):
     user: str | None = Field(None, description="is logged")
 
 
-class TextLogprobs(ResponseModel):
+class TextLogprobs(base.ResponseModel):
     """Log-probabilities of an answer's tokens."""
 
     tokens: list[str]
@@ -40,7 +34,7 @@ class TextLogprobs(ResponseModel):
     text_offset: list[int]
 
 
-class TextChoice(ResponseModel):
+class TextChoice(base.ResponseModel):
     """One answer."""
 
     index: int
@@ -49,7 +43,7 @@ class TextChoice(ResponseModel):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class CompletionResponse(ResponseModel):
+class CompletionResponse(base.ResponseModel):
     """The response of /v1/completions."""
 
     id: str
@@ -57,5 +51,5 @@ class CompletionResponse(ResponseModel):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: TokenUsage
-    timings: Timings | None = None
+    usage: base.TokenUsage
+    timings: base.Timings | None = None

@@ -6,18 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
+from jinfer.server.schemas import schema_base as base
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import (
-    No,
-    RequestModel,
-    ResponseModel,
-    Timings,
-    Zero,
-    rejected_field,
-)
 
 
-class LlamaText(RequestModel):
+class LlamaText(base.RequestModel):
     """A prompt with optional multimodal data, which is not supported."""
 
     prompt_string: str
@@ -38,15 +31,16 @@ class LlamaRequest(SamplingFields):
     response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
     t_max_predict_ms: int | None = Field(None, description="0: any time")
     n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
-    n_indent: Zero | None = None
-    n_discard: Zero | None = None
-    min_keep: Zero | None = None
+    n_indent: base.Zero | None = None
+    n_discard: base.Zero | None = None
+    min_keep: base.Zero | None = None
     post_sampling_probs: Annotated[
-        No | None, rejected_field("probabilities are those before the samplers; leave it out")
+        base.No | None,
+        base.rejected_field("probabilities are those before the samplers; leave it out"),
     ] = None
 
 
-class LlamaCompletion(ResponseModel):
+class LlamaCompletion(base.ResponseModel):
     """A whole answer, or the last event of a stream; `response_fields` selects fields."""
 
     index: int = 0
@@ -63,7 +57,7 @@ class LlamaCompletion(ResponseModel):
     truncated: bool = False
     stop_type: Literal["eos", "limit", "word", "none"] = "none"
     stopping_word: str = ""
-    timings: Timings | None = None
+    timings: base.Timings | None = None
 
 
 class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
@@ -91,7 +85,7 @@ class InferflowRequest(SamplingFields):
     header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
 
 
-class InferflowResponse(ResponseModel):
+class InferflowResponse(base.ResponseModel):
     """A chunk of an Inferflow answer, or all of it."""
 
     text: str

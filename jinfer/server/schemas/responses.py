@@ -6,30 +6,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from jinfer.server.schemas.chat import (
-    CacheControl,
-    FunctionName,
-    ServiceTier,
-    Store,
-    Verbosity,
-)
+from jinfer.server.schemas import chat
+from jinfer.server.schemas import schema_base as base
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.schemas.schema_base import (
-    MAX_ITEMS,
-    Ignored,
-    JsonText,
-    No,
-    OtherTool,
-    ReplayedModel,
-    RequestModel,
-    ResponseModel,
-    StreamOptions,
-    rejected_field,
-    tool_kind,
-)
 
 
-class InputPart(ReplayedModel):
+class InputPart(base.ReplayedModel):
     """A content part of a message; only text is supported."""
 
     type: Literal[
@@ -45,7 +27,7 @@ class InputPart(ReplayedModel):
     file_data: str | None = None
     filename: str | None = None
     input_audio: dict[str, Any] | None = None
-    cache_control: CacheControl = None
+    cache_control: chat.CacheControl = None
 
     @property
     def was_answer(self) -> bool:
@@ -53,7 +35,7 @@ class InputPart(ReplayedModel):
         return self.type in ("output_text", "refusal")
 
 
-class InputItem(ReplayedModel):
+class InputItem(base.ReplayedModel):
     """An input item: a message, function call, function call output, or reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
@@ -64,11 +46,11 @@ class InputItem(ReplayedModel):
     phase: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: JsonText | None = None
+    arguments: base.JsonText | None = None
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
-    encrypted_content: Annotated[str | None, Ignored("thoughts are given as they are")] = None
-    cache_control: CacheControl = None
+    encrypted_content: Annotated[str | None, base.Ignored("thoughts are given as they are")] = None
+    cache_control: chat.CacheControl = None
 
     @property
     def was_answer(self) -> bool:
@@ -76,25 +58,25 @@ class InputItem(ReplayedModel):
         return self.role == "assistant" or self.type in ("function_call", "reasoning")
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(base.RequestModel):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: FunctionName
+    name: chat.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: CacheControl = None
+    cache_control: chat.CacheControl = None
 
 
-class NamedFunctionTool(RequestModel):
+class NamedFunctionTool(base.RequestModel):
     """A tool choice that names the function to call."""
 
     type: Literal["function"]
-    name: FunctionName
+    name: chat.FunctionName
 
 
-class TextFormat(RequestModel):
+class TextFormat(base.RequestModel):
     """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -104,15 +86,15 @@ class TextFormat(RequestModel):
     strict: bool | None = None
 
 
-class TextOptions(RequestModel):
+class TextOptions(base.RequestModel):
     """Text options of the answer."""
 
     format: TextFormat | None = None
-    verbosity: Verbosity = None
+    verbosity: chat.Verbosity = None
 
 
 _Summary = Annotated[
-    Literal["auto", "concise", "detailed"] | None, Ignored("thoughts are given as they are")
+    Literal["auto", "concise", "detailed"] | None, base.Ignored("thoughts are given as they are")
 ]
 LOGPROBS: Final = "message.output_text.logprobs"
 Include = Literal[
@@ -127,7 +109,7 @@ Include = Literal[
 ]
 
 
-class ReasoningOptions(RequestModel):
+class ReasoningOptions(base.RequestModel):
     """Reasoning options."""
 
     effort: str | None = None
@@ -136,18 +118,18 @@ class ReasoningOptions(RequestModel):
 
 
 AnyFunctionTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(tool_kind),
+    Annotated[FunctionTool, Tag("function")] | Annotated[base.OtherTool, Tag("other")],
+    Discriminator(base.tool_kind),
 ]
 
 
-_NOT_STORED = rejected_field("nothing is stored here; send the whole conversation as input")
+_NOT_STORED = base.rejected_field("nothing is stored here; send the whole conversation as input")
 
 
 class ResponseRequest(SamplingFields):
     """A request to /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
+    input: str | Annotated[list[InputItem], Field(max_length=base.MAX_ITEMS)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -157,26 +139,27 @@ class ResponseRequest(SamplingFields):
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[AnyFunctionTool] | None = Field(None, max_length=MAX_ITEMS)
+    tools: list[AnyFunctionTool] | None = Field(None, max_length=base.MAX_ITEMS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: base.StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the oldest messages are left out until the rest fits"
     )
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
-    client_metadata: Annotated[dict[str, Any] | None, Ignored("nothing reads it")] = None
-    max_tool_calls: Annotated[int | None, Ignored("no tools are called here")] = None
+    client_metadata: Annotated[dict[str, Any] | None, base.Ignored("nothing reads it")] = None
+    max_tool_calls: Annotated[int | None, base.Ignored("no tools are called here")] = None
     user: str | None = Field(None, description="is logged")
     safety_identifier: str | None = None
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
     prompt_cache_retention: str | None = None
-    service_tier: ServiceTier = None
-    store: Store = None
+    service_tier: chat.ServiceTier = None
+    store: chat.Store = None
     background: Annotated[
-        No | None, rejected_field("no answer is kept for later; wait for it, or stream it")
+        base.No | None,
+        base.rejected_field("no answer is kept for later; wait for it, or stream it"),
     ] = None
     previous_response_id: Annotated[None, _NOT_STORED] = Field(
         None, description="nothing is stored"
@@ -185,7 +168,7 @@ class ResponseRequest(SamplingFields):
     prompt: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
 
 
-class ResponseUsage(ResponseModel):
+class ResponseUsage(base.ResponseModel):
     """Token counts of a response."""
 
     input_tokens: int
@@ -195,7 +178,7 @@ class ResponseUsage(ResponseModel):
     total_tokens: int
 
 
-class ResponseObject(ResponseModel):
+class ResponseObject(base.ResponseModel):
     """The response of /v1/responses."""
 
     id: str
