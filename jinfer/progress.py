@@ -13,13 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 _SHOW_SECONDS, _LOG_SECONDS = 0.3, 1.0  # seconds after which a task is shown, and logged
-_UPDATE_SECONDS = {
-    "terminal": 0.1,
-    "notebook": 1.0,
-}  # seconds between updates; a notebook saves each one
+_UPDATE_SECONDS = {"terminal": 0.1, "notebook": 1.0}  # a notebook saves each update
 _BAR, _LEAST = 20, 12  # columns of a bar; columns below which nothing is shown
 NO_ROOM = sys.maxsize  # cursor column that means: show nothing on this line
 _ERASE = "\x1b[K"
@@ -33,32 +31,24 @@ _drawn = False
 _bar: tuple[Task, Any] | None = None  # a notebook's
 
 
+@dataclass(eq=False)
 class Task:
-    """A long-running task, which any thread may update.
+    """A long-running task, which any thread may update; fields as in `task`."""
 
-    Attributes:
-        what: its description, such as "loading".
-        total: number of steps; None: unknown.
-        unit: unit of the steps; "B" for bytes.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        total: float | None,
-        unit: str,
-        shown: bool | None,
-        level: int,
-        measure: Callable[[], float] | None = None,
-    ) -> None:
-        self.what, self.total, self.unit, self._done = what, total, unit, 0.0
-        self.begun, self.logged = time.monotonic(), False
-        self._shown, self.level, self._measure = shown, level, measure
+    what: str
+    total: float | None
+    unit: str
+    shown: bool | None
+    level: int
+    measure: Callable[[], float] | None = None
+    logged: bool = False
+    _done: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
 
     @property
     def done(self) -> float:
         """Steps done so far."""
-        return self._done if self._measure is None else self._measure()
+        return self._done if self.measure is None else self.measure()
 
     def update(self, count: float = 1) -> None:
         """Adds steps done."""
@@ -72,7 +62,7 @@ class Task:
     @property
     def is_shown(self) -> bool:
         """Whether the task is shown on a terminal or in a notebook."""
-        return watched() if self._shown is None else self._shown
+        return watched() if self.shown is None else self.shown
 
     def line(self, columns: int) -> str:
         """The task's line on a terminal, at most so many columns wide."""

@@ -146,10 +146,8 @@ class ModelManager:
         for one in self.models:
             if one.state == "ready":
                 await loop.run_in_executor(self._loader, one.llm.close)
-        self._loader.shutdown(wait=False, cancel_futures=True)
-        self.workers.shutdown(wait=False, cancel_futures=True)
-        self.waiters.shutdown(wait=False, cancel_futures=True)
-        self.compilers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._loader, self.workers, self.waiters, self.compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> dict[str, Stats]:
         """The statistics of each loaded model."""

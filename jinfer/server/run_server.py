@@ -47,6 +47,7 @@ def serve(flags: Mapping[str, Any]) -> int:
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     sources, settings = model_sources_of(flags), server_settings_of(flags)
+    grace = flags["stop_timeout"]
     failures: list[BaseException] = []
     services: list[Service] = []
 
@@ -64,7 +65,7 @@ def serve(flags: Mapping[str, Any]) -> int:
             log_config=None,
             http=_protocol(),
             server_header=False,
-            timeout_graceful_shutdown=_shutdown_timeout(flags["stop_timeout"]),
+            timeout_graceful_shutdown=None if grace is None else math.ceil(grace) + _NOTIFY_SECONDS,
             ssl_certfile=flags["ssl_certfile"],
             ssl_keyfile=flags["ssl_keyfile"],
             ssl_ca_certs=flags["ssl_ca_certs"],
@@ -73,7 +74,7 @@ def serve(flags: Mapping[str, Any]) -> int:
         )
         with _tls_errors(flags):
             config.load()
-        server = _Server(config, services[0], flags["stop_timeout"])
+        server = _Server(config, services[0], grace)
         plain = _is_plain(flags["log_format"])
         log = request_log.set_up_logging(plain=plain, level=flags["log_level"])
         progress.show(False)  # progress goes to the log instead
@@ -140,9 +141,9 @@ def _protocol() -> Any:
     """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"
-    from jinfer.server.http_protocol import Http10Protocol
+    from jinfer.server.http_protocol import BoundedProtocol
 
-    return Http10Protocol
+    return BoundedProtocol
 
 
 def _is_plain(form: str) -> bool:
@@ -153,11 +154,6 @@ def _is_plain(form: str) -> bool:
 def _local(where: str) -> str:
     """An address that a browser on this machine can open."""
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-
-
-def _shutdown_timeout(seconds: float | None) -> int | None:
-    """The shutdown timeout after which connections are closed."""
-    return None if seconds is None else math.ceil(seconds) + _NOTIFY_SECONDS
 
 
 @contextlib.contextmanager

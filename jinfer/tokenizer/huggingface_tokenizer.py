@@ -341,7 +341,7 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
             new.append(token if id is None else replace(token, id=id))
     # All at once, because each call of the library processes all its tokens.
     for special, tokens in groupby(new, key=lambda token: token.special):
-        made = [_made(token) for token in tokens]
+        made = [_made(one) for one in tokens]
         (backend.add_special_tokens if special else backend.add_tokens)(made)
     for token in new:
         if (id := backend.token_to_id(token.content)) != token.id:
@@ -349,14 +349,8 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
 
 
 def _made(token: AddedToken) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=token.special,
-    )
+    flags = {name: value for name, value in vars(token).items() if name not in ("content", "id")}
+    return tokenizers.AddedToken(token.content, **flags)
 
 
 def _other_id(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,7 @@ MAX_BYTES = 256 << 20  # of a tokenizer's file
 MAX_JSON_BYTES = 64 << 20
 
 NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
 )
 
@@ -176,7 +171,7 @@ def read_config(folder: Path) -> TokenizerConfig:
     for name, id in read_vocabulary(file).items():
         added[name] = AddedToken(name, id, special=name in added)
     added.update({token.content: token for token in _decoder(config)})
-    return TokenizerConfig(path, values, tuple(added.values()), config.generation, config.model)
+    return replace(config, added=tuple(added.values()))
 
 
 def _list(config: TokenizerConfig, key: str) -> list[Any]:

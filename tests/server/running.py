@@ -12,7 +12,7 @@ import httpx
 import uvicorn
 
 from jinfer.server.app import build_app
-from jinfer.server.http_protocol import Http10Protocol
+from jinfer.server.http_protocol import BoundedProtocol
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
@@ -55,7 +55,7 @@ def serving(
     settings: ServerSettings | None = None,
     *,
     wait: bool = True,
-    protocol: type[Http10Protocol] = Http10Protocol,
+    protocol: type[BoundedProtocol] = BoundedProtocol,
 ) -> Iterator[Running]:
     """A server with these models; waits until they are there."""
     app = build_app(sources, settings or ServerSettings(warm_up=False))

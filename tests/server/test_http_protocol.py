@@ -13,13 +13,12 @@ import orjson
 import pytest
 import uvicorn
 
-from jinfer.server.http_limits import HEAD_BYTES, MAX_HEADERS
-from jinfer.server.http_protocol import Http10Protocol
+from jinfer.server.http_protocol import HEAD_BYTES, MAX_HEADERS, BoundedProtocol
 from jinfer.server.server_settings import ServerSettings
 from tests.server.running import Running, serving
 
 
-class Impatient(Http10Protocol):
+class Impatient(BoundedProtocol):
     """Bounds that a test meets soon."""
 
     head_seconds = 0.5

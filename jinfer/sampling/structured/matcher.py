@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -201,12 +202,9 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """A copy of the matcher."""
-        state = self._state.deep_copy()
-        other = Matcher(self._kind, self._vocabulary, state, self._renew, self._turns)
-        other._next = self._next
+        other = copy(self)
+        other._state = self._state.deep_copy()
         other._tokens = list(self._tokens)
-        other._after_end = self._after_end
-        other._only_end = self._only_end
         return other
 
     def rollback(self, n: int) -> None:
