@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,13 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
             f"{spec.kv_tokens} is less than a block of the cache, {BLOCK} tokens: a sequence needs "
             "room for its prompt and its answer",
         )
-    programs = _PROGRAMS[_kind(opened)](opened, model, shelf)
+    programs: CompiledPrograms
+    if current_group() is not None:
+        programs = _in_processes(opened, model)
+    elif opened.spec.partition.is_plain:
+        programs = _on_one_device(opened, model, shelf)
+    else:
+        programs = _in_stages(opened, model)
     lanes: Any = getattr(programs, "lanes", None)
     blocks = programs.sizes.blocks
     windows = {shape.group: shape.window for shape in model.caches.values()}
@@ -83,13 +88,6 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     engine.leaves = load_stages(plan, stages, progress=progress)
 
 
-def _kind(opened: Opened) -> str:
-    """Which programs a model runs by: a key of `_PROGRAMS`."""
-    if current_group() is not None:
-        return "processes"
-    return "one device" if opened.spec.partition.is_plain else "stages"
-
-
 def _on_one_device(
     opened: Opened, model: AbstractModel, shelf: DiskCache | None
 ) -> CompiledPrograms:
@@ -103,7 +101,7 @@ def _on_one_device(
     return CompiledPrograms(model, _sizes(opened, blocks), shelf)
 
 
-def _in_stages(opened: Opened, model: AbstractModel, _: DiskCache | None) -> PipelinePrograms:
+def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
     # Here: one device needs none of this, nor the modules that it imports.
     from jinfer.parallel.auto_plan import resolve_auto
     from jinfer.parallel.memory_plan import memory_planner
@@ -128,19 +126,12 @@ def _in_stages(opened: Opened, model: AbstractModel, _: DiskCache | None) -> Pip
     )
 
 
-def _in_processes(opened: Opened, model: AbstractModel, _: DiskCache | None) -> DistributedPrograms:
+def _in_processes(opened: Opened, model: AbstractModel) -> DistributedPrograms:
     from jinfer.distributed.build_programs import build_distributed_programs
 
     group = current_group()
     assert group is not None, "the process has joined a job"
     return build_distributed_programs(group, model, opened, partial(_sizes, opened))
-
-
-_PROGRAMS: dict[str, Callable[[Opened, AbstractModel, DiskCache | None], CompiledPrograms]] = {
-    "one device": _on_one_device,
-    "stages": _in_stages,
-    "processes": _in_processes,
-}
 
 
 def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:

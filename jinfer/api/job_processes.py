@@ -15,7 +15,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.distributed_programs import DistributedPrograms
 from jinfer.distributed.initialize import join_job
 from jinfer.distributed.job_config import JobConfig
-from jinfer.distributed.process_group import LOST, ProcessGroup, current_group
+from jinfer.distributed.process_group import LOST, current_group
 from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache
@@ -84,15 +84,11 @@ def run_job(job: JobConfig, lead: Callable[[], int], follow: Callable[[], None])
     except BaseException as error:
         group.end(LOST, f"process {group.rank} failed: {type(error).__name__}: {error}")
         raise
-    _end_job(group, status)
-    return status
-
-
-def _end_job(group: ProcessGroup, status: int) -> None:
     if status in (0, _INTERRUPTED):
         group.end()
     else:
         group.end(status, f"process 0 ended with status {status}, and says why")
+    return status
 
 
 def _ignore_signals() -> None:

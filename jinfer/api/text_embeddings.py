@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.api.forward_results import forward_results
-from jinfer.api.prompt_inputs import Prompt, parse_prompts
+from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
@@ -56,20 +56,16 @@ def tokenize_texts(
     """
     prompt, skipped = embedding_prompt(session, prompt_name)
     most = max_text_tokens(session)
-    return [
-        _tokens(session, one, prompt, skipped, prompt_name, most) for one in parse_prompts(given)
-    ]
-
-
-def _tokens(
-    session: Session, given: Prompt, prompt: str, skipped: int, name: str | None, most: int
-) -> EmbeddingTokens:
-    if isinstance(given, str):
-        ids = cut(session.encode(session.opened.pooling.text(given, prompt)), most)
-        return EmbeddingTokens(ids, min(skipped, len(ids) - 1))
-    if name is not None:
-        raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
-    return EmbeddingTokens(cut(session.encode(given), most))
+    tokens = []
+    for one in parse_prompts(given):
+        if isinstance(one, str):
+            ids = cut(session.encode(session.opened.pooling.text(one, prompt)), most)
+            tokens.append(EmbeddingTokens(ids, min(skipped, len(ids) - 1)))
+        elif prompt_name is None:
+            tokens.append(EmbeddingTokens(cut(session.encode(one), most)))
+        else:
+            raise RequestError("prompt_name is for texts, and this is none; put the prompt into it")
+    return tokens
 
 
 def embedding_prompt(session: Session, name: str | None) -> tuple[str, int]:

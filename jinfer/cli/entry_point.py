@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NoReturn
 
 from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
 from jinfer.cli.prog_name import prog_of_jinfer, running_command
 from jinfer.cli.terminal.exit_status import exit_process, run_for_status
-from jinfer.cli.tools_path import provide_tools
 from jinfer.runtime.startup import gc_paused, importing
 
 _TOOLS = "jinfer.tools."
@@ -82,6 +82,23 @@ def _run(chosen: Subcommand, words: Sequence[str]) -> int:
         with task("starting"), importing() if chosen.module.startswith(_TOOLS) else gc_paused():
             module = import_module(chosen.module)
         return int(module.main([*chosen.first, *words]))
+
+
+def provide_tools() -> None:
+    """Makes `jinfer.tools` importable in a checkout, where the folder is beside the package."""
+    name = _TOOLS.removesuffix(".")
+    if name in sys.modules or find_spec(name) is not None:
+        return
+    folder = Path(__file__).parents[2] / "tools"
+    start = folder / "__init__.py"
+    if not start.is_file():
+        return
+    spec = spec_from_file_location(name, start, submodule_search_locations=[str(folder)])
+    if spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
 
 
 def _help() -> str:

@@ -234,25 +234,12 @@ async def rerank(call: RequestContext[schemas.RerankRequest]) -> HttpResponse:
         call.note(prompt_tokens=tokens)
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
         if param == "texts":
-            return HttpResponse(
-                [
-                    {
-                        "index": i,
-                        "score": scores[i],
-                        **({"text": texts[i]} if body.return_text else {}),
-                    }
-                    for i in order
-                ]
-            )
-        shown = body.return_documents is not False
-        results = [
-            {
-                "index": i,
-                "relevance_score": scores[i],
-                **({"document": {"text": texts[i]}} if shown else {}),
-            }
-            for i in order
-        ]
+            said = [{"text": text} if body.return_text else {} for text in texts]
+            return HttpResponse([{"index": i, "score": scores[i], **said[i]} for i in order])
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if body.return_documents is not False:
+            for one in results:
+                one["document"] = {"text": texts[one["index"]]}
         return HttpResponse(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",

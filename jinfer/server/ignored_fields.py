@@ -58,12 +58,9 @@ def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str
 
 @cache
 def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
-    result: dict[str, Ignored] = {}
-    for name, field in model.model_fields.items():
-        for one in field.metadata:
-            if isinstance(one, Ignored):
-                result[name] = one
-    return result
+    fields = model.model_fields.items()
+    marks = ((name, one) for name, field in fields for one in field.metadata)
+    return {name: one for name, one in marks if isinstance(one, Ignored)}
 
 
 def ignored_header(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server import usage
 from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
@@ -216,14 +217,19 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
 
 def generation_settings(job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
-    params = asdict(job.sampling.params)
+    params = job.sampling.params
     return {
-        **{name: value for name, value in params.items() if value not in (None, ())},
-        "n_predict": params["max_tokens"] or -1,
-        "n_probs": params["logprobs"] or 0,
-        "repeat_penalty": params["repetition_penalty"],
-        "repeat_last_n": params["penalty_last_n"],
+        **_set(params),
+        "n_predict": params.max_tokens or -1,
+        "n_probs": params.logprobs or 0,
+        "repeat_penalty": params.repetition_penalty,
+        "repeat_last_n": params.penalty_last_n,
     }
+
+
+def _set(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that have a value."""
+    return {name: value for name, value in asdict(params).items() if value not in (None, ())}
 
 
 async def props(call: RequestContext[Any]) -> HttpResponse:
@@ -231,29 +237,20 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
         session, opened = hosted.session, hosted.session.opened
         tokenizer = opened.tokenizer
-        names = (
-            {}
-            if tokenizer is None
-            else {
-                "bos_token": "" if tokenizer.bos_id is None else tokenizer.token(tokenizer.bos_id),
-                "eos_token": "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1]),
-            }
-        )
-        params = session.params() if opened.spec.generates else None
-        defaults = (
-            {}
-            if params is None
-            else {name: value for name, value in asdict(params).items() if value not in (None, ())}
-        )
+        names = {}
+        if tokenizer is not None:
+            bos = tokenizer.bos_id
+            names["bos_token"] = "" if bos is None else tokenizer.token(bos)
+            names["eos_token"] = "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1])
+        defaults = _set(session.params()) if opened.spec.generates else {}
+        conversation = opened.conversation
         return HttpResponse(
             {
                 "default_generation_settings": {"n_ctx": opened.context, "params": defaults},
                 "total_slots": session.engine.scheduler.slots,
                 "model_alias": hosted.name,
                 "model_path": hosted.source.path,
-                "chat_template": opened.conversation.prompt.template
-                or opened.conversation.jinja
-                or "",
+                "chat_template": conversation.prompt.template or conversation.jinja or "",
                 **names,
                 "modalities": {"vision": False, "audio": False},
                 "build_info": f"jinfer {__version__}",

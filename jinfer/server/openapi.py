@@ -69,20 +69,15 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 
 
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
-    found: dict[type[BaseModel], None] = {ErrorResponse: None}
-    for one in endpoints:
-        for model in (one.request_model, one.response_model):
-            if model is not None and model is not EmptyBody:
-                found[model] = None
-    return list(found)
+    models = (model for one in endpoints for model in (one.request_model, one.response_model))
+    used = [model for model in models if model is not None and model is not EmptyBody]
+    return list(dict.fromkeys([ErrorResponse, *used]))
 
 
 def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if endpoint.response_model is not None:
-        content[endpoint.media_type] = {"schema": reference(endpoint.response_model)}
-    else:
-        content[endpoint.media_type] = {"schema": {}}
+    made = endpoint.response_model
+    schema = {} if made is None else reference(made)
+    content: dict[str, Any] = {endpoint.media_type: {"schema": schema}}
     if endpoint.stream_media_type:
         content.setdefault(endpoint.stream_media_type.partition(";")[0], {"schema": {}})
     error = {"application/json": {"schema": reference(ErrorResponse)}}

@@ -10,6 +10,11 @@ from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
 
 Kind = Literal["message", "reasoning", "function_call"]
 _PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXT: dict[Kind, str] = {  # events of an item's text
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 @dataclass
@@ -24,6 +29,10 @@ class _OpenItem:
 
     def __post_init__(self) -> None:
         self.id = f"{_PREFIX[self.kind]}_{uuid.uuid4().hex}"
+
+    def place(self) -> dict[str, Any]:
+        """The fields of an event that say which item it is about."""
+        return {"item_id": self.id, "output_index": self.index}
 
     def part(self, done: bool) -> dict[str, Any]:
         """Its single content part."""
@@ -104,22 +113,19 @@ class ResponseItems:
         current.logprobs += logprobs or []
         if not text and not logprobs:
             return events
-        place = {"item_id": current.id, "output_index": current.index, "delta": text}
-        match kind:
-            case "message":
-                said = {"content_index": 0, "logprobs": logprobs or []}
-                return [*events, {"type": "response.output_text.delta", **place, **said}]
-            case "reasoning":
-                kind_ = "response.reasoning_text.delta"
-                return [*events, {"type": kind_, **place, "content_index": 0}]
-        return [*events, {"type": "response.function_call_arguments.delta", **place}]
+        event = {"type": f"{_TEXT[kind]}.delta", **current.place(), "delta": text}
+        if kind != "function_call":
+            event["content_index"] = 0
+        if kind == "message":
+            event["logprobs"] = logprobs or []
+        return [*events, event]
 
     def _begin(self, kind: Kind, call: ToolCallDelta | None) -> list[dict[str, Any]]:
         self._open = one = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
         added = {"output_index": one.index, "item": one.item("in_progress")}
         events = [{"type": "response.output_item.added", **added}]
         if kind != "function_call":
-            place = {"item_id": one.id, "output_index": one.index, "content_index": 0}
+            place = {**one.place(), "content_index": 0}
             part = {"type": "response.content_part.added", **place, "part": one.part(False)}
             events.append(part)
         return events
@@ -129,19 +135,15 @@ class ResponseItems:
         if one is None:
             return []
         self.done.append(one.item(status))
-        place = {"item_id": one.id, "output_index": one.index}
-        part = {**place, "content_index": 0}
-        events: list[dict[str, Any]] = []
-        match one.kind:
-            case "message":
-                said: dict[str, Any] = {"text": one.text, "logprobs": one.logprobs}
-                events.append({"type": "response.output_text.done", **part, **said})
-            case "reasoning":
-                events.append({"type": "response.reasoning_text.done", **part, "text": one.text})
-            case "function_call":
-                said = {"arguments": one.text, "name": one.call.name}
-                events.append({"type": "response.function_call_arguments.done", **place, **said})
-        if one.kind != "function_call":
-            events.append({"type": "response.content_part.done", **part, "part": one.part(True)})
+        text: dict[str, Any] = {"type": f"{_TEXT[one.kind]}.done", **one.place()}
+        events = [text]
+        if one.kind == "function_call":
+            text |= {"arguments": one.text, "name": one.call.name}
+        else:
+            text |= {"content_index": 0, "text": one.text}
+            place = {**one.place(), "content_index": 0}
+            events.append({"type": "response.content_part.done", **place, "part": one.part(True)})
+        if one.kind == "message":
+            text["logprobs"] = one.logprobs
         ended = {"output_index": one.index, "item": self.done[-1]}
         return [*events, {"type": "response.output_item.done", **ended}]

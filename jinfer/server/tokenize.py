@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from jinfer.api.session import Session
 from jinfer.server import usage
 from jinfer.server.http_errors import as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse
-from jinfer.server.ignored_fields import Ignore
 from jinfer.server.prompt_builder import chat_prompt_ids, chat_prompt_text
 from jinfer.server.schemas.chat import ChatTemplateFields
 from jinfer.server.schemas.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
-from jinfer.server.server_settings import ServerSettings
 from jinfer.server.service import RequestContext
 from jinfer.tokenizer import Tokenizer
 
@@ -47,9 +44,7 @@ async def tokenize(call: RequestContext[TokenizeRequest]) -> HttpResponse:
     for other in given.keys() - _FIELDS_OF[name] - {name, "model"}:
         raise invalid_request(f"it cannot be used with {name}", other)
     async with call.service.models.use(call.body.model) as hosted:
-        settings = call.service.settings
-        work = partial(_TOKENS[name], call.body, hosted.session, settings, call.ignore)
-        return HttpResponse(await call.service.in_thread(work))
+        return HttpResponse(await call.service.in_thread(_TOKENS[name], call, hosted.session))
 
 
 async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
@@ -74,11 +69,9 @@ async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
         )
 
 
-def _content(
-    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
-) -> dict[str, Any]:
+def _content(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a text, as llama.cpp does."""
-    tokenizer = session.tokenizer
+    body, tokenizer = call.body, session.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
     ids: list[int] = []
     for i, part in enumerate(parts):
@@ -104,26 +97,23 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
         return list(data)
 
 
-def _prompt(
-    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
-) -> dict[str, Any]:
+def _prompt(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a text, as vLLM does."""
-    special = body.add_special_tokens is not False
-    ids = session.tokenizer.encode(body.prompt or "", special=special)
-    return _listed(body, session, ids)
+    special = call.body.add_special_tokens is not False
+    ids = session.tokenizer.encode(call.body.prompt or "", special=special)
+    return _listed(call.body, session, ids)
 
 
-def _messages(
-    body: TokenizeRequest, session: Session, settings: ServerSettings, ignore: Ignore
-) -> dict[str, Any]:
+def _messages(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a conversation, as vLLM does."""
+    body, settings = call.body, call.service.settings
     if body.add_special_tokens:
         raise invalid_request(
             "the chat template says what stands around a text", "add_special_tokens"
         )
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
-    return _listed(body, session, chat_prompt_ids(rendering, session, settings, ignore))
+    return _listed(body, session, chat_prompt_ids(rendering, session, settings, call.ignore))
 
 
 def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict[str, Any]:

@@ -20,7 +20,12 @@ def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[s
         cached += first.cached_tokens if first is not None else 0
         number += len(job.engine_requests)
     new = sum(one.completion_tokens for one in usages.values())
-    result = token_counts(prompt, new, cached)
+    result: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
     if drafted := sum(one.drafted_tokens for one in usages.values()):
         accepted = sum(one.accepted_tokens for one in usages.values())
         result["completion_tokens_details"] = {
@@ -28,16 +33,6 @@ def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[s
             "rejected_prediction_tokens": drafted - accepted,
         }
     return result
-
-
-def token_counts(prompt: int, new: int = 0, cached: int = 0) -> dict[str, Any]:
-    """Token counts in OpenAI's format."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:

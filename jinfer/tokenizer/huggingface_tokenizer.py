@@ -8,7 +8,7 @@ import re
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -44,6 +44,8 @@ _LONG_TEXT = 1 << 14  # characters from which a text is encoded without holding 
 _PROBE = "a"  # a text that no normalizer removes
 _MAX_FRAME = 64  # of special tokens around a text
 
+type _Marked = tuple[tokenizers.Tokenizer, Mapping[int, int]]
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with a model's special tokens around the text."""
@@ -76,7 +78,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend = backend
         self._path = path
         self._literal: tokenizers.Tokenizer | None = None
-        self._marked: _MarkedBackend | None = None
+        self._marked: _Marked | None = None
         self._lock = threading.Lock()
 
     def token(self, id: int) -> str:
@@ -111,18 +113,18 @@ class HuggingFaceTokenizer(Tokenizer):
         text = valid_text(text)
         if self._control is None or MARK not in text:
             return self._encode(text, True)
-        marked, whole, place = self._marked_backend(), list[str](), 0
+        (backend, renamed), whole, place = self._marked_backend(), list[str](), 0
         for found in self._control.finditer(text):
             whole += [text[place : found.start()].replace(MARK, ""), MARK, found[0]]
             place = found.end()
         whole.append(text[place:].replace(MARK, ""))
-        ids = self._run(marked.backend, "".join(whole))
+        ids = self._run(backend, "".join(whole))
         if self._control_ids & set(ids):  # encoded from plain text
             pieces = (piece for part in self.split_special(text) for piece in _pieces(part))
             return self.encode_parts(list(pieces))
-        return [marked.ids.get(id, id) for id in ids]
+        return [renamed.get(id, id) for id in ids]
 
-    def _marked_backend(self) -> _MarkedBackend:
+    def _marked_backend(self) -> _Marked:
         with self._lock, library_errors(self._path, "cannot be copied"):
             if self._marked is None:
                 self._marked = _with_marks(self.backend)
@@ -142,19 +144,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return encoded.ids, encoded.type_ids
 
 
-@dataclass(frozen=True)
-class _MarkedBackend:
-    """A backend whose special tokens have names that begin with `MARK`.
-
-    Attributes:
-        ids: the backend's ids of these tokens -> the tokenizer's.
-    """
-
-    backend: tokenizers.Tokenizer
-    ids: Mapping[int, int]
-
-
-def _with_marks(backend: tokenizers.Tokenizer) -> _MarkedBackend:
+def _with_marks(backend: tokenizers.Tokenizer) -> _Marked:
+    """A copy whose special tokens have names that begin with `MARK`; its ids of them -> ours."""
     described = json.loads(backend.to_str())
     described["post_processor"] = None  # it may refer to the tokens by name
     original: dict[str, int] = {}
@@ -165,7 +156,7 @@ def _with_marks(backend: tokenizers.Tokenizer) -> _MarkedBackend:
             token.update(content=name, normalized=False)
     marked = tokenizers.Tokenizer.from_str(json.dumps(described))
     ids = {id: marked.token_to_id(name) for name, id in original.items()}
-    return _MarkedBackend(marked, {new: id for id, new in ids.items() if new is not None})
+    return marked, {new: id for id, new in ids.items() if new is not None}
 
 
 def _pieces(part: int | str) -> list[int | str]:

@@ -7,7 +7,7 @@ classes of that name in transformers, and of ChatGLM's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +52,11 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
     layout = _with_added(_layout(file, pieces, processor, config), config)
     ids = {name: id for id, name in reversed(list(enumerate(layout.names))) if name}
     special = special_ids(config, ids.get)
+
+    def named(piece: int) -> int | None:
+        return ids.get(pieces[piece]) if piece >= 0 else None
+
+    eos = named(processor.eos_id())
     unk = special.unk if special.unk is not None else ids.get(pieces[processor.unk_id()])
     missing = [name for name in layout.prefix + layout.suffix if name not in ids]
     if missing:
@@ -62,8 +67,8 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
     added = {name: ids[name] for name in sorted(words - control) if name in ids}
     special = replace(
         special,
-        bos=special.bos if special.bos is not None else _piece(processor.bos_id(), pieces, ids),
-        eos=special.eos or tuple(_present(_piece(processor.eos_id(), pieces, ids))),
+        bos=named(processor.bos_id()) if special.bos is None else special.bos,
+        eos=special.eos or (() if eos is None else (eos,)),
         unk=unk,
         control={name: ids[name] for name in sorted(control) if name in ids},
         parsed={**{name: id for name, id in ids.items() if id == unk}, **added},
@@ -77,14 +82,6 @@ def load_sentencepiece(file: Path, config: TokenizerConfig) -> Tokenizer:
     return SentencePieceTokenizer(
         file, processor, special, layout.names, layout.to_token, spaced_parts=legacy, always=added
     )
-
-
-def _present(id: int | None) -> list[int]:
-    return [] if id is None else [id]
-
-
-def _piece(piece: int, pieces: Sequence[str], ids: Mapping[str, int]) -> int | None:
-    return ids.get(pieces[piece]) if piece >= 0 else None
 
 
 def _layout(

@@ -11,7 +11,7 @@ import pytest
 import jinfer
 from jinfer.cli import entry_point, main
 from jinfer.cli.command_registry import COMMANDS, GROUPS, Subcommand
-from jinfer.cli.tools_path import provide_tools
+from jinfer.cli.entry_point import provide_tools
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import stat
 import sys
@@ -191,8 +190,7 @@ def _answer(llm: LLM, ids: list[int], as_json: bool) -> int:
         interrupted = show_answer.print_answer(stream, chunks, show, llm, len(ids))
     usage = show_answer.usage_of(llm, interrupted)
     if as_json:
-        report = show_answer.report(llm, [show_answer.report_of_chunks(chunks)], usage)
-        print(json.dumps(report, ensure_ascii=False))
+        show_answer.print_report(llm, [show_answer.report_of_chunks(chunks)], usage)
     else:
         screen.end(STOPPED if interrupted and sys.stdout.isatty() else "")
         print(show_answer.timings(llm, usage), file=sys.stderr)
@@ -205,10 +203,7 @@ def _answers(llm: LLM, ids: list[int], params: SamplingParams, as_json: bool) ->
         found = llm.generate(ids, params)
     usage = found[0].usage
     if as_json:
-        report = show_answer.report(
-            llm, [show_answer.report_of_completion(each) for each in found], usage
-        )
-        print(json.dumps(report, ensure_ascii=False))
+        show_answer.print_report(llm, list(map(show_answer.report_of_completion, found)), usage)
         return 0
     for number, each in enumerate(found, start=1):
         if len(found) > 1:

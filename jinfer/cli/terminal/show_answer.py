@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -114,9 +115,9 @@ def _entry(
     return entry | ({"logprobs": [asdict(each) for each in logprobs]} if logprobs else {})
 
 
-def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-    """The object that --json prints: an answer with usage and timings, or a list of several."""
-    return {
+def print_report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> None:
+    """Prints what --json asks for: an answer with usage and timings, or a list of several."""
+    report = {
         **(answers[0] if len(answers) == 1 else {"answers": answers}),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
@@ -129,6 +130,7 @@ def report(llm: LLM, answers: list[dict[str, Any]], usage: Usage) -> dict[str, A
             "decode_tokens_per_second": round(usage.decode_rate, 1),
         },
     }
+    print(json.dumps(report, ensure_ascii=False))
 
 
 def timings(llm: LLM, usage: Usage) -> str:
