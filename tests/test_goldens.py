@@ -163,7 +163,7 @@ def test_a_gguf_that_does_not_say_its_scales(tmp_path: Path) -> None:
     *rows, long = llm.logits(prompts(values))
     compared = [(row, values["logits"][i][: len(row)]) for i, row in enumerate(rows)]
     for got, reference in [*compared, (long[3::4], values["long_logits"][0])]:
-        np.testing.assert_allclose(got, reference, rtol=0, atol=tolerance(name))
+        np.testing.assert_allclose(got, reference, rtol=0, atol=TOLERANCE)
 
 
 def test_stories260k_against_numpy() -> None:
