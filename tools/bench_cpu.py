@@ -39,7 +39,7 @@ from .bench_engine_worker import TimedEngine
 from .llama_peer import answer_tasks, ask, command
 from .machine_info import counters, machine, others, read_rate
 from .perplexity import parse_flat
-from .run_main import run
+from .run_main import run, write_json
 
 OWN, PEER = "jinfer", "llama.cpp"
 _ROOT = Path(jinfer.__path__[0]).parent
@@ -329,7 +329,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         said = None if beside is None else {"cores": beside.cores, "stolen": beside.stolen}
         report = {"machine": machine(), "others": said, "results": found}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return 0
 
 

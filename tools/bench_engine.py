@@ -13,7 +13,6 @@ Four measurements, all on one engine in one run, so that they can be compared:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,14 +21,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from jinfer import LLM, Chunk, SamplingParams, Usage
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 
-from .run_main import run
+from .run_main import run, write_json
 
 _LONG, _COMMON = 1500, 1000  # tokens
 _SCHEMA: dict[str, Any] = {
@@ -282,7 +280,7 @@ def measure(options: argparse.Namespace) -> int:
             "shared": asdict(sharing),
             "mixed": asdict(mixture),
         }
-        Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_json(options.json, record)
     return 0
 
 

@@ -7,7 +7,6 @@ memory as in a model. GB/s counts the weights' bytes; GMAC/s the multiplications
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops.matmul.matmul import linear
 from jinfer.quant.quantized_tensor import Activations, QuantizedTensor, abstract, empty_tensor
 
-from .run_main import run
+from .run_main import run, write_json
 
 _SHAPES = "576x576,1536x576,576x1536,2048x2048,5632x2048,2048x5632"
 _BYTES = 256 << 20  # of all matrices of a shape
@@ -101,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
                 results.append({"format": name, "shape": shape, "rows": rows, "seconds": took,
                                 "gb_per_second": gb, "gmac_per_second": gmac})  # fmt: skip
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, results)
     return 0
 
 

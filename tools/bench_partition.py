@@ -12,7 +12,6 @@ the best split of well-known models on 1 to 64 devices.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ import numpy as np
 from jinfer import LLM, SamplingParams
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
-from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.parallel.cost_model import (
     HARDWARE,
@@ -44,7 +42,7 @@ from .inspect_partition import PlanView, view
 from .known_shapes import SHAPES
 from .memory_examples import to_text as to_plans
 from .perplexity import parse_flat
-from .run_main import run
+from .run_main import overrides_of, run, write_json
 
 _PROMPT = 32  # tokens
 _COUNTS = (1, 2, 4, 8)
@@ -113,16 +111,14 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     if options.worker or options.processes:
         return _processes(options)
-    overrides: dict[str, Any] = {}
-    for text in options.set:
-        overrides = merge(overrides, parse_override(text))
+    overrides = overrides_of(options.set)
     every, busy = list[SplitResult](), list[StageCall]()
     for devices in options.devices or ["0"]:
         found, busy = _measure(options, overrides, devices)
         every.append(found)
     print(to_text(every))
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(each) for each in every], indent=1) + "\n")
+        write_json(options.json, [asdict(each) for each in every])
     if options.svg:
         Path(options.svg).write_text(to_svg(busy), encoding="utf-8")
     return 0

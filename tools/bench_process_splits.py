@@ -38,6 +38,7 @@ from jinfer.weights.plan_weights import plan_weights
 
 from .llama_peer import PROMPT, STEPS
 from .machine_info import counters, machine, others
+from .run_main import write_json
 
 _ROOT = Path(jinfer.__path__[0]).parent
 # Threads are made for the cores that a process has when it begins, so it is bound before that.
@@ -161,7 +162,7 @@ def compare(options: argparse.Namespace, keys: Mapping[str, Any], command: Seque
             "figures": {side.devices: side.figures for side in sides},
             "splits": [{**asdict(each), "deviation": each.deviation} for each in found],
         }
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     said = "what others did is not known here" if beside is None else str(beside)
     heads = [json.dumps(machine()), said, *_measured_machine(sides, len(cores), share)]
     return "\n".join([*heads, "", *table(found)])

@@ -13,7 +13,6 @@ Answers are compared: a token that differs ends the measurement.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from jinfer import LLM, Completion, SamplingParams
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.requests import RequestError
-from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.speculate.draft_length import DraftLength
 from jinfer.speculate.prompt_lookup import PromptLookup
@@ -33,7 +31,7 @@ from jinfer.speculate.replay_drafter import ReplayDrafter
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 
 from .bench_speculate_plot import DraftGain, drawing
-from .run_main import run
+from .run_main import overrides_of, run, write_json
 
 _PASSAGE = (
     "The harbour master keeps three ledgers. In the first he writes the name of every ship, the "
@@ -115,9 +113,7 @@ def replayed(turns: PairedRuns, accuracy: float, nodes: int | None) -> DraftGain
 
 def measure(options: argparse.Namespace) -> int:
     """Prints the measurements."""
-    overrides: dict[str, Any] = {}
-    for text in options.set or ():
-        overrides = merge(overrides, parse_override(text))
+    overrides = overrides_of(options.set)
     most = max(options.streams)
     found: list[DraftGain] = []
     print("| drafts | streams | tokens a call | formula | right | times plain decoding |")
@@ -139,8 +135,7 @@ def measure(options: argparse.Namespace) -> int:
                 found.append(turns.gain(f"lookup, {name}", speculation))
                 print(found[-1].line(), flush=True)
     if options.json:
-        record = json.dumps([asdict(gain) for gain in found], indent=1)
-        Path(options.json).write_text(record, encoding="utf-8")
+        write_json(options.json, [asdict(gain) for gain in found])
     if options.svg:
         drawing(found, options.svg, Path(options.source).stem)
     return 0

@@ -19,8 +19,6 @@ from typing import Any
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import parse_override
-from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import draw_model
 from jinfer.opening.model_files import ModelFiles
 from jinfer.parallel.cost_model import HARDWARE
@@ -28,7 +26,7 @@ from jinfer.parallel.cost_model import HARDWARE
 from .draft_spec import draft
 from .inspect_report import to_html, to_json, to_text
 from .match_checkpoint import describe
-from .run_main import run
+from .run_main import overrides_of, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    overrides: dict[str, Any] = {}
-    for text in options.set:
-        overrides = merge(overrides, parse_override(text))
+    overrides = overrides_of(options.set)
     if options.partition:
         return _show_plan(options, overrides)
     found = describe(options.source, overrides)

@@ -21,7 +21,7 @@ from jinfer.parallel.auto_plan import explain_choice, offload_options
 from jinfer.parallel.cost_model import HARDWARE
 from jinfer.parallel.memory_plan import MemoryPlan, memory_planner
 from jinfer.parallel.placement import ModelToPlace, partition_plan
-from jinfer.weights.storage_plan import choose_storages, stored
+from jinfer.weights.storage_plan import choose_storages
 
 from .inspect_partition import free_of
 from .known_shapes import SHAPES
@@ -67,7 +67,12 @@ def _model(name: str, bits: str) -> tuple[ModelSpec, AbstractModel]:
     spec = resolve(tables, name, facts, format_table("safetensors"))
     model = build_abstract_model(spec, jnp.bfloat16)
     with target_platform("gpu"):
-        return spec, stored(model, choose_storages(model, spec.quantization, {}, "float", name))
+        storages = choose_storages(model, spec.quantization, {}, "float", name)
+        parameters = tuple(
+            storages[name].abstract(parameter.shape) if name in storages else parameter
+            for name, parameter in zip(model.names, model.parameters, strict=True)
+        )
+    return spec, replace(model, parameters=parameters)
 
 
 def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -20,7 +19,7 @@ from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.progress import task
 
-from .run_main import check_writable, run
+from .run_main import check_writable, run, write_json
 
 Definition = Literal["halves", "whole"]
 
@@ -115,15 +114,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    add("--text", required=True, metavar="FILE", help="the text, UTF-8")
-    add("--length", type=int, default=512, help="tokens of a window (512)")
+    add_text(parser)
     add("--stride", type=int, help="tokens from window to window (the length)")
     add("--definition", choices=("halves", "whole"), default="halves",
         help="halves: as llama.cpp, whole: as Inferflow")  # fmt: skip
-    add("--windows", type=int, help="stop after so many windows")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
     add("--json", metavar="FILE", help="write the result as JSON too")
     return parser
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """The options that name a text and say how it is cut."""
+    add = parser.add_argument
+    add("--text", required=True, metavar="FILE", help="the text, UTF-8")
+    add("--length", type=int, default=512, help="tokens of a window (512)")
+    add("--windows", type=int, help="stop after so many windows")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -151,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
         report = {"source": options.source, "text": options.text, "length": options.length,
                   "definition": options.definition, "set": options.set, "seconds": seconds,
                   **asdict(result)}  # fmt: skip
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return 0
 
 

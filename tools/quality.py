@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -30,8 +29,8 @@ from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.quantize_matrix import Method
 
 from .llama_peer import ask
-from .perplexity import Window, perplexity, summary, text_windows
-from .run_main import check_writable, run, width
+from .perplexity import Window, add_text, perplexity, summary, text_windows
+from .run_main import check_writable, run, width, write_json
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
@@ -230,9 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("source", help="unquantized: a spec (.toml), a checkpoint folder or file")
-    add("--text", required=True, metavar="FILE", help="the text, UTF-8")
-    add("--length", type=int, default=512, help="tokens of a window (512)")
-    add("--windows", type=int, help="stop after so many windows")
+    add_text(parser)
     add("--weights", action="append", default=[], type=width, metavar="FORMAT",
         help="default: every width")  # fmt: skip
     add("--method", action="append", default=[], choices=METHODS,
@@ -273,7 +270,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         report = {"source": options.source, "text": options.text, "windows": len(parts),
                   "length": options.length, "rows": [asdict(row) for row in rows]}  # fmt: skip
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     if options.svg:
         draw(rows, options.svg)
     return 0

@@ -7,7 +7,6 @@ OUT is a folder that loads instantly: its files are memory-mapped and used as th
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -28,7 +27,6 @@ from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
-from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.model_files import tokenizer_path
@@ -58,7 +56,7 @@ from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 
 from .calibration_text import text_windows
 from .quantize_table import ErrorSums, FormatRow, WrittenParameter, done, summary, to_text, total
-from .run_main import check_writable, run, width
+from .run_main import check_writable, overrides_of, run, width, write_json
 from .write_native import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
@@ -233,9 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     check_writable(options.json)
-    overrides: dict[str, Any] = {}
-    for text in options.set:
-        overrides = merge(overrides, parse_override(text))
+    overrides = overrides_of(options.set)
     for key, value in (("weights", options.weights), ("method", options.method)):
         if value is not None:
             overrides = merge(overrides, {"quantization": {key: value}})
@@ -257,7 +253,7 @@ def _run(options: argparse.Namespace) -> int:
         every = (*rows, total(rows))
         report = {"source": options.source, "out": str(options.out), "seconds": seconds,
                   "formats": [{**asdict(row), "bits": row.bits} for row in every]}  # fmt: skip
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return 0
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
+from jinfer.modelspec.spec_files import parse_override
+from jinfer.modelspec.toml_tables import merge
 from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.ops.platforms import start
@@ -51,6 +56,16 @@ def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) 
             print(f"error: {error}", file=sys.stderr)
             return 2
         raise
+
+
+def overrides_of(texts: Sequence[str] | None) -> dict[str, Any]:
+    """What `--set` says, as tables laid over a specification."""
+    return reduce(merge, map(parse_override, texts or ()), {})
+
+
+def write_json(file: str | Path, value: Any) -> None:
+    """Writes what `--json` asks for."""
+    Path(file).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def width(text: str) -> str:

@@ -284,12 +284,17 @@ def _q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     high <<= 2
     q |= high
     q -= 4  # a set high bit means "do not subtract 4"
+    out[...] = q.view(np.int8)
+    groups = out.reshape(-1, 16, 16)
+    groups *= (_half(blocks, 108) * q3_k_scales(blocks))[:, :, None]
+
+
+def q3_k_scales(blocks: np.ndarray) -> np.ndarray:
+    """The 16 scales of Q3_K, int8 [n, 16]: nibbles in 8 bytes, then bit pairs in 4, in planes."""
     scales = _nibbles(blocks[:, None, 96:104]).reshape(-1, 16)
     scales |= _bit_planes(blocks[:, None, 104:108], 2).reshape(-1, 16) << 4
     scales -= 32
-    out[...] = q.view(np.int8)
-    groups = out.reshape(-1, 16, 16)
-    groups *= (_half(blocks, 108) * scales.view(np.int8))[:, :, None]
+    return scales.view(np.int8)
 
 
 def six_bit_numbers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,6 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,10 @@ def _read_file(path: Path) -> _File:
     for info in infos:
         if info.name in tensors:
             raise CheckpointError(path, f"tensor {_show(info.name)} is there twice", info.at)
-        tensors[info.name] = _tensor(_Stored(file, path, info, start, cursor.order == ">"))
+        own = _Stored(file, info, start + info.offset, cursor.order == ">")
+        tensors[info.name] = Tensor(
+            info.name, info.shape, info.block.name, info.nbytes, own.read, own.raw
+        )
     return _File(path, metadata, tensors)
 
 
@@ -284,40 +286,26 @@ def _check_places(path: Path, infos: list[_Info], start: int, alignment: int, si
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor's bytes are, and in which order."""
+    """A tensor's bytes: where they are, and in which order."""
 
     file: MappedFile
-    path: Path
     info: _Info
-    start: int
+    at: int
     big_endian: bool
 
+    def raw(self) -> np.ndarray:
+        raw = self.file.view(self.at, self.info.nbytes)
+        return self._made(ggml_types.swap_bytes, raw) if self.big_endian else raw
 
-def _tensor(stored: _Stored) -> Tensor:
-    info = stored.info
-    read: Callable[[], np.ndarray] = partial(_read, stored)
-    return Tensor(info.name, info.shape, info.block.name, info.nbytes, read, partial(_raw, stored))
+    def read(self) -> np.ndarray:
+        info, raw = self.info, self.raw()
+        if dtype := ggml_types.PLAIN.get(info.block.name):
+            return as_array(raw, dtype, info.shape)
+        return self._made(ggml_types.decode, raw, info.shape)
 
-
-def _raw(stored: _Stored) -> np.ndarray:
-    info = stored.info
-    at = stored.start + info.offset
-    raw = stored.file.view(at, info.nbytes)
-    if not stored.big_endian:
-        return raw
-    try:
-        return ggml_types.swap_bytes(info.block.name, raw)
-    except ValueError as error:
-        raise CheckpointError(stored.path, f"tensor {_show(info.name)}: {error}", at) from error
-
-
-def _read(stored: _Stored) -> np.ndarray:
-    info = stored.info
-    raw = _raw(stored)
-    if dtype := ggml_types.PLAIN.get(info.block.name):
-        return as_array(raw, dtype, info.shape)
-    try:
-        return ggml_types.decode(info.block.name, raw, info.shape)
-    except ValueError as error:
-        at = stored.start + info.offset
-        raise CheckpointError(stored.path, f"tensor {_show(info.name)}: {error}", at) from error
+    def _made(self, function: Callable[..., np.ndarray], *of: Any) -> np.ndarray:
+        try:
+            return function(self.info.block.name, *of)
+        except ValueError as error:
+            reason = f"tensor {_show(self.info.name)}: {error}"
+            raise CheckpointError(self.file.path, reason, self.at) from error

@@ -47,9 +47,7 @@ class MappedFile:
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(
-                path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            raise CheckpointError(path, why_unreadable(error)) from None
         self._bytes = np.frombuffer(data, np.uint8)
         # As long as it takes to tell an answer that is an error: those are short.
         head = self._bytes[: HEAD if self.size > MAX_ANSWER else self.size].tobytes()
@@ -70,6 +68,11 @@ class MappedFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of the bytes `[offset, offset + nbytes)`; errors as in `view`."""
         return self.view(offset, nbytes).tobytes()
+
+
+def why_unreadable(error: Exception) -> str:
+    """What the operating system says of a file."""
+    return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
 def release(view: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from jinfer.checkpoint.checkpoint_reader import ZIP_MAGIC, Checkpoint, Checkpoin
 from jinfer.checkpoint.gguf import open_gguf
 from jinfer.checkpoint.llama2c import MAGIC as LLAMA2C_MAGIC
 from jinfer.checkpoint.llama2c import looks_like_v0, open_llama2c
-from jinfer.checkpoint.mapped_file import MappedFile
+from jinfer.checkpoint.mapped_file import MappedFile, why_unreadable
 from jinfer.checkpoint.native_checkpoint import as_native
 from jinfer.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax
 from jinfer.checkpoint.safetensors import open_safetensors
@@ -66,9 +66,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise CheckpointError(path, why_unreadable(error)) from None
     checkpoint = _open_folder(path) if is_folder else _open_file(path)
     wrapped = checkpoint.format in ("safetensors", "pickle")
     return as_native(unwrapped(checkpoint) if wrapped else checkpoint)
@@ -94,7 +92,9 @@ def _reader(file: MappedFile) -> Reader:
         return open_llama2c
     if head[:1] == b"\x80" and head[1:2] <= b"\x05":
         return open_pickle
-    _refuse_known(file.path, head)
+    if head[:4] in (b"lmgg", b"fmgg", b"tjgg"):
+        reason = "is a GGML file older than GGUF: convert it with llama.cpp of August 2023"
+        raise CheckpointError(file.path, reason, 0)
     suffix = file.path.suffix.lower()
     if suffix in _SUFFIXES and not _is_text(head):
         return _SUFFIXES[suffix]
@@ -107,20 +107,11 @@ def _is_text(head: bytes) -> bool:
     return bool(head) and head.isascii() and "".join(head.decode().split()).isprintable()
 
 
-def _refuse_known(path: Path, head: bytes) -> None:
-    """Says what to do about files that are met often and are not checkpoints."""
-    if head[:4] in (b"lmgg", b"fmgg", b"tjgg"):
-        reason = "is a GGML file older than GGUF: convert it with llama.cpp of August 2023"
-        raise CheckpointError(path, reason, 0)
-
-
 def _open_folder(folder: Path) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     except OSError as error:
-        raise CheckpointError(
-            folder, f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise CheckpointError(folder, why_unreadable(error)) from None
     if DESCRIPTION in names or (folder / FOLDER).is_dir():
         return open_orbax(folder / DESCRIPTION)
     names = [name for name in names if not any(fnmatch(name, rule) for rule in _IGNORED)]

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint.checkpoint_reader import CheckpointError
-from jinfer.checkpoint.pickle_values import (
-    Global,
-    Opaque,
-    PickleDict,
-    PickleError,
-    StridedTensor,
-)
+from jinfer.checkpoint.pickle_values import Global, Opaque, PickleDict, PickleError, StridedTensor
 
 MAX_PICKLE_BYTES = 32 << 20
 _MAX_LINE = 1024  # bytes of a name

@@ -47,17 +47,14 @@ def run(machine: Machine) -> Any:
                 return machine.pop()
             action = _ACTIONS.get(opcode)
             if action is None:
-                raise PickleError(f"opcode {_name(opcode)} is not allowed in a checkpoint")
+                name = _NAMES.get(chr(opcode), f"0x{opcode:02x}")
+                raise PickleError(f"opcode {name} is not allowed in a checkpoint")
             action(machine)
         raise PickleError(f"pickle takes more than {most} steps; save it in several shards")
     except IndexError:
         raise machine.fail("damaged pickle: takes a value where there is none", at) from None
     except PickleError as error:
         raise machine.fail(str(error), at) from None
-
-
-def _name(opcode: int) -> str:
-    return _NAMES.get(chr(opcode), f"0x{opcode:02x}")
 
 
 def _python2_text(machine: Machine, length: int) -> str:

@@ -83,7 +83,7 @@ def read_persistent_id(pid: object) -> Storage:
     """
     if isinstance(pid, tuple) and pid[:1] == ("module",):
         raise PickleError("holds a whole module with its code; save model.state_dict() instead")
-    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or not _is_text(pid[0], "storage"):
+    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
         raise PickleError("a persistent id is not that of a storage")
     kind, key, count = pid[1], pid[2], pid[4]
     if not isinstance(kind, Global) or kind.name not in _STORAGES:
@@ -100,10 +100,6 @@ def read_persistent_id(pid: object) -> Storage:
         if offset + size > count:
             raise PickleError(f"a storage's view ends at {offset + size} of {count} elements")
     return Storage(kind.type, key, count * item, offset * item, size * item)
-
-
-def _is_text(value: object, text: str) -> bool:
-    return isinstance(value, str) and value == text
 
 
 def _are_sizes(values: Any) -> bool:
@@ -184,10 +180,6 @@ def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if len(args) != 1 or not isinstance(args[0], list):
         raise PickleError("OrderedDict is not made of a list of pairs")
     return PickleDict(args[0])
-
-
-def _beside(args: tuple[Any, ...]) -> Any:
-    return Opaque("value beside the weights")
 
 
 _TORCH_DTYPES = {
@@ -272,7 +264,7 @@ _MAKERS = tuple(
     for name in ("dict", "float", "int", "list")
 )
 _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(_BESIDE, _beside),
+    **dict.fromkeys(_BESIDE, lambda args: Opaque("value beside the weights")),
     "collections.OrderedDict": _ordered_dict,
     # What these are made of, as a defaultdict's values, is not what a state dict has.
     **{name: lambda args: PickleDict([]) for name in _DICTS},

@@ -93,10 +93,10 @@ def attention(
         The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others.
     """
     cached = (*keys.arrays, *(values.arrays if values is not None else ()))
-    biases = (
-        jnp.zeros(0, jnp.float32) if scores.sinks is None else _f32(scores.sinks),
-        jnp.zeros(0, jnp.float32) if scores.slopes is None else _f32(scores.slopes),
-        jnp.zeros((0, 0), jnp.float32) if scores.by_distance is None else _f32(scores.by_distance),
+    given = (scores.sinks, (0,)), (scores.slopes, (0,)), (scores.by_distance, (0, 0))
+    biases = tuple(
+        jnp.zeros(none, jnp.float32) if numbers is None else numbers.astype(jnp.float32)
+        for numbers, none in given
     )
     indices = tuple(each.astype(jnp.int32) for each in (rows, positions, last, tables))
     arguments = (q, *indices, *biases, *(new or ()))
@@ -132,7 +132,3 @@ def attention(
     )
     after: Sequence[Array] = out[count:] or cached
     return tuple(out[:count]), tuple(after[:width]), tuple(after[width:])
-
-
-def _f32(numbers: Array) -> Array:
-    return numbers.astype(jnp.float32)

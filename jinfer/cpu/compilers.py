@@ -17,12 +17,10 @@ class BuildError(Exception):
     """The custom calls cannot be compiled: one line with the reason and the remedy."""
 
 
-def _nothing(command: list[str]) -> None:
-    pass
-
-
 def run_all(
-    commands: Sequence[list[str]], cores: int, done: Callable[[list[str]], None] = _nothing
+    commands: Sequence[list[str]],
+    cores: int,
+    done: Callable[[list[str]], None] = lambda command: None,
 ) -> None:
     """Runs commands, `cores` at a time.
 

@@ -21,11 +21,7 @@ from jinfer.opening.compute_settings import (
     kv_cache_type,
 )
 from jinfer.opening.config_json import config_path, read_config
-from jinfer.opening.generation_config import (
-    check_defaults,
-    generation_config,
-    generation_defaults,
-)
+from jinfer.opening.generation_config import check_defaults, generation_config, generation_defaults
 from jinfer.opening.model_files import ModelFiles, read_spec_file, tokenizer_path
 from jinfer.opening.open_keywords import override_tables
 from jinfer.opening.pooling_config import PoolingSpec, find_pooling

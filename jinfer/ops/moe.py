@@ -69,17 +69,16 @@ def mixture_of_experts(
     """
     rows, top_k = chosen.shape
     taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
+    order = _sort_by_expert(chosen, experts.up.weight.shape[0])
     if all(supports_grouped(each.weight) for each in taken):
-        order = _sort_by_expert(chosen, experts.up.weight.shape[0])
         out = _grouped_feed_forward(x, order, experts)
         if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
                 x.dtype
             )
-        y = out[order.place_of]
     else:
-        y = _blockwise_feed_forward(x, chosen, experts)
-    y = y.reshape(rows, top_k, -1).astype(jnp.float32)
+        out = _blockwise_feed_forward(x, order, experts)
+    y = out[order.place_of].reshape(rows, top_k, -1).astype(jnp.float32)
     # Added in sequence: the order must not depend on the other rows (batch invariance).
     parts = (y[:, k] * weights[:, k : k + 1] for k in range(top_k))
     return reduce(add, parts).astype(x.dtype)
@@ -90,7 +89,7 @@ def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
         return cpu.sort_by_expert(chosen.astype(jnp.int32), count)
     expert_of, top_k = chosen.reshape(-1), chosen.shape[1]
     order = jnp.argsort(expert_of, stable=True)
-    sizes = _sizes(expert_of, count)
+    sizes = jnp.sum(expert_of[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
     offsets = jnp.pad(jnp.cumsum(sizes, dtype=jnp.int32), (1, 0))
     return cpu.Sorted(order // top_k, expert_of[order], offsets, jnp.argsort(order))
 
@@ -120,43 +119,32 @@ def _grouped_feed_forward(
 
 
 def _blockwise_feed_forward(
-    x: Float[Array, "rows hidden"], chosen: Int[Array, "rows top_k"], experts: ExpertWeights
-) -> Float[Array, "pairs hidden"]:
-    """The outputs of all pairs, by a loop over blocks of one expert each."""
-    rows, top_k = chosen.shape
-    pairs, count = rows * top_k, experts.up.weight.shape[0]
-    size = _block_rows(pairs, count)
-    blocks = _ExpertBlocks(chosen.reshape(-1), count, size)
+    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: ExpertWeights
+) -> Float[Array, "pairs_and_block hidden"]:
+    """The outputs of the sorted pairs, by a loop over blocks of one expert each."""
+    pairs = order.row_of.shape[0]
+    size = _block_rows(pairs, experts.up.weight.shape[0])
+    blocks = _ExpertBlocks(order.offsets, size)
+    row_of = jnp.pad(order.row_of, (0, size))  # so that the last block has its full length
 
     def run(number: Array, out: Array) -> Array:
         expert, begin, count = blocks.at(number)
-        pair = lax.dynamic_slice_in_dim(blocks.order, begin, size)
+        rows = lax.dynamic_slice_in_dim(row_of, begin, size)
         own = jnp.arange(size, dtype=jnp.int32) < count
-        y = _feed_forward(x[pair // top_k], experts, expert, own)
+        y = _feed_forward(x[rows], experts, expert, own)
         # Rows beyond the block's end are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
     empty = jnp.zeros((pairs + size, x.shape[1]), x.dtype)
-    out = lax.fori_loop(0, blocks.number, run, empty)
-    return out[jnp.argsort(blocks.order[:pairs])]  # the index of each pair in sorted order
-
-
-def _sizes(expert_of: Int[Array, " pairs"], count: int) -> Int[Array, " experts"]:
-    """How many pairs each expert has."""
-    return jnp.sum(expert_of[:, None] == jnp.arange(count)[None], axis=0, dtype=jnp.int32)
+    return lax.fori_loop(0, blocks.number, run, empty)
 
 
 class _ExpertBlocks:
-    """Pairs of row and expert, sorted by expert, in blocks of at most `size` of one expert."""
+    """Sorted pairs of row and expert, in blocks of at most `size` of one expert."""
 
-    def __init__(self, expert_of: Int[Array, " pairs"], count: int, size: int) -> None:
-        self.size = size
-        order = jnp.argsort(expert_of, stable=True)
-        self.order = jnp.pad(order, (0, size))  # so that the last block has its full length
-        sizes = _sizes(expert_of, count)
-        self.end = jnp.cumsum(sizes)
-        self.begin = self.end - sizes
-        self.blocks = (sizes + (size - 1)) // size
+    def __init__(self, offsets: Int[Array, " experts_1"], size: int) -> None:
+        self.size, self.begin, self.end = size, offsets[:-1], offsets[1:]
+        self.blocks = (self.end - self.begin + (size - 1)) // size
         self.ends = jnp.cumsum(self.blocks)
         self.number = self.ends[-1]
 

@@ -47,14 +47,7 @@ def rotate(
     return y.astype(x.dtype).reshape(x.shape)
 
 
-def rotate_reference(
-    x: Float[Array, "*tokens width"],
-    cos: Float[Array, "*tokens pairs"],
-    sin: Float[Array, "*tokens pairs"],
-    *,
-    size: int,
-    adjacent: bool,
-) -> Float[Array, "*tokens width"]:
+def rotate_reference(x: Array, cos: Array, sin: Array, *, size: int, adjacent: bool) -> Array:
     """`rotate` in XLA operations."""
     heads, dim = x.reshape(*x.shape[:-1], -1, size), 2 * cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -46,11 +46,7 @@ def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:
     if isinstance(parameter, OutlierTensor):
         rounded = abstract_shard(parameter.rounded, sharding)
         count = int(parameter.outliers.values.shape[-1])
-        sparse = abstract_outliers(shape, rounded.format, 0.0, rounded.columns).outliers
-        sized = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct((*array.shape[:-1], count), array.dtype), sparse
-        )
-        return OutlierTensor(rounded, sized)
+        return abstract_outliers(rounded, count)
     if isinstance(parameter, QuantizedTensor):
         quantized = abstract(shape, parameter.format, columns_here(parameter.format))
         return replace(quantized, activations=parameter.activations)

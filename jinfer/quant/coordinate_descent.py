@@ -8,6 +8,7 @@ of a weight, or the best scale and base of a block, has a closed form: coordinat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,7 @@ def _descend(
     return codes.reshape(-1, rows), scale, None if base is None else low
 
 
+@dataclass
 class _Block:
     """A block of each row, during descent.
 
@@ -148,20 +150,14 @@ class _Block:
         free: [columns, rows], 1 for weights that may change.
     """
 
-    def __init__(
-        self,
-        codes: Array,
-        scale: Array,
-        base: Array,
-        error: Array,
-        slope: Array,
-        H: Array,
-        free: Array,
-        format: QuantFormat,
-    ) -> None:
-        self.codes, self.scale, self.base = codes, scale, base
-        self.error, self.slope, self.H, self.free = error, slope, H, free
-        self.format = format
+    codes: Array
+    scale: Array
+    base: Array
+    error: Array
+    slope: Array
+    H: Array
+    free: Array
+    format: QuantFormat
 
     def fit(self) -> None:
         """The best scale and base for the codes, if they are better as stored in fp16."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import Tensor
-from jinfer.checkpoint.ggml_types import BLOCKS, six_bit_numbers
+from jinfer.checkpoint.ggml_types import BLOCKS, q3_k_scales, six_bit_numbers
 from jinfer.checkpoint.mapped_file import release
 from jinfer.cpu import repack_gguf
 from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat, Width
@@ -314,11 +314,7 @@ def _q2_k_scales(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q3_k_scales(blocks: np.ndarray) -> np.ndarray:
-    """16 numbers of 6 bits: nibbles in 8 bytes, then bit pairs in 4, both in planes."""
-    low, high = blocks[:, 96:104], blocks[:, 104:108]
-    nibbles = np.concatenate([low & 15, low >> 4], axis=1)
-    pairs = np.concatenate([(high >> shift) & 3 for shift in (0, 2, 4, 6)], axis=1)
-    return _integers((nibbles | pairs << 4) - np.uint8(32))
+    return _integers(q3_k_scales(blocks))
 
 
 def _q4_k_scales(blocks: np.ndarray) -> np.ndarray:

@@ -33,7 +33,6 @@ from jinfer.quant.scale_search import block_weights, dequantized, numbers
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-VERSION = 2  # of the results: part of the cache key of quantized weights
 DAMPING = 0.05  # added to the diagonal of H, as a share of its mean
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.quant.quantized_tensor import QuantizedTensor, abstract
+from jinfer.quant.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -147,15 +146,12 @@ def outlier_count(shape: tuple[int, ...], share: float) -> int:
     return round(share * shape[-2] * shape[-1])
 
 
-def abstract_outliers(
-    shape: tuple[int, ...], format: QuantFormat, share: float, columns: int | None = None
-) -> OutlierTensor:
-    """An `OutlierTensor` of `jax.ShapeDtypeStruct`s."""
-    *stack, outputs, inputs = shape
-    of = (*stack, outlier_count(shape, share))
+def abstract_outliers(rounded: QuantizedTensor, count: int) -> OutlierTensor:
+    """An `OutlierTensor` of `jax.ShapeDtypeStruct`s, with so many outliers of each matrix."""
+    of = (*rounded.stack, count)
     whole, real = jax.ShapeDtypeStruct(of, np.int32), jax.ShapeDtypeStruct(of, np.float32)
-    sparse = SparseTensor(whole, whole, real, outputs, inputs)
-    return OutlierTensor(abstract(shape, format, columns), sparse)
+    sparse = SparseTensor(whole, whole, real, rounded.outputs, rounded.inputs)
+    return OutlierTensor(rounded, sparse)
 
 
 def to_sparse(values: np.ndarray, where: np.ndarray, count: int) -> SparseTensor:

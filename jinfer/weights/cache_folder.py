@@ -135,7 +135,8 @@ def make(parent: Path, key: str, nbytes: int, write: Callable[[Path], None]) -> 
         write(scratch)
         (scratch / _MARK).write_text(_sampled(scratch), encoding="utf-8")
         for path in scratch.iterdir():
-            _sync(path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         entry = parent / key
         _remove(entry)
         with suppress(OSError):  # another process was faster
@@ -190,11 +191,6 @@ def _sampled(entry: Path) -> str:
                 file.seek(begin)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

@@ -59,14 +59,12 @@ def generated_texts(
     length = min(LENGTH, context, tokens)
     count = max(1, tokens // length)
     # Activations in 8 bits, whatever the model will have: that is fastest.
-    fast = {name: replace(each, activations="int8") for name, each in plan.storages.items()}
-    while_writing = {
-        name: each
-        if each.as_in_file
-        else replace(each, format=_WRITES, method="nearest", outliers=0.0)
-        for name, each in fast.items()
+    rounded: dict[str, Any] = {"format": _WRITES, "method": "nearest", "outliers": 0.0}
+    fast = {
+        name: replace(each, activations="int8", **({} if each.as_in_file else rounded))
+        for name, each in plan.storages.items()
     }
-    leaves = read(replace(plan, plain=model, storages=while_writing))
+    leaves = read(replace(plan, plain=model, storages=fast))
     rng = np.random.default_rng(0)
     begins = rng.integers(0, model.vocab, (count, min(_RANDOM, length)), np.int32)
     written = []

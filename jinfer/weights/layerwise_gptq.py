@@ -82,16 +82,16 @@ class LayerwiseGPTQ:
         leaves = self._leaves(others)
         vectors = [walk.embed(leaves, ids) for ids in texts]
         for number, names in enumerate(walk.layers):
-            run = partial(self._through, number, leaves)
-            yield from self._stored(names, self._inputs(names, run, vectors, bar), bar)
+            found = self._inputs(names, partial(walk.layer, number), leaves, vectors, bar)
+            yield from self._stored(names, found, bar)
             after = leaves | self._leaves(names)
             for i, ids in enumerate(texts):
                 vectors[i] = jax.block_until_ready(walk.layer(number, after, vectors[i], ids))
                 bar.update(self._reading(names, ids))
             self._forget(names)
         if heads:
-            run = partial(self._end, leaves)
-            yield from self._stored(heads, self._inputs(heads, run, vectors, bar), bar)
+            found = self._inputs(heads, walk.finish, leaves, vectors, bar)
+            yield from self._stored(heads, found, bar)
 
     def _heads(self) -> list[str]:
         """The heads that are quantized for their inputs."""
@@ -114,12 +114,6 @@ class LayerwiseGPTQ:
         weights = sum(prod(self._shapes[name]) for name in names)
         return weights * ids.size * PER_PRODUCT / PASSES
 
-    def _through(self, number: int, others: Leaves, own: Leaves, x: Vectors, ids: Texts) -> Vectors:
-        return self._forward.layer(number, {**others, **own}, x, ids)
-
-    def _end(self, others: Leaves, own: Leaves, x: Vectors, ids: Texts) -> Any:
-        return self._forward.finish({**others, **own}, x, ids)
-
     def _kind(self, name: str) -> Kind | None:
         """Which statistics of a parameter's inputs are needed."""
         storage = self._storages.get(name)
@@ -134,6 +128,7 @@ class LayerwiseGPTQ:
         self,
         names: Sequence[str],
         run: Callable[[Leaves, Vectors, Texts], Any],
+        others: Leaves,
         vectors: Sequence[Vectors],
         bar: Task,
     ) -> dict[str, InputStats]:
@@ -144,7 +139,7 @@ class LayerwiseGPTQ:
             for name, leaf in self._plain(names).items()
         }
         for x, ids in zip(vectors, self._texts, strict=True):
-            jax.block_until_ready(run(tapped, x, ids))
+            jax.block_until_ready(run({**others, **tapped}, x, ids))
             bar.update(self._reading(names, ids))
         taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, RecordedWeight)}
         found = {name: leaf.inputs() for name, leaf in taps.items()}

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jinfer.checkpoint import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.dtypes import DTYPES
@@ -20,7 +19,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
-from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor
+from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here, in_stored_types
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes
 
@@ -60,7 +59,8 @@ class NativeOrigin:
     def read(self) -> Any:
         """The parameter in NumPy's arrays, of safetensors files views of the memory map."""
         arrays = [
-            _read(self.parts[name], like) for name, like in part_names(self.first, self.stored)
+            self.parts[name].read().astype(like.dtype, copy=False)
+            for name, like in part_names(self.first, self.stored)
         ]
         values: Any = jax.tree.unflatten(jax.tree.structure(self.stored), arrays)
         quantized = isinstance(self.loaded, QuantizedTensor | OutlierTensor)
@@ -175,11 +175,6 @@ def part_names(name: str, parameter: Any) -> list[tuple[str, Any]]:
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
-def _read(tensor: Tensor, like: Any) -> np.ndarray:
-    values = tensor.read()
-    return values if values.dtype == like.dtype else values.astype(like.dtype)
-
-
 def _part(checkpoint: NativeCheckpoint, part: str) -> Tensor:
     if part not in checkpoint.parts:
         reason = f"has no tensor {part}: it is damaged, or not the specification's model"
@@ -210,13 +205,10 @@ def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activa
     if isinstance(tensor, OutlierTensor):
         return replace(tensor, rounded=_as_here(tensor.rounded, activations))
     columns = columns_here(tensor.format)
-    if columns != tensor.columns:
-        is_abstract = isinstance(tensor.words, jax.ShapeDtypeStruct)
-        tensor = (
-            abstract(tensor.shape, tensor.format, columns)
-            if is_abstract
-            else with_columns(tensor, columns)
-        )
+    if isinstance(tensor.words, jax.ShapeDtypeStruct):
+        tensor = abstract(tensor.shape, tensor.format, columns)
+    else:
+        tensor = with_columns(tensor, columns)
     return replace(tensor, activations=activations)
 
 
@@ -239,12 +231,7 @@ def _abstract(
         known = f"{packed.format}, columns {packed.columns}"[:300]
         reason = f"{name} is in a format that is not known: {known}; update jinfer, or {AGAIN}"
         raise CheckpointError(checkpoint.path, reason) from None
-    if packed.outliers is None:
-        return rounded
-    of = (*rounded.stack, packed.outliers)
-    whole, real = jax.ShapeDtypeStruct(of, np.int32), jax.ShapeDtypeStruct(of, np.float32)
-    sparse = SparseTensor(whole, whole, real, rounded.outputs, rounded.inputs)
-    return OutlierTensor(rounded, sparse)
+    return rounded if packed.outliers is None else abstract_outliers(rounded, packed.outliers)
 
 
 def _is_known(format: QuantFormat) -> bool:

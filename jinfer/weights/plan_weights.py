@@ -14,11 +14,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant.quantized_tensor import Activations
 from jinfer.weights.choose_method import with_gptq
-from jinfer.weights.native_parameters import (
-    NativeOrigin,
-    Source,
-    native_origins,
-)
+from jinfer.weights.native_parameters import NativeOrigin, Source, native_origins
 from jinfer.weights.power_scaling import PowerScale
 from jinfer.weights.shared_arrays import same_arrays
 from jinfer.weights.storage_plan import Storage, plan_storages

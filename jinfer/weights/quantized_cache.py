@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -28,7 +27,8 @@ from jinfer.weights.read_weights import read
 from jinfer.weights.safetensors_writer import Writer
 from jinfer.weights.tensor_mapping import parameter_shapes
 
-_SEARCH_VERSION = "search 1"  # changes where the same weights would get other codes
+# Change where the same weights would get other codes.
+_SEARCH_VERSION, _GPTQ_VERSION = "search 1", 2
 _LEAST_WEIGHTS = 1 << 26  # quantized weights that are worth an entry: some seconds of two cores
 _SHARD_BYTES = 1 << 30  # of a file, which memory holds until it is written
 
@@ -41,14 +41,14 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
     """
     if gptq_names(plan.storages):
         try:
-            return native_plan(plan, _entry(plan, _write_gptq, progress))
+            return native_plan(plan, _entry(plan, progress))
         except NotCached as reason:
             _say(f"{reason}; weights are quantized without error feedback")
             plan = replace(plan, storages=without_gptq(plan.storages))
     if not _takes_long(plan):
         return plan
     try:
-        return native_plan(plan, _entry(plan, _write, progress))
+        return native_plan(plan, _entry(plan, progress))
     except NotWanted:
         return plan
     except (NotCached, OSError) as reason:
@@ -63,12 +63,10 @@ def _takes_long(plan: WeightPlan) -> bool:
     return count >= _LEAST_WEIGHTS and jax.process_count() == 1
 
 
-def _entry(
-    plan: WeightPlan, write: Callable[[WeightPlan, Path, bool], None], progress: bool
-) -> NativeCheckpoint:
+def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
     """The native checkpoint of a plan. Raises `NotCached` where there can be none."""
     folder, gptq = cache_folder.folder(), bool(gptq_names(plan.storages))
-    key = entry_key(plan, _gptq_version() if gptq else _SEARCH_VERSION)
+    key = entry_key(plan, _GPTQ_VERSION if gptq else _SEARCH_VERSION)
     entry = cache_folder.find(folder, key)
     if entry is not None:
         return entry
@@ -78,14 +76,8 @@ def _entry(
     _say(f"weights are quantized{how}, once; they are kept in {folder}")
     leaves = jax.tree.leaves(plan.model.parameters)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    shown = progress or sys.stderr.isatty()
+    shown, write = progress or sys.stderr.isatty(), _write_gptq if gptq else _write
     return cache_folder.make(folder, key, size, lambda new: write(plan, new, shown))
-
-
-def _gptq_version() -> int:
-    from jinfer.quant.gptq import VERSION  # here: few plans use GPTQ
-
-    return VERSION
 
 
 def entry_key(plan: WeightPlan, version: int | str) -> str:

@@ -63,7 +63,7 @@ def quantized(
         inputs: as for `Storage.quantize`.
         watch: is shown every piece, or the whole.
     """
-    change = _unit_rows if origin.parameter in model.normalized else _same
+    change = _unit_rows if origin.parameter in model.normalized else lambda values: values
     pieces = quantize_in_chunks(origin, shapes, storage, change, inputs, watch)
     if pieces is not None:
         return pieces
@@ -78,7 +78,3 @@ def _unit_rows(values: np.ndarray) -> np.ndarray:
     """The rows of a matrix, each divided by its length."""
     rows = values.astype(np.float32)
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-
-
-def _same(values: np.ndarray) -> np.ndarray:
-    return values

@@ -22,25 +22,17 @@ def row_reader(file: Tensor) -> Callable[[tuple[int, ...], Any], np.ndarray]:
     """
     *stack, outputs, inputs = file.shape
     block = BLOCKS.get(file.type)
-    if block is None or file.type in PLAIN or file.nbytes % block.bytes:
-        values = file.read()
+    plain = block is None or file.type in PLAIN or file.nbytes % block.bytes
+    stored = file.read() if plain else file.raw().reshape(*stack, outputs, -1)
 
-        def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
-            part = values[index][rows]
-            numbers = part.astype(np.float32)
-            release(part)
-            return numbers
-
-        return cut
-    raw = file.raw().reshape(*stack, outputs, -1)
-
-    def decoded(index: tuple[int, ...], rows: Any) -> np.ndarray:
-        part = raw[index][rows]
-        numbers = decode(file.type, part, (len(part), inputs))
+    def cut(index: tuple[int, ...], rows: Any) -> np.ndarray:
+        part = stored[index][rows]
+        size = (len(part), inputs)
+        numbers = part.astype(np.float32) if plain else decode(file.type, part, size)
         release(part)
         return numbers
 
-    return decoded
+    return cut
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

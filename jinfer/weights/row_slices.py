@@ -46,10 +46,9 @@ def row_slice(
         storage is not None and (storage.outliers or storage.method == "feedback")
     ):
         return None
-    files = [_slice(file, rows) for file in origin.files]
-    if any(file is None for file in files):
+    sliced = tuple(file for each in origin.files if (file := _slice(each, rows)) is not None)
+    if len(sliced) < len(origin.files):
         return None
-    sliced = tuple(file for file in files if file is not None)
     shape = (*whole[:-2], len(rows), whole[-1])
     return replace(origin, files=sliced), {**shapes, origin.parameter: shape}
 

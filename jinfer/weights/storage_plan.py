@@ -27,17 +27,12 @@ from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
 from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_weights
-from jinfer.quant import (
-    OutlierTensor,
-    QuantFormat,
-    QuantizedTensor,
-    parse_format,
-)
+from jinfer.quant import OutlierTensor, QuantFormat, QuantizedTensor, parse_format
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
-from jinfer.quant.sparse_matrix import abstract_outliers
+from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
 if TYPE_CHECKING:
@@ -81,11 +76,11 @@ class Storage:
 
     def abstract(self, shape: tuple[int, ...]) -> QuantizedTensor | OutlierTensor:
         """The parameter's shapes and types."""
-        columns = self.columns
-        if self.outliers:
-            part = abstract_outliers(shape, self.format, self.outliers, columns)
-            return self._activated(part)
-        return self._activated(abstract(shape, self.format, columns))
+        tensor = abstract(shape, self.format, self.columns)
+        if not self.outliers:
+            return self._activated(tensor)
+        count = outlier_count(shape, self.outliers)
+        return self._activated(abstract_outliers(tensor, count))
 
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
@@ -244,15 +239,6 @@ def choose_storages(
                 f"{reason}; {nearest_hint(rule.match, names)}",
             )
     return storages
-
-
-def stored(model: AbstractModel, storages: Mapping[str, Storage]) -> AbstractModel:
-    """The model with these parameters quantized."""
-    parameters = tuple(
-        storages[name].abstract(parameter.shape) if name in storages else parameter
-        for name, parameter in zip(model.names, model.parameters, strict=True)
-    )
-    return replace(model, parameters=parameters)
 
 
 def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:

@@ -15,11 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.attention.kv_layout import TOKENS, load_tiles
-from kernels_pallas.attention.triton_operands import (
-    KernelOperands,
-    TokenMetadata,
-    TritonConfig,
-)
+from kernels_pallas.attention.triton_operands import KernelOperands, TokenMetadata, TritonConfig
 from kernels_pallas.pdl import first_program_id
 from kernels_pallas.triton_ops import plt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from kernels_pallas.matmul.prologue import (
     identity,
     prepare_rows,
 )
-from kernels_pallas.matmul.round_fp16 import round_rows
+from kernels_pallas.matmul.round_fp16 import round_rows, rounded_matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix, arrange_inputs
 from kernels_pallas.triton_ops import DEFAULT, Backend
 
@@ -62,16 +62,13 @@ def matmul(
         raise ValueError(f"a gated product takes the matrices gate and up, not {len(matrices)}")
     if backend == "xla" or (backend == "mosaic" and x.shape[0] > mosaic.MOST_ROWS):
         return _epilogue(matmul_xla(x, matrices, index), gated)
-    results: list[Array | None] = [None] * len(matrices)
-    for together in _groups(matrices):
-        chosen = [matrices[i] for i in together]
+
+    def product(chosen: Sequence[PackedMatrix]) -> tuple[Array, ...]:
         if not all(kernel_supports(backend, matrix) for matrix in chosen):
-            parts = matmul_xla(x, chosen, index)
-        else:
-            parts = _kernel(x, chosen, index, backend, interpret)
-        for i, part in zip(together, parts, strict=True):
-            results[i] = part
-    return _epilogue([result for result in results if result is not None], gated)
+            return matmul_xla(x, chosen, index)
+        return _kernel(x, chosen, index, backend, interpret)
+
+    return _epilogue(_by_group(matrices, product), gated)
 
 
 def kernel_supports(backend: Backend, matrix: PackedMatrix) -> bool:
@@ -79,13 +76,19 @@ def kernel_supports(backend: Backend, matrix: PackedMatrix) -> bool:
     return mosaic.takes(matrix) if backend == "mosaic" else matrix.outputs >= SMALLEST
 
 
-def _groups(matrices: Sequence[PackedMatrix]) -> list[list[int]]:
-    """Indices of matrices that one call can take: x in the same order, tiles of the same size."""
+def _by_group(
+    matrices: Sequence[PackedMatrix],
+    product: Callable[[Sequence[PackedMatrix]], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """The product of each matrix; one call has those with x in one order and tiles of one size."""
     groups: dict[Any, list[int]] = {}
     for place, matrix in enumerate(matrices):
         key = matrix.per_code, min(matrix.outputs, LARGEST)
         groups.setdefault(key, []).append(place)
-    return list(groups.values())
+    results: dict[int, Array] = {}
+    for places in groups.values():
+        results |= zip(places, product([matrices[i] for i in places]), strict=True)
+    return tuple(results[i] for i in range(len(matrices)))
 
 
 def _kernel(
@@ -125,14 +128,9 @@ def matmul_partials(
     Args:
         matrices: for which x was prepared, and which `supports_partials` accepts.
     """
-    results: list[Any] = [None] * len(matrices)
-    for places in _groups(matrices):
-        chosen = [matrices[i] for i in places]
-        for i, part in zip(
-            places, _matmul_partials(x, chosen, index, "triton", interpret), strict=True
-        ):
-            results[i] = part
-    return tuple(results)
+    return _by_group(
+        matrices, lambda chosen: _matmul_partials(x, chosen, index, "triton", interpret)
+    )
 
 
 def _tiling(rows: int, matrices: Sequence[PackedMatrix]) -> Tiling:
@@ -178,18 +176,9 @@ def matmul_xla(
     x: Array, matrices: Sequence[PackedMatrix], index: Array | None
 ) -> tuple[Array, ...]:
     """The results in plain XLA, with the chosen matrices dequantized to fp16 in memory."""
-    x16, factors = round_rows(x)
-    results = []
-    for matrix in matrices:
-        stacked = matrix.words.ndim > 5
-        chosen = (
-            index_stack(matrix, jnp.int32(0) if index is None else index[0]) if stacked else matrix
-        )
-        contracted = (((1,), (1,)), ((), ()))
-        weights = chosen.dequantize(jnp.float16)
-        y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
-        results.append(y * factors[:, None])
-    return tuple(results)
+    which = jnp.int32(0) if index is None else index[0]
+    chosen = [index_stack(m, which) if m.words.ndim > 5 else m for m in matrices]
+    return tuple(rounded_matmul(x, matrix.dequantize(jnp.float16)) for matrix in chosen)
 
 
 def index_stack(matrix: PackedMatrix, index: Array) -> PackedMatrix:

@@ -23,6 +23,16 @@ def round_rows(
     return (x / factor[:, None]).astype(jnp.float16), factor
 
 
+def rounded_matmul(
+    x: Float[Array, "rows inputs"], weights: Float[Array, "outputs inputs"]
+) -> Float[Array, "rows outputs"]:
+    """x @ weights.T in XLA, with x rounded and the weights in fp16, added up in float32."""
+    x16, factors = round_rows(x)
+    contracted = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
+    return y * factors[:, None]
+
+
 def row_scale(highest: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     """The power of two that rows with these maximum magnitudes are divided by."""
     exponent = lax.bitcast_convert_type(highest, jnp.uint32) & np.uint32(0x7F800000)

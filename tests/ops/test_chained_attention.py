@@ -234,5 +234,5 @@ def test_what_nobody_needs_is_not_computed() -> None:
 def test_a_place_that_is_not_in_the_pool_is_refused() -> None:
     x, caches, at = given(BATCHES["one token each"], "f16")
     wrong = at._replace(tables=at.tables + 99)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jinfer_attention: token 0 .* pool"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jinfer_fused_layers: token 0 .* pool"):
         jax.block_until_ready(jax.jit(fuse_operations(layers(RULES["plain"])))(x, caches, wrong))

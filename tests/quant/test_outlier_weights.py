@@ -10,6 +10,7 @@ import pytest
 from jinfer.quant import OutlierTensor, SparseTensor, parse_format
 from jinfer.quant.outlier_weights import find_outliers, without_outliers
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
+from jinfer.quant.quantized_tensor import abstract
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count, to_sparse
 from tests.arrays import on_device
 
@@ -108,7 +109,7 @@ def test_nothing_to_keep() -> None:
 def test_stacks() -> None:
     values, format = heavy((2, 3, 40, 100)), parse_format("q3.5")
     tensor = quantize_with_outliers(values, format, 0.01, method="search")
-    like = abstract_outliers(values.shape, format, 0.01)
+    like = abstract_outliers(abstract(values.shape, format), outlier_count(values.shape, 0.01))
     for part, other in zip(jax.tree.leaves(tensor), jax.tree.leaves(like), strict=True):
         assert (part.shape, part.dtype) == (other.shape, other.dtype)
     assert (tensor.shape, tensor.stack) == (values.shape, (2, 3))

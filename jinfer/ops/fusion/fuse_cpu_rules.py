@@ -45,6 +45,8 @@ class FusibleOperation:
     moves: bool = False
 
 
+_DENSE = ("activation", "first", "taken", "transposed", "rounded")
+
 type Fusible = Mapping[JaxprOperation, FusibleOperation]
 
 
@@ -95,9 +97,9 @@ def _custom_call(
         case "jinfer_norm":
             return _norm(operation, makers, found)
         case "jinfer_rotate":
-            return _rotate(operation)
+            return _same_rows(operation, Program.rotate, "size", "adjacent")
         case "jinfer_hadamard":
-            return _hadamard(operation)
+            return _same_rows(operation, Program.hadamard, "size", "query")
         case "jinfer_activate":
             return _activate(operation, makers, found)
         case "jinfer_attention":
@@ -111,11 +113,11 @@ def _linear(operation: JaxprOperation) -> FusibleOperation | None:
         return None
     x, *buffers = operation.operands
     fixed: dict[str, Any] = {
-        "digits": int(given["digits"]),
-        "activation": int(given["activation"]),
+        "digits": given["digits"],
+        "activation": given["activation"],
         "outputs": [out.aval.shape[1] for out in operation.results],
     }
-    fields, codebook = given["tensors"].tolist(), given["codebook"].tolist()
+    fields, codebook = given["tensors"], given["codebook"]
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         read = [known[buffer] for buffer in buffers]
@@ -130,8 +132,7 @@ def _dense(operation: JaxprOperation) -> FusibleOperation | None:
     if given["select"] != 0 or 0 in x.aval.shape:
         return None
     fixed: dict[str, Any] = {
-        **{name: int(given[name]) for name in ("activation", "first", "taken")},
-        **{name: bool(given[name]) for name in ("transposed", "rounded")},
+        **{name: given[name] for name in _DENSE},
         "outputs": [out.aval.shape[1] for out in operation.results],
     }
 
@@ -159,28 +160,21 @@ def _norm(operation: JaxprOperation, makers: Producers, found: Fusible) -> Fusib
     return FusibleOperation(_rows(rows, (x,), makers, found), (x,), add)
 
 
-def _rotate(operation: JaxprOperation) -> FusibleOperation:
+def _same_rows(
+    operation: JaxprOperation, method: Callable[..., int], *names: str
+) -> FusibleOperation:
+    """A call of these attributes whose operands all have the rows of its result."""
     given = _attributes(operation)
-    size, adjacent = int(given["size"]), bool(given["adjacent"])
+    kind = {name: given[name] for name in names}
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
-        return [program.rotate(*values, size=size, adjacent=adjacent)]
-
-    return FusibleOperation(operation.operands[0].aval.shape[0], operation.operands, add)
-
-
-def _hadamard(operation: JaxprOperation) -> FusibleOperation:
-    given = _attributes(operation)
-    size, query = int(given["size"]), bool(given["query"])
-
-    def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
-        return [program.hadamard(values[0], size=size, query=query)]
+        return [method(program, *values, **kind)]
 
     return FusibleOperation(operation.operands[0].aval.shape[0], operation.operands, add)
 
 
 def _activate(operation: JaxprOperation, makers: Producers, found: Fusible) -> FusibleOperation:
-    x, number = operation.operands[0], int(_attributes(operation)["activation"])
+    x, number = operation.operands[0], _attributes(operation)["activation"]
 
     def add(program: Program, values: Sequence[int], _: Known) -> list[int]:
         return [program.activate(values[0], number)]
@@ -197,7 +191,7 @@ def _attention(operation: JaxprOperation) -> FusibleOperation | None:
         return None
     new = (2 - given["shared"]) * given["written"]
     matrices, pools = operation.operands[8 : 8 + new], operation.operands[8 + new :]
-    kind = AttentionAttributes(*(_plain(given[name]) for name in AttentionAttributes._fields))
+    kind = AttentionAttributes(*(given[name] for name in AttentionAttributes._fields))
 
     def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
         where, own, read = ([known[one] for one in each] for each in (places, numbers, pools))
@@ -307,10 +301,6 @@ def _as_stored(vector: Operand, makers: Producers, found: Fusible) -> Operand:
 
 
 def _attributes(operation: JaxprOperation) -> dict[str, Any]:
-    attributes = dict(operation.eqn.params["attributes"])
-    return {name: getattr(value, "val", value) for name, value in attributes.items()}
-
-
-def _plain(number: Any) -> Any:
-    """A NumPy scalar as a Python scalar."""
-    return number.item() if isinstance(number, np.generic) else number
+    """Attributes of a custom call, as Python has such numbers."""
+    given = dict(operation.eqn.params["attributes"])
+    return {name: np.asarray(getattr(one, "val", one)).tolist() for name, one in given.items()}

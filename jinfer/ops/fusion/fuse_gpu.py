@@ -36,6 +36,7 @@ from jinfer.ops.fusion.jaxpr_walk import (
     Operand,
     evaluate,
     flatten_jaxpr,
+    value,
 )
 
 if TYPE_CHECKING:
@@ -185,11 +186,8 @@ class _Evaluator:
 
         q, k, v, keys, values, *at = operation.operands
         results = write_kv(
-            self._heads(q),
-            self._heads(k),
-            self._heads(v),
-            self._value(keys),
-            self._value(values),
+            *map(self._heads, (q, k, v)),
+            *map(self._value, (keys, values)),
             WriteSlots(*map(self._value, at)),
             interpret=interpreted(),
         )
@@ -300,12 +298,8 @@ def _compute(
     reductions: Reductions,
 ) -> list[Array]:
     known: dict[JaxprValue, Any] = dict(zip(leaves, values, strict=True))
-
-    def value(operand: Operand) -> Any:
-        return operand.val if isinstance(operand, Literal) else known[operand]
-
     for maker in makers:
-        operands = [value(operand) for operand in maker.operands]
+        operands = [value(operand, known) for operand in maker.operands]
         (result,) = maker.results
         if maker.name in REDUCE:
             known[result] = getattr(reductions, REDUCE[maker.name])(operands[0])

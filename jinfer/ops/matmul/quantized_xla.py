@@ -51,13 +51,9 @@ def dequantized_matmul(
 
     Element-wise operations and one tensor-core matmul with float32 accumulation, without loops.
     """
-    from kernels_pallas.matmul.round_fp16 import round_rows
+    from kernels_pallas.matmul.round_fp16 import rounded_matmul
 
-    x16, factors = round_rows(x)
-    contracted = (((1,), (1,)), ((), ()))
-    weights = weight.dequantize(jnp.float16)
-    y = lax.dot_general(x16, weights, contracted, preferred_element_type=jnp.float32)
-    return y * factors[:, None]
+    return rounded_matmul(x, weight.dequantize(jnp.float16))
 
 
 def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array, " outputs"]:
