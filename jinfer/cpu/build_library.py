@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -78,7 +78,7 @@ def register(*symbols: str) -> bool:
 
 
 def custom_call(
-    symbol: str, results: Any, aliases: Mapping[int, int] | None = None
+    symbol: str, results: Any, aliases: dict[int, int] | None = None
 ) -> Callable[..., Any]:
     """The call of a handler, with arrays and attributes as arguments.
 

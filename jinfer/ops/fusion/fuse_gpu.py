@@ -186,8 +186,11 @@ class _Evaluator:
 
         q, k, v, keys, values, *at = operation.operands
         results = write_kv(
-            *map(self._heads, (q, k, v)),
-            *map(self._value, (keys, values)),
+            self._heads(q),
+            self._heads(k),
+            self._heads(v),
+            self._value(keys),
+            self._value(values),
             WriteSlots(*map(self._value, at)),
             interpret=interpreted(),
         )

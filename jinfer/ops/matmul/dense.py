@@ -87,13 +87,13 @@ def dense_matmul(
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    results = []
+    each = []
     for weight in weights:
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
         product = partial(lax.dot_general, precision=matmul_precision(both[0]))
-        results.append(product(*both, contracted, preferred_element_type=jnp.float32))
-    return apply_activation(tuple(results), activation)
+        each.append(product(*both, contracted, preferred_element_type=jnp.float32))
+    return apply_activation(tuple(each), activation)
 
 
 def matmul_per_head(
