@@ -187,7 +187,8 @@ def memory_use(
             )
             for name in stage.devices
         ]
-    host = MemoryUse(HOST, *map(sum, zip(*on_host, strict=True)), free(HOST))
+    weights, tables, streamed, cached = (sum(each) for each in zip(*on_host, strict=True))
+    host = MemoryUse(HOST, weights, tables, streamed, cached, free(HOST))
     return [*devices, *([host] if host.together else [])]
 
 

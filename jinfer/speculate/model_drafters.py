@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
@@ -16,7 +19,7 @@ from jinfer.speculate.head_weights import head_weights
 from jinfer.speculate.open_draft_model import KEY
 from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.weights import load_weights
-from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.weights.read_weights import on_device
 
 
@@ -27,41 +30,30 @@ def model_drafter(context: DraftContext) -> DraftModel:
         SpecError: its device is not there.
         LoadError, CheckpointError: its weights are not there.
     """
-    is_head = context.draft_model.spec.follows is not None
-    return _head_drafter(context) if is_head else _draft_model(context)
-
-
-def _draft_model(context: DraftContext) -> DraftModel:
     entry, draft, engine = context.entry, context.draft_model, context.engine
     name = Path(entry.source).stem if entry.source is not None else f"own {entry.weights}"
-    model = build_abstract_model(draft.spec, jnp.dtype(draft.dtype))
-    plan = plan_weights(
-        model, draft.spec, draft.checkpoint, draft.activations, kv_cache=draft.kv_cache
-    )
-    device = _device(context)
-    programs = draft_programs(plan.model, engine.programs.sizes, draft.kv_cache, device)
-    drafter = DraftModel(programs=programs, target=engine, name=name)
+    kind: type[DraftModel]
+    if draft.spec.follows is not None:
+        weights = head_weights(engine, context.opened, draft, same=entry.source == "head")
+        kind, model, read = HeadDrafter, weights.model, partial(weights.load, engine)
+    else:
+        whole, files = build_abstract_model(draft.spec, jnp.dtype(draft.dtype)), draft.checkpoint
+        plan = plan_weights(whole, draft.spec, files, draft.activations, kv_cache=draft.kv_cache)
+        kind, model, read = DraftModel, plan.model, partial(_load, plan)
+    programs = draft_programs(model, engine.programs.sizes, draft.kv_cache, _device(context))
+    drafter = kind(programs=programs, target=engine, name=name)
 
     def load(progress: bool) -> None:
-        put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
-        drafter.parameters = load_weights.load(plan, put, progress=progress)
+        drafter.parameters = read(programs, progress)
 
     context.load.append(load)
     return drafter
 
 
-def _head_drafter(context: DraftContext) -> HeadDrafter:
-    entry, head, engine = context.entry, context.draft_model, context.engine
-    weights = head_weights(engine, context.opened, head, same=entry.source == "head")
-    device = _device(context)
-    programs = draft_programs(weights.model, engine.programs.sizes, head.kv_cache, device)
-    drafter = HeadDrafter(programs=programs, target=engine, name=Path(entry.source or "").stem)
-
-    def load(progress: bool) -> None:
-        drafter.parameters = weights.load(engine, programs, progress)
-
-    context.load.append(load)
-    return drafter
+def _load(plan: WeightPlan, programs: CompiledPrograms, progress: bool) -> tuple[Any, ...]:
+    """The weights of a draft model, on its device."""
+    put = programs.place if isinstance(programs, OtherDevicePrograms) else on_device
+    return load_weights.load(plan, put, progress=progress)
 
 
 def _device(context: DraftContext) -> jax.Device | None:
