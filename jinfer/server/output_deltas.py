@@ -40,9 +40,6 @@ class OutputDelta:
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
-
 
 class OutputParser(Protocol):
     """Parses one answer's text incrementally."""

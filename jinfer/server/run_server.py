@@ -183,14 +183,8 @@ def _inode(path: Path) -> tuple[int, int] | None:
 def _tcp(host: str, port: int) -> socket.socket:
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _listening(listener, address)
 
 
 def _unix(path: Path) -> socket.socket:
@@ -198,16 +192,20 @@ def _unix(path: Path) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode) and not _is_listening(path):
             path.unlink()
-    listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o117)
     try:
-        listener.bind(str(path))
+        return _listening(socket.socket(socket.AF_UNIX), str(path))
+    finally:
+        os.umask(before)
+
+
+def _listening(listener: socket.socket, address: Any) -> socket.socket:
+    try:
+        listener.bind(address)
         listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise
-    finally:
-        os.umask(before)
     return listener
 
 

@@ -98,18 +98,6 @@ class PreTokenizer:
     byte_level: bool = True
 
 
-_GPT2_RULE = PreTokenizer((_GPT2,))
-_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_LLAMA3 = PreTokenizer((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
-_LLAMA3_PLAIN = PreTokenizer((_llama3(r"\p{N}{1,3}"),))
-_QWEN2 = PreTokenizer((_llama3(r"\p{N}"),), nfc=True)
-_QWEN2_PLAIN = PreTokenizer((_llama3(r"\p{N}"),))
-_GPT4O_RULE = PreTokenizer((_GPT4O,))
-_DEEPSEEK3_RULE = PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))
-_BLOOM_RULE = PreTokenizer((_BLOOM,))
-_BAILING_RULE = PreTokenizer((_BAILING,))
-_PLAIN_TEXT = PreTokenizer((r"[^\n]+|\n+",), byte_level=False)
-
 _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     (
         "default",
@@ -118,15 +106,21 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
     (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum exaone4 jais "
         "trillion granite-docling roberta-bpe jina-v1-en jina-v2-code",
-        _GPT2_RULE,
+        PreTokenizer((_GPT2,)),
     ),
     ("mpt olmo modern-bert", PreTokenizer((_GPT2,), nfc=True)),
-    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _DIGITS),
-    ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3_PLAIN),
+    (
+        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        PreTokenizer((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True),
+    ),
+    ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((_llama3(r"\p{N}{1,3}"),))),
     ("jais-2", PreTokenizer((_llama3(r"\p{N}{1,3}", spaces=_JAIS2_SPACES),))),
-    ("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", _QWEN2),
-    ("stablelm2 hunyuan solar-open grok-2", _QWEN2_PLAIN),
+    ("qwen2 deepseek-r1-qwen megrez kormo f2llmv2", PreTokenizer((_llama3(r"\p{N}"),), nfc=True)),
+    ("stablelm2 hunyuan solar-open grok-2", PreTokenizer((_llama3(r"\p{N}"),))),
     ("qwen35", PreTokenizer((_QWEN35,), nfc=True)),
     (
         "deepseek-llm",
@@ -145,16 +139,16 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
         "deepseek-coder",
         PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")),
     ),
-    ("deepseek-v3 hunyuan-dense joyai-llm", _DEEPSEEK3_RULE),
+    ("deepseek-v3 hunyuan-dense joyai-llm", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     (
         "youtu",
         PreTokenizer((_YOUTU_CJK, _cased(r"\p{N}", _CASED_SUFFIXES)), ignore_merges=True),
     ),
     ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
-    ("bloom poro-chat gpt3-finnish", _BLOOM_RULE),
+    ("bloom poro-chat gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
     ("tekken", PreTokenizer((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
-    ("gpt-4o llama4 kanana2 minimax-m2", _GPT4O_RULE),
+    ("gpt-4o llama4 kanana2 minimax-m2", PreTokenizer((_GPT4O,))),
     ("tiny_aya", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     (
         "kimi-k2 kimi-k25",
@@ -163,7 +157,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
         ),
     ),
     ("superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
-    ("bailingmoe bailingmoe2 llada-moe", _BAILING_RULE),
+    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED_CODER,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     (
@@ -184,7 +178,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
             add_bos=True,
         ),
     ),
-    ("gemma4 sarvam-moe", _PLAIN_TEXT),
+    ("gemma4 sarvam-moe", PreTokenizer((r"[^\n]+|\n+",), byte_level=False)),
     ("whitespace", PreTokenizer((r"\S+",), byte_level=False)),
 )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jinfer.cli.terminal import line_input
-from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, run_command
+from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, Chat, run_command
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.chat_prompt import Message
@@ -21,24 +19,14 @@ UNANSWERED = "[stopped: /retry asks again, another message takes its place]"
 _WORDS = ("exit", "quit")
 
 
-class ChatSession(ABC):
-    """A conversation and its settings.
+class ChatSession(Chat):
+    """A conversation in a terminal.
 
     Attributes:
         caught: exceptions that are printed as one line, after which the chat continues.
-        messages: the conversation; the last one is the user's if Ctrl-C came before its answer.
-        sampling: sampling parameters that differ from the model's defaults.
-        file: the file that it was last saved to or loaded from.
-        ended: whether the user has ended the chat.
     """
 
     caught: ClassVar[tuple[type[Exception], ...]] = (RequestError, SpecError)
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.sampling: dict[str, Any] = {}
-        self.file: Path | None = None
-        self.ended = False
 
     def run(self, first: str | None) -> int:
         """Runs the loop until the user ends it; returns the exit status."""
@@ -74,22 +62,6 @@ class ChatSession(ABC):
         last = self.messages[-1:]
         unanswered = bool(last) and last[0]["role"] == "user"
         return self.messages[:-1] if unanswered else list(self.messages)
-
-    @abstractmethod
-    def answer(self, message: str) -> None:
-        """Answers a message.
-
-        After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
-        unanswered.
-        """
-
-    @abstractmethod
-    def params(self, **changes: Any) -> SamplingParams:
-        """The sampling parameters of the next message. Raises `RequestError`."""
-
-    @abstractmethod
-    def stats(self) -> list[str]:
-        """Lines of statistics."""
 
 
 def drop_oldest_turn(messages: list[Message]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinfer.api.prompt_inputs import parse_messages
 from jinfer.engine.requests import RequestError
@@ -19,17 +20,37 @@ from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 MAX_BYTES = 16 << 20  # of a saved conversation
 
 
-class ChatInterface(Protocol):
-    """The part of `chat_loop.ChatSession` that commands use."""
+class Chat(ABC):
+    """A conversation and its settings.
 
-    messages: list[Message]
-    sampling: dict[str, Any]
-    file: Path | None
-    ended: bool
+    Attributes:
+        messages: the conversation; the last one is the user's if Ctrl-C came before its answer.
+        sampling: sampling parameters that differ from the model's defaults.
+        file: the file that it was last saved to or loaded from.
+        ended: whether the user has ended the chat.
+    """
 
-    def answer(self, message: str) -> None: ...
-    def params(self, **changes: Any) -> SamplingParams: ...
-    def stats(self) -> list[str]: ...
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.sampling: dict[str, Any] = {}
+        self.file: Path | None = None
+        self.ended = False
+
+    @abstractmethod
+    def answer(self, message: str) -> None:
+        """Answers a message.
+
+        After Ctrl-C the partial answer stays in the conversation; if it is empty, the message stays
+        unanswered.
+        """
+
+    @abstractmethod
+    def params(self, **changes: Any) -> SamplingParams:
+        """The sampling parameters of the next message. Raises `RequestError`."""
+
+    @abstractmethod
+    def stats(self) -> list[str]:
+        """Lines of statistics."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +63,12 @@ class SlashCommand:
         help: what it does.
     """
 
-    run: Callable[[ChatInterface, str], None]
+    run: Callable[[Chat, str], None]
     takes: str
     help: str
 
 
-def run_command(chat: ChatInterface, line: str) -> None:
+def run_command(chat: Chat, line: str) -> None:
     """Runs a line that begins with /. Raises `RequestError`."""
     name, _, rest = line.removeprefix("/").partition(" ")
     rest = rest.strip()
@@ -64,28 +85,28 @@ def run_command(chat: ChatInterface, line: str) -> None:
     command.run(chat, rest)
 
 
-def _help(chat: ChatInterface, rest: str) -> None:
+def _help(chat: Chat, rest: str) -> None:
     for name, command in COMMANDS.items():
         print(f"  {f'/{name} {command.takes}':22} {command.help}")
     print('  a line that ends in \\ goes on in the next one; """ begins and ends several lines')
 
 
-def _exit(chat: ChatInterface, rest: str) -> None:
+def _exit(chat: Chat, rest: str) -> None:
     chat.ended = True
 
 
-def _reset(chat: ChatInterface, rest: str) -> None:
+def _reset(chat: Chat, rest: str) -> None:
     chat.messages = [m for m in chat.messages[:1] if m["role"] == "system"]
     print("(forgotten, but for the system message)" if chat.messages else "(forgotten)")
 
 
-def _undo(chat: ChatInterface, rest: str) -> None:
+def _undo(chat: Chat, rest: str) -> None:
     _remove_last_question(chat)
     left = len(chat.messages)
     print(f"({left} {'message is' if left == 1 else 'messages are'} left)")
 
 
-def _retry(chat: ChatInterface, rest: str) -> None:
+def _retry(chat: Chat, rest: str) -> None:
     params, before = chat.params(), chat.messages
     asked = _remove_last_question(chat)
     if not params.draws or params.seed is not None:
@@ -97,7 +118,7 @@ def _retry(chat: ChatInterface, rest: str) -> None:
         raise
 
 
-def _remove_last_question(chat: ChatInterface) -> str:
+def _remove_last_question(chat: Chat) -> str:
     """Removes and returns the last question, with its answer."""
     for place in reversed(range(len(chat.messages))):
         if chat.messages[place]["role"] == "user":
@@ -107,13 +128,13 @@ def _remove_last_question(chat: ChatInterface) -> str:
     raise RequestError("there is no question yet")
 
 
-def _system(chat: ChatInterface, text: str) -> None:
+def _system(chat: Chat, text: str) -> None:
     others = [m for m in chat.messages if m["role"] != "system"]
     chat.messages = [*([{"role": "system", "content": text}] if text else []), *others]
     print("(from now on)" if text else "(none but the model's own)")
 
 
-def _save(chat: ChatInterface, name: str) -> None:
+def _save(chat: Chat, name: str) -> None:
     path = Path(name).expanduser()
     if path.exists() and path != chat.file:
         raise RequestError(f"{name}: there is such a file; give another name")
@@ -126,7 +147,7 @@ def _save(chat: ChatInterface, name: str) -> None:
     print(f"({plural(len(chat.messages), 'message')} in {name})")
 
 
-def _load(chat: ChatInterface, name: str) -> None:
+def _load(chat: Chat, name: str) -> None:
     path = Path(name).expanduser()
     try:
         found = json.loads(read_regular_file(path, MAX_BYTES))
@@ -144,7 +165,7 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _set(chat: ChatInterface, setting: str) -> None:
+def _set(chat: Chat, setting: str) -> None:
     if not setting:
         print(*(f"{k} = {v!r}" for k, v in chat.sampling.items()), sep="\n")
         return
@@ -154,7 +175,7 @@ def _set(chat: ChatInterface, setting: str) -> None:
     chat.sampling |= new
 
 
-def _stats(chat: ChatInterface, rest: str) -> None:
+def _stats(chat: Chat, rest: str) -> None:
     print(*chat.stats(), sep="\n")
 
 

@@ -40,14 +40,13 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
             mark = yield from _message(reader, out, head, tools)
         if mark is None:
             return
-        headed, later = False, True
-        if not (yield from reader.starts(START)):
+        later = True
+        headed = yield from reader.starts(START)
+        if not headed:
             reader.take(len(mark))
             reader.mark()
             yield from reader.space()
             headed = yield from reader.starts(START)
-        else:
-            headed = True
 
 
 def _head(reader: IncrementalReader) -> Parse[str | None]:
