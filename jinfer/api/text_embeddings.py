@@ -118,13 +118,9 @@ def _pooling(name: Any) -> Pooling:
     return name
 
 
-def _cosine(a: Vectors, b: Vectors) -> np.ndarray:
-    return np.sum(to_length_1(a) * to_length_1(b), axis=1)
-
-
 # Similarity functions of two batches of vectors; larger is more similar.
 SIMILARITIES: dict[Similarity, Callable[[Vectors, Vectors], Float[np.ndarray, " texts"]]] = {
-    "cosine": _cosine,
+    "cosine": lambda a, b: np.sum(to_length_1(a) * to_length_1(b), axis=1),
     "dot": lambda a, b: np.sum(a * b, axis=1),
     "euclidean": lambda a, b: -np.linalg.norm(a - b, axis=1),
     "manhattan": lambda a, b: -np.abs(a - b).sum(axis=1),

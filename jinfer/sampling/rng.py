@@ -28,7 +28,8 @@ def noise(
     """Gumbel noise for the token after `drawn` others."""
 
     def of_row(key: Array, drawn: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(_wrapped(key), drawn), (vocab,), jnp.float32)
+        wrapped = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(wrapped, drawn), (vocab,), jnp.float32)
 
     return jax.vmap(of_row)(key, drawn)
 
@@ -45,7 +46,3 @@ def uniform(
     words = jnp.stack([stream, drawn], axis=-1).astype(jnp.uint32)
     bits = jax.vmap(of_row)(key, words)
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-
-
-def _wrapped(key: Array) -> Array:
-    return jax.random.wrap_key_data(key, impl="threefry2x32")

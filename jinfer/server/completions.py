@@ -143,12 +143,8 @@ class _TextAnswers(OpenAIAnswer):
         """The prompt's text, if the answer echoes it; else ""."""
         if not self.call.body.echo:
             return ""
-        given = self.call.body.prompt
-        if isinstance(given, str):
-            return given
-        one = given[prompt] if given and not isinstance(given[0], int) else given
-        if isinstance(one, str):
-            return one
+        if (text := self._sent_text(prompt)) is not None:
+            return text
         tokenizer = self.hosted.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
@@ -161,14 +157,16 @@ class _TextAnswers(OpenAIAnswer):
         ids, tokenizer = self.jobs[prompt].ids, self.hosted.llm.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
-        if self._is_text(prompt):
+        if (text := self._sent_text(prompt)) is not None:
             cut = self.call.body.truncate_prompt_tokens is not None
-            return token_offsets_in(tokenizer, self.echoed_text(prompt), ids, last=cut)
+            return token_offsets_in(tokenizer, text, ids, last=cut)
         return token_offsets(tokenizer.detokenizer(), ids)
 
-    def _is_text(self, prompt: int) -> bool:
+    def _sent_text(self, prompt: int) -> str | None:
+        """A prompt that was sent as a text; None for token ids."""
         given = self.call.body.prompt
-        return isinstance(given, str) or (bool(given) and isinstance(given[prompt], str))
+        one = given if isinstance(given, str) else given[prompt]
+        return one if isinstance(one, str) else None
 
     def _logprobs(
         self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]

@@ -60,11 +60,8 @@ def _either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
 def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
     """Vectors in the response format: lists of numbers, or base64."""
     for i, row in enumerate(vectors):
-        yield {"object": "embedding", "index": i, "embedding": _base64(row) if texts else row}
-
-
-def _base64(row: np.ndarray) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
+        shown = base64.b64encode(row.astype("<f4").tobytes()).decode() if texts else row
+        yield {"object": "embedding", "index": i, "embedding": shown}
 
 
 def _truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:

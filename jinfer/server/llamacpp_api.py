@@ -90,7 +90,8 @@ class _LlamaAnswers:
         return self._selected(shown)
 
     def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
-        job, used = self.run.jobs[prompt], answer.usage
+        job, used, tokenizer = self.run.jobs[prompt], answer.usage, self.hosted.llm.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
         kind, word = self._stopped(job, answer)
         return {
             "id_slot": -1,
@@ -100,16 +101,13 @@ class _LlamaAnswers:
             "tokens_evaluated": used.prompt_tokens,
             "tokens_cached": used.cached_tokens,
             "generation_settings": generation_settings(job),
-            "prompt": "" if self.hosted.llm.tokenizer is None else self._text(job),
+            "prompt": text,
             "has_new_line": "\n" in answer.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
             "timings": usage.llamacpp_timings(used),
         }
-
-    def _text(self, job: PromptRequests) -> str:
-        return self.hosted.session.tokenizer.decode(job.ids, skip_special=False)
 
     def _stopped(self, job: PromptRequests, answer: Completion) -> tuple[str, str]:
         """The stop type of an answer, and the stop text that it ended with."""

@@ -69,7 +69,8 @@ class RequestMiddleware:
         with span(f"{scope['method']} {scope['path']}", headers, notes):
             try:
                 if not open_to_all:
-                    self._check(headers)
+                    given = headers.get("authorization", ""), headers.get("x-api-key", "")
+                    auth.check_api_key(self.settings.keys, *given)
             except ApiError as error:
                 notes["error"] = error.code
                 await error_response(error).send(noted, self.settings.send_seconds)
@@ -82,10 +83,6 @@ class RequestMiddleware:
     def _is_public(self, method: str, path: str) -> bool:
         read = "GET" if method == "HEAD" else method
         return any(read == one and pattern.match(path) for one, pattern in self._public)
-
-    def _check(self, headers: Headers) -> None:
-        given = headers.get("authorization", ""), headers.get("x-api-key", "")
-        auth.check_api_key(self.settings.keys, *given)
 
     def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
         status = notes.pop("status", 499 if notes.get("gone") else 500)

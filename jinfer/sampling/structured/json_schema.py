@@ -174,7 +174,8 @@ def _check(place: str, schema: Any) -> None:
     types = schema.get("type", [])
     for name in types if isinstance(types, list) else [types]:
         if not isinstance(name, str) or name not in _TYPES:
-            raise refuse("type", f"cannot be {short(json.dumps(name))}; use one of {_type_names()}")
+            known = ", ".join(sorted(_TYPES))
+            raise refuse("type", f"cannot be {short(json.dumps(name))}; use one of {known}")
     _check_reference(schema, refuse)
     _mend_numbers(schema, refuse)
 
@@ -217,10 +218,6 @@ def _is_whole(value: Any) -> bool:
     return not isinstance(value, bool) and (
         isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     )
-
-
-def _type_names() -> str:
-    return ", ".join(sorted(_TYPES))
 
 
 def _has_finite_answer(schema: dict[str, Any]) -> bool:

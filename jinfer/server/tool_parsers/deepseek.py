@@ -10,6 +10,8 @@ V3.1 writes `weather<|tool▁sep|>{"city": "Paris"}` between the begin and end m
 
 from __future__ import annotations
 
+from functools import partial
+
 from jinfer.server.tool_parsers.call_format import ToolCallFormat, calls_rule
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_call_list, parse_named_call
@@ -19,10 +21,6 @@ from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
 _WORDS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 _MARKS = tuple(f"<\uff5ctool▁{word}\uff5c>" for word in _WORDS)
 CALLS, CALLS_END, CALL, CALL_END, SEPARATOR = _MARKS
-
-
-def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
-    yield from parse_call_list(reader, out, tools, (CALLS, CALL, CALLS_END), _call)
 
 
 def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
@@ -61,4 +59,5 @@ def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> s
     return f"{lark.text(CALLS)} {inner} {lark.text(CALLS_END)}"
 
 
+_read = partial(parse_call_list, marks=(CALLS, CALL, CALLS_END), call=_call)
 DEEPSEEK = ToolCallFormat("deepseek", _MARKS, _read, _grammar)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
@@ -37,10 +38,6 @@ TAGS = XmlTags(
     line="",
     parameter_end=PARAMETER_END,
 )
-
-
-def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
-    yield from parse_call_list(reader, out, tools, (OPEN, INVOKE, CLOSE), _call)
 
 
 def _call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
@@ -94,6 +91,7 @@ def _grammar(lark: LarkGrammar, tools: Tools, template: str, several: bool) -> s
     return f"{lark.text(f'{OPEN}\n')} {repeated(call, several)} {lark.text(CLOSE)}"
 
 
+_read = partial(parse_call_list, marks=(OPEN, INVOKE, CLOSE), call=_call)
 DSML = ToolCallFormat(
     "dsml", (OPEN, CLOSE, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END), _read, _grammar
 )
