@@ -120,9 +120,8 @@ def _listed(given: object) -> list[Any]:
     if isinstance(given, Sequence):
         return list(given)
     if given is None or _is_number(given) or not hasattr(given, "__array__"):
-        what = (
-            show_value(given) if given is None or _is_number(given) else f"a {type(given).__name__}"
-        )
+        plain = given is None or _is_number(given)
+        what = show_value(given) if plain else f"a {type(given).__name__}"
         raise RequestError(f"a prompt is {what}; {_GIVE}")
     array = np.asarray(given)
     if array.ndim != 1:

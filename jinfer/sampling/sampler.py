@@ -192,9 +192,8 @@ def apply_stages(
         tokens, slots, lengths, prompts = history
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
         sequences = (tokens, lengths, prompts, rows, slots)
-        return sampler_calls.sample(logits, _operands(metadata, state), *sequences, filtered=True)[
-            2
-        ]
+        operands = _operands(metadata, state)
+        return sampler_calls.sample(logits, operands, *sequences, filtered=True)[2]
     functions = list(dict.fromkeys(FUNCTIONS[name] for name in STAGES if name in stages))
     which = [functions.index(f) if (f := FUNCTIONS[n]) in functions else 0 for n in STAGES]
     function_of = jnp.array(which, jnp.int32)

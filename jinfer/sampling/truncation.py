@@ -31,10 +31,8 @@ def top_k_top_p(x: Logits, context: StageContext) -> Logits:
     likeliest, of this probability. typical_p (arXiv 2202.00666): those whose surprise is nearest
     to the expected one, of this probability.
     """
-    top_k, typical = (
-        context.stage == STAGES.index("top_k"),
-        context.stage == STAGES.index("typical_p"),
-    )
+    top_k = context.stage == STAGES.index("top_k")
+    typical = context.stage == STAGES.index("typical_p")
     order, weights = lax.cond(typical, _surprise, lambda x: (x, _weights(x)), x)
     weights = jnp.where(top_k, 1.0, weights)
     metadata = context.metadata

@@ -92,9 +92,8 @@ class _CompiledTemplate:
         return render_in_sandbox(self._source, names, template_limits.MAX_SECONDS)
 
 
-_compiled = lru_cache(maxsize=32)(
-    _CompiledTemplate
-)  # conversations recreate their template for each answer
+# Conversations recreate their template for each answer.
+_compiled = lru_cache(maxsize=32)(_CompiledTemplate)
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:

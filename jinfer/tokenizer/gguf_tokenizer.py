@@ -308,9 +308,8 @@ def _sentence_pieces(vocabulary: _Vocabulary, algorithm: int) -> Tokenizer:
         add_dummy_prefix=vocabulary.flag("add_space_prefix", True),
         remove_extra_whitespaces=vocabulary.flag("remove_extra_whitespaces", unigram),
     )
-    from jinfer.tokenizer.sentencepiece_tokenizer import (
-        SentencePieceTokenizer,  # imported here, because others do not need the library
-    )
+    # Imported here, because others do not need the library.
+    from jinfer.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 
     frame = _frame(vocabulary, not unigram, unigram)
     # Names that contain the mark stand for texts with spaces, which sentencepiece matches itself.

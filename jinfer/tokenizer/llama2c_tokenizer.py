@@ -40,9 +40,8 @@ class Llama2cTokenizer(Tokenizer):
     def token(self, id: int) -> str:
         if not 0 <= id < len(self._pieces):
             return ""
-        return (
-            self._pieces[id].decode("utf-8", "surrogateescape").strip("\n" * (id in (_BOS, _EOS)))
-        )
+        name = self._pieces[id].decode("utf-8", "surrogateescape")
+        return name.strip("\n") if id in (_BOS, _EOS) else name
 
     def id(self, token: str) -> int | None:
         return self.special.control.get(token, self._ids.get(token.encode("utf-8", "replace")))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.guard.safe_files import read_regular_file
 
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'
@@ -123,9 +123,9 @@ def append_history(path: Path, new: list[str]) -> None:
 
 def _kept(path: Path | None) -> list[str]:
     try:
-        content = (
-            b"" if path is None or not path.is_file() else read_regular_file(path, 2 * MAX_BYTES)
-        )
-    except (FileRefusedError, OSError):
+        if path is None or not path.is_file():
+            return []
+        content = read_regular_file(path, 2 * MAX_BYTES)
+    except OSError:  # also `FileRefusedError`
         return []
     return content.decode(errors="replace").splitlines()[-MAX_LINES:]

@@ -133,9 +133,8 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def _example(vocabulary: Vocabulary) -> str:
-    return ", ".join(repr(chr(byte)) for byte in sorted(vocabulary.missing) if 0x20 < byte < 0x7F)[
-        :40
-    ]
+    printable = (byte for byte in sorted(vocabulary.missing) if 0x20 < byte < 0x7F)
+    return ", ".join(repr(chr(byte)) for byte in printable)[:40]
 
 
 class _Cache:

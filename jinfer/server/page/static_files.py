@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,6 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class StaticFile:
-    """A static file.
-
-    Attributes:
-        content: the bytes.
-        media_type: the media type.
-        tag: the ETag, which changes with the content.
-    """
-
-    content: bytes
-    media_type: str
-    tag: str
-
-
 async def index(call: RequestContext[Any]) -> HttpResponse:
     """Serves the page."""
     return _sent(call, "index.html")
@@ -71,15 +56,15 @@ async def asset(call: RequestContext[Any]) -> HttpResponse:
 
 
 @cache
-def files() -> Mapping[str, StaticFile]:
-    """All static files by name."""
+def files() -> Mapping[str, HttpResponse]:
+    """The responses with the static files, by name; their ETags change with the content."""
     return {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
 
 
-def _read(path: Path) -> StaticFile:
+def _read(path: Path) -> HttpResponse:
     content = path.read_bytes()
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return StaticFile(content, _TYPES[path.suffix], tag)
+    headers = {**_HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    return HttpResponse(content, 200, headers, _TYPES[path.suffix])
 
 
 def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
@@ -87,7 +72,6 @@ def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")
-    headers = {**_HEADERS, "etag": file.tag}
-    if file.tag in call.request.headers.get("if-none-match", ""):
-        return HttpResponse(b"", 304, headers, file.media_type)
-    return HttpResponse(file.content, 200, headers, file.media_type)
+    if file.headers["etag"] in call.request.headers.get("if-none-match", ""):
+        return replace(file, content=b"", status=304)
+    return file
