@@ -30,7 +30,7 @@ HANDLER_FLAGS = ("-O1",)
 _WITHOUT_XLA = ("read_bandwidth", "repack_gguf")  # portable loops that include no XLA headers
 _TOGETHER = (("attention", "dense"), ("sample", "rowwise"))  # families that share a unit per ISA
 # Families whose `<family>_kernels.h` is all there is to compile for an instruction set.
-_GENERATED = ("attention", "dense", "rowwise", "sample")
+_GENERATED = ("attention", "dense", "recurrence", "rowwise", "sample")
 _GENERATED_ISAS = ("portable", "avx2", "avx512")
 
 

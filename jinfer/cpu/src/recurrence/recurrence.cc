@@ -1,0 +1,242 @@
+// Handlers of recurrences with state: `jinfer_matrix_scan`, `jinfer_selective_scan`,
+// `jinfer_diagonal_scan`, `jinfer_wkv_scan`, `jinfer_short_conv`. Each takes its inputs, then the
+// runs (start, tokens, slot and whether fresh, each [runs]) and the state table, which is changed in
+// place: result 0 is the output, result 1 the table.
+#include "recurrence/recurrence.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "common/buffer_checks.h"
+#include "common/handler.h"
+#include "common/parallel.h"
+
+namespace ffi = xla::ffi;
+
+namespace jinfer {
+namespace {
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+using OutF32 = ffi::ResultBuffer<ffi::F32>;
+
+constexpr int64_t kTaskWork = 1 << 15;  // state updates that make another thread worthwhile
+
+ffi::Error refuse(const char* what) {
+  return ffi::Error::InvalidArgument(std::string("jinfer recurrence: ") + what);
+}
+
+// Work units `first` .. `first + units - 1` of a run.
+struct Task {
+  int64_t run, first, units;
+};
+
+// The runs of a call, checked: they overlap neither in tokens nor in slots.
+struct Runs {
+  std::vector<StateRun> all;
+  const char* error = nullptr;
+
+  Runs(const S32& starts, const S32& lengths, const S32& slots, const S32& fresh, const F32& table,
+       const OutF32& after, int64_t tokens, int64_t width, float* out) {
+    const int64_t runs = starts.element_count();
+    const auto dims = table.dimensions();
+    if (dims.size() < 1 || !has_shape(starts, {runs}) || !has_shape(lengths, {runs}) ||
+        !has_shape(slots, {runs}) || !has_shape(fresh, {runs})) {
+      error = "runs do not fit each other";
+      return;
+    }
+    if (table.typed_data() != after->typed_data() || table.element_count() != after->element_count()) {
+      error = "the state is not changed in place";
+      return;
+    }
+    const int64_t count = dims[0], size = count ? table.element_count() / count : 0;
+    std::vector<char> slot_taken(count), token_taken(tokens);
+    for (int64_t i = 0; i < runs; ++i) {
+      const int64_t start = starts.typed_data()[i], length = lengths.typed_data()[i];
+      const int64_t slot = slots.typed_data()[i];
+      if (length == 0) continue;
+      if (length < 0 || start < 0 || start + length > tokens || slot < 0 || slot >= count ||
+          slot_taken[slot]) {
+        error = "a run is outside the batch or the table, or two have one slot";
+        return;
+      }
+      slot_taken[slot] = 1;
+      for (int64_t t = start; t < start + length; ++t) {
+        if (token_taken[t]) error = "a token is in two runs";
+        token_taken[t] = 1;
+      }
+      all.push_back({start, length, after->typed_data() + slot * size, fresh.typed_data()[i] != 0});
+    }
+    if (error) return;
+    for (int64_t t = 0; t < tokens; ++t)
+      if (!token_taken[t]) std::memset(out + t * width, 0, 4 * width);  // padding
+  }
+
+  // Calls work(run, unit) for `units` units of each run; `size`: state updates of a unit and token.
+  template <class Work>
+  void for_units(ffi::ThreadPool& pool, int64_t units, int64_t size, const Work& work) const {
+    std::vector<Task> tasks;
+    for (size_t run = 0; run < all.size(); ++run) {
+      const int64_t each =
+          std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, size * all[run].tokens), 1, units);
+      for (int64_t first = 0; first < units; first += each)
+        tasks.push_back({static_cast<int64_t>(run), first, std::min(each, units - first)});
+    }
+    const int64_t chunks = static_cast<int64_t>(tasks.size());
+    parallel_for(pool, chunks, chunks, [&](int64_t chunk) {
+      const Task& task = tasks[chunk];
+      for (int64_t i = 0; i < task.units; ++i) work(all[task.run], task.first + i);
+    });
+  }
+};
+
+// Calls work(run, first, columns) for blocks of columns of each run.
+template <class Work>
+void for_blocks(ffi::ThreadPool& pool, const Runs& runs, int64_t width, int64_t rows,
+                const Work& work) {
+  const int64_t block = recurrence_kernels().block, blocks = (width + block - 1) / block;
+  runs.for_units(pool, blocks, rows * block, [&](const StateRun& run, int64_t unit) {
+    const int64_t first = unit * block;
+    work(run, first, std::min(block, width - first));
+  });
+}
+
+ffi::Error matrix_scan(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 log_decay, F32 beta, F32 read,
+                       F32 write, S32 starts, S32 lengths, S32 slots, S32 fresh, F32 table,
+                       OutF32 out, OutF32 after, int64_t erase) {
+  const auto keys = k.dimensions(), values = v.dimensions();
+  if (keys.size() != 3 || values.size() != 3 || table.dimensions().size() != 4)
+    return refuse("keys, values or the state have other axes");
+  const int64_t tokens = keys[0], heads = values[1];
+  MatrixScan scan{heads, keys[1], keys[2], values[2]};
+  const int64_t size = scan.key_dim;
+  scan.by_channel = log_decay.dimensions().size() == 3;
+  if (erase < 0 || erase > 2) return refuse("no such way to erase");
+  scan.erase = static_cast<Erase>(erase);
+  if (!has_shape(q, {tokens, scan.key_heads, size}) || values[0] != tokens ||
+      scan.key_heads < 1 || heads % scan.key_heads || size < 1 || scan.value_dim < 1 ||
+      !(scan.by_channel ? has_shape(log_decay, {tokens, heads, size})
+                        : has_shape(log_decay, {tokens, heads})) ||
+      (scan.erase == Erase::delta && !has_shape(beta, {tokens, heads})) ||
+      (scan.erase == Erase::low_rank && (!has_shape(read, {tokens, heads, size}) ||
+                                         !has_shape(write, {tokens, heads, size}))) ||
+      !has_shape(table, {table.dimensions()[0], heads, size, scan.value_dim}) ||
+      !has_shape(*out, {tokens, heads, scan.value_dim}))
+    return refuse("inputs do not fit each other");
+  scan.q = q.typed_data(), scan.k = k.typed_data(), scan.v = v.typed_data();
+  scan.log_decay = log_decay.typed_data(), scan.beta = beta.typed_data();
+  scan.read = read.typed_data(), scan.write = write.typed_data();
+  scan.out = out->typed_data();
+  const Runs runs(starts, lengths, slots, fresh, table, after, tokens, heads * scan.value_dim,
+                  scan.out);
+  if (runs.error) return refuse(runs.error);
+  const RecurrenceKernels& kernels = recurrence_kernels();
+  const int64_t blocks = (scan.value_dim + kernels.block - 1) / kernels.block;
+  const int64_t each = size * std::min(kernels.block, scan.value_dim);
+  runs.for_units(pool, heads * blocks, each, [&](const StateRun& run, int64_t unit) {
+    const int64_t head = unit / blocks, first = unit % blocks * kernels.block;
+    StateRun of_head = run;
+    of_head.state += head * size * scan.value_dim;
+    kernels.matrix(scan, of_head, head, first, std::min(kernels.block, scan.value_dim - first));
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error selective_scan(ffi::ThreadPool pool, F32 x, F32 dt, F32 a, F32 b, F32 c, S32 starts,
+                          S32 lengths, S32 slots, S32 fresh, F32 table, OutF32 out, OutF32 after) {
+  if (x.dimensions().size() != 2 || a.dimensions().size() != 2 || table.dimensions().size() != 3)
+    return refuse("inputs or the state have other axes");
+  const int64_t tokens = x.dimensions()[0], channels = x.dimensions()[1];
+  const int64_t states = a.dimensions()[0];
+  if (!has_shape(dt, {tokens, channels}) || !has_shape(a, {states, channels}) ||
+      !has_shape(b, {tokens, states}) || !has_shape(c, {tokens, states}) ||
+      !has_shape(table, {table.dimensions()[0], states, channels}) ||
+      !has_shape(*out, {tokens, channels}))
+    return refuse("inputs do not fit each other");
+  const SelectiveScan scan{channels,       states,         x.typed_data(), dt.typed_data(),
+                           a.typed_data(), b.typed_data(), c.typed_data(), out->typed_data()};
+  const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, scan.out);
+  if (runs.error) return refuse(runs.error);
+  for_blocks(pool, runs, channels, 8 * states,  // exponentials
+             [&](const StateRun& run, int64_t first, int64_t columns) {
+               recurrence_kernels().selective(scan, run, first, columns);
+             });
+  return ffi::Error::Success();
+}
+
+ffi::Error diagonal_scan(ffi::ThreadPool pool, F32 log_decay, F32 x, S32 starts, S32 lengths,
+                         S32 slots, S32 fresh, F32 table, OutF32 out, OutF32 after) {
+  if (x.dimensions().size() != 2 || table.dimensions().size() != 2)
+    return refuse("inputs or the state have other axes");
+  const int64_t tokens = x.dimensions()[0], channels = x.dimensions()[1];
+  if (!has_shape(log_decay, {tokens, channels}) ||
+      !has_shape(table, {table.dimensions()[0], channels}) || !has_shape(*out, {tokens, channels}))
+    return refuse("inputs do not fit each other");
+  const DiagonalScan scan{channels, log_decay.typed_data(), x.typed_data(), out->typed_data()};
+  const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, scan.out);
+  if (runs.error) return refuse(runs.error);
+  for_blocks(pool, runs, channels, 8, [&](const StateRun& run, int64_t first, int64_t columns) {
+    recurrence_kernels().diagonal(scan, run, first, columns);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error wkv_scan(ffi::ThreadPool pool, F32 k, F32 v, F32 log_decay, F32 bonus, S32 starts,
+                    S32 lengths, S32 slots, S32 fresh, F32 table, OutF32 out, OutF32 after) {
+  if (k.dimensions().size() != 2 || table.dimensions().size() != 3)
+    return refuse("inputs or the state have other axes");
+  const int64_t tokens = k.dimensions()[0], channels = k.dimensions()[1];
+  if (!has_shape(v, {tokens, channels}) || !has_shape(log_decay, {channels}) ||
+      !has_shape(bonus, {channels}) || !has_shape(table, {table.dimensions()[0], 3, channels}) ||
+      !has_shape(*out, {tokens, channels}))
+    return refuse("inputs do not fit each other");
+  const WkvScan scan{channels,
+                     k.typed_data(),
+                     v.typed_data(),
+                     log_decay.typed_data(),
+                     bonus.typed_data(),
+                     out->typed_data()};
+  const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, scan.out);
+  if (runs.error) return refuse(runs.error);
+  for_blocks(pool, runs, channels, 32, [&](const StateRun& run, int64_t first, int64_t columns) {
+    recurrence_kernels().wkv(scan, run, first, columns);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error short_conv(ffi::ThreadPool pool, F32 x, F32 weight, F32 bias, S32 starts, S32 lengths,
+                      S32 slots, S32 fresh, F32 table, OutF32 out, OutF32 after) {
+  if (x.dimensions().size() != 2 || weight.dimensions().size() != 2 ||
+      table.dimensions().size() != 3)
+    return refuse("inputs or the state have other axes");
+  const int64_t tokens = x.dimensions()[0], channels = x.dimensions()[1];
+  const int64_t taps = weight.dimensions()[0];
+  const bool biased = bias.element_count() > 0;
+  if (taps < 1 || weight.dimensions()[1] != channels || (biased && !has_shape(bias, {channels})) ||
+      !has_shape(table, {table.dimensions()[0], taps - 1, channels}) ||
+      !has_shape(*out, {tokens, channels}))
+    return refuse("inputs do not fit each other");
+  const ShortConv conv{channels,
+                       taps,
+                       x.typed_data(),
+                       weight.typed_data(),
+                       biased ? bias.typed_data() : nullptr,
+                       out->typed_data()};
+  const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, conv.out);
+  if (runs.error) return refuse(runs.error);
+  for_blocks(pool, runs, channels, taps, [&](const StateRun& run, int64_t first, int64_t columns) {
+    recurrence_kernels().conv(conv, run, first, columns);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jinfer
+
+JINFER_HANDLER(jinfer_matrix_scan, jinfer::matrix_scan, "erase");
+JINFER_HANDLER(jinfer_selective_scan, jinfer::selective_scan);
+JINFER_HANDLER(jinfer_diagonal_scan, jinfer::diagonal_scan);
+JINFER_HANDLER(jinfer_wkv_scan, jinfer::wkv_scan);
+JINFER_HANDLER(jinfer_short_conv, jinfer::short_conv);

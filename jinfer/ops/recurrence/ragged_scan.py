@@ -1,0 +1,114 @@
+"""Ragged scan: a recurrence over a flat batch in XLA operations, token by token or in chunks.
+
+`scan_tokens` is the definition. `scan_chunks` takes one step for every sequence with a single
+token, all at once (decoding), and passes through the others in chunks of parallel work (prompts);
+the loop runs over the chunks that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.ops.recurrence.sequence_runs import SequenceRuns
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+# (state, a token's inputs) -> (state, output).
+type Step = Callable[[Array, Any], tuple[Array, Array]]
+# (state, inputs [size, ...], which tokens are real) -> (state, outputs [size, ...]). Inputs of
+# tokens that are not real are zero.
+type ChunkStep = Callable[[Array, Any, Array], tuple[Array, Array]]
+
+
+def scan_tokens(
+    step: Step, inputs: Any, table: Float[Array, "slots ..."], runs: SequenceRuns
+) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
+    """One token after the other.
+
+    Args:
+        inputs: arrays [tokens, ...] in any structure.
+
+    Returns:
+        The outputs, zero for padding, and the table.
+    """
+    if not runs.rows.shape[0]:
+        return _empty(step, inputs, table), table
+    tokens = jnp.arange(runs.rows.shape[0], dtype=jnp.int32)
+
+    def one(table: Array, token: tuple[Array, Array, Any]) -> tuple[Array, Array]:
+        at, row, values = token
+        run = jnp.maximum(row, 0)
+        slot = runs.slots[run]
+        begins = runs.fresh[run] & (runs.starts[run] == at)
+        before = jnp.where(begins, 0.0, table[slot])
+        after, out = step(before, values)
+        # Padding writes nothing.
+        table = table.at[jnp.where(row < 0, table.shape[0], slot)].set(after, mode="drop")
+        return table, jnp.where(row < 0, 0.0, out)
+
+    table, out = lax.scan(one, table, (tokens, runs.rows, inputs))
+    return out, table
+
+
+def scan_chunks(
+    step: Step,
+    chunk: ChunkStep,
+    size: int,
+    inputs: Any,
+    table: Float[Array, "slots ..."],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
+    """Single tokens by one vectorized step, longer runs in chunks of `size` tokens."""
+    if not runs.rows.shape[0]:
+        return _empty(step, inputs, table), table
+    out, table = _single_tokens(step, inputs, table, runs)
+    chunks = jnp.where(runs.lengths > 1, -(-runs.lengths // size), 0)
+    ends = jnp.cumsum(chunks)
+    here = jnp.arange(size, dtype=jnp.int32)
+    tokens = out.shape[0]
+
+    def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, table = carry
+        run = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
+        done = (i - (ends[run] - chunks[run])) * size
+        real = here < runs.lengths[run] - done
+        places = jnp.where(real, runs.starts[run] + done + here, tokens)
+        taken = jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), inputs)
+        slot = runs.slots[run]
+        before = jnp.where(runs.fresh[run] & (done == 0), 0.0, table[slot])
+        after, values = chunk(before, taken, real)
+        return out.at[places].set(values, mode="drop"), table.at[slot].set(after)
+
+    return lax.fori_loop(0, ends[-1], one, (out, table))
+
+
+def _single_tokens(
+    step: Step, inputs: Any, table: Array, runs: SequenceRuns
+) -> tuple[Array, Array]:
+    """The runs of one token each; all other outputs are zero."""
+    single = runs.lengths == 1
+    before = table[jnp.where(single, runs.slots, 0)]
+    before = jnp.where(_as_rows(runs.fresh, before), 0.0, before)
+    after, values = jax.vmap(step)(before, jax.tree.map(lambda x: x[runs.starts], inputs))
+    tokens = runs.rows.shape[0]
+    out = jnp.zeros((tokens, *values.shape[1:]), values.dtype)
+    out = out.at[jnp.where(single, runs.starts, tokens)].set(values, mode="drop")
+    slots = jnp.where(single, runs.slots, table.shape[0])
+    return out, table.at[slots].set(after, mode="drop")
+
+
+def _as_rows(flags: Bool[Array, " rows"], like: Array) -> Array:
+    return flags.reshape(flags.shape + (1,) * (like.ndim - 1))
+
+
+def _empty(step: Step, inputs: Any, table: Array) -> Array:
+    token = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    state = jax.ShapeDtypeStruct(table.shape[1:], table.dtype)
+    out = jax.eval_shape(step, state, token)[1]
+    return jnp.zeros((0, *out.shape), out.dtype)

@@ -1,0 +1,72 @@
+"""RG-LRU: the real-gated linear recurrent unit of Griffin and RecurrentGemma (arXiv 2402.19427)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
+from jinfer.ops.recurrence.ragged_scan import scan_chunks, scan_tokens
+from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs, is_first
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_SHARPNESS = 8.0  # the paper's c
+
+
+def rg_lru(
+    x: Float[Array, "tokens width"],
+    input_gate: Float[Array, "tokens width"],
+    recurrence_gate: Float[Array, "tokens width"],
+    parameter: Float[Array, " width"],
+    table: Float[Array, "slots width"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens width"], Float[Array, "slots width"]]:
+    """h = a h + sqrt(1 - a^2) (input_gate x) with log a = -8 recurrence_gate softplus(parameter).
+
+    The output is h; a sequence's first token is not scaled by the root. All float32.
+
+    Args:
+        input_gate, recurrence_gate: after their sigmoids.
+        table: may be donated.
+    """
+    inputs = _inputs(x, input_gate, recurrence_gate, parameter, runs)
+    if (at := custom_runs(runs)) is not None:
+        return custom.diagonal_scan(*inputs, table, at)
+    return scan_chunks(_step, _chunk, DIAGONAL_CHUNK, inputs, table, runs)
+
+
+def rg_lru_reference(
+    x: Float[Array, "tokens width"],
+    input_gate: Float[Array, "tokens width"],
+    recurrence_gate: Float[Array, "tokens width"],
+    parameter: Float[Array, " width"],
+    table: Float[Array, "slots width"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens width"], Float[Array, "slots width"]]:
+    """`rg_lru`, token by token in XLA operations."""
+    inputs = _inputs(x, input_gate, recurrence_gate, parameter, runs)
+    return scan_tokens(_step, inputs, table, runs)
+
+
+def _inputs(
+    x: Array, input_gate: Array, recurrence_gate: Array, parameter: Array, runs: SequenceRuns
+) -> tuple[Array, Array]:
+    log_decay = -_SHARPNESS * recurrence_gate * jnp.logaddexp(parameter, 0.0)[None]
+    root = jnp.sqrt(-jnp.expm1(2.0 * log_decay))  # 1 - a^2, without cancellation
+    return log_decay, jnp.where(is_first(runs)[:, None], 1.0, root) * (input_gate * x)
+
+
+def _step(state: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+    log_decay, x = token
+    after = jnp.exp(log_decay) * state + x
+    return after, after
+
+
+def _chunk(state: Array, tokens: tuple[Array, Array], real: Array) -> tuple[Array, Array]:
+    states = diagonal_states(state, *tokens)
+    return states[-1], states

@@ -1,0 +1,81 @@
+"""Short convolution: causal and depthwise, with the last inputs of a sequence as its state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.recurrence.ragged_scan import scan_tokens
+from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def short_conv(
+    x: Float[Array, "tokens channels"],
+    weight: Float[Array, "taps channels"],
+    bias: Float[Array, " channels"] | None,
+    table: Float[Array, "slots taps_1 channels"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots taps_1 channels"]]:
+    """The sum over j of weight[j] times the input taps - 1 - j tokens before, plus bias.
+
+    All float32. There are zeros before a sequence; the state is its last taps - 1 inputs, oldest
+    first.
+
+    Args:
+        table: may be donated.
+    """
+    if (at := custom_runs(runs)) is not None:
+        return custom.short_conv(x, weight, bias, table, at)
+    taps = weight.shape[0]
+    tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
+    run = jnp.maximum(runs.rows, 0)
+    before = _before(table, runs)
+    y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias[None], x.shape)
+    for j in range(taps):
+        y = y + weight[j][None] * _inputs(x, before, runs, run, tokens - (taps - 1 - j))
+    y = jnp.where(runs.rows[:, None] < 0, 0.0, y)
+    if taps == 1:
+        return y, table
+    rows = jnp.arange(runs.starts.shape[0], dtype=jnp.int32)
+    ends = runs.starts + runs.lengths
+    last = [_inputs(x, before, runs, rows, ends - taps + 1 + m) for m in range(taps - 1)]
+    slots = jnp.where(runs.lengths > 0, runs.slots, table.shape[0])
+    return y, table.at[slots].set(jnp.stack(last, axis=1), mode="drop")
+
+
+def short_conv_reference(
+    x: Float[Array, "tokens channels"],
+    weight: Float[Array, "taps channels"],
+    bias: Float[Array, " channels"] | None,
+    table: Float[Array, "slots taps_1 channels"],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots taps_1 channels"]]:
+    """`short_conv`, token by token in XLA operations."""
+
+    def step(state: Array, token: Array) -> tuple[Array, Array]:
+        window = jnp.concatenate([state, token[None]])
+        y = jnp.sum(weight * window, axis=0)
+        return window[1:], y if bias is None else y + bias
+
+    return scan_tokens(step, x, table, runs)
+
+
+def _before(table: Array, runs: SequenceRuns) -> Array:
+    """The inputs before each run, [runs, taps - 1, channels]."""
+    slots = jnp.where(runs.lengths > 0, runs.slots, 0)
+    return jnp.where(runs.fresh[:, None, None], 0.0, table[slots])
+
+
+def _inputs(x: Array, before: Array, runs: SequenceRuns, run: Array, at: Array) -> Array:
+    """The inputs at places `at` of the batch, which may lie before those of their runs."""
+    if not before.shape[1]:
+        return x.at[at].get(mode="clip")
+    ahead = at - runs.starts[run]
+    old = before[run, jnp.maximum(before.shape[1] + ahead, 0)]
+    return jnp.where(ahead[:, None] < 0, old, x.at[jnp.maximum(at, 0)].get(mode="clip"))
