@@ -47,7 +47,8 @@ struct Runs {
       error = "runs do not fit each other";
       return;
     }
-    if (table.typed_data() != after->typed_data() || table.element_count() != after->element_count()) {
+    if (table.typed_data() != after->typed_data() ||
+        table.element_count() != after->element_count()) {
       error = "the state is not changed in place";
       return;
     }
@@ -74,20 +75,22 @@ struct Runs {
       if (!token_taken[t]) std::memset(out + t * width, 0, 4 * width);  // padding
   }
 
-  // Calls work(run, unit) for `units` units of each run; `size`: state updates of a unit and token.
-  template <class Work>
-  void for_units(ffi::ThreadPool& pool, int64_t units, int64_t size, const Work& work) const {
+  // Calls work(run, first, units) for pieces of each run's units(run), where a unit takes size(run)
+  // state updates.
+  template <class Units, class Size, class Work>
+  void divide(ffi::ThreadPool& pool, const Units& units, const Size& size, const Work& work) const {
     std::vector<Task> tasks;
     for (size_t run = 0; run < all.size(); ++run) {
+      const int64_t count = units(all[run]);
       const int64_t each =
-          std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, size * all[run].tokens), 1, units);
-      for (int64_t first = 0; first < units; first += each)
-        tasks.push_back({static_cast<int64_t>(run), first, std::min(each, units - first)});
+          std::clamp<int64_t>(kTaskWork / std::max<int64_t>(1, size(all[run])), 1, count);
+      for (int64_t first = 0; first < count; first += each)
+        tasks.push_back({static_cast<int64_t>(run), first, std::min(each, count - first)});
     }
     const int64_t chunks = static_cast<int64_t>(tasks.size());
     parallel_for(pool, chunks, chunks, [&](int64_t chunk) {
       const Task& task = tasks[chunk];
-      for (int64_t i = 0; i < task.units; ++i) work(all[task.run], task.first + i);
+      work(all[task.run], task.first, task.units);
     });
   }
 };
@@ -97,10 +100,15 @@ template <class Work>
 void for_blocks(ffi::ThreadPool& pool, const Runs& runs, int64_t width, int64_t rows,
                 const Work& work) {
   const int64_t block = recurrence_kernels().block, blocks = (width + block - 1) / block;
-  runs.for_units(pool, blocks, rows * block, [&](const StateRun& run, int64_t unit) {
-    const int64_t first = unit * block;
-    work(run, first, std::min(block, width - first));
-  });
+  runs.divide(
+      pool, [&](const StateRun&) { return blocks; },
+      [&](const StateRun& run) { return run.tokens * rows * block; },
+      [&](const StateRun& run, int64_t unit, int64_t units) {
+        for (int64_t end = unit + units; unit < end; ++unit) {
+          const int64_t first = unit * block;
+          work(run, first, std::min(block, width - first));
+        }
+      });
 }
 
 ffi::Error matrix_scan(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 log_decay, F32 beta, F32 read,
@@ -115,13 +123,13 @@ ffi::Error matrix_scan(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 log_decay,
   scan.by_channel = log_decay.dimensions().size() == 3;
   if (erase < 0 || erase > 2) return refuse("no such way to erase");
   scan.erase = static_cast<Erase>(erase);
-  if (!has_shape(q, {tokens, scan.key_heads, size}) || values[0] != tokens ||
-      scan.key_heads < 1 || heads % scan.key_heads || size < 1 || scan.value_dim < 1 ||
+  if (!has_shape(q, {tokens, scan.key_heads, size}) || values[0] != tokens || scan.key_heads < 1 ||
+      heads % scan.key_heads || size < 1 || scan.value_dim < 1 ||
       !(scan.by_channel ? has_shape(log_decay, {tokens, heads, size})
                         : has_shape(log_decay, {tokens, heads})) ||
       (scan.erase == Erase::delta && !has_shape(beta, {tokens, heads})) ||
-      (scan.erase == Erase::low_rank && (!has_shape(read, {tokens, heads, size}) ||
-                                         !has_shape(write, {tokens, heads, size}))) ||
+      (scan.erase == Erase::low_rank &&
+       (!has_shape(read, {tokens, heads, size}) || !has_shape(write, {tokens, heads, size}))) ||
       !has_shape(table, {table.dimensions()[0], heads, size, scan.value_dim}) ||
       !has_shape(*out, {tokens, heads, scan.value_dim}))
     return refuse("inputs do not fit each other");
@@ -133,14 +141,23 @@ ffi::Error matrix_scan(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 log_decay,
                   scan.out);
   if (runs.error) return refuse(runs.error);
   const RecurrenceKernels& kernels = recurrence_kernels();
-  const int64_t blocks = (scan.value_dim + kernels.block - 1) / kernels.block;
-  const int64_t each = size * std::min(kernels.block, scan.value_dim);
-  runs.for_units(pool, heads * blocks, each, [&](const StateRun& run, int64_t unit) {
-    const int64_t head = unit / blocks, first = unit % blocks * kernels.block;
-    StateRun of_head = run;
-    of_head.state += head * size * scan.value_dim;
-    kernels.matrix(scan, of_head, head, first, std::min(kernels.block, scan.value_dim - first));
-  });
+  const auto width = [&](const StateRun& run) {
+    return run.tokens == 1 ? scan.value_dim : std::min(kernels.block, scan.value_dim);
+  };
+  const auto blocks = [&](const StateRun& run) {
+    return (scan.value_dim + width(run) - 1) / width(run);
+  };
+  runs.divide(
+      pool, [&](const StateRun& run) { return heads * blocks(run); },
+      [&](const StateRun& run) { return run.tokens * size * width(run); },
+      [&](const StateRun& run, int64_t unit, int64_t units) {
+        for (int64_t end = unit + units; unit < end; ++unit) {
+          const int64_t head = unit / blocks(run), first = unit % blocks(run) * width(run);
+          StateRun of_head = run;
+          of_head.state += head * size * scan.value_dim;
+          kernels.matrix(scan, of_head, head, first, std::min(width(run), scan.value_dim - first));
+        }
+      });
   return ffi::Error::Success();
 }
 
@@ -192,12 +209,8 @@ ffi::Error wkv_scan(ffi::ThreadPool pool, F32 k, F32 v, F32 log_decay, F32 bonus
       !has_shape(bonus, {channels}) || !has_shape(table, {table.dimensions()[0], 3, channels}) ||
       !has_shape(*out, {tokens, channels}))
     return refuse("inputs do not fit each other");
-  const WkvScan scan{channels,
-                     k.typed_data(),
-                     v.typed_data(),
-                     log_decay.typed_data(),
-                     bonus.typed_data(),
-                     out->typed_data()};
+  const WkvScan scan{channels,           k.typed_data(),   v.typed_data(), log_decay.typed_data(),
+                     bonus.typed_data(), out->typed_data()};
   const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, scan.out);
   if (runs.error) return refuse(runs.error);
   for_blocks(pool, runs, channels, 32, [&](const StateRun& run, int64_t first, int64_t columns) {
@@ -226,9 +239,17 @@ ffi::Error short_conv(ffi::ThreadPool pool, F32 x, F32 weight, F32 bias, S32 sta
                        out->typed_data()};
   const Runs runs(starts, lengths, slots, fresh, table, after, tokens, channels, conv.out);
   if (runs.error) return refuse(runs.error);
-  for_blocks(pool, runs, channels, taps, [&](const StateRun& run, int64_t first, int64_t columns) {
-    recurrence_kernels().conv(conv, run, first, columns);
-  });
+  // All tokens read the state before it is replaced.
+  runs.divide(
+      pool, [](const StateRun& run) { return run.tokens; },
+      [&](const StateRun&) { return taps * channels; },
+      [&](const StateRun& run, int64_t first, int64_t count) {
+        recurrence_kernels().conv(conv, run, first, count);
+      });
+  runs.divide(
+      pool, [](const StateRun&) { return int64_t{1}; },
+      [&](const StateRun&) { return taps * channels; },
+      [&](const StateRun& run, int64_t, int64_t) { recurrence_kernels().conv_state(conv, run); });
   return ffi::Error::Success();
 }
 

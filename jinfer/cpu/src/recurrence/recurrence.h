@@ -19,14 +19,14 @@ enum class Erase : int64_t {
 // Inputs of all tokens, and sizes. The output is q S, with S after the token.
 struct MatrixScan {
   int64_t heads, key_heads, key_dim, value_dim;
-  const float *q, *k;          // [tokens, key_heads, key_dim]; key head h * key_heads / heads
-  const float* v;              // [tokens, heads, value_dim]
-  const float* log_decay;      // [tokens, heads], or [tokens, heads, key_dim] if by_channel
-  const float* beta;           // [tokens, heads]: delta
-  const float *read, *write;   // [tokens, heads, key_dim]: low_rank
+  const float *q, *k;         // [tokens, key_heads, key_dim]; key head h * key_heads / heads
+  const float* v;             // [tokens, heads, value_dim]
+  const float* log_decay;     // [tokens, heads], or [tokens, heads, key_dim] if by_channel
+  const float* beta;          // [tokens, heads]: delta
+  const float *read, *write;  // [tokens, heads, key_dim]: low_rank
   bool by_channel;
   Erase erase;
-  float* out;                  // [tokens, heads, value_dim]
+  float* out;  // [tokens, heads, value_dim]
 };
 
 // h = exp(dt A) h + dt x B, out = h C: h is [states, channels].
@@ -48,7 +48,7 @@ struct DiagonalScan {
 // RWKV-4; the state is numerator, denominator and the exponent of both, each [channels].
 struct WkvScan {
   int64_t channels;
-  const float *k, *v;            // [tokens, channels]
+  const float *k, *v;              // [tokens, channels]
   const float *log_decay, *bonus;  // [channels]
   float* out;
 };
@@ -71,12 +71,14 @@ struct StateRun {
 };
 
 struct RecurrenceKernels {
-  int64_t block;  // columns or channels that one call computes, at most
+  int64_t block;  // columns or channels that stay in caches
+  // A single token is fastest with all columns.
   void (*matrix)(const MatrixScan&, const StateRun&, int64_t head, int64_t first, int64_t columns);
   void (*selective)(const SelectiveScan&, const StateRun&, int64_t first, int64_t columns);
   void (*diagonal)(const DiagonalScan&, const StateRun&, int64_t first, int64_t columns);
   void (*wkv)(const WkvScan&, const StateRun&, int64_t first, int64_t columns);
-  void (*conv)(const ShortConv&, const StateRun&, int64_t first, int64_t columns);
+  void (*conv)(const ShortConv&, const StateRun&, int64_t first, int64_t tokens);
+  void (*conv_state)(const ShortConv&, const StateRun&);  // when all tokens are computed
 };
 
 const RecurrenceKernels& recurrence_portable();

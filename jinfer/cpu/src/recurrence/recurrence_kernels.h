@@ -2,6 +2,8 @@
 // copied into consecutive memory, where it stays in L1 for all tokens of a run.
 #pragma once
 
+#include <type_traits>
+
 #include "common/scratch.h"
 #include "recurrence/recurrence.h"
 #include "simd/simd.h"
@@ -91,10 +93,8 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
       }
       if (erase == Erase::delta) {
         const Floats beta = broadcast(scan.beta[at]);
-        for (int i = 0; i < vectors; ++i) {
-          const Floats seen = by_channel ? held[i] : held[i] * decay;
-          value[i] = beta * (value[i] - seen);
-        }
+        for (int i = 0; i < vectors; ++i)
+          value[i] = beta * multiply_add(-held[i], by_channel ? broadcast(1.0f) : decay, value[i]);
       }
     }
     const float* write = erase == Erase::low_rank ? scan.write + at * size : nullptr;
@@ -117,14 +117,105 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
   }
 }
 
+// Rows of a single token's state, all their columns: what they hold under `read`, added to `held`.
+template <int rows, bool by_channel, Erase erase>
+inline void read_rows(const float* state, const float* read, const float* decays, int64_t width,
+                      float* held) {
+  Floats weight[rows];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+    weight[r] = broadcast(read[r]);
+    if (by_channel && erase == Erase::delta) weight[r] = weight[r] * broadcast(decays[r]);
+  }
+  for (int64_t i = 0; i < width; i += LANES) {
+    Floats sum = load(held + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) sum = multiply_add(weight[r], load(state + r * width + i), sum);
+    store(held + i, sum);
+  }
+}
+
+// Replaces rows of a single token's state, and adds what they give to `out`.
+template <int rows, Erase erase>
+inline void update_rows(float* state, const float* k, const float* q, const float* write,
+                        const Floats* decay, int64_t width, const float* value, const float* held,
+                        float* out) {
+  Floats key[rows], query[rows];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) key[r] = broadcast(k[r]), query[r] = broadcast(q[r]);
+  for (int64_t i = 0; i < width; i += LANES) {
+    const Floats v = load(value + i);
+    Floats sum = load(out + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      float* s = state + r * width + i;
+      Floats x = multiply_add(key[r], v, decay[r] * load(s));
+      if (erase == Erase::low_rank) x = multiply_add(broadcast(write[r]), load(held + i), x);
+      store(s, x);
+      sum = multiply_add(query[r], x, sum);
+    }
+    store(out + i, sum);
+  }
+}
+
+// A single token, whose state comes from memory: all columns of four rows at a time, in the order
+// in which they are stored. Each column's numbers are those of matrix_scan. `value_dim` is a
+// multiple of LANES.
+template <bool by_channel, Erase erase>
+void matrix_step(const MatrixScan& scan, const StateRun& run, int64_t head) {
+  const int64_t size = scan.key_dim, width = scan.value_dim;
+  const int64_t at = run.start * scan.heads + head;
+  const int64_t key_at = (run.start * scan.key_heads + head * scan.key_heads / scan.heads) * size;
+  const float *q = scan.q + key_at, *k = scan.k + key_at;
+  float* value = state_scratch().of(3 * width);
+  float *held = value + width, *out = held + width;
+  float* decays = by_channel ? decay_scratch().of(size) : nullptr;
+  const Floats decay = by_channel ? broadcast(1.0f) : exponential(broadcast(scan.log_decay[at]));
+  if (by_channel) exponentials(scan.log_decay + at * size, size, decays);
+  memcpy(value, scan.v + at * width, 4 * width);
+  memset(held, 0, 8 * width);
+  if (run.fresh) memset(run.state, 0, 4 * size * width);
+  if (erase != Erase::none) {
+    const float* read = erase == Erase::delta ? k : scan.read + at * size;
+    int64_t row = 0;
+    for (; row + 4 <= size; row += 4)
+      read_rows<4, by_channel, erase>(run.state + row * width, read + row, decays + row, width,
+                                      held);
+    for (; row < size; ++row)
+      read_rows<1, by_channel, erase>(run.state + row * width, read + row, decays + row, width,
+                                      held);
+  }
+  if (erase == Erase::delta) {
+    const Floats beta = broadcast(scan.beta[at]);
+    for (int64_t i = 0; i < width; i += LANES)
+      store(value + i, beta * multiply_add(-load(held + i), decay, load(value + i)));
+  }
+  const float* write = erase == Erase::low_rank ? scan.write + at * size : k;
+  const auto update = [&](auto rows, int64_t row) {
+    Floats factors[rows];
+    for (int r = 0; r < rows; ++r) factors[r] = by_channel ? broadcast(decays[row + r]) : decay;
+    update_rows<rows, erase>(run.state + row * width, k + row, q + row, write + row, factors, width,
+                             value, held, out);
+  };
+  int64_t row = 0;
+  for (; row + 4 <= size; row += 4) update(std::integral_constant<int, 4>{}, row);
+  for (; row < size; ++row) update(std::integral_constant<int, 1>{}, row);
+  memcpy(scan.out + at * width, out, 4 * width);
+}
+
 template <bool by_channel, Erase erase>
 void matrix_scan_of(const MatrixScan& scan, const StateRun& run, int64_t head, int64_t first,
                     int64_t columns) {
+  if (run.tokens == 1 && columns == scan.value_dim && columns % LANES == 0)
+    return matrix_step<by_channel, erase>(scan, run, head);
   // Few columns need few registers; a column's numbers are the same.
-  const auto call = columns > 2 * LANES ? matrix_scan<STATE_VECTORS, by_channel, erase>
-                    : columns > LANES   ? matrix_scan<2, by_channel, erase>
+  for (int64_t end = first + columns; first < end; first += STATE_BLOCK) {
+    const int64_t block = end - first < STATE_BLOCK ? end - first : STATE_BLOCK;
+    const auto call = block > 2 * LANES ? matrix_scan<STATE_VECTORS, by_channel, erase>
+                      : block > LANES   ? matrix_scan<2, by_channel, erase>
                                         : matrix_scan<1, by_channel, erase>;
-  call(scan, run, head, first, columns);
+    call(scan, run, head, first, block);
+  }
 }
 
 void matrix_scan_any(const MatrixScan& scan, const StateRun& run, int64_t head, int64_t first,
@@ -206,32 +297,48 @@ void wkv_scan(const WkvScan& scan, const StateRun& run, int64_t first, int64_t c
   }
 }
 
-void short_conv(const ShortConv& conv, const StateRun& run, int64_t first, int64_t columns) {
-  const int64_t channels = conv.channels, before = conv.taps - 1;
-  StateBlock state(run, before, channels, first, columns, state_scratch());
-  const float* x = conv.x + run.start * channels + first;
-  // Input `t` of the run, whose last ones before it are the state.
-  const auto input = [&](int64_t t, int64_t i) {
-    return t < 0 ? load(state.row(before + t) + i)
-                 : load_columns(x + t * channels + i, columns - i);
-  };
-  for (int64_t t = 0; t < run.tokens; ++t) {
-    for (int64_t i = 0; i < columns; i += LANES) {
-      const int64_t left = columns - i;
-      Floats sum = conv.bias ? load_columns(conv.bias + first + i, left) : Floats{};
-      for (int64_t j = 0; j <= before; ++j)
-        sum = multiply_add(load_columns(conv.weight + j * channels + first + i, left),
-                           input(t - before + j, i), sum);
-      store_columns(conv.out + (run.start + t) * channels + first + i, sum, left);
-    }
-  }
-  for (int64_t m = 0; m < before; ++m)
-    for (int64_t i = 0; i < columns; i += LANES)
-      store(state.row(m) + i, input(run.tokens - before + m, i));
+// Calls f(at, left) for vectors of `count` columns, of which `left` are there.
+template <class F>
+inline void for_columns(int64_t count, F f) {
+  for (int64_t i = 0; i < count; i += LANES) f(i, count - i);
 }
 
-const RecurrenceKernels kRecurrence = {STATE_BLOCK,   matrix_scan_any, selective_scan,
-                                       diagonal_scan, wkv_scan,        short_conv};
+// A row of the inputs before and in a run: number `at` of the run, whose state has those before it.
+inline const float* conv_input(const ShortConv& conv, const StateRun& run, int64_t at) {
+  return at < 0 ? run.state + (conv.taps - 1 + at) * conv.channels
+                : conv.x + (run.start + at) * conv.channels;
+}
+
+void short_conv(const ShortConv& conv, const StateRun& run, int64_t first, int64_t tokens) {
+  const int64_t channels = conv.channels, before = conv.taps - 1;
+  for (int64_t t = first; t < first + tokens; ++t) {
+    // There are zeros before a sequence.
+    const int64_t from = run.fresh && t < before ? before - t : 0;
+    float* out = conv.out + (run.start + t) * channels;
+    for_columns(channels, [&](int64_t i, int64_t left) {
+      Floats sum = conv.bias ? load_columns(conv.bias + i, left) : Floats{};
+      for (int64_t j = from; j <= before; ++j)
+        sum = multiply_add(load_columns(conv.weight + j * channels + i, left),
+                           load_columns(conv_input(conv, run, t - before + j) + i, left), sum);
+      store_columns(out + i, sum, left);
+    });
+  }
+}
+
+void conv_state(const ShortConv& conv, const StateRun& run) {
+  const int64_t channels = conv.channels, before = conv.taps - 1;
+  for (int64_t m = 0; m < before; ++m) {
+    const int64_t at = run.tokens - before + m;
+    float* to = run.state + m * channels;
+    if (at < 0 && run.fresh)
+      memset(to, 0, 4 * channels);
+    else
+      memcpy(to, conv_input(conv, run, at), 4 * channels);
+  }
+}
+
+const RecurrenceKernels kRecurrence = {STATE_BLOCK, matrix_scan_any, selective_scan, diagonal_scan,
+                                       wkv_scan,    short_conv,      conv_state};
 
 }  // namespace
 }  // namespace jinfer
