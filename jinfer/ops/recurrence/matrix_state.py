@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
-from jinfer.ops.recurrence.ragged_scan import scan_chunks, scan_tokens
+from jinfer.ops.recurrence.ragged_scan import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
@@ -67,20 +67,13 @@ def matrix_scan(
     at = custom_runs(runs)
     if at is None:
         size = HEAD_CHUNK if x.log_decay.ndim == 2 else ROW_CHUNK
-        return scan_chunks(step, chunk_step, size, x, table, runs)
+        return ragged_scan(step, chunk_step, size, x, table, runs)
     match x.erase:
         case Delta(beta):
             return custom.matrix_scan(*x[:4], table, at, erase="delta", beta=beta)
         case LowRank(read, write):
             return custom.matrix_scan(*x[:4], table, at, erase="low_rank", read=read, write=write)
     return custom.matrix_scan(*x[:4], table, at)
-
-
-def matrix_scan_reference(
-    x: MatrixInputs, table: Float[Array, "slots heads key_dim value_dim"], runs: SequenceRuns
-) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:
-    """`matrix_scan`, token by token in XLA operations."""
-    return scan_tokens(step, x, table, runs)
 
 
 def step(

@@ -1,8 +1,8 @@
 """Ragged scan: a recurrence over a flat batch in XLA operations, token by token or in chunks.
 
-`scan_tokens` is the definition. `scan_chunks` takes one step for every sequence with a single
-token, all at once (decoding), and passes through the others in chunks of parallel work (prompts);
-the loop runs over the chunks that there are.
+`scan_tokens` is the definition, and faster on CPUs. `scan_chunks` takes one step for every sequence
+with a single token, all at once (decoding), and passes through the others in chunks of parallel
+work (prompts); the loop runs over the chunks that there are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.ops.backend import backend
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns
 
 if TYPE_CHECKING:
@@ -26,19 +27,36 @@ type Step = Callable[[Array, Any], tuple[Array, Array]]
 type ChunkStep = Callable[[Array, Any, Array], tuple[Array, Array]]
 
 
-def scan_tokens(
-    step: Step, inputs: Any, table: Float[Array, "slots ..."], runs: SequenceRuns
+def ragged_scan(
+    step: Step,
+    chunk: ChunkStep,
+    size: int,
+    inputs: Any,
+    table: Float[Array, "slots ..."],
+    runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
-    """One token after the other.
+    """A recurrence over a flat batch.
 
     Args:
+        step: one token of one sequence.
+        chunk: `size` tokens of one sequence.
         inputs: arrays [tokens, ...] in any structure.
+        table: state table; may be donated.
 
     Returns:
         The outputs, zero for padding, and the table.
     """
     if not runs.rows.shape[0]:
         return _empty(step, inputs, table), table
+    if backend() == "cpu":
+        return scan_tokens(step, inputs, table, runs)
+    return scan_chunks(step, chunk, size, inputs, table, runs)
+
+
+def scan_tokens(
+    step: Step, inputs: Any, table: Float[Array, "slots ..."], runs: SequenceRuns
+) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
+    """`ragged_scan`, one token after the other."""
     tokens = jnp.arange(runs.rows.shape[0], dtype=jnp.int32)
 
     def one(table: Array, token: tuple[Array, Array, Any]) -> tuple[Array, Array]:
@@ -64,9 +82,7 @@ def scan_chunks(
     table: Float[Array, "slots ..."],
     runs: SequenceRuns,
 ) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
-    """Single tokens by one vectorized step, longer runs in chunks of `size` tokens."""
-    if not runs.rows.shape[0]:
-        return _empty(step, inputs, table), table
+    """`ragged_scan`, single tokens by one vectorized step and longer runs in chunks."""
     out, table = _single_tokens(step, inputs, table, runs)
     chunks = jnp.where(runs.lengths > 1, -(-runs.lengths // size), 0)
     ends = jnp.cumsum(chunks)

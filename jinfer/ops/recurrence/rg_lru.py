@@ -9,7 +9,7 @@ from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
-from jinfer.ops.recurrence.ragged_scan import scan_chunks, scan_tokens
+from jinfer.ops.recurrence.ragged_scan import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs, is_first
 
 if TYPE_CHECKING:
@@ -37,20 +37,7 @@ def rg_lru(
     inputs = _inputs(x, input_gate, recurrence_gate, parameter, runs)
     if (at := custom_runs(runs)) is not None:
         return custom.diagonal_scan(*inputs, table, at)
-    return scan_chunks(_step, _chunk, DIAGONAL_CHUNK, inputs, table, runs)
-
-
-def rg_lru_reference(
-    x: Float[Array, "tokens width"],
-    input_gate: Float[Array, "tokens width"],
-    recurrence_gate: Float[Array, "tokens width"],
-    parameter: Float[Array, " width"],
-    table: Float[Array, "slots width"],
-    runs: SequenceRuns,
-) -> tuple[Float[Array, "tokens width"], Float[Array, "slots width"]]:
-    """`rg_lru`, token by token in XLA operations."""
-    inputs = _inputs(x, input_gate, recurrence_gate, parameter, runs)
-    return scan_tokens(_step, inputs, table, runs)
+    return ragged_scan(_step, _chunk, DIAGONAL_CHUNK, inputs, table, runs)
 
 
 def _inputs(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
-from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, scan_chunks, scan_tokens
+from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
@@ -39,20 +39,7 @@ def wkv(
     log_decay = -jnp.exp(time_decay)
     if (at := custom_runs(runs)) is not None:
         return custom.wkv_scan(k, v, log_decay, bonus, table, at)
-    return scan_chunks(*_forms(log_decay, bonus), _CHUNK, (k, v), table, runs)
-
-
-def wkv_reference(
-    k: Float[Array, "tokens channels"],
-    v: Float[Array, "tokens channels"],
-    time_decay: Float[Array, " channels"],
-    bonus: Float[Array, " channels"],
-    table: Float[Array, "slots 3 channels"],
-    runs: SequenceRuns,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots 3 channels"]]:
-    """`wkv`, token by token in XLA operations."""
-    step, _ = _forms(-jnp.exp(time_decay), bonus)
-    return scan_tokens(step, (k, v), table, runs)
+    return ragged_scan(*_forms(log_decay, bonus), _CHUNK, (k, v), table, runs)
 
 
 def _forms(log_decay: Array, bonus: Array) -> tuple[Step, ChunkStep]:

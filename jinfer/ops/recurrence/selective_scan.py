@@ -9,7 +9,7 @@ from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
-from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, scan_chunks, scan_tokens
+from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
@@ -45,22 +45,7 @@ def selective_scan(
     else:
         step, chunk = _forms(a)
         tokens = _Token(x, dt, b, c)
-        y, table = scan_chunks(step, chunk, DIAGONAL_CHUNK, tokens, table, runs)
-    return (y if d is None else y + d[None] * x), table
-
-
-def selective_scan_reference(
-    x: Float[Array, "tokens channels"],
-    dt: Float[Array, "tokens channels"],
-    a: Float[Array, "states channels"],
-    b: Float[Array, "tokens states"],
-    c: Float[Array, "tokens states"],
-    d: Float[Array, " channels"] | None,
-    table: Float[Array, "slots states channels"],
-    runs: SequenceRuns,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots states channels"]]:
-    """`selective_scan`, token by token in XLA operations."""
-    y, table = scan_tokens(_forms(a)[0], _Token(x, dt, b, c), table, runs)
+        y, table = ragged_scan(step, chunk, DIAGONAL_CHUNK, tokens, table, runs)
     return (y if d is None else y + d[None] * x), table
 
 

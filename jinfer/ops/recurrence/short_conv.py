@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
-from jinfer.ops.recurrence.ragged_scan import scan_tokens
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
@@ -47,23 +46,6 @@ def short_conv(
     last = [_inputs(x, before, runs, rows, ends - taps + 1 + m) for m in range(taps - 1)]
     slots = jnp.where(runs.lengths > 0, runs.slots, table.shape[0])
     return y, table.at[slots].set(jnp.stack(last, axis=1), mode="drop")
-
-
-def short_conv_reference(
-    x: Float[Array, "tokens channels"],
-    weight: Float[Array, "taps channels"],
-    bias: Float[Array, " channels"] | None,
-    table: Float[Array, "slots taps_1 channels"],
-    runs: SequenceRuns,
-) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots taps_1 channels"]]:
-    """`short_conv`, token by token in XLA operations."""
-
-    def step(state: Array, token: Array) -> tuple[Array, Array]:
-        window = jnp.concatenate([state, token[None]])
-        y = jnp.sum(weight * window, axis=0)
-        return window[1:], y if bias is None else y + bias
-
-    return scan_tokens(step, x, table, runs)
 
 
 def _before(table: Array, runs: SequenceRuns) -> Array:

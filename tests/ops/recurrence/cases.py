@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jinfer.ops.recurrence import rg_lru as lru
-from jinfer.ops.recurrence import rwkv4, selective_scan, short_conv
 from jinfer.ops.recurrence.gated_delta import gated_delta
 from jinfer.ops.recurrence.linear_attention import lightning_slopes, linear_attention
+from jinfer.ops.recurrence.rg_lru import rg_lru
+from jinfer.ops.recurrence.rwkv4 import wkv
 from jinfer.ops.recurrence.rwkv7 import rwkv7
+from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns
+from jinfer.ops.recurrence.short_conv import short_conv
 from jinfer.ops.recurrence.ssd import ssd
 from tests.reference import numpy_recurrences as definitions
 from tests.reference.numpy_blocks import Floats
@@ -97,7 +99,7 @@ CASES = {
     "short_conv": Case(
         (3, 37),
         {"x": (37,)},
-        lambda x, table, runs: short_conv.short_conv(
+        lambda x, table, runs: short_conv(
             x["x"], jnp.asarray(WEIGHT), jnp.asarray(BIAS), table, runs
         ),
         lambda x: definitions.causal_conv(x["x"], _wide(WEIGHT), _wide(BIAS)),
@@ -105,7 +107,7 @@ CASES = {
     "selective_scan": Case(
         (6, 70),
         {"x": (70,), "dt": (70,), "b": (6,), "c": (6,)},
-        lambda x, table, runs: selective_scan.selective_scan(
+        lambda x, table, runs: selective_scan(
             x["x"], x["dt"], jnp.asarray(A1), x["b"], x["c"], jnp.asarray(D1), table, runs
         ),
         lambda x: definitions.mamba1(x["x"], x["dt"], _wide(A1.T), x["b"], x["c"], _wide(D1)),
@@ -133,7 +135,7 @@ CASES = {
     "rg_lru": Case(
         (37,),
         {"x": (37,), "input_gate": (37,), "recurrence_gate": (37,)},
-        lambda x, table, runs: lru.rg_lru(
+        lambda x, table, runs: rg_lru(
             x["x"], x["input_gate"], x["recurrence_gate"], jnp.asarray(LAMBDA), table, runs
         ),
         lambda x: definitions.griffin(x["x"], x["input_gate"], x["recurrence_gate"], _wide(LAMBDA)),
@@ -142,7 +144,7 @@ CASES = {
     "rwkv4": Case(
         (3, 37),
         {"k": (37,), "v": (37,)},
-        lambda x, table, runs: rwkv4.wkv(
+        lambda x, table, runs: wkv(
             x["k"], x["v"], jnp.asarray(DECAY), jnp.asarray(BONUS), table, runs
         ),
         lambda x: definitions.wkv4(x["k"], x["v"], _wide(DECAY), _wide(BONUS)),

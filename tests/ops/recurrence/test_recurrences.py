@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax import Array
 
 from jinfer.cpu import build_library, recurrence_call
 from jinfer.ops.attention.kv_cache import AttentionMetadata
-from jinfer.ops.recurrence import matrix_state, rg_lru, rwkv4, selective_scan, short_conv
+from jinfer.ops.recurrence import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import sequence_runs
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
@@ -32,19 +31,9 @@ pytestmark = pytest.mark.usefixtures("optimized")
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What computes: XLA by tokens or by chunks, or the custom calls of an instruction set."""
     name = request.param
-    if name == "tokens":
-        monkeypatch.setattr(matrix_state, "matrix_scan", matrix_state.matrix_scan_reference)
-        for module in ("ssd", "gated_delta", "linear_attention", "rwkv7"):
-            path = f"jinfer.ops.recurrence.{module}.matrix_scan"
-            monkeypatch.setattr(path, matrix_state.matrix_scan_reference)
-        monkeypatch.setattr(
-            selective_scan, "selective_scan", selective_scan.selective_scan_reference
-        )
-        monkeypatch.setattr(short_conv, "short_conv", short_conv.short_conv_reference)
-        monkeypatch.setattr(rg_lru, "rg_lru", rg_lru.rg_lru_reference)
-        monkeypatch.setattr(rwkv4, "wkv", rwkv4.wkv_reference)
     if name in ("tokens", "chunks"):
         monkeypatch.setattr(recurrence_call, "available", lambda: False)
+        monkeypatch.setattr(ragged_scan, "backend", lambda: "cpu" if name == "tokens" else "gpu")
         yield name
         return
     with build_library.lowered_isa(name):
@@ -157,9 +146,7 @@ def test_company(name: str) -> None:
         together.batch(pieces, tokens)
     for sequence, inputs in enumerate(sequences):
         alone = Player(case, [inputs])
-        for isa in ISAS[-1:]:
-            with build_library.lowered_isa(isa) if isa else nullcontext():
-                alone.batch([Piece(0, 0, lengths[sequence])], lengths[sequence])
+        alone.batch([Piece(0, 0, lengths[sequence])], lengths[sequence])
         np.testing.assert_array_equal(together.outputs(sequence), alone.outputs(0))
         np.testing.assert_array_equal(
             np.asarray(together.table)[together.slots[sequence]],
