@@ -86,8 +86,10 @@ def test_matrices_that_do_not_fit(
 ) -> None:
     def run(shapes: dict[str, tuple[int, ...]], options: dict[str, Any]) -> None:
         options = {k: ones(*v) if isinstance(v, tuple) else v for k, v in options.items()}
-        arrays = [ones(*shapes[name]) for name in MATRIX]
-        jax.block_until_ready(recurrence_call.matrix_scan(*arrays, ONE, **options))
+        q, k, v, log_decay, table = (ones(*shapes[name]) for name in MATRIX)
+        jax.block_until_ready(
+            recurrence_call.matrix_scan(q, k, v, log_decay, table, ONE, **options)
+        )
 
     recurrence_call.available()
     run(MATRIX, {})

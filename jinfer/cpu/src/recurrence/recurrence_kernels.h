@@ -79,7 +79,9 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
       exponentials(scan.log_decay + at * size, size, decays);
     else
       decay = exponential(broadcast(scan.log_decay[at]));
+    // Loops over them are unrolled, or the sums would be in memory.
     Floats value[vectors], out[vectors] = {}, held[vectors] = {};
+#pragma GCC unroll 4
     for (int i = 0; i < vectors; ++i) value[i] = load_columns(v + i * LANES, columns - i * LANES);
     if (erase != Erase::none) {
       const float* read = erase == Erase::delta ? k : scan.read + at * size;
@@ -93,6 +95,7 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
       }
       if (erase == Erase::delta) {
         const Floats beta = broadcast(scan.beta[at]);
+#pragma GCC unroll 4
         for (int i = 0; i < vectors; ++i)
           value[i] = beta * multiply_add(-held[i], by_channel ? broadcast(1.0f) : decay, value[i]);
       }
@@ -113,6 +116,7 @@ void matrix_scan(const MatrixScan& scan, const StateRun& run, int64_t head, int6
       }
     }
     float* to = scan.out + at * scan.value_dim + first;
+#pragma GCC unroll 4
     for (int i = 0; i < vectors; ++i) store_columns(to + i * LANES, out[i], columns - i * LANES);
   }
 }
