@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
 
@@ -33,7 +34,7 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(Block):
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
     bias: which projections have a bias: true or false for all, or letters of "qkvo".
@@ -49,8 +50,8 @@ class AttentionSpec:
     kind: Literal["attention"]
     inputs: int = dim("hidden")
     outputs: int = dim("hidden")
-    heads: int = dim("heads")
-    kv_heads: int = dim("kv_heads")
+    heads: int = dim("heads", axis="heads")
+    kv_heads: int = dim("kv_heads", axis="kv_heads")
     head_dim: int = dim("head_dim")
     position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | None = None
     bias: bool | str = False
@@ -70,13 +71,29 @@ class AttentionSpec:
             return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
         return None
 
+    def cached(self) -> CachedVectors:
+        return CachedVectors(self.kv_heads, self.head_dim, self.head_dim, self.window)
+
+    def misplaced(self, stack: str, part: str) -> str:
+        if isinstance(self.position, DisentangledSpec) and stack != "encoder":
+            return "an attention with disentangled positions, which only an encoder can"
+        return ""
+
+    def undividable(self) -> str:
+        if self.qk_norm is not None and self.qk_norm.over == "width":
+            return (
+                "its norm of queries and keys is over all heads together, so its heads cannot be "
+                "divided; divide by layers"
+            )
+        return ""
+
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
         return projection in self.bias if isinstance(self.bias, str) else self.bias
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossAttentionSpec:
+class CrossAttentionSpec(Block):
     """Cross-attention of a decoder over the encoder's output: `cross(x, encoded)`.
 
     encoded: width of the encoder's output.
@@ -87,13 +104,17 @@ class CrossAttentionSpec:
     kind: Literal["cross_attention"]
     inputs: int = dim("hidden")
     encoded: int = dim("hidden")
-    heads: int = dim("heads")
+    heads: int = dim("heads", axis="heads")
     head_dim: int = dim("head_dim")
     bias: bool | str = False
     scale: Positive | None = None
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "encoded")
 
     def check(self) -> tuple[str, str] | None:
         return _check_bias(self.bias)
+
+    def cached(self) -> CachedVectors:
+        return CachedVectors(self.heads, self.head_dim, self.head_dim, encoded=True)
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
@@ -101,7 +122,7 @@ class CrossAttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(Block):
     """Multi-head latent attention, MLA (arXiv 2405.04434).
 
     latent_rank: width of the cached latent (kv_lora_rank).
@@ -118,7 +139,7 @@ class LatentAttentionSpec:
     kind: Literal["latent_attention"]
     position: RopeSpec
     inputs: int = dim("hidden")
-    heads: int = dim("heads")
+    heads: int = dim("heads", axis="heads")
     latent_rank: int = dim("latent_rank")
     query_rank: Size | None = None
     nope_dim: int = dim("nope_dim")
@@ -132,3 +153,10 @@ class LatentAttentionSpec:
         if self.position.dim != self.rope_dim:
             return "position.dim", f"{self.position.dim} is not rope_dim = {self.rope_dim}"
         return None
+
+    def cached(self) -> CachedVectors:
+        return CachedVectors(1, self.latent_rank + self.rope_dim, 0)
+
+    def misplaced(self, stack: str, part: str) -> str:
+        needs = "a latent attention, which only a decoder can: it needs a cache"
+        return "" if stack == "decoder" else needs

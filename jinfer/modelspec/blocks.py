@@ -2,14 +2,14 @@
 
 `kind = "..."` in a module's table selects the class; the other keys are its fields. A field with
 the default `dim("name")` defaults to that dimension in `[dims]`. `check` returns what is wrong with
-a combination of fields, as (field, reason). The computation is in `jinfer.nn`, under the same kind.
+a combination of fields, as (field, reason). `MODULES` names the Flax module that computes a block.
 The docstrings are part of docs/specs.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, Union
 
 from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
@@ -17,6 +17,7 @@ from jinfer.modelspec.attention_blocks import (
     LatentAttentionSpec,
     QKNormSpec,
 )
+from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import NotNegative, dim
 from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
@@ -39,10 +40,11 @@ from jinfer.modelspec.position_blocks import (
 
 __all__ = [
     "ACTIVATION_ALIASES",
-    "LOOKUPS",
+    "MODULES",
     "Activation",
     "ActivationSpec",
     "AlibiSpec",
+    "AnyBlock",
     "AttentionSpec",
     "Block",
     "ConcatSpec",
@@ -70,16 +72,17 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingSpec:
+class EmbeddingSpec(Block):
     """An embedding table of `size` rows: `embed(tokens)`."""
 
     kind: Literal["embedding"]
-    size: int = dim("vocab")
+    size: int = dim("vocab", axis="vocab")
     width: int = dim("hidden")
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("indices",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMSNormSpec:
+class RMSNormSpec(Block):
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
 
     plus_one: the factor is 1 + weight.
@@ -92,7 +95,7 @@ class RMSNormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNormSpec:
+class LayerNormSpec(Block):
     """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450).
 
     weight: whether there is a weight.
@@ -109,7 +112,7 @@ class LayerNormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSpec:
+class LinearSpec(Block):
     """A dense projection, weight [outputs, inputs]."""
 
     kind: Literal["linear"]
@@ -119,14 +122,15 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConcatSpec:
+class ConcatSpec(Block):
     """Concatenation of two vectors: `concat(a, b)`."""
 
     kind: Literal["concat"]
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadSpec:
+class SpreadSpec(Block):
     """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
     The parameter `offsets` is the difference of each token's id and its index in the reduced
@@ -139,7 +143,7 @@ class SpreadSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSpec:
+class HeadSpec(Block):
     """The vocabulary head: a projection to logits (lm_head).
 
     tied: its weight is that of the module `embed`, unless the checkpoint has a tensor of its own
@@ -150,7 +154,7 @@ class HeadSpec:
 
     kind: Literal["head"]
     inputs: int = dim("hidden")
-    outputs: int = dim("vocab")
+    outputs: int = dim("vocab", axis="vocab")
     bias: bool = False
     tied: bool = False
     normalize: bool = False
@@ -163,9 +167,12 @@ class HeadSpec:
             return "normalize", "cannot be true of a tied head, whose weight the embedding is"
         return None
 
+    def misplaced(self, stack: str, part: str) -> str:
+        return "" if part == "head" else "a vocabulary head, which only the head formula can"
+
 
 @dataclass(frozen=True, kw_only=True)
-class PoolSpec:
+class PoolSpec(Block):
     """Pooling: one vector for a whole text, in the head of an encoder.
 
     take: the vector of the "first" or the "last" token, or the "mean" of all.
@@ -174,26 +181,32 @@ class PoolSpec:
     kind: Literal["pool"]
     take: Literal["first", "last", "mean"] = "first"
 
+    def misplaced(self, stack: str, part: str) -> str:
+        needs = "a pool, which only the head formula of an encoder can: it needs whole texts"
+        return "" if (stack, part) == ("encoder", "head") else needs
 
-Block = (
-    EmbeddingSpec
-    | LearnedPositionsSpec
-    | SinusoidalPositionsSpec
-    | RMSNormSpec
-    | LayerNormSpec
-    | LinearSpec
-    | ConcatSpec
-    | SpreadSpec
-    | HeadSpec
-    | ActivationSpec
-    | PoolSpec
-    | AttentionSpec
-    | CrossAttentionSpec
-    | LatentAttentionSpec
-    | MLPSpec
-    | GatedMLPSpec
-    | MoESpec
-)
 
-# Modules that are lookups by token or position; all others take hidden vectors.
-LOOKUPS = (EmbeddingSpec, LearnedPositionsSpec, SinusoidalPositionsSpec)
+# The blocks of the language -> the Flax module of each, in `jinfer.nn`. A name, so that reading a
+# specification imports none.
+MODULES: dict[type[Block], str] = {
+    EmbeddingSpec: "projections.Embedding",
+    LearnedPositionsSpec: "positions.PositionTable",
+    SinusoidalPositionsSpec: "positions.Sinusoids",
+    RMSNormSpec: "norm_modules.RMSNorm",
+    LayerNormSpec: "norm_modules.LayerNorm",
+    LinearSpec: "projections.Linear.of",
+    ConcatSpec: "head_inputs.Concat",
+    SpreadSpec: "head_inputs.VocabMap",
+    HeadSpec: "projections.Head",
+    ActivationSpec: "feed_forward.Activation",
+    PoolSpec: "pooling.Pool",
+    AttentionSpec: "attention_modules.Attention",
+    CrossAttentionSpec: "attention_modules.CrossAttention",
+    LatentAttentionSpec: "mla.LatentAttention",
+    MLPSpec: "feed_forward.MLP",
+    GatedMLPSpec: "feed_forward.GatedMLP",
+    MoESpec: "moe_block.MixtureOfExperts",
+}
+
+# The type of a module's table in a specification: any of the blocks.
+AnyBlock: Any = Union[tuple(MODULES)]  # noqa: UP007 - of a tuple

@@ -27,6 +27,10 @@ NotNegative = Annotated[float, Bounds(0, 1e30, "a number from 0 on")]
 DEFAULT_CONTEXT = 4096
 
 
-def dim(name: str) -> Any:
-    """A size that defaults to a dimension of `[dims]`."""
-    return field(metadata={"dim": name})
+def dim(name: str, axis: str = "") -> Any:
+    """A size that defaults to a dimension of `[dims]`.
+
+    Args:
+        axis: the logical axis of the block's parameters that has this size, if it can be divided.
+    """
+    return field(metadata={"dim": name, "axis": axis})

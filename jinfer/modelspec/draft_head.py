@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jinfer.modelspec.block import Block, CachedVectors
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 from jinfer.modelspec.layer_spec import FollowSpec, LayerSpec
@@ -28,11 +29,14 @@ _MOST = 16  # layers whose hidden states a head takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class TapSpec:
+class TapSpec(Block):
     """Caches the hidden states of a layer, for a draft head."""
 
     kind: Literal["tap"] = "tap"
     width: int
+
+    def cached(self) -> CachedVectors:
+        return CachedVectors(1, self.width, 0)
 
 
 def read_follows(written: Any, hidden: Formula, values: SpecValues, key: str) -> FollowSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.modelspec.block import Block
 from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
@@ -23,7 +24,7 @@ ACTIVATION_ALIASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationSpec:
+class ActivationSpec(Block):
     """An activation function alone."""
 
     kind: Literal["activation"]
@@ -31,18 +32,18 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPSpec:
+class MLPSpec(Block):
     """down(activation(up(x))), the plain feed-forward network (MLP)."""
 
     kind: Literal["mlp"]
     inputs: int = dim("hidden")
-    width: int = dim("intermediate")
+    width: int = dim("intermediate", axis="mlp")
     activation: Activation = "gelu"
     bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedMLPSpec:
+class GatedMLPSpec(Block):
     """down(activation(gate(x)) * up(x)), a gated linear unit such as SwiGLU (arXiv 2002.05202).
 
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within
@@ -55,7 +56,7 @@ class GatedMLPSpec:
 
     kind: Literal["gated"]
     inputs: int = dim("hidden")
-    width: int = dim("intermediate")
+    width: int = dim("intermediate", axis="mlp")
     activation: GatedActivation = "silu"
     bias: bool | Literal["down"] = False
     alpha: Positive = SWIGLU_ALPHA
@@ -66,7 +67,7 @@ class GatedMLPSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoESpec:
+class MoESpec(Block):
     """Mixture of experts: a router selects `top_k` of them for each token (arXiv 1701.06538).
 
     The output is the weighted sum of the selected experts' outputs. An expert is a `gated`
@@ -98,7 +99,7 @@ class MoESpec:
     inputs: int = dim("hidden")
     experts: int = dim("experts")
     top_k: int = dim("top_k")
-    width: int = dim("expert_intermediate")
+    width: int = dim("expert_intermediate", axis="mlp")
     gated: bool = True
     activation: GatedActivation = "silu"
     alpha: Positive = SWIGLU_ALPHA

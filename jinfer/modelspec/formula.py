@@ -11,8 +11,9 @@ import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from jinfer.modelspec.block import ArrayKind
 from jinfer.modelspec.expressions import (
     ARITHMETIC,
     FUNCTIONS,
@@ -25,8 +26,6 @@ from jinfer.modelspec.expressions import (
 from jinfer.modelspec.feed_forward_blocks import Activation
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
-# Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output.
-ArrayKind = Literal["vectors", "indices", "encoded"]
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
 
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
@@ -172,7 +173,7 @@ class DisentangledSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedPositionsSpec:
+class LearnedPositionsSpec(Block):
     """A learned table of absolute positions: `position(positions)`.
 
     offset: added to a position to find its row; the table has that many extra rows.
@@ -182,10 +183,11 @@ class LearnedPositionsSpec:
     size: int = dim("context")
     width: int = dim("hidden")
     offset: Count = 0
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("indices",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinusoidalPositionsSpec:
+class SinusoidalPositionsSpec(Block):
     """Fixed sinusoidal positions, sines followed by cosines: `position(positions)`.
 
     If the checkpoint has a tensor of that name with other values, it is a learned table.
@@ -199,6 +201,7 @@ class SinusoidalPositionsSpec:
     width: int = dim("hidden")
     offset: Count = 0
     frequencies: Literal["standard", "tensor2tensor"] = "standard"
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("indices",)
 
     def check(self) -> tuple[str, str] | None:
         if self.width % 2 or self.width < 4:

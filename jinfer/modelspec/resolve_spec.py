@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
-from jinfer.modelspec.blocks import Block
+from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.family_match import check_match
 from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
@@ -25,7 +25,7 @@ from jinfer.modelspec.stack_spec import (
     read_stack,
     used_shared,
 )
-from jinfer.modelspec.table_reader import fields, read_value
+from jinfer.modelspec.table_reader import fields, read_value, union
 from jinfer.modelspec.tensor_names import FORMATS, read_tensor_map
 from jinfer.modelspec.toml_tables import (
     as_table,
@@ -199,7 +199,7 @@ def _check_dims(
     A use in any table counts: the parent of a family may have sizes for other blocks.
     """
     named = {"layers", *values.used}
-    for block in get_args(Block):
+    for block in union(AnyBlock):
         known = [field.metadata.get("dim") for field, _ in fields(block).values()]
         named |= {name for name in known if name is not None}
     dims = [table.get("dims", {}) for table in (base, *tables)]

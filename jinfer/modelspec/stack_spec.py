@@ -8,21 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import formula
-from jinfer.modelspec.blocks import (
-    LOOKUPS,
-    AttentionSpec,
-    Block,
-    ConcatSpec,
-    CrossAttentionSpec,
-    DisentangledSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    LatentAttentionSpec,
-    PoolSpec,
-)
+from jinfer.modelspec.block import ArrayKind
+from jinfer.modelspec.blocks import AnyBlock, Block, EmbeddingSpec, HeadSpec
 from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
-from jinfer.modelspec.formula import ArrayKind, Formula, compile_formula
+from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
@@ -38,7 +28,6 @@ _INPUTS: dict[str, dict[str, ArrayKind]] = {
     "head": {"x": "vectors"},
     "follows.hidden": {"hidden": "vectors"},
 }
-_ATTENTIONS = (AttentionSpec, CrossAttentionSpec, LatentAttentionSpec)
 
 
 def read_shared(
@@ -51,9 +40,11 @@ def read_shared(
     """
     _check_names(table, "modules", values.path)
     present, absent = _present(table, "modules", values)
-    shared = {name: read_value(Block, present[name], values, f"modules.{name}") for name in present}
+    shared = {
+        name: read_value(AnyBlock, present[name], values, f"modules.{name}") for name in present
+    }
     for name, block in shared.items():
-        if isinstance(block, _ATTENTIONS):
+        if block.cached() is not None:
             raise SpecError(values.path, f"modules.{name}", "belongs to the layers of a stack")
     return shared, absent
 
@@ -220,7 +211,7 @@ class _FormulaScope:
         own, absent = _present({n: self.own[n] for n in names if n in self.own}, where, self.values)
         absent |= self.absent
         modules = {
-            name: read_value(Block, own[name], self.values, f"{where}.{name}")
+            name: read_value(AnyBlock, own[name], self.values, f"{where}.{name}")
             for name in names
             if name in own
         }
@@ -231,7 +222,7 @@ class _FormulaScope:
             key=key,
             inputs={**_INPUTS[part], **self.inputs},
             modules=[*self.shared, *self.own],
-            argument_kinds=lambda name: _argument_kinds(known[name]),
+            argument_kinds=lambda name: known[name].takes,
             constant=lambda name: self._constant(name, key),
             sizes={"layers", *self.values.dims},
             absent=absent,
@@ -250,30 +241,13 @@ class _FormulaScope:
         return self.values.dim(name, key) if name in self.values.dims else None
 
 
-def _argument_kinds(block: Block) -> tuple[ArrayKind, ...]:
-    """The kinds of a block's arguments."""
-    if isinstance(block, CrossAttentionSpec):
-        return "vectors", "encoded"
-    if isinstance(block, ConcatSpec):
-        return "vectors", "vectors"
-    return ("indices",) if isinstance(block, LOOKUPS) else ("vectors",)
-
-
 def _misplaced(block: Block, stack: str, part: str, times: int) -> str:
     """Why a formula cannot call a block there or that often; "" if it can."""
-    if isinstance(block, _ATTENTIONS) and part != "layer":
+    if block.cached() is not None and part != "layer":
         return "an attention, which only the formula of a layer can: each has a cache of its own"
-    if isinstance(block, _ATTENTIONS) and times > 1:
+    if block.cached() is not None and times > 1:
         return f"an attention, {times} times, but it has one cache: declare a module for each call"
-    if isinstance(block, LatentAttentionSpec) and stack != "decoder":
-        return "a latent attention, which only a decoder can: it needs a cache"
-    if isinstance(getattr(block, "position", None), DisentangledSpec) and stack != "encoder":
-        return "an attention with disentangled positions, which only an encoder can"
-    if isinstance(block, HeadSpec) and part != "head":
-        return "a vocabulary head, which only the head formula can"
-    if isinstance(block, PoolSpec) and (stack, part) != ("encoder", "head"):
-        return "a pool, which only the head formula of an encoder can: it needs whole texts"
-    return ""
+    return block.misplaced(stack, part)
 
 
 def used_shared(shared: Mapping[str, Block], stacks: Iterable[StackSpec]) -> dict[str, Block]:

@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array
 
 from jinfer.modelspec import blocks
-from jinfer.modelspec.draft_head import TapSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
@@ -208,20 +207,8 @@ def _suppressed_tokens(spec: ModelSpec) -> tuple[int, ...]:
 
 def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
     for i, layer in enumerate(spec.decoder.layers if spec.decoder else ()):
-        modules: tuple[tuple[str, Any], ...] = layer.modules
-        for name, block in modules:
-            match block:
-                case blocks.AttentionSpec():
-                    group, window = cache_group(block.window), block.window
-                    shape = CacheShape(
-                        block.kv_heads, block.head_dim, block.head_dim, group, window
-                    )
-                case blocks.CrossAttentionSpec():
-                    shape = CacheShape(block.heads, block.head_dim, block.head_dim, ENCODER)
-                case blocks.LatentAttentionSpec():
-                    shape = CacheShape(1, block.latent_rank + block.rope_dim, 0)
-                case TapSpec():
-                    shape = CacheShape(1, block.width, 0)
-                case _:
-                    continue
-            yield f"decoder.{i}.{name}", shape
+        for name, block in layer.modules:
+            if (own := block.cached()) is not None:
+                group = ENCODER if own.encoded else cache_group(own.window)
+                shape = CacheShape(own.heads, own.key_width, own.value_width, group, own.window)
+                yield f"decoder.{i}.{name}", shape

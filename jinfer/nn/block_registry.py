@@ -1,55 +1,30 @@
-"""Block registry: from a block of the specification to the Flax module that computes it."""
+"""Block registry: builds the Flax module that computes a block of the specification."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from flax import nnx
-from jax.typing import DTypeLike
-
-from jinfer.modelspec import blocks
+from jinfer.modelspec.block import Block
+from jinfer.modelspec.blocks import MODULES
 from jinfer.modelspec.draft_head import TapSpec
-from jinfer.nn.attention_modules import Attention, CrossAttention
-from jinfer.nn.feed_forward import MLP, Activation, GatedMLP
-from jinfer.nn.head_inputs import Concat, VocabMap
-from jinfer.nn.hidden_tap import HiddenTap
-from jinfer.nn.mla import LatentAttention
-from jinfer.nn.moe_block import MixtureOfExperts
-from jinfer.nn.norm_modules import LayerNorm, RMSNorm
-from jinfer.nn.pooling import Pool
-from jinfer.nn.positions import PositionTable, Sinusoids
-from jinfer.nn.projections import Embedding, Head, Linear
-from jinfer.nn.tensor_parallel import (
-    ShardedEmbedding,
-    ShardedEmbeddingBlock,
-    ShardedHead,
-    ShardedHeadBlock,
-)
+from jinfer.nn.tensor_parallel import ShardedEmbeddingBlock, ShardedHeadBlock
 
-_MODULES: dict[type, Callable[..., nnx.Module]] = {
-    blocks.EmbeddingSpec: Embedding,
-    ShardedEmbeddingBlock: ShardedEmbedding,
-    blocks.LearnedPositionsSpec: PositionTable,
-    blocks.SinusoidalPositionsSpec: Sinusoids,
-    blocks.RMSNormSpec: RMSNorm,
-    blocks.LayerNormSpec: LayerNorm,
-    blocks.LinearSpec: lambda b, dtype: Linear(b.inputs, b.outputs, b.bias, dtype),
-    blocks.ConcatSpec: Concat,
-    blocks.SpreadSpec: VocabMap,
-    TapSpec: HiddenTap,
-    blocks.HeadSpec: Head,
-    ShardedHeadBlock: ShardedHead,
-    blocks.ActivationSpec: Activation,
-    blocks.PoolSpec: Pool,
-    blocks.AttentionSpec: Attention,
-    blocks.CrossAttentionSpec: CrossAttention,
-    blocks.LatentAttentionSpec: LatentAttention,
-    blocks.MLPSpec: MLP,
-    blocks.GatedMLPSpec: GatedMLP,
-    blocks.MoESpec: MixtureOfExperts,
+if TYPE_CHECKING:
+    from flax import nnx
+    from jax.typing import DTypeLike
+
+# Blocks that no specification names, beside the language's own.
+_MODULES = MODULES | {
+    TapSpec: "hidden_tap.HiddenTap",
+    ShardedEmbeddingBlock: "tensor_parallel.ShardedEmbedding",
+    ShardedHeadBlock: "tensor_parallel.ShardedHead",
 }
 
 
-def build_module(block: blocks.Block, dtype: DTypeLike) -> nnx.Module:
+def build_module(block: Block, dtype: DTypeLike) -> nnx.Module:
     """The module of a block, its parameters yet to be loaded."""
-    return _MODULES[type(block)](block, dtype)
+    file, _, name = _MODULES[type(block)].partition(".")
+    module: nnx.Module = attrgetter(name)(import_module(f"jinfer.nn.{file}"))(block, dtype)
+    return module

@@ -35,6 +35,11 @@ class Linear(nnx.Module):
         self.weight = parameter((outputs, inputs), axes, dtype, role=role)
         self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
 
+    @classmethod
+    def of(cls, block: blocks.LinearSpec, dtype: DTypeLike) -> Linear:
+        """The projection of a block."""
+        return cls(block.inputs, block.outputs, block.bias, dtype)
+
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """x @ weight.T + bias."""
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])

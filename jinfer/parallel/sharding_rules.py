@@ -9,10 +9,11 @@ all-reduce after the attention and one after the feed-forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jinfer.modelspec import blocks
+from jinfer.modelspec.block import Block
 from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
@@ -20,12 +21,6 @@ from jinfer.nn.tensor_parallel import ShardedAlibi, ShardedEmbeddingBlock, Shard
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly, shard_heads
 
 TENSOR_AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
-
-# Blocks whose outputs are partial sums, to be added by an all-reduce.
-_PARTIAL_SUM_BLOCKS = (
-    *(blocks.AttentionSpec, blocks.CrossAttentionSpec, blocks.LatentAttentionSpec),
-    *(blocks.MLPSpec, blocks.GatedMLPSpec, blocks.MoESpec),
-)
 
 type ModuleShardings = dict[
     str, dict[str, AxisSharding]
@@ -81,9 +76,7 @@ def _called_modules(stack: StackSpec, part: ModelSlice) -> Iterator[str]:
         yield from layer.wiring.calls
 
 
-def _blocks(
-    spec: ModelSpec, stacks: Iterable[StackSpec], named: Iterable[str]
-) -> Iterator[blocks.Block]:
+def _blocks(spec: ModelSpec, stacks: Iterable[StackSpec], named: Iterable[str]) -> Iterator[Block]:
     names = set(named)
     yield from (block for name, block in spec.shared if name in names)
     yield from (block for stack in stacks for _, block in stack.modules)
@@ -134,9 +127,9 @@ class _SpecSharder:
     def modules(
         self,
         prefix: str,
-        modules: Iterable[tuple[str, blocks.Block]],
+        modules: Iterable[tuple[str, Block]],
         outside: Collection[str] = (),
-    ) -> tuple[tuple[str, blocks.Block], ...]:
+    ) -> tuple[tuple[str, Block], ...]:
         """Modules as one device has them.
 
         Args:
@@ -146,8 +139,8 @@ class _SpecSharder:
             (name, self._block(prefix + name, block, name in outside)) for name, block in modules
         )
 
-    def _block(self, name: str, block: blocks.Block, outside: bool) -> Any:
-        if outside and isinstance(block, _PARTIAL_SUM_BLOCKS):
+    def _block(self, name: str, block: Block, outside: bool) -> Any:
+        if outside and block.gives_partial_sums():
             # Only layers all-reduce the partial sums of such a module.
             raise ShardingError(f"{name}: is called before or after the layers; divide by layers")
         try:
@@ -158,58 +151,58 @@ class _SpecSharder:
             self.shares[name] = shares
         return local
 
-    def _divided(self, name: str, block: blocks.Block) -> tuple[Any, dict[str, AxisSharding]]:
+    def _divided(self, name: str, block: Block) -> tuple[Any, dict[str, AxisSharding]]:
+        """One device's block, smaller along its logical axes, and how these are divided."""
+        sizes = {axis: getattr(block, field) for axis, field in block.axes().items()}
+        if sizes.get("vocab", self.vocab) != self.vocab:  # another table, read by every device
+            return block, {}
+        if sizes and (reason := block.undividable()):
+            raise ShardingError(reason)
+        shares = {}
+        for axis, size in sizes.items():
+            match axis:
+                case "heads":
+                    key = sizes.get("kv_heads", size)
+                    shares["heads"], shares["kv_heads"] = shard_heads(size, key, self.devices)
+                case "mlp":
+                    shares["mlp"] = self._columns(name, block, size)
+                case "vocab":
+                    shares["vocab"] = shard_evenly(size, self.devices)
+        shares = {axis: shares[axis] for axis in sizes}
+        changed = {field: shares[axis].size for axis, field in block.axes().items()}
+        return self._local(block, changed, shares), shares
+
+    def _local(
+        self, block: Any, changed: dict[str, int], shares: Mapping[str, AxisSharding]
+    ) -> Block:
+        local = replace(block, **changed)
         match block:
-            case blocks.AttentionSpec():
-                return self._attention(block)
-            case blocks.CrossAttentionSpec() | blocks.LatentAttentionSpec():
-                split, _ = shard_heads(block.heads, block.heads, self.devices)
-                return replace(block, heads=split.size), {"heads": split}
-            case blocks.MLPSpec() | blocks.GatedMLPSpec() | blocks.MoESpec():
-                split = self._columns(name, block)
-                return replace(block, width=split.size), {"mlp": split}
-            case blocks.EmbeddingSpec() if block.size == self.vocab:
-                split = shard_evenly(block.size, self.devices)
-                fields = _fields(block) | {"size": split.size}
-                return ShardedEmbeddingBlock(**fields, axis=TENSOR_AXIS), {"vocab": split}
-            case blocks.HeadSpec() if block.outputs == self.vocab:
-                split = shard_evenly(block.outputs, self.devices)
-                fields = _fields(block) | {"outputs": split.size}
-                return ShardedHeadBlock(**fields, axis=TENSOR_AXIS, whole=block.outputs), {
-                    "vocab": split
-                }
-        return block, {}
+            case blocks.EmbeddingSpec():
+                return ShardedEmbeddingBlock(**_fields(local), axis=TENSOR_AXIS)
+            case blocks.HeadSpec():
+                whole = block.outputs
+                return ShardedHeadBlock(**_fields(local), axis=TENSOR_AXIS, whole=whole)
+            case blocks.AttentionSpec(position=blocks.AlibiSpec() as alibi):
+                heads = shares["heads"]
+                slopes = alibi_slopes(block.heads, alibi).tolist()
+                by_device = tuple(
+                    (*slopes[start : start + count], *(0.0,) * (heads.size - count))
+                    for start, count in zip(heads.starts, heads.counts, strict=True)
+                )
+                position = ShardedAlibi(**_fields(alibi), axis=TENSOR_AXIS, slopes=by_device)
+                return replace(local, position=position)
+        return local
 
-    def _attention(self, block: blocks.AttentionSpec) -> tuple[Any, dict[str, AxisSharding]]:
-        if block.qk_norm is not None and block.qk_norm.over == "width":
-            raise ShardingError(
-                "its norm of queries and keys is over all heads together, so its heads cannot be "
-                "divided; divide by layers"
-            )
-        query_heads, kv_heads = shard_heads(block.heads, block.kv_heads, self.devices)
-        local = replace(block, heads=query_heads.size, kv_heads=kv_heads.size)
-        if isinstance(block.position, blocks.AlibiSpec):
-            slopes = alibi_slopes(block.heads, block.position).tolist()
-            by_device = tuple(
-                (*slopes[start : start + count], *(0.0,) * (query_heads.size - count))
-                for start, count in zip(query_heads.starts, query_heads.counts, strict=True)
-            )
-            position = ShardedAlibi(**_fields(block.position), axis=TENSOR_AXIS, slopes=by_device)
-            local = replace(local, position=position)
-        return local, {"heads": query_heads, "kv_heads": kv_heads}
-
-    def _columns(
-        self, name: str, block: blocks.MLPSpec | blocks.GatedMLPSpec | blocks.MoESpec
-    ) -> AxisSharding:
-        columns = shard_evenly(block.width, self.devices, self.unit(name))
+    def _columns(self, name: str, block: Any, width: int) -> AxisSharding:
+        columns = shard_evenly(width, self.devices, self.unit(name))
         plain = not getattr(block, "gated", isinstance(block, blocks.GatedMLPSpec))
         if columns.padding and plain and block.activation == "sigmoid":
             raise ShardingError(
-                f"its width of {block.width} does not divide among {self.devices} devices, and "
+                f"its width of {width} does not divide among {self.devices} devices, and "
                 "the sigmoid of padding is not 0; take other numbers of devices"
             )
         return columns
 
 
 def _fields(block: Any) -> dict[str, Any]:
-    return {name: getattr(block, name) for name in block.__dataclass_fields__}
+    return {field.name: getattr(block, field.name) for field in fields(block)}

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from jinfer.modelspec.blocks import (
     ACTIVATION_ALIASES,
+    MODULES,
     AttentionSpec,
-    Block,
     QKNormSpec,
     RopeScalingSpec,
 )
@@ -29,7 +29,7 @@ _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole
 def reference() -> dict[str, str]:
     """Every generated part of the page, by the name in its markers."""
     return {
-        "blocks": "\n\n".join(_section(cls) for cls in get_args(Block)),
+        "blocks": "\n\n".join(_section(cls) for cls in MODULES),
         "positions": "\n\n".join(_section(cls) for cls in _positions()),
         "qk_norm": _table(QKNormSpec),
         "scaling": _table(RopeScalingSpec),

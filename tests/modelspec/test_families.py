@@ -224,7 +224,7 @@ def test_the_activation_of_gemma(keys: dict[str, Any], activation: str) -> None:
     config = {key: value for key, value in (LLAMA | keys).items() if value is not None}
     spec = resolved_family("gemma", facts(config))
     assert spec.decoder is not None
-    assert dict(spec.decoder.layers[0].modules)["ffn"].activation == activation  # type: ignore[union-attr]
+    assert dict(spec.decoder.layers[0].modules)["ffn"].activation == activation  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_what_t5_says_of_its_outputs_and_activation(
     spec = resolved_family("t5", facts(sizes | {"num_heads": 4} | keys))
     assert spec.decoder is not None
     assert dict(spec.decoder.head.constants)["head_scale"] == scale
-    assert dict(spec.decoder.layers[0].modules)["ffn"].activation == activation  # type: ignore[union-attr]
+    assert dict(spec.decoder.layers[0].modules)["ffn"].activation == activation  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", ["gemma_embedding", "gemma3", "modernbert"])

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.modelspec.formula import ArrayKind, Formula, compile_formula
+from jinfer.modelspec.block import ArrayKind
+from jinfer.modelspec.formula import Formula, compile_formula
 from jinfer.modelspec.spec_errors import SpecError
 
 from .helpers import PATH, one_line

@@ -15,7 +15,7 @@ VARIANTS = {"full": {}, "windowed": {"modules": {"attn": {"window": "$sliding_wi
 def windows(spec: ModelSpec) -> list[int | None]:
     """The window of every layer's attention."""
     assert spec.decoder is not None
-    return [dict(layer.modules)["attn"].window for layer in spec.decoder.layers]  # type: ignore[union-attr]
+    return [dict(layer.modules)["attn"].window for layer in spec.decoder.layers]  # type: ignore[attr-defined]
 
 
 def with_pattern(pattern: Any, layers: Any = 4) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def test_missing_number_of_layers() -> None:
 
 def test_a_tied_head_needs_an_embedding() -> None:
     tied = resolved(model(modules__logits__tied=True))
-    assert dict(tied.shared)["logits"].tied  # type: ignore[union-attr]
+    assert dict(tied.shared)["logits"].tied  # type: ignore[attr-defined]
     text = MODEL.replace("embed =", "table =").replace("embed(", "table(")
     reason = "modules.logits.tied: needs an embedding called embed in [modules]"
     assert error_of(model(text, modules__logits__tied=True)) == reason

@@ -7,8 +7,8 @@ import pytest
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.blocks import (
+    AnyBlock,
     AttentionSpec,
-    Block,
     LatentAttentionSpec,
     MoESpec,
     QKNormSpec,
@@ -123,24 +123,28 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Plain, {}, "some.key.count: is missing"),
         (Plain, {"count": 1, "shares": 2}, "some.key.shares: unknown key; did you mean 'share'?"),
         (Plain, {"count": "x"}, "some.key.count: unknown name 'x'"),
-        (Block, 3, "some.key: 3 is not a table { ... }"),
-        (Block, [], "some.key: [] is not a table { ... }"),
-        (Block, {}, "some.key.kind: is missing; allowed: activation, attention, concat"),
-        (Block, {"kind": "atention"}, "some.key.kind: unknown kind 'atention'; did you mean 'att"),
-        (Block, {"kind": 3}, "some.key.kind: unknown kind 3; allowed: "),
+        (AnyBlock, 3, "some.key: 3 is not a table { ... }"),
+        (AnyBlock, [], "some.key: [] is not a table { ... }"),
+        (AnyBlock, {}, "some.key.kind: is missing; allowed: activation, attention, concat"),
         (
-            Block,
+            AnyBlock,
+            {"kind": "atention"},
+            "some.key.kind: unknown kind 'atention'; did you mean 'att",
+        ),
+        (AnyBlock, {"kind": 3}, "some.key.kind: unknown kind 3; allowed: "),
+        (
+            AnyBlock,
             {"kind": ["rms"]},
             "some.key.kind: unknown kind ['rms']; did you mean 'rms'? allowed: ",
         ),
-        (Block, {"kind": {}}, "some.key.kind: unknown kind {}; allowed: "),
+        (AnyBlock, {"kind": {}}, "some.key.kind: unknown kind {}; allowed: "),
         (
-            Block,
+            AnyBlock,
             {"kind": "rms", "epsilon": 1},
             "some.key.epsilon: unknown key; did you mean 'eps'? allowed: eps, kind",
         ),
-        (Block, {"kind": "rms", "eps": -1}, "some.key.eps: -1 is not a number from 0 on"),
-        (Block, {"kind": "rms", "size": 0}, "some.key.size: 0 is not a whole number from 1"),
+        (AnyBlock, {"kind": "rms", "eps": -1}, "some.key.eps: -1 is not a number from 0 on"),
+        (AnyBlock, {"kind": "rms", "size": 0}, "some.key.size: 0 is not a whole number from 1"),
     ],
 )
 def test_read_refused(cls: Any, written: Any, reason: str) -> None:
@@ -148,7 +152,7 @@ def test_read_refused(cls: Any, written: Any, reason: str) -> None:
 
 
 def test_fields_left_out_are_dimensions_or_defaults() -> None:
-    attention = reading(Block, {"kind": "attention", "position": {"kind": "rope"}})
+    attention = reading(AnyBlock, {"kind": "attention", "position": {"kind": "rope"}})
     assert attention == AttentionSpec(
         kind="attention", inputs=32, outputs=32, heads=4, kv_heads=2, head_dim=8,
         position=RopeSpec(kind="rope", dim=8),
@@ -168,11 +172,11 @@ def test_fields_left_out_are_dimensions_or_defaults() -> None:
 )
 def test_wrong_dimension_is_named(dims: dict[str, Any], reason: str) -> None:
     table = {"kind": "attention", "position": {"kind": "rope"}}
-    assert reason in refusal(Block, table, DIMS | dims)
+    assert reason in refusal(AnyBlock, table, DIMS | dims)
 
 
 def test_missing_dimension_names_who_asks() -> None:
-    assert refusal(Block, {"kind": "rms"}, {}) == (
+    assert refusal(AnyBlock, {"kind": "rms"}, {}) == (
         "some.key.size: needs dims.hidden, which is not given; set it in [dims]"
     )
 
@@ -235,37 +239,39 @@ LATENT = {
     ],
 )  # fmt: skip
 def test_fields_that_do_not_fit_each_other(table: dict[str, Any], reason: str) -> None:
-    assert reason in refusal(Block, table)
+    assert reason in refusal(AnyBlock, table)
 
 
 def test_norms_of_queries_and_keys() -> None:
     norm = {"kind": "layer", "over": "heads", "eps": 1e-5, "bias": True}
-    attention: AttentionSpec = reading(Block, ATTENTION | {"qk_norm": norm})
+    attention: AttentionSpec = reading(AnyBlock, ATTENTION | {"qk_norm": norm})
     assert attention.qk_norm == QKNormSpec(kind="layer", over="heads", eps=1e-5, bias=True)
-    rms = reading(Block, ATTENTION | {"qk_norm": {"kind": "rms"}})
+    rms = reading(AnyBlock, ATTENTION | {"qk_norm": {"kind": "rms"}})
     assert rms.qk_norm == QKNormSpec(kind="rms", over="head", eps=1e-6)
-    assert reading(Block, ATTENTION | {"qk_norm": "none"}).qk_norm is None
+    assert reading(AnyBlock, ATTENTION | {"qk_norm": "none"}).qk_norm is None
 
 
 def test_relative_positions_have_defaults() -> None:
-    attention: AttentionSpec = reading(Block, ATTENTION | {"position": RELATIVE})
+    attention: AttentionSpec = reading(AnyBlock, ATTENTION | {"position": RELATIVE})
     assert attention.position == RelativeBiasSpec(kind="relative", buckets=32, max_distance=128)
 
 
 def test_a_latent_attention_takes_its_sizes_from_the_dimensions() -> None:
     dims = DIMS | {"latent_rank": 24, "nope_dim": 12, "rope_dim": 4, "value_dim": 16}
     table = {"kind": "latent_attention", "position": {"kind": "rope", "dim": "rope_dim"}}
-    block = read_value(Block, table, values(dims), "some.key")
+    block = read_value(AnyBlock, table, values(dims), "some.key")
     assert block == LatentAttentionSpec(
         kind="latent_attention", inputs=32, heads=4, latent_rank=24, query_rank=None, nope_dim=12,
         rope_dim=4, value_dim=16, position=RopeSpec(kind="rope", dim=4),
     )  # fmt: skip
-    assert read_value(Block, table | {"query_rank": 20}, values(dims), "some.key").query_rank == 20
+    assert (
+        read_value(AnyBlock, table | {"query_rank": 20}, values(dims), "some.key").query_rank == 20
+    )
 
 
 def test_a_mixture_of_experts_takes_its_sizes_from_the_dimensions() -> None:
     dims = DIMS | {"experts": 8, "top_k": 2, "expert_intermediate": 16}
-    block = read_value(Block, {"kind": "moe"}, values(dims), "some.key")
+    block = read_value(AnyBlock, {"kind": "moe"}, values(dims), "some.key")
     assert block == MoESpec(kind="moe", inputs=32, experts=8, top_k=2, width=16)
 
 
@@ -316,7 +322,7 @@ def test_scaling_refused(table: dict[str, Any], reason: str) -> None:
 
 def test_bias_by_letter() -> None:
     def biased(bias: Any) -> str:
-        attention: AttentionSpec = reading(Block, {"kind": "attention", "bias": bias})
+        attention: AttentionSpec = reading(AnyBlock, {"kind": "attention", "bias": bias})
         return "".join(letter for letter in "qkvo" if attention.has_bias(letter))
 
     assert [biased(b) for b in (True, False, "qkv", "o")] == ["qkvo", "", "qkv", "o"]

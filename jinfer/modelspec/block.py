@@ -1,0 +1,62 @@
+"""Block: what every building block of a specification says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+# Kinds of arrays: hidden states; tokens, positions and token types; an encoder's output.
+ArrayKind = Literal["vectors", "indices", "encoded"]
+
+
+class CachedVectors(NamedTuple):
+    """What a block caches per token: keys and values, their widths, in which group.
+
+    Attributes:
+        value_width: 0: the values are a part of the keys.
+        window: sliding window; None: all tokens.
+        encoded: whether the tokens are an encoder's.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    window: int | None = None
+    encoded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A building block: a kind, and fields that are the keys of its table.
+
+    Attributes:
+        takes: the kinds of its arguments in a formula.
+    """
+
+    kind: str
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",)
+
+    def cached(self) -> CachedVectors | None:
+        """What it caches; None: nothing."""
+        return None
+
+    def misplaced(self, stack: str, part: str) -> str:
+        """Why this formula of the stack cannot call it; "" if it can."""
+        return ""
+
+    def undividable(self) -> str:
+        """Why tensor parallelism cannot divide it; "" if it can."""
+        return ""
+
+    def axes(self) -> dict[str, str]:
+        """Logical axes that tensor parallelism divides, and the field with the size of each.
+
+        The parameters of the block's module name the same axes.
+        """
+        fields = dataclasses.fields(self)
+        return {f.metadata["axis"]: f.name for f in fields if f.metadata.get("axis")}
+
+    def gives_partial_sums(self) -> bool:
+        """Whether the outputs of its shards are partial sums, to be added by an all-reduce."""
+        return not self.axes().keys().isdisjoint(("heads", "mlp"))
