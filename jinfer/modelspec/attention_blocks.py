@@ -6,25 +6,62 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
-from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
+from jinfer.modelspec.feed_forward_blocks import Activation
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class QKNormSpec:
-    """Normalization of queries and keys before the rotary embedding (arXiv 2010.04245).
+class HeadNormSpec:
+    """Normalization inside attention; "l2" is x / sqrt(sum(x^2) + eps) * weight.
 
     over: "head": each head, with one weight shared by all heads; "heads": each head, with its own
         weight; "width": all heads together.
+    weight: whether there is a weight.
     plus_one: the factor is 1 + weight.
     bias: whether there is a bias.
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "l2"]
     over: Literal["head", "heads", "width"] = "head"
     eps: NotNegative = 1e-6
+    weight: bool = True
     plus_one: bool = False
     bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNormSpec(HeadNormSpec):
+    """Normalization of queries and keys (arXiv 2010.04245).
+
+    rotated: whether it comes after the rotary embedding, else before.
+    """
+
+    rotated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGateSpec:
+    """A gate on attention's output: output * activation(gate(x)), before `o` (arXiv 2505.06708).
+
+    per: "element": `attn.gate` is as wide as the output; "head": it gives a number per head.
+    bias: whether the projection has a bias.
+    scale: factor of the activation.
+    """
+
+    per: Literal["element", "head"] = "element"
+    activation: Activation = "sigmoid"
+    bias: bool = False
+    scale: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureSpec:
+    """Queries are multiplied by 1 + beta * ln(1 + floor((position + offset) / span)) (Llama 4)."""
+
+    beta: NotNegative
+    span: Size
+    offset: Count = 0
 
 
 def _check_bias(bias: bool | str) -> tuple[str, str] | None:
@@ -37,14 +74,19 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
 class AttentionSpec(Block):
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
+    value_dim: dimensions of each value head; none: head_dim.
     bias: which projections have a bias: true or false for all, or letters of "qkvo".
     window: sliding window: number of tokens that a token attends to, including itself; none: all
         before it. In an encoder as many after it as before it.
+    chunk: number of tokens in a chunk: a token attends to those before it in its own chunk only.
     scale: scale of the scores; none: 1 / sqrt(head_dim).
     qk_norm: normalization of queries and keys, `attn.q_norm` and `attn.k_norm`.
     softcap: scores become softcap * tanh(scores / softcap).
     clip: queries, keys and values are clipped to -clip..clip.
     sinks: attention sinks: a learned score per head, `attn.sinks`, in the softmax without a value.
+    temperature: factor of the queries that grows with the position.
+    out_norm: normalization of the heads' outputs, `attn.out_norm`, before the gate and `o`.
+    gate: gate on the heads' outputs, `attn.gate`, before `o`.
     """
 
     kind: Literal["attention"]
@@ -53,14 +95,24 @@ class AttentionSpec(Block):
     heads: int = dim("heads", axis="heads")
     kv_heads: int = dim("kv_heads", axis="kv_heads")
     head_dim: int = dim("head_dim")
+    value_dim: Size | None = None
     position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | None = None
     bias: bool | str = False
     window: Size | None = None
+    chunk: Size | None = None
     scale: Positive | None = None
     qk_norm: QKNormSpec | None = None
     softcap: Positive | None = None
     clip: Positive | None = None
     sinks: bool = False
+    temperature: TemperatureSpec | None = None
+    out_norm: HeadNormSpec | None = None
+    gate: OutputGateSpec | None = None
+
+    def __post_init__(self) -> None:
+        # Config files say in several ways that nothing is scaled; equal models compare equal.
+        if self.temperature is not None and self.temperature.beta == 0:
+            object.__setattr__(self, "temperature", None)
 
     def check(self) -> tuple[str, str] | None:
         if self.heads % self.kv_heads:
@@ -69,20 +121,33 @@ class AttentionSpec(Block):
             return wrong
         if isinstance(self.position, RopeSpec) and self.position.dim > self.head_dim:
             return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        if self.chunk is not None and self.window is not None:
+            return "chunk", "excludes a window"
+        if self.chunk is not None and not isinstance(self.position, RopeSpec | None):
+            return "chunk", f"excludes {self.position.kind} positions"
         return None
 
+    @property
+    def value_width(self) -> int:
+        """Dimensions of each value head."""
+        return self.value_dim or self.head_dim
+
     def cached(self) -> CachedVectors:
-        return CachedVectors(self.kv_heads, self.head_dim, self.head_dim, self.window)
+        width = self.value_width
+        return CachedVectors(self.kv_heads, self.head_dim, width, self.window or self.chunk)
 
     def misplaced(self, stack: str, part: str) -> str:
+        if self.chunk is not None and stack != "decoder":
+            return "an attention in chunks, which only a decoder can"
         if isinstance(self.position, DisentangledSpec) and stack != "encoder":
             return "an attention with disentangled positions, which only an encoder can"
         return ""
 
     def undividable(self) -> str:
-        if self.qk_norm is not None and self.qk_norm.over == "width":
+        norms = self.qk_norm, self.out_norm
+        if any(norm is not None and norm.over == "width" for norm in norms):
             return (
-                "its norm of queries and keys is over all heads together, so its heads cannot be "
+                "its norm is over all heads together, so its heads cannot be "
                 "divided; divide by layers"
             )
         return ""
@@ -125,6 +190,7 @@ class CrossAttentionSpec(Block):
 class LatentAttentionSpec(Block):
     """Multi-head latent attention, MLA (arXiv 2405.04434).
 
+    position: none: the part of queries and keys that is `rope_dim` wide is not rotated.
     latent_rank: width of the cached latent (kv_lora_rank).
     query_rank: width of the queries' latent (q_lora_rank); none: queries come from the input.
     nope_dim: dimensions of each query and key head without rotary embedding.
@@ -137,7 +203,7 @@ class LatentAttentionSpec(Block):
     """
 
     kind: Literal["latent_attention"]
-    position: RopeSpec
+    position: RopeSpec | None
     inputs: int = dim("hidden")
     heads: int = dim("heads", axis="heads")
     latent_rank: int = dim("latent_rank")
@@ -150,7 +216,7 @@ class LatentAttentionSpec(Block):
     split: bool = False
 
     def check(self) -> tuple[str, str] | None:
-        if self.position.dim != self.rope_dim:
+        if self.position is not None and self.position.dim != self.rope_dim:
             return "position.dim", f"{self.position.dim} is not rope_dim = {self.rope_dim}"
         return None
 

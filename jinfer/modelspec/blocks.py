@@ -14,8 +14,11 @@ from typing import Any, ClassVar, Literal, Union
 from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
     CrossAttentionSpec,
+    HeadNormSpec,
     LatentAttentionSpec,
+    OutputGateSpec,
     QKNormSpec,
+    TemperatureSpec,
 )
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import NotNegative, dim
@@ -53,21 +56,26 @@ __all__ = [
     "EmbeddingSpec",
     "GatedActivation",
     "GatedMLPSpec",
+    "HeadNormSpec",
     "HeadSpec",
+    "L2NormSpec",
     "LatentAttentionSpec",
     "LayerNormSpec",
     "LearnedPositionsSpec",
     "LinearSpec",
     "MLPSpec",
     "MoESpec",
+    "OutputGateSpec",
     "PoolSpec",
     "QKNormSpec",
     "RMSNormSpec",
     "RelativeBiasSpec",
     "RopeScalingSpec",
     "RopeSpec",
+    "ScaleSpec",
     "SinusoidalPositionsSpec",
     "SpreadSpec",
+    "TemperatureSpec",
 ]
 
 
@@ -85,12 +93,36 @@ class EmbeddingSpec(Block):
 class RMSNormSpec(Block):
     """RMS norm: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
 
+    weight: whether there is a weight.
     plus_one: the factor is 1 + weight.
     """
 
     kind: Literal["rms"]
     size: int = dim("hidden")
     eps: NotNegative = 1e-6
+    weight: bool = True
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2NormSpec(Block):
+    """L2 norm: x / sqrt(sum(x^2) + eps)."""
+
+    kind: Literal["l2"]
+    eps: NotNegative = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleSpec(Block):
+    """Multiplication by learned numbers: a vector (LayerScale, arXiv 2103.17239) or a scalar.
+
+    size: how many numbers there are. Each is the factor of as many consecutive dimensions; 1 is a
+        scalar, the number of heads a factor per head.
+    plus_one: the factor is 1 + weight.
+    """
+
+    kind: Literal["scale"]
+    size: int = dim("hidden")
     plus_one: bool = False
 
 
@@ -193,7 +225,9 @@ MODULES: dict[type[Block], str] = {
     LearnedPositionsSpec: "positions.PositionTable",
     SinusoidalPositionsSpec: "positions.Sinusoids",
     RMSNormSpec: "norm_modules.RMSNorm",
+    L2NormSpec: "norm_modules.L2Norm",
     LayerNormSpec: "norm_modules.LayerNorm",
+    ScaleSpec: "norm_modules.Scale",
     LinearSpec: "projections.Linear.of",
     ConcatSpec: "head_inputs.Concat",
     SpreadSpec: "head_inputs.VocabMap",

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.bounded_types import NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
 GatedActivation = Literal[Activation, "clamped_swiglu"]
+LearnedActivation = Literal[Activation, "xielu"]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu, from gpt-oss's model card
 ACTIVATION_ALIASES = {
     "swish": "silu",
@@ -33,12 +34,17 @@ class ActivationSpec(Block):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec(Block):
-    """down(activation(up(x))), the plain feed-forward network (MLP)."""
+    """down(activation(up(x))), the plain feed-forward network (MLP).
+
+    xielu (arXiv 2411.13010) has two learned scalars, `ffn.alpha_p` and `ffn.alpha_n`: with a =
+    softplus(alpha_p) and b = 0.5 + softplus(alpha_n), a x^2 + x / 2 above 0, and below it b (exp(x)
+    - 1 - x) + x / 2.
+    """
 
     kind: Literal["mlp"]
     inputs: int = dim("hidden")
     width: int = dim("intermediate", axis="mlp")
-    activation: Activation = "gelu"
+    activation: LearnedActivation = "gelu"
     bias: bool = False
 
 
@@ -88,7 +94,9 @@ class MoESpec(Block):
         selected experts only.
     scale: factor of the weights.
     correction_bias: a bias of the scores, `router.correction`, that counts for the selection but
-        not for the weights (arXiv 2408.15664).
+        not for the weights (arXiv 2408.15664); "logits": a bias of the router's logits likewise.
+    weighted: whether the weights multiply the experts' outputs or, "input", what they are given.
+    identity_experts: further experts that the router can select, whose output is their input.
     groups: number of groups of equal size that the experts form.
     top_k_groups: number of groups that are selected first, by their score.
     group_score: a group's score: its greatest ("max"), or the sum of its two greatest ("top_2").
@@ -109,7 +117,9 @@ class MoESpec(Block):
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalize: bool = False
     scale: Positive = 1.0
-    correction_bias: bool = False
+    correction_bias: bool | Literal["logits"] = False
+    weighted: Literal["output", "input"] = "output"
+    identity_experts: Count = 0
     groups: Size = 1
     top_k_groups: Size = 1
     group_score: Literal["max", "top_2"] = "max"
@@ -127,9 +137,15 @@ class MoESpec(Block):
             return "top_k", f"{self.top_k} is more than the {left} experts to choose from"
         if self.group_score == "top_2" and self.experts < 2 * self.groups:
             return "group_score", "top_2 needs groups of two experts or more"
+        if self.identity_experts and (self.groups > 1 or self.weighted == "input"):
+            return "identity_experts", "excludes groups and weights on the input"
         if self.scoring == "sparsemixer" and (self.correction_bias or self.groups > 1):
             return "scoring", "sparsemixer has neither a correction_bias nor groups"
         return _unused_clamp(self)
+
+    def undividable(self) -> str:
+        whole = "has identity experts, whose output every device has whole; divide by layers"
+        return whole if self.identity_experts else ""
 
 
 def _unused_clamp(block: GatedMLPSpec | MoESpec) -> tuple[str, str] | None:

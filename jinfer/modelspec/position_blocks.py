@@ -57,7 +57,10 @@ class RopeScalingSpec:
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
     # Keys that config files have in the same table, but specifications elsewhere.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
+        {
+            *("rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"),
+            "llama_4_scaling_beta",
+        }
     )
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class RopeSpec:
 
     pairs: "halves" rotates (i, i + dim/2) together, "adjacent" (2i, 2i+1).
     factors: the checkpoint has a tensor of dim/2 divisors of the frequencies.
+    backward: whether the angles are negative.
     """
 
     kind: Literal["rope"]
@@ -95,6 +99,7 @@ class RopeSpec:
     dim: int = dim("head_dim")
     scaling: RopeScalingSpec | None = None
     factors: bool = False
+    backward: bool = False
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.

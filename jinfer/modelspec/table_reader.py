@@ -43,6 +43,10 @@ def _typed(cls: Any, value: Any, written: Any, values: SpecValues, key: str) -> 
         return None
     tables = [option for option in options if dataclasses.is_dataclass(option)]
     if tables and isinstance(value, Mapping):
+        if "when" in value and type(None) in options:
+            if not read_value(bool, value["when"], values, f"{key}.when"):
+                return None
+            value = {name: field for name, field in value.items() if name != "when"}
         return _read_table(_pick(tables, value, values, key), value, values, key)
     for option in options:
         if (plain := _plain(option, value)) is not None:

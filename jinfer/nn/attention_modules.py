@@ -18,6 +18,7 @@ from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.projections import Linear, project
 from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
+from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
 from jinfer.ops.attention.kv_cache import ENCODER, AttentionMetadata, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import Bias, ScoreRules
@@ -33,10 +34,11 @@ class Attention(nnx.Module):
     def __init__(self, block: blocks.AttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
+        v_width, o_width = block.kv_heads * block.value_width, block.heads * block.value_width
         self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
         self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, ("kv_heads", "hidden"))
-        self.v = Linear(block.inputs, kv_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
-        self.o = Linear(q_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
+        self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
+        self.o = Linear(o_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
             self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
@@ -46,6 +48,11 @@ class Attention(nnx.Module):
             self.relative = RelativeBias(block.position, block.heads)
         if isinstance(block.position, blocks.DisentangledSpec):
             self.distances = DisentangledBias(block.position, block.inputs, dtype)
+        if block.out_norm is not None:
+            self.out_norm = HeadNorm(block.out_norm, block.heads, block.value_width, "heads")
+        if block.gate is not None:
+            width = o_width if block.gate.per == "element" else block.heads
+            self.gate = Linear(block.inputs, width, block.gate.bias, dtype, ("heads", "hidden"))
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -65,27 +72,45 @@ class Attention(nnx.Module):
             assert batch.lengths is not None, "whole texts need lengths"
             out = attend_text(q, k, v, batch.lengths, rules)
         else:
-            flat, cache = batch.extend(q[0], k[0], v[0], cache, self.block.window, rules)
+            flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules)
             out = flat[None]
-        return self.o(out.reshape(*x.shape[:2], -1)), cache
+        return self.o(self._gated(out, x).reshape(*x.shape[:2], -1)), cache
+
+    def _gated(self, out: Array, x: Array) -> Array:
+        """The heads' outputs [batch, tokens, heads, value_dim] as `o` takes them."""
+        if self.block.out_norm is not None:
+            out = self.out_norm(out)
+        if (gate := self.block.gate) is None:
+            return out
+        factors = split_heads(activate(gate.activation, self.gate(x)), self.block.heads)
+        return out * (factors * gate.scale if gate.scale != 1 else factors)
 
     def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
         block = self.block
         q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
             q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
-        if block.qk_norm is not None:
-            q = self.q_norm(split_heads(q, block.heads)).reshape(q.shape)
-            k = self.k_norm(split_heads(k, block.kv_heads)).reshape(k.shape)
+        if block.qk_norm is not None and not block.qk_norm.rotated:
+            q, k = self._normed(q, k)
         if isinstance(block.position, blocks.RopeSpec):
             # As rows of all heads, the layout after the projection and its bias.
             cos_sin = batch.cos_sin_of(self.rope)
             q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
+        if block.qk_norm is not None and block.qk_norm.rotated:
+            q, k = self._normed(q, k)
+        if (rule := block.temperature) is not None:
+            steps = (batch.positions + rule.offset) // rule.span
+            factors = 1.0 + rule.beta * jnp.log1p(steps.astype(jnp.float32))
+            q = (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
         return (
             split_heads(q, block.heads),
             split_heads(k, block.kv_heads),
             split_heads(v, block.kv_heads),
         )
+
+    def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
+        q_heads, k_heads = split_heads(q, self.block.heads), split_heads(k, self.block.kv_heads)
+        return self.q_norm(q_heads).reshape(q.shape), self.k_norm(k_heads).reshape(k.shape)
 
     def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block
@@ -93,7 +118,8 @@ class Attention(nnx.Module):
         rules = ScoreRules(
             scale=scale,
             softcap=block.softcap,
-            window=block.window,
+            window=block.window or block.chunk,
+            chunked=block.chunk is not None,
             ahead=None if causal else block.window,
             sinks=self.sinks[...] if block.sinks else None,
             slopes=self._slopes(),

@@ -12,8 +12,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.parameter import parameter
 from jinfer.nn.projections import Linear, project
-from jinfer.ops.activation import activate
+from jinfer.ops.activation import activate, xielu
 from jinfer.ops.matmul.matmul import gated_linear
 
 if TYPE_CHECKING:
@@ -65,11 +66,16 @@ class MLP(nnx.Module):
 
     def __init__(self, block: blocks.MLPSpec, dtype: DTypeLike) -> None:
         self.activation = block.activation
+        if block.activation == "xielu":
+            self.alpha_p = parameter((1,), ("scalar",), jnp.float32)
+            self.alpha_n = parameter((1,), ("scalar",), jnp.float32)
         self.up = Linear(block.inputs, block.width, block.bias, dtype, ("mlp", "hidden"))
         self.down = Linear(block.width, block.inputs, block.bias, dtype, ("hidden", "mlp"))
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
+        if self.activation == "xielu":
+            return self.down(xielu(self.up(x), self.alpha_p[...], self.alpha_n[...]))
         return self.down(activate(self.activation, self.up(x)))
 
 

@@ -54,7 +54,8 @@ class LatentAttention(nnx.Module):
             self.kv_b = Linear(block.latent_rank, unfolded, False, dtype, axes, role="plain")
         o_width = block.heads * block.value_dim
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
-        self.rope = Rotary(block.position, dtype)
+        if block.position is not None:
+            self.rope = Rotary(block.position, dtype)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: AttentionCache
@@ -65,17 +66,20 @@ class LatentAttention(nnx.Module):
         q = split_heads(self._query(x), block.heads)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
-        cos_sin = batch.cos_sin_of(self.rope)
-        flat = rotated.reshape(*x.shape[:2], -1)
-        rotated = self.rope(flat, cos_sin, block.rope_dim).reshape(rotated.shape)
+        rotated = self._rotated(rotated.reshape(*x.shape[:2], -1), batch).reshape(rotated.shape)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
         latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
-        shared_key = self.rope(kv[..., block.latent_rank :], cos_sin, block.rope_dim)[:, :, None]
+        shared_key = self._rotated(kv[..., block.latent_rank :], batch)[:, :, None]
         keys = jnp.concatenate([latent, shared_key], axis=-1)
         out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules())
         out = matmul_per_head(out[..., : block.latent_rank], v_b, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
+
+    def _rotated(self, x: Array, batch: ForwardBatch) -> Array:
+        if self.block.position is None:
+            return x
+        return self.rope(x, batch.cos_sin_of(self.rope), self.block.rope_dim)
 
     def _unfolding(self) -> tuple[tuple[Array, slice], tuple[Array, slice]]:
         """The up-projections of the latent to keys and to values, as matrices per head.
@@ -98,7 +102,7 @@ class LatentAttention(nnx.Module):
     def _rules(self) -> ScoreRules:
         """YaRN's temperature is applied to the scores a second time, as in DeepSeek-V2's code."""
         scale = 1 / math.sqrt(self.block.nope_dim + self.block.rope_dim)
-        scaling = self.block.position.scaling
+        scaling = None if self.block.position is None else self.block.position.scaling
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
         return ScoreRules(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -64,6 +65,15 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows, block = x.reshape(-1, x.shape[-1]), self.router.block
         chosen, weights = self.router(rows)
-        return moe.mixture_of_experts(rows, chosen, weights, self.experts.arrays()).reshape(x.shape)
+        experts = self.experts.arrays()
+        if block.weighted == "input":
+            return moe.mixture_of_weighted_inputs(rows, chosen, weights, experts).reshape(x.shape)
+        if block.identity_experts:
+            same = chosen >= block.experts
+            part = moe.sum_chosen(jnp.where(same, weights, 0.0))[:, None] * rows.astype(jnp.float32)
+            chosen, weights = jnp.where(same, 0, chosen), jnp.where(same, 0.0, weights)
+            y = moe.mixture_of_experts(rows, chosen, weights, experts)
+            return (y.astype(jnp.float32) + part).astype(x.dtype).reshape(x.shape)
+        return moe.mixture_of_experts(rows, chosen, weights, experts).reshape(x.shape)

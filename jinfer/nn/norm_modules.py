@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
-from jinfer.ops.norm import normalize
+from jinfer.ops.norm import normalize, normalize_l2
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -22,12 +22,39 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, block: blocks.RMSNormSpec, dtype: DTypeLike) -> None:
         self.block = block
-        self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+        if block.weight:
+            self.weight = parameter((block.size,), ("hidden",), jnp.float32)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """x / sqrt(mean(x^2) + eps) * weight."""
+        weight = self.weight[...] if self.block.weight else None
         offset = 1.0 if self.block.plus_one else 0.0
-        return normalize(x, self.weight[...], eps=self.block.eps, offset=offset)
+        return normalize(x, weight, eps=self.block.eps, offset=offset)
+
+
+class L2Norm(nnx.Module):
+    """L2 norm, computed in float32."""
+
+    def __init__(self, block: blocks.L2NormSpec, dtype: DTypeLike) -> None:
+        self.eps = block.eps
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """x / sqrt(sum(x^2) + eps)."""
+        return normalize_l2(x, None, eps=self.eps)
+
+
+class Scale(nnx.Module):
+    """Multiplication by learned numbers (LayerScale), in float32."""
+
+    def __init__(self, block: blocks.ScaleSpec, dtype: DTypeLike) -> None:
+        self.block = block
+        self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Each number times its dimensions."""
+        factors = self.weight[...] + (1.0 if self.block.plus_one else 0.0)
+        parts = x.astype(jnp.float32).reshape(-1, self.block.size, x.shape[-1] // self.block.size)
+        return (parts * factors[None, :, None]).reshape(x.shape).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -49,13 +76,14 @@ class LayerNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """QK norm: of queries or keys before RoPE, per head or over all heads."""
+    """QK norm: of queries, keys or attention's output, per head or over all heads."""
 
-    def __init__(self, block: blocks.QKNormSpec, heads: int, head_dim: int, axis: str) -> None:
+    def __init__(self, block: blocks.HeadNormSpec, heads: int, head_dim: int, axis: str) -> None:
         self.block = block
         shapes = {"head": (head_dim,), "heads": (heads, head_dim), "width": (heads * head_dim,)}
         axes = {"head": ("head_dim",), "heads": (axis, "head_dim"), "width": (axis,)}
-        self.weight = parameter(shapes[block.over], axes[block.over], jnp.float32)
+        if block.weight:
+            self.weight = parameter(shapes[block.over], axes[block.over], jnp.float32)
         if block.bias:
             self.bias = parameter(shapes[block.over], axes[block.over], jnp.float32)
 
@@ -64,9 +92,12 @@ class HeadNorm(nnx.Module):
     ) -> Float[Array, "batch tokens heads head_dim"]:
         """The normalized heads."""
         y = x.reshape(*x.shape[:2], 1, -1) if self.block.over == "width" else x
+        weight = self.weight[...] if self.block.weight else None
+        if self.block.kind == "l2":
+            return normalize_l2(y, weight, eps=self.block.eps).reshape(x.shape)
         y = normalize(
             y,
-            self.weight[...],
+            weight,
             self.bias[...] if self.block.bias else None,
             eps=self.block.eps,
             centered=self.block.kind == "layer",

@@ -63,6 +63,8 @@ class Rotary(nnx.Module):
         if self.block.scaling is not None and self.block.scaling.rope_type == "dynamic":
             inverse = inverse * dynamic_factors(self.block.dim, self.block.scaling, totals)
         angles = positions.astype(jnp.float32)[:, :, None] * inverse
+        if self.block.backward:
+            angles = -angles
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 

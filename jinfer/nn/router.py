@@ -22,10 +22,10 @@ class Router(nnx.Module):
 
     def __init__(self, block: blocks.MoESpec) -> None:
         self.block = block
-        shape = (block.experts, block.inputs)
-        self.weight = parameter(shape, ("experts", "hidden"), jnp.float32)
-        self.bias = _vector(block.experts) if block.router_bias else None
-        self.correction = _vector(block.experts) if block.correction_bias else None
+        count = block.experts + block.identity_experts
+        self.weight = parameter((count, block.inputs), ("experts", "hidden"), jnp.float32)
+        self.bias = _vector(count) if block.router_bias else None
+        self.correction = _vector(count) if block.correction_bias else None
 
     def __call__(
         self, x: Float[Array, "rows hidden"]

@@ -36,3 +36,16 @@ def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     else:
         y = FUNCTIONS[name](wide)
     return y.astype(x.dtype)
+
+
+def xielu(
+    x: Float[Array, "*rows width"], alpha_p: Float[Array, " 1"], alpha_n: Float[Array, " 1"]
+) -> Float[Array, "*rows width"]:
+    """xIELU (arXiv 2411.13010) with two learned scalars, in float32."""
+    wide = x.astype(jnp.float32)
+    shape = (1,) * x.ndim
+    above = jax.nn.softplus(alpha_p).reshape(shape) * wide * wide
+    below = (0.5 + jax.nn.softplus(alpha_n)).reshape(shape) * (
+        jnp.expm1(jnp.minimum(wide, -1e-6)) - wide
+    )
+    return (jnp.where(wide > 0, above, below) + 0.5 * wide).astype(x.dtype)

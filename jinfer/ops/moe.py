@@ -79,9 +79,26 @@ def mixture_of_experts(
     else:
         out = _blockwise_feed_forward(x, order, experts)
     y = out[order.place_of].reshape(rows, top_k, -1).astype(jnp.float32)
-    # Added in sequence: the order must not depend on the other rows (batch invariance).
-    parts = (y[:, k] * weights[:, k : k + 1] for k in range(top_k))
-    return reduce(add, parts).astype(x.dtype)
+    return sum_chosen(y * weights[..., None]).astype(x.dtype)
+
+
+def mixture_of_weighted_inputs(
+    x: Float[Array, "rows hidden"],
+    chosen: Int[Array, "rows top_k"],
+    weights: Float[Array, "rows top_k"],
+    experts: ExpertWeights,
+) -> Float[Array, "rows hidden"]:
+    """The sum of what each row's chosen experts make of the row times its weight (Llama 4)."""
+    rows, top_k = chosen.shape
+    given = (x.astype(jnp.float32)[:, None] * weights[..., None]).astype(x.dtype)
+    one = jnp.ones((rows * top_k, 1), jnp.float32)
+    y = mixture_of_experts(given.reshape(rows * top_k, -1), chosen.reshape(-1, 1), one, experts)
+    return sum_chosen(y.reshape(rows, top_k, -1).astype(jnp.float32)).astype(x.dtype)
+
+
+def sum_chosen(parts: Float[Array, "rows top_k *width"]) -> Array:
+    """Added in sequence: the order must not depend on the other rows (batch invariance)."""
+    return reduce(add, (parts[:, k] for k in range(parts.shape[1])))
 
 
 def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:

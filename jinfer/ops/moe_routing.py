@@ -26,10 +26,10 @@ def route(
     """Chooses `rule.top_k` experts per row, as `rule` describes.
 
     Args:
-        correction: a bias added to the scores for the choice only.
+        correction: a bias added to the scores, or logits, for the choice only.
     """
     whole = rule.scoring != "sparsemixer" and rule.groups == rule.top_k_groups
-    if whole and has_cpu_calls():
+    if whole and rule.correction_bias != "logits" and has_cpu_calls():
         return cpu.route(
             logits,
             correction,
@@ -42,7 +42,8 @@ def route(
         chosen, weights = _sparsemixer(logits, rule)
     else:
         scores = softmax(logits) if rule.scoring == "softmax" else sigmoid(logits)
-        ranked = scores if correction is None else scores + correction[None, :]
+        ranked = logits if rule.correction_bias == "logits" else scores
+        ranked = ranked if correction is None else ranked + correction[None, :]
         chosen = lax.top_k(_mask_groups(ranked, rule), rule.top_k)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=1)
     if rule.renormalize:

@@ -64,3 +64,12 @@ def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
 
 def _as_row(vector: Array, like: Array) -> Array:
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
+
+
+def normalize_l2(
+    x: Float[Array, "*rows size"], weight: Float[Array, "*groups size"] | None, *, eps: float
+) -> Float[Array, "*rows size"]:
+    """x / sqrt(sum(x^2) + eps) * weight: an RMSNorm over sqrt(size), in float32."""
+    size = x.shape[-1]
+    y = normalize(x.astype(jnp.float32), weight, eps=eps / size)
+    return (y * size**-0.5).astype(x.dtype)

@@ -13,8 +13,10 @@ from jinfer.modelspec.blocks import (
     ACTIVATION_ALIASES,
     MODULES,
     AttentionSpec,
+    OutputGateSpec,
     QKNormSpec,
     RopeScalingSpec,
+    TemperatureSpec,
 )
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
@@ -32,6 +34,8 @@ def reference() -> dict[str, str]:
         "blocks": "\n\n".join(_section(cls) for cls in MODULES),
         "positions": "\n\n".join(_section(cls) for cls in _positions()),
         "qk_norm": _table(QKNormSpec),
+        "gate": _table(OutputGateSpec),
+        "temperature": _table(TemperatureSpec),
         "scaling": _table(RopeScalingSpec),
         "engine": _table(EngineSpec),
         "prompt": _table(PromptSpec),
@@ -85,7 +89,8 @@ def _about(cls: Any) -> list[str]:
 
 def _meanings(cls: Any) -> dict[str, str]:
     """What a docstring says of each field, on a line `field: ...` and the lines that follow."""
-    meanings: dict[str, str] = {}
+    base = cls.__base__
+    meanings: dict[str, str] = _meanings(base) if dataclasses.is_dataclass(base) else {}
     name = ""
     for line in inspect.cleandoc(cls.__doc__).splitlines():
         if found := _meaning_of(line, cls):

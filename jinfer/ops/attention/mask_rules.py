@@ -30,6 +30,7 @@ class ScoreRules(NamedTuple):
         lowest: the distance of the first column of `by_distance`.
         slopes: distance times this, per head, is subtracted (ALiBi, arXiv 2108.12409).
         window: a query only sees keys less than this far before it, itself included.
+        chunked: it sees keys since the last multiple of `window` instead (Llama 4).
         ahead: bidirectional attention only sees keys less than this far after the query.
         sinks: a score per head that takes part in the softmax and has no value.
     """
@@ -43,6 +44,7 @@ class ScoreRules(NamedTuple):
     slopes: Float[Array, " heads"] | None = None
     by_distance: Float[Array, "heads distances"] | None = None
     lowest: int = 0
+    chunked: bool = False
 
 
 def modify_scores(

@@ -60,6 +60,13 @@ def extend(
     Returns:
         The attention output, and the cache with the new tokens.
     """
+    if rules.chunked:
+        assert rules.window is not None, "the size of a chunk"
+        cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
+        # In a window that ends where its chunk does, a token sees its chunk's beginning.
+        ends = at.positions // rules.window * rules.window + rules.window - 1
+        chunks = at._replace(positions=ends)
+        return attend(q, cache.keys, cache.values, chunks, at.positions, rules), cache
     route = _route(q, cache.keys, None if v is None else cache.values, rules)
     if route == "xla":
         return extend_xla(q, k, v, cache, at, rules)
@@ -91,6 +98,7 @@ def extend_partial(
     Args:
         rules: without sinks, which apply to the whole.
     """
+    assert not rules.chunked, "windows are never divided between pools"
     assert rules.sinks is None, "sinks take part once, where parts are joined"
     values = None if v is None else cache.values
     route = _route(q, cache.keys, values, rules)
