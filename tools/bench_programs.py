@@ -230,9 +230,7 @@ def bytes_read(model: AbstractModel, task: str) -> int:
         if role != "table"
         for leaf in jax.tree.leaves(one)
     )
-    each = sum(
-        2 * shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values()
-    )
+    each = sum(2 * shape.elements() for shape in model.caches.values())
     return weights + (0 if kind == "prompt" else each * LENGTH * int(count))
 
 

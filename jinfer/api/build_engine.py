@@ -16,11 +16,12 @@ from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
 from jinfer.engine.scheduling.cache_size import cache_blocks
 from jinfer.engine.scheduling.scheduler import Scheduler
+from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.open_model import Opened
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.progress import line
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.weights import load_weights
@@ -59,11 +60,12 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
     lanes: Any = getattr(programs, "lanes", None)
     blocks = programs.sizes.blocks
     windows = {shape.group: shape.window for shape in model.caches.values()}
-    pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g != ENCODER}
+    pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g not in (ENCODER, STATE)}
     encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
+    states = StatePool(blocks[STATE]) if STATE in blocks else None
     mixed = max(spec.mixed_chunk, spec.slots + 1)
     scheduler = Scheduler(
-        BlockManager(pools, encoder),
+        BlockManager(pools, encoder, states),
         spec.slots,
         spec.prefill_chunk,
         mixed,

@@ -22,6 +22,7 @@ from jinfer.engine.runner.in_flight import CallInFlight, any_involves
 from jinfer.engine.runner.model_runner import make_token
 from jinfer.engine.runner.sampler_output import SamplerOutput, steps_that_fit
 from jinfer.engine.runner.step_key import StepKey
+from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.scheduler import StepPlan
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.search.guided_decoding import Guides
@@ -222,6 +223,7 @@ class Engine(EngineCore):
         for chunk in plan.chunks:
             chunk.sequence.computed += chunk.count
             self._register_blocks(chunk.sequence)
+        self.copy_blocks(self._snapshots(plan))
         if any(sequence.guided for sequence in sampled):
             self.guides.pending = logits, tuple(enumerate(sampled))
             return False
@@ -230,6 +232,15 @@ class Engine(EngineCore):
         output = self.sample(logits, rows, sampled)
         self.record_in_flight(CallInFlight(output, tuple(enumerate(sampled)), 1, begun))
         return True
+
+    def _snapshots(self, plan: StepPlan) -> list[BlockCopy]:
+        """Copies of recurrent states at the ends of chunks where they were asked for."""
+        copies: list[BlockCopy] = []
+        for sequence in (chunk.sequence for chunk in plan.chunks):
+            if sequence.computed in sequence.snapshots and sequence.block_tables is not None:
+                known = sequence.tokens[: sequence.computed]
+                copies += self.scheduler.blocks.snapshot(sequence.block_tables, known)
+        return copies
 
     def _launch_decode(self, plan: StepPlan) -> bool:
         """Launches a decoding call; not if its program still compiles and tokens can be read."""

@@ -121,7 +121,7 @@ def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
     """
     shapes = parameter_shapes(model)
     weights = sum(map(prod, shapes.values()))
-    cache = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in model.caches.values())
+    cache = sum(shape.elements() for shape in model.caches.values())
     layers, widest = Counter[str](), 0
     for name in names:
         *stack, outputs, inputs = shapes[name]

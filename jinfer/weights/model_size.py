@@ -112,7 +112,7 @@ def sizes_of(spec: ModelSpec, model: AbstractModel | None = None) -> Sizes:
                 shapes[role, (outputs, inputs)] += prod(stack)
     cache = Counter[bool]()
     for shape in model.caches.values():
-        cache[shape.group == ENCODER] += 2 * shape.heads * (shape.key_dim + shape.value_dim)
+        cache[shape.group == ENCODER] += 2 * shape.elements()
     return Sizes(
         embeddings=counts["table"],
         matrices=counts["matrix"],

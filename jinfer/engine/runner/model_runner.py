@@ -18,7 +18,7 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.attention.kv_cache import STATE, Cache
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -133,6 +133,8 @@ class ModelRunner:
             for group, blocks in (*of_row.by_group.items(), ("encoder", of_row.encoder)):
                 if blocks:
                     tables[group][row, : len(blocks)] = blocks
+            if of_row.state is not None:
+                tables[STATE][row, 0] = of_row.state
         for table in tables.values():
             table[table == RELEASED] = 0
         return tables

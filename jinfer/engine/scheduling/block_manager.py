@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
-from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.engine.scheduling.state_pool import StatePool
+from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 MIN_COPY_TOKENS = 8  # computing fewer tokens is faster than copying a block
 RELEASED = -1  # in a block table: a block that the sliding window has left behind
@@ -38,6 +39,7 @@ class BlockTables:
             first.
         encoder: blocks of the encoder's output, for cross-attention.
         encoder_filled: whether the encoder's output has been written to these.
+        state: block of its recurrent states.
     """
 
     seed: bytes
@@ -45,6 +47,7 @@ class BlockTables:
     digests: list[bytes] = field(default_factory=list)
     encoder: list[int] = field(default_factory=list)
     encoder_filled: bool = True
+    state: int | None = None
 
     def __post_init__(self) -> None:
         self.digests = self.digests or [self.seed]
@@ -65,10 +68,16 @@ class BlockManager:
     Attributes:
         pools: by group of the decoder's self-attentions.
         encoder: pool of cross-attention; None without one.
+        states: pool of recurrent states; None without any.
     """
 
-    def __init__(self, pools: Mapping[str, BlockPool], encoder: BlockPool | None = None) -> None:
-        self.pools, self.encoder = dict(pools), encoder
+    def __init__(
+        self,
+        pools: Mapping[str, BlockPool],
+        encoder: BlockPool | None = None,
+        states: StatePool | None = None,
+    ) -> None:
+        self.pools, self.encoder, self.states = dict(pools), encoder, states
 
     def share_prefix(
         self, tokens: Sequence[int], seed: bytes = b"", *, reuse: bool = True
@@ -83,10 +92,27 @@ class BlockManager:
             The tables; number of cached tokens, at most all but the last, whose logits have to be
             computed; copies to make.
         """
-        tables = BlockTables(seed, {name: [] for name in self.pools})
-        if not reuse:
-            return tables, 0, []
         most = len(tokens) - 1
+        if not reuse or self.states is None:
+            return self._share_blocks(tokens, seed, most if reuse else 0, MIN_COPY_TOKENS)
+        for length, snapshot in self.states.prefixes(seed, tokens, most):
+            tables, shared, copies = self._share_blocks(tokens, seed, length, 1)
+            state = self.states.copy_of(snapshot) if shared == length else None
+            if state is not None:
+                tables.state = state
+                return tables, length, [*copies, BlockCopy(STATE, snapshot, state)]
+            self.free(tables)
+        return self._share_blocks(tokens, seed, 0, 1)
+
+    def _share_blocks(
+        self, tokens: Sequence[int], seed: bytes, most: int, least: int
+    ) -> tuple[BlockTables, int, list[BlockCopy]]:
+        """`share_prefix` of keys and values, of `most` tokens at most.
+
+        Args:
+            least: tokens of a block for which it is copied.
+        """
+        tables = BlockTables(seed, {name: [] for name in self.pools})
         cached = self._full_blocks(tables, tokens, most)
         count = len(tables.digests) - 1
         for name, blocks in cached.items():
@@ -95,8 +121,17 @@ class BlockManager:
                 if block is not None:
                     self.pools[name].add_reference(block)
         begin = count * BLOCK
-        shared, copies = self._share_partial_block(tables, tokens[begin:most])
+        shared, copies = self._share_partial_block(tables, tokens[begin:most], least)
         return tables, begin + shared, copies
+
+    def cached_tokens(self, tokens: Sequence[int], seed: bytes) -> int:
+        """Tokens of a prefix whose keys and values are cached."""
+        tables = BlockTables(seed, {name: [] for name in self.pools})
+        if self.pools:
+            self._full_blocks(tables, tokens, len(tokens) - 1)
+        begin = (len(tables.digests) - 1) * BLOCK
+        after = (tables.digests[-1], tokens[begin:-1])
+        return begin + min((p.lookup_partial(*after)[0] for p in self.pools.values()), default=0)
 
     def _full_blocks(
         self, tables: BlockTables, tokens: Sequence[int], most: int
@@ -132,14 +167,14 @@ class BlockManager:
         )
 
     def _share_partial_block(
-        self, tables: BlockTables, tokens: Sequence[int]
+        self, tables: BlockTables, tokens: Sequence[int], least: int
     ) -> tuple[int, list[BlockCopy]]:
         """Copies of cached blocks that have some of the tokens after the full blocks."""
         parts = {
             n: pool.lookup_partial(tables.digests[-1], tokens) for n, pool in self.pools.items()
         }
-        shared = min((count for count, _ in parts.values()), default=0)
-        if shared < MIN_COPY_TOKENS or any(not pool.available for pool in self.pools.values()):
+        shared = min((count for count, _ in parts.values()), default=len(tokens))
+        if shared < least or any(not pool.available for pool in self.pools.values()):
             return 0, []
         copies: list[BlockCopy] = []
         for name, (_, source) in parts.items():
@@ -174,6 +209,8 @@ class BlockManager:
             wanted = max(0, -(-length // BLOCK) - len(table))
             if pool.window is None and pool.available < wanted + spare:
                 return False
+        if not self._reserve_state(tables):
+            return False
         for name, table in tables.by_group.items():
             pool = self.pools[name]
             while pool.window is None and len(table) * BLOCK < length:
@@ -184,6 +221,8 @@ class BlockManager:
 
     def reserve(self, tables: BlockTables, length: int) -> bool:
         """Allocates blocks for `length` tokens; False if there are too few, some then allocated."""
+        if not self._reserve_state(tables):
+            return False
         for name, table in tables.by_group.items():
             while len(table) * BLOCK < length:
                 block = self.pools[name].allocate()
@@ -191,6 +230,12 @@ class BlockManager:
                     return False
                 table.append(block)
         return True
+
+    def _reserve_state(self, tables: BlockTables) -> bool:
+        """Allocates the block of a sequence's recurrent states; False if there is none."""
+        if self.states is not None and tables.state is None:
+            tables.state = self.states.allocate()
+        return self.states is None or tables.state is not None
 
     def reserve_encoder(self, tables: BlockTables, text: Sequence[int]) -> bool:
         """Allocates blocks for an encoder's output, or shares those of the same text.
@@ -234,6 +279,26 @@ class BlockManager:
                 break
             tables.digests.append(chain_hash(before, content))
 
+    def snapshot(self, tables: BlockTables, tokens: Sequence[int]) -> list[BlockCopy]:
+        """Copies a sequence's recurrent states, which are those after `tokens`, for later prompts.
+
+        Called after `register`, and only if no other sequence needs the block for itself.
+        """
+        if self.states is None or tables.state is None or self.states.has(tables.digests, tokens):
+            return []
+        block = self.states.allocate()
+        if block is None:
+            return []
+        self.states.keep(block, tables.digests, tokens)
+        return [BlockCopy(STATE, tables.state, block)]
+
+    def keep_state(self, tables: BlockTables, tokens: Sequence[int]) -> None:
+        """Turns a sequence's recurrent states into a snapshot, as it ends after `tokens`."""
+        if self.states is not None and tables.state is not None and tokens:
+            self.register(tables, tokens, len(tokens))
+            self.states.keep(tables.state, tables.digests, tokens)
+            tables.state = None
+
     def slide_window(self, tables: BlockTables, position: int) -> None:
         """Sliding window: releases blocks that no token from `position` on attends to."""
         for name, table in tables.by_group.items():
@@ -246,8 +311,10 @@ class BlockManager:
     def fork(self, tables: BlockTables, length: int) -> tuple[BlockTables, list[BlockCopy]] | None:
         """Block tables that share the first `length` tokens; the last block, if partial, is copied.
 
+        So are recurrent states, which have to be those after `length` tokens.
+
         Returns:
-            None if there is no block for the copy.
+            None if there is no block for a copy.
         """
         full, rest = divmod(length, BLOCK)
         other = BlockTables(tables.seed, {}, tables.digests[: full + 1], list(tables.encoder))
@@ -260,6 +327,12 @@ class BlockManager:
             for block in table[:full]:
                 if block != RELEASED:
                     self.pools[name].add_reference(block)
+        if tables.state is not None:
+            if not self._reserve_state(other):
+                self.free(other)
+                return None
+            assert other.state is not None, "it was reserved"
+            copies.append(BlockCopy(STATE, tables.state, other.state))
         for name, table in tables.by_group.items():
             if not rest:
                 break
@@ -298,12 +371,16 @@ class BlockManager:
             while table:
                 if (block := table.pop()) != RELEASED:
                     self.pools[name].release(block)
+        if self.states is not None and tables.state is not None:
+            self.states.release(tables.state)
+            tables.state = None
         while tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
             self.encoder.release(tables.encoder.pop())
 
-    def _all(self) -> list[BlockPool]:
-        return [*self.pools.values(), *([self.encoder] if self.encoder else [])]
+    def _all(self) -> list[BlockPool | StatePool]:
+        others = (self.encoder, self.states)
+        return [*self.pools.values(), *(pool for pool in others if pool is not None)]
 
     @property
     def used(self) -> int:

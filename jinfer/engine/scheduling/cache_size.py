@@ -14,13 +14,23 @@ import jax
 
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, abstract_cache, nbytes
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    ENCODER,
+    STATE,
+    CacheShape,
+    StateShape,
+    abstract_cache,
+    nbytes,
+)
 
 SHARE = 0.4  # of the free memory
 _SEQUENCES = 4  # whole contexts that fit even with one slot, for beams
+_SNAPSHOT_SHARE = 0.05  # of the free memory, for snapshots of recurrent states
+_SNAPSHOTS = 64  # at most
 
 
-def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
+def block_bytes(shapes: Mapping[str, CacheShape | StateShape], kind: Kind) -> dict[str, int]:
     """Bytes of a block of each group, over all its attentions."""
     bytes_: dict[str, int] = {}
     # Called hundreds of times by the memory plan; most layers are alike.
@@ -31,7 +41,7 @@ def block_bytes(shapes: Mapping[str, CacheShape], kind: Kind) -> dict[str, int]:
 
 
 def cache_blocks(
-    shapes: Mapping[str, CacheShape],
+    shapes: Mapping[str, CacheShape | StateShape],
     kind: Kind,
     engine: EngineSpec,
     context: int,
@@ -43,7 +53,8 @@ def cache_blocks(
 
     A sliding-window group gets as many as all slots can use at a time: a window and a chunk each.
     The others get room for `engine.kv_tokens`, or for the context of every slot as far as memory
-    allows, and at least for one whole context.
+    allows, and at least for one whole context. Recurrent states get twice as many as there are
+    slots, as beams need more than one each, and snapshots as far as memory allows.
 
     Args:
         shapes: the attentions' parts of a block.
@@ -58,9 +69,15 @@ def cache_blocks(
     for group, window in windows.items():
         if group == ENCODER:
             blocks[group] = slots * whole
+        elif group == STATE:
+            blocks[group] = 2 * max(slots, _SEQUENCES)
         elif window is not None:
             blocks[group] = slots * min(whole + 1, -(-(window + engine.prefill_chunk) // BLOCK) + 2)
     sizes = block_bytes(shapes, kind)
+    if STATE in blocks:
+        free = free_memory() if free is None else free
+        room = int(_SNAPSHOT_SHARE * max(0, free - used)) // sizes[STATE]
+        blocks[STATE] += max(_SEQUENCES, min(_SNAPSHOTS, room))
     fixed = sum(sizes[group] * count for group, count in blocks.items())
     each = sum(size for group, size in sizes.items() if group not in blocks)
     if each:

@@ -20,6 +20,7 @@ from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.ops.attention.kv_cache import BLOCK
 
 STEP = 16  # a step's fixed cost, in tokens
+SNAPSHOT_TOKENS = 256  # prompts from this length on leave a snapshot of recurrent states
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,8 @@ class Scheduler:
             sequence.computed = cached
             if sequence.cached is None:
                 sequence.cached = min(cached, len(sequence.request.prompt))
+            if self.blocks.states is not None and sequence.request.reuse:
+                self._plan_snapshots(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
             copies += made
@@ -233,11 +236,24 @@ class Scheduler:
         here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
         for other in self.running:
             if other.prefilling and other.request.reuse and other.seed == sequence.seed:
+                if self.blocks.states is not None:
+                    if _wants_snapshot(other, sequence, cached):
+                        return True
+                    continue
                 same = common_prefix_length(other.tokens[here], sequence.tokens[here])
                 soon = same >= MIN_COPY_TOKENS and other.computed < cached + same
                 if soon and other.tokens[:cached] == sequence.tokens[:cached]:
                     return True
         return False
+
+    def _plan_snapshots(self, sequence: RunningSequence) -> None:
+        """Where a prompt is divided for snapshots: at its end, and where it left known prompts."""
+        most = len(sequence.tokens) - 1
+        if most >= SNAPSHOT_TOKENS:
+            sequence.snapshots.add(most // BLOCK * BLOCK)
+        known = self.blocks.cached_tokens(sequence.tokens, sequence.seed)
+        if known >= sequence.computed + BLOCK:
+            sequence.snapshots.add(known)
 
     def make_room(self, sequence: RunningSequence, steps: int) -> bool:
         """Reserves blocks for new tokens of a sequence, preempting the latest ones if needed.
@@ -267,6 +283,8 @@ class Scheduler:
     def _release(self, sequence: RunningSequence) -> None:
         assert sequence.block_tables is not None
         self.on_release(sequence)
+        if sequence.state_is_known:
+            self.blocks.keep_state(sequence.block_tables, sequence.tokens[: sequence.computed])
         self.blocks.free(sequence.block_tables)
         self._free.append(sequence.slot)
         sequence.block_tables, sequence.slot, sequence.computed, sequence.in_flight = None, -1, 0, 0
@@ -274,8 +292,7 @@ class Scheduler:
     def _chunks(self, prompts: Sequence[RunningSequence], decoding: int) -> list[Chunk]:
         """Chunked prefill: the parts of prompts that a step computes."""
         wanted = [
-            (s, len(s.tokens) - s.computed - s.host_driven)
-            for s in sorted(prompts, key=lambda s: s.priority_key)
+            (s, s.prefill_end - s.computed) for s in sorted(prompts, key=lambda s: s.priority_key)
         ]
         total = sum(count for _, count in wanted)
         most = self.mixed if decoding else self.chunk
@@ -317,6 +334,16 @@ def _computable(sequence: RunningSequence) -> bool:
     """Whether the next call can compute tokens of it."""
     wanted = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
     return wanted and not sequence.waits_for_grammar
+
+
+def _wants_snapshot(other: RunningSequence, sequence: RunningSequence, cached: int) -> bool:
+    """Whether a running prompt will come past a prefix of a sequence, where it leaves a snapshot."""
+    most = len(sequence.tokens) - 1
+    same = common_prefix_length(other.tokens, sequence.tokens[:most])
+    if same < max(cached + MIN_COPY_TOKENS, other.computed + 1):
+        return False
+    other.snapshots.add(same)
+    return True
 
 
 def split_budget[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:

@@ -32,6 +32,7 @@ class RunningSequence:
         preempted: number of preemptions.
         drafted, accepted: tokens that were drafted for it, and those of them that were accepted.
         trees: the draft trees that were verified for it, call by call.
+        snapshots: prefix lengths after which its recurrent states are copied for other requests.
         admitted: when it first got a slot, in seconds of `time.perf_counter`.
     """
 
@@ -52,6 +53,7 @@ class RunningSequence:
     drafted: int = 0
     accepted: int = 0
     trees: list[DraftedStep] = field(default_factory=list)
+    snapshots: set[int] = field(default_factory=set)
     admitted: float | None = None
 
     @property
@@ -64,6 +66,18 @@ class RunningSequence:
         """Whether more than its last token has to be computed before the next can be sampled."""
         known = self.in_flight == 0 and not self.ended
         return known and len(self.tokens) - self.computed > 1
+
+    @property
+    def prefill_end(self) -> int:
+        """Number of tokens to prefill before something else has to happen."""
+        end = len(self.tokens) - self.host_driven
+        return min((at for at in self.snapshots if self.computed < at < end), default=end)
+
+    @property
+    def state_is_known(self) -> bool:
+        """Whether its recurrent states are those after its first `computed` tokens."""
+        driven = self.guided or self.host_driven  # others may have computed one token more
+        return self.request.reuse and not self.in_flight and not driven
 
     @property
     def awaits_first_token(self) -> bool:

@@ -40,7 +40,10 @@ class LayerCache(NamedTuple):
     values: KVPool
 
 
-Cache = dict[str, LayerCache]
+# What a block computes of all tokens so far: arrays [blocks, ...], float32, by name.
+type StateCache = dict[str, Array]
+
+Cache = dict[str, Any]  # module name -> LayerCache | StateCache
 
 
 class AttentionMetadata(NamedTuple):
@@ -77,8 +80,29 @@ class CacheShape(NamedTuple):
     group: str = "all"
     window: int | None = None
 
+    def elements(self) -> int:
+        """Numbers per token."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+class StateShape(NamedTuple):
+    """What one recurrent block keeps per sequence.
+
+    Attributes:
+        arrays: (name, shape) of each array; float32.
+    """
+
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    group: str = "state"
+    window: int | None = None
+
+    def elements(self) -> int:
+        """Numbers per token: none."""
+        return 0
+
 
 ENCODER = "encoder"  # the group of cross-attention
+STATE = "state"  # the group of recurrent blocks, whose table has one block a sequence
 
 
 def cache_group(window: int | None) -> str:
@@ -119,7 +143,7 @@ def _as_stored(new: Array, old: KVPool) -> KVPool:
 
 
 def abstract_cache(
-    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
+    shapes: Mapping[str, CacheShape | StateShape], blocks: Mapping[str, int] | int, kind: Kind
 ) -> Cache:
     """The shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
 
@@ -129,17 +153,23 @@ def abstract_cache(
         kind: a number type or a quantization format.
     """
 
-    def rows(name: str, width: int) -> Any:
-        count = blocks if isinstance(blocks, int) else blocks[name]
-        whole = (count, shapes[name].heads, BLOCK, width)
+    def rows(count: int, heads: int, width: int) -> Any:
+        whole = (count, heads, BLOCK, width)
         if isinstance(kind, QuantFormat):
             return kv_vectors.abstract_vectors(whole, kind)
         return jax.ShapeDtypeStruct(whole, kind)
 
-    return {
-        name: LayerCache(rows(name, shape.key_dim), rows(name, shape.value_dim))
-        for name, shape in shapes.items()
-    }
+    def of(name: str, shape: CacheShape | StateShape) -> LayerCache | StateCache:
+        count = blocks if isinstance(blocks, int) else blocks[name]
+        if isinstance(shape, StateShape):
+            return {
+                part: jax.ShapeDtypeStruct((count, *each), jnp.float32)
+                for part, each in shape.arrays
+            }
+        keys, values = (rows(count, shape.heads, dim) for dim in (shape.key_dim, shape.value_dim))
+        return LayerCache(keys, values)
+
+    return {name: of(name, shape) for name, shape in shapes.items()}
 
 
 def zero_cache(

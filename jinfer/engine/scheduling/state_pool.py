@@ -1,0 +1,123 @@
+"""State pool: recurrent states of the sequences, and snapshots of states for the prefix cache.
+
+A state (conv, SSM, delta rule, ...) sums up all tokens of a sequence so far and is overwritten by
+each, so unlike a KV block it cannot be shared or cut. A sequence owns one block of the pool. A
+prefix is reused by copying a *snapshot*, the state after exactly that prefix, which was taken where
+prompts part or end. Snapshots have the blocks that no sequence needs; the least recently used is
+evicted first (LRU).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jinfer.engine.scheduling.block_pool import chain_hash
+from jinfer.ops.attention.kv_cache import BLOCK
+
+
+class Snapshot(NamedTuple):
+    """The tokens of a kept state: `tokens` after whole blocks with the hash `before`."""
+
+    before: bytes
+    tokens: tuple[int, ...]
+
+
+class StatePool:
+    """The blocks of recurrent states.
+
+    Attributes:
+        count: number of blocks.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by block, LRU order
+        self._after: dict[bytes, dict[tuple[int, ...], int]] = {}
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that can be allocated, those of snapshots included."""
+        return len(self._free) + len(self._snapshots)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks that sequences own."""
+        return self.count - self.available
+
+    @property
+    def snapshots(self) -> int:
+        """Number of snapshots."""
+        return len(self._snapshots)
+
+    def allocate(self) -> int | None:
+        """A block for a sequence, of undefined content; None if sequences own all."""
+        if self._free:
+            return self._free.pop()
+        if not self._snapshots:
+            return None
+        block, snapshot = self._snapshots.popitem(last=False)
+        self._forget(snapshot)
+        return block
+
+    def release(self, block: int) -> None:
+        """A sequence's block is not needed any more."""
+        self._free.append(block)
+
+    def prefixes(self, seed: bytes, tokens: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+        """(number of tokens, block) of each snapshot of a prefix, the longest first.
+
+        Args:
+            seed: as of `BlockTables`.
+            most: tokens of the prefix, at most.
+        """
+        if not self._snapshots:
+            return
+        digests = [seed]
+        for end in range(BLOCK, most + 1, BLOCK):
+            digests.append(chain_hash(digests[-1], tokens[end - BLOCK : end]))
+        for index in range(len(digests) - 1, -1, -1):
+            rest = tuple(tokens[index * BLOCK : most])
+            here = self._after.get(digests[index], {})
+            for content in sorted(here, key=len, reverse=True):
+                if index + len(content) and rest[: len(content)] == content:
+                    yield index * BLOCK + len(content), here[content]
+
+    def copy_of(self, snapshot: int) -> int | None:
+        """A block to copy a snapshot to; the snapshot's own if there is no other."""
+        self._snapshots.move_to_end(snapshot)
+        return self.allocate()
+
+    def keep(self, block: int, digests: Sequence[bytes], tokens: Sequence[int]) -> None:
+        """Turns a sequence's block into the snapshot after `tokens`.
+
+        Args:
+            digests: hashes of the prefixes that end with each whole block, the seed first.
+        """
+        whole = len(tokens) // BLOCK
+        snapshot = Snapshot(digests[whole], tuple(tokens[whole * BLOCK :]))
+        if self.has(digests, tokens):
+            self.release(block)
+            return
+        self._snapshots[block] = snapshot
+        self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block
+
+    def has(self, digests: Sequence[bytes], tokens: Sequence[int]) -> bool:
+        """Whether there is a snapshot after these tokens."""
+        whole = len(tokens) // BLOCK
+        return tuple(tokens[whole * BLOCK :]) in self._after.get(digests[whole], {})
+
+    def clear(self) -> None:
+        """Evicts all snapshots, as when the cache's memory is lost."""
+        while self._snapshots:
+            block, snapshot = self._snapshots.popitem()
+            self._forget(snapshot)
+            self._free.append(block)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        here = self._after[snapshot.before]
+        del here[snapshot.tokens]
+        if not here:
+            del self._after[snapshot.before]
