@@ -26,6 +26,16 @@ class CachedVectors(NamedTuple):
     encoded: bool = False
 
 
+class CachedState(NamedTuple):
+    """What a recurrent block keeps of each sequence.
+
+    Attributes:
+        arrays: (name, shape) of each array.
+    """
+
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """A building block: a kind, and fields that are the keys of its table.
@@ -37,7 +47,7 @@ class Block:
     kind: str
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",)
 
-    def cached(self) -> CachedVectors | None:
+    def cached(self) -> CachedVectors | CachedState | None:
         """What it caches; None: nothing."""
         return None
 

@@ -21,7 +21,7 @@ from jinfer.modelspec.attention_blocks import (
     TemperatureSpec,
 )
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.bounded_types import NotNegative, dim
+from jinfer.modelspec.bounded_types import NotNegative, Size, dim
 from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
     Activation,
@@ -40,6 +40,16 @@ from jinfer.modelspec.position_blocks import (
     RopeSpec,
     SinusoidalPositionsSpec,
 )
+from jinfer.modelspec.recurrent_blocks import (
+    ConvSpec,
+    DeltaSpec,
+    LinearAttentionSpec,
+    LRUSpec,
+    SelectiveScanSpec,
+    ShiftSpec,
+    SSMSpec,
+    WKVSpec,
+)
 
 __all__ = [
     "ACTIVATION_ALIASES",
@@ -50,8 +60,11 @@ __all__ = [
     "AnyBlock",
     "AttentionSpec",
     "Block",
+    "BlockLinearSpec",
     "ConcatSpec",
+    "ConvSpec",
     "CrossAttentionSpec",
+    "DeltaSpec",
     "DisentangledSpec",
     "EmbeddingSpec",
     "GatedActivation",
@@ -59,9 +72,11 @@ __all__ = [
     "HeadNormSpec",
     "HeadSpec",
     "L2NormSpec",
+    "LRUSpec",
     "LatentAttentionSpec",
     "LayerNormSpec",
     "LearnedPositionsSpec",
+    "LinearAttentionSpec",
     "LinearSpec",
     "MLPSpec",
     "MoESpec",
@@ -72,10 +87,14 @@ __all__ = [
     "RelativeBiasSpec",
     "RopeScalingSpec",
     "RopeSpec",
+    "SSMSpec",
     "ScaleSpec",
+    "SelectiveScanSpec",
+    "ShiftSpec",
     "SinusoidalPositionsSpec",
     "SpreadSpec",
     "TemperatureSpec",
+    "WKVSpec",
 ]
 
 
@@ -95,6 +114,8 @@ class RMSNormSpec(Block):
 
     weight: whether there is a weight.
     plus_one: the factor is 1 + weight.
+    groups: parts of equal size, such as heads, each with a mean of its own.
+    shared: all groups have the same weight.
     """
 
     kind: Literal["rms"]
@@ -102,6 +123,13 @@ class RMSNormSpec(Block):
     eps: NotNegative = 1e-6
     weight: bool = True
     plus_one: bool = False
+    groups: Size = 1
+    shared: bool = False
+
+    def check(self) -> tuple[str, str] | None:
+        if self.size % self.groups:
+            return "groups", f"{self.groups} does not divide size = {self.size}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +179,23 @@ class LinearSpec(Block):
     inputs: int = dim("hidden")
     outputs: int = dim("hidden")
     bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLinearSpec(Block):
+    """A block-diagonal projection, weight [blocks, outputs / blocks, inputs / blocks]."""
+
+    kind: Literal["block_linear"]
+    blocks: int = dim("heads")
+    inputs: int = dim("hidden")
+    outputs: int = dim("hidden")
+    bias: bool = False
+
+    def check(self) -> tuple[str, str] | None:
+        for field in ("inputs", "outputs"):
+            if getattr(self, field) % self.blocks:
+                return "blocks", f"{self.blocks} does not divide {field} = {getattr(self, field)}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +274,7 @@ MODULES: dict[type[Block], str] = {
     LayerNormSpec: "norm_modules.LayerNorm",
     ScaleSpec: "norm_modules.Scale",
     LinearSpec: "projections.Linear.of",
+    BlockLinearSpec: "projections.BlockLinear",
     ConcatSpec: "head_inputs.Concat",
     SpreadSpec: "head_inputs.VocabMap",
     HeadSpec: "projections.Head",
@@ -240,6 +286,14 @@ MODULES: dict[type[Block], str] = {
     MLPSpec: "feed_forward.MLP",
     GatedMLPSpec: "feed_forward.GatedMLP",
     MoESpec: "moe_block.MixtureOfExperts",
+    ConvSpec: "recurrent_modules.ShortConv",
+    SSMSpec: "recurrent_modules.SSM",
+    SelectiveScanSpec: "recurrent_modules.SelectiveScan",
+    DeltaSpec: "recurrent_modules.Delta",
+    LRUSpec: "recurrent_modules.LRU",
+    LinearAttentionSpec: "recurrent_modules.LinearAttention",
+    ShiftSpec: "recurrent_modules.Shift",
+    WKVSpec: "recurrent_modules.WKV",
 }
 
 # The type of a module's table in a specification: any of the blocks.

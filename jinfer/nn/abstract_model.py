@@ -18,9 +18,10 @@ import numpy as np
 from jax import Array
 
 from jinfer.modelspec import blocks
+from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
-from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, cache_group
+from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache_group
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -77,7 +78,7 @@ class AbstractModel:
         axes: their logical axes, in the same order.
         normalized: parameters whose rows are normalized to length 1 at loading.
         roles: what each parameter is used for, in the same order.
-        caches: attention name -> what it caches per token.
+        caches: module name -> what it caches per token, or keeps per sequence.
         never: tokens that are never sampled.
         vocab: vocabulary size; 0 if the model has none.
         steady: as in `ModelSpec`.
@@ -90,7 +91,7 @@ class AbstractModel:
     axes: tuple[tuple[str, ...], ...]
     normalized: frozenset[str]
     roles: tuple[Role, ...]
-    caches: dict[str, CacheShape]
+    caches: dict[str, CacheShape | StateShape]
     never: tuple[int, ...] = ()
     vocab: int = 0
     steady: int | None = None
@@ -205,10 +206,13 @@ def _suppressed_tokens(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(token for head in heads for token in head.never or ())
 
 
-def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape]]:
+def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShape]]:
     for i, layer in enumerate(spec.decoder.layers if spec.decoder else ()):
         for name, block in layer.modules:
-            if (own := block.cached()) is not None:
+            own = block.cached()
+            if isinstance(own, CachedState):
+                yield f"decoder.{i}.{name}", StateShape(own.arrays)
+            elif own is not None:
                 group = ENCODER if own.encoded else cache_group(own.window)
                 shape = CacheShape(own.heads, own.key_width, own.value_width, group, own.window)
                 yield f"decoder.{i}.{name}", shape

@@ -10,9 +10,16 @@ from jax import Array, lax
 
 from jinfer.nn.positions import CosSin, Rotary
 from jinfer.ops.attention.hadamard import rotate_qk
-from jinfer.ops.attention.kv_cache import AttentionMetadata, LayerCache, cache_group, write_cache
+from jinfer.ops.attention.kv_cache import (
+    STATE,
+    AttentionMetadata,
+    LayerCache,
+    cache_group,
+    write_cache,
+)
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import extend
+from jinfer.ops.recurrence.sequence_runs import SequenceRuns, sequence_runs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -66,6 +73,7 @@ class ForwardBatch(NamedTuple):
         encoded: number of encoder output tokens each sequence attends to, if any.
         cos_sin: RoPE angles, if precomputed, by `str` of their block.
         copies: flat batch: tree branches in which tokens occur.
+        runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -76,6 +84,7 @@ class ForwardBatch(NamedTuple):
     encoded: Int[Array, " rows"] | None = None
     cos_sin: dict[str, CosSin] | None = None
     copies: TreeCopies | None = None
+    runs: SequenceRuns | None = None
 
     @classmethod
     def of_texts(
@@ -141,6 +150,19 @@ class ForwardBatch(NamedTuple):
             vectors = vectors[copies.sources]
             at = at._replace(rows=copies.rows, positions=copies.positions)
         return write_cache(cache, vectors, vectors[..., :0], at)
+
+    def with_runs(self) -> ForwardBatch:
+        """The same batch with its runs computed once for all layers, if any has a state."""
+        if self.tables is None or STATE not in self.tables:
+            return self
+        at = self.attention_metadata(STATE)
+        return self._replace(runs=sequence_runs(at, at.tables[:, 0]))
+
+    def sequence_runs(self) -> SequenceRuns:
+        """The runs of a flat batch, each with the place of its sequence's states."""
+        assert self.runs is not None, "the model has recurrent blocks"
+        assert self.copies is None, "a state has one future"
+        return self.runs
 
     def encoded_last(self) -> Int[Array, " tokens"]:
         """The last encoder position each token attends to."""

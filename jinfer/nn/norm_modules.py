@@ -23,13 +23,20 @@ class RMSNorm(nnx.Module):
     def __init__(self, block: blocks.RMSNormSpec, dtype: DTypeLike) -> None:
         self.block = block
         if block.weight:
-            self.weight = parameter((block.size,), ("hidden",), jnp.float32)
+            size = block.size // block.groups if block.shared else block.size
+            self.weight = parameter((size,), ("hidden",), jnp.float32)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        """x / sqrt(mean(x^2) + eps) * weight."""
-        weight = self.weight[...] if self.block.weight else None
-        offset = 1.0 if self.block.plus_one else 0.0
-        return normalize(x, weight, eps=self.block.eps, offset=offset)
+        """x / sqrt(mean(x^2) + eps) * weight, in each group."""
+        block = self.block
+        weight = self.weight[...] if block.weight else None
+        offset = 1.0 if block.plus_one else 0.0
+        if block.groups == 1:
+            return normalize(x, weight, eps=block.eps, offset=offset)
+        if weight is not None and not block.shared:
+            weight = weight.reshape(block.groups, -1)
+        grouped = x.reshape(*x.shape[:-1], block.groups, -1)
+        return normalize(grouped, weight, eps=block.eps, offset=offset).reshape(x.shape)
 
 
 class L2Norm(nnx.Module):

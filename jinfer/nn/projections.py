@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
@@ -43,6 +43,23 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """x @ weight.T + bias."""
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+class BlockLinear(nnx.Module):
+    """A block-diagonal projection, computed in float32."""
+
+    def __init__(self, block: blocks.BlockLinearSpec, dtype: DTypeLike) -> None:
+        shape = block.blocks, block.outputs // block.blocks, block.inputs // block.blocks
+        self.weight = parameter(shape, ("blocks", "hidden", "hidden"), jnp.float32)
+        self.bias = parameter(shape[:2], ("blocks", "hidden"), jnp.float32) if block.bias else None
+
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """Each part of x with its own matrix."""
+        weight = self.weight[...]
+        parts = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.shape[0], weight.shape[2])
+        y = jnp.einsum("...gi,goi->...go", parts, weight, precision=lax.Precision.HIGHEST)
+        y = y if self.bias is None else y + self.bias[...]
+        return y.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
 def project(

@@ -123,7 +123,7 @@ class Stack(nnx.Module):
         self, x: Array, tokens: Array, batch: ForwardBatch, cache: Cache, shared: nnx.Dict
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """All layers, with their cache if any."""
-        batch = batch.with_cos_sin(self._ropes())
+        batch = batch.with_cos_sin(self._ropes()).with_runs()
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
         given = x, tokens, batch, dict(cache)
         # If two layers do not become one call, each has its own: equal layers are then traced and
@@ -228,7 +228,7 @@ class Stack(nnx.Module):
             cache: by the names of the layer's modules.
         """
         (layer,) = self.layers
-        batch = batch.with_cos_sin(self._ropes())
+        batch = batch.with_cos_sin(self._ropes()).with_runs()
         with allow_bfloat16_rounding(self.rounded):
             return layer(x, tokens, batch, dict(cache), shared_modules(layer, shared))[0]
 

@@ -41,9 +41,10 @@ class Layer(nnx.Module):
 
         def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
-            arguments = list(map(resolve_all_reduce, given))
+            # The encoder's output is in the cache.
+            arguments = [resolve_all_reduce(one) for one in given if one is not None]
             if name in self.cached:
-                out, entry = module(arguments[0], batch, cache.get(name))
+                out, entry = module(*arguments, batch, cache.get(name))
                 if entry is not None:
                     cache[name] = entry
             else:
@@ -52,7 +53,6 @@ class Layer(nnx.Module):
                 return out
             return DeferredAllReduce(out, self.axis)
 
-        # The encoder's output is in the cache, so its name is unused here.
         inputs = {"x": x, "tokens": tokens, "positions": batch.positions, "encoded": None}
         return resolve_all_reduce(self.wiring.run(inputs, call)[0]), cache
 

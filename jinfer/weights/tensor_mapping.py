@@ -155,9 +155,8 @@ class Origin:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without axes of length 1 in front, which some files have and others leave out."""
-    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape))
-    return shape[first:]
+    """Without axes of length 1, which some files have and others leave out."""
+    return tuple(size for size in shape if size != 1)
 
 
 def parameter_shapes(model: AbstractModel) -> dict[str, tuple[int, ...]]:

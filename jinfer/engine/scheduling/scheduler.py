@@ -337,7 +337,7 @@ def _computable(sequence: RunningSequence) -> bool:
 
 
 def _wants_snapshot(other: RunningSequence, sequence: RunningSequence, cached: int) -> bool:
-    """Whether a running prompt will come past a prefix of a sequence, where it leaves a snapshot."""
+    """Whether a running prompt will come past a prefix of a sequence; it leaves a snapshot."""
     most = len(sequence.tokens) - 1
     same = common_prefix_length(other.tokens, sequence.tokens[:most])
     if same < max(cached + MIN_COPY_TOKENS, other.computed + 1):
