@@ -29,6 +29,8 @@ CAUSAL = {
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
         *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
         *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3", "glm"),
+        *("lfm2", "mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen3_5", "kimi_linear"),
+        *("recurrent_gemma", "minimax", "rwkv4", "granite4_h_tiny", "qwen3_next"),
     )
 }
 # The same models as converted to GGUF.
@@ -69,6 +71,10 @@ def expected(name: str) -> dict[str, np.ndarray]:
 
 def tolerance(name: str) -> float:
     """Largest absolute error of a golden's logits and hidden states."""
+    # One of its tokens has so short an output of the delta rule that the norm after it magnifies
+    # rounding: instruction sets differ by 1e-4 there.
+    if name == "qwen3_next":
+        return 3 * TOLERANCE
     # A GPU's kernels round both factors of products with quantized matrices to fp16. (Seen on one:
     # 0.033 in logits with TF32 in the other products, 0.019 in hidden states.)
     rounded = name == "gguf_llama_mixed" and jax.default_backend() == "gpu"

@@ -50,7 +50,8 @@ class SSMSpec(RecurrentBlock):
     """State space of Mamba-2 (SSD, arXiv 2405.21060): `ssm(x, b, c, dt)`.
 
     S = exp(dt a) S + b (dt x), and the output is c S + d x, for each of `heads` heads; x and dt are
-    those of a head, b and c of a group of heads. dt is softplus(dt + dt_bias), and a is -exp(a_log).
+    those of a head, b and c those of a group of heads. dt is softplus(dt + dt_bias), and a is
+    -exp(a_log).
 
     width: of all heads.
     stored: whether the parameter `a_log` is stored so ("log"), or as a itself ("value").
@@ -101,10 +102,10 @@ class SelectiveScanSpec(RecurrentBlock):
 class DeltaSpec(RecurrentBlock):
     """Gated delta rule (arXiv 2412.06464, 2510.26692): `delta(q, k, v, decay, beta)`.
 
-    S = exp(g) S; S = S + k beta (v - k S), and the output is q S. Queries and keys are normalized to
-    length 1, queries divided by sqrt(key_dim) too; beta is `beta_scale` sigmoid(beta). The log decay
-    g is -exp(a_log) softplus(decay + dt_bias), or, with `lower`, lower sigmoid(exp(a_log) (decay +
-    dt_bias)).
+    S = exp(g) S; S = S + k beta (v - k S), and the output is q S. Queries and keys are normalized
+    to length 1, queries divided by sqrt(key_dim) too; beta is `beta_scale` sigmoid(beta). The log
+    decay g is -exp(a_log) softplus(decay + dt_bias), or, with `lower`, lower sigmoid(exp(a_log)
+    (decay + dt_bias)).
 
     key_heads: heads of queries and keys, each for several consecutive heads of values.
     channels: a decay for each channel of a key (Kimi Delta Attention), not one a head.

@@ -202,10 +202,10 @@ class LinearAttention(nnx.Module):
     ) -> tuple[Float[Array, "1 tokens width"], StateCache]:
         """The heads' outputs, side by side."""
         heads = self.block.heads
-        slopes = self.block.slope * 2.0 ** (-8.0 * jnp.arange(1, heads + 1) / heads)
+        slopes = [self.block.slope * 2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]
         y, table = linear_attention(
             *(_heads(part, heads) for part in (q, k, v)),
-            slopes.astype(jnp.float32),
+            jnp.asarray(slopes, jnp.float32),
             cache["state"],
             batch.sequence_runs(),
         )

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.engine.engine import Engine
+from jinfer.modelspec.block import CachedState
+from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.open_model import Opened
 from jinfer.speculate.calibrate_costs import calibrate_costs
@@ -93,6 +95,9 @@ def open_drafters(
             raise SpecError(spec.path, f"{key}.{wrong[0]}", wrong[1])
     if spec.decoder is None:
         return OpenedDrafters(opened, opened, (None,) * len(asked.draft))
+    if asked.draft and (name := _recurrent_block(spec.decoder)):
+        reason = f"{name} has a state, which cannot go back to before a refused draft; leave it out"
+        raise SpecError(spec.path, KEY, reason)
     models: list[Opened | None] = []
     for entry in asked.draft:
         open_ = draft_source(entry).open
@@ -110,3 +115,12 @@ def open_drafters(
             raise SpecError(spec.path, "speculation.expansion", reason)
         tapped = with_taps(opened, model, heads[0])
     return OpenedDrafters(tapped, opened, tuple(models))
+
+
+def _recurrent_block(stack: StackSpec) -> str:
+    """The name of a block with a state; "" if there is none."""
+    for i, layer in enumerate(stack.layers):
+        for name, block in layer.modules:
+            if isinstance(block.cached(), CachedState):
+                return f"{stack.name}.{i}.{name}"
+    return ""

@@ -125,7 +125,7 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Plain, {"count": "x"}, "some.key.count: unknown name 'x'"),
         (AnyBlock, 3, "some.key: 3 is not a table { ... }"),
         (AnyBlock, [], "some.key: [] is not a table { ... }"),
-        (AnyBlock, {}, "some.key.kind: is missing; allowed: activation, attention, concat"),
+        (AnyBlock, {}, "some.key.kind: is missing; allowed: activation, attention, block_linear, concat"),
         (
             AnyBlock,
             {"kind": "atention"},
@@ -141,7 +141,7 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (
             AnyBlock,
             {"kind": "rms", "epsilon": 1},
-            "some.key.epsilon: unknown key; did you mean 'eps'? allowed: eps, kind",
+            "some.key.epsilon: unknown key; did you mean 'eps'? allowed: eps, groups, kind",
         ),
         (AnyBlock, {"kind": "rms", "eps": -1}, "some.key.eps: -1 is not a number from 0 on"),
         (AnyBlock, {"kind": "rms", "size": 0}, "some.key.size: 0 is not a whole number from 1"),

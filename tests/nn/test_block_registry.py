@@ -27,6 +27,15 @@ DIMS = {
     "nope_dim": 8,
     "rope_dim": 4,
     "value_dim": 8,
+    "ssm_width": 24,
+    "ssm_heads": 4,
+    "ssm_groups": 2,
+    "ssm_states": 8,
+    "delta_heads": 4,
+    "delta_key_heads": 2,
+    "delta_key_dim": 8,
+    "delta_value_dim": 8,
+    "lru_width": 16,
 }
 # Keys without a default.
 GIVEN: dict[str, dict[str, Any]] = {
