@@ -31,6 +31,8 @@ CAUSAL = {
         *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3", "glm"),
         *("lfm2", "mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen3_5", "kimi_linear"),
         *("recurrent_gemma", "minimax", "rwkv4", "granite4_h_tiny", "qwen3_next"),
+        *("olmo3", "exaone4", "seed_oss", "ernie45_moe", "internlm3", "ministral3"),
+        *("nanochat", "hunyuan_dense", "llama4"),
     )
 }
 # The same models as converted to GGUF.
@@ -50,10 +52,11 @@ UNSAID: dict[str, dict[str, Any]] = {
     },
     "gguf_glm": {"dims.context": 256, "dims.eps": 1.5625e-07},
 }
-# Of each attention one (plain, with slopes, with soft-caps, with sinks in windows, latent), two of
-# them with experts. Their programs are optimized also where those of most tests are not, and their
-# steps are run: a step of another one is made of the parts that its logits went through.
-OPTIMIZED = {"llama2", "bloom", "gemma2", "gpt_oss", "deepseek_v2"}
+# Of each attention one (plain, with slopes, with soft-caps, with sinks in windows, latent, in
+# chunks), some of them with experts. Their programs are optimized also where those of most tests
+# are not, and their steps are run: a step of another one is made of the parts that its logits went
+# through.
+OPTIMIZED = {"llama2", "bloom", "gemma2", "gpt_oss", "deepseek_v2", "llama4"}
 # Its hidden states are narrower than its layers, and were left out of the values.
 NO_HIDDEN = ("opt350m",)
 
