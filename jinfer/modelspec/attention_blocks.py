@@ -71,6 +71,22 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DifferentialSpec:
+    """Differential attention (arXiv 2410.05258): the difference of two softmax maps.
+
+    Of the heads, those of the first half less lambda times those of the second; the values of a
+    head of either half are those of both. The result is normalized, without a weight, and
+    multiplied by 1 - init. lambda is exp(q1 . k1) - exp(q2 . k2) + init, of four learned vectors.
+
+    init: of lambda, in the paper 0.8 - 0.6 * exp(-0.3 * i).
+    eps: epsilon of the norm.
+    """
+
+    init: NotNegative
+    eps: NotNegative = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Block):
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
@@ -87,6 +103,7 @@ class AttentionSpec(Block):
     temperature: factor of the queries that grows with the position.
     out_norm: normalization of the heads' outputs, `attn.out_norm`, before the gate and `o`.
     gate: gate on the heads' outputs, `attn.gate`, before `o`.
+    differential: half of the heads are subtracted from the others.
     """
 
     kind: Literal["attention"]
@@ -108,6 +125,7 @@ class AttentionSpec(Block):
     temperature: TemperatureSpec | None = None
     out_norm: HeadNormSpec | None = None
     gate: OutputGateSpec | None = None
+    differential: DifferentialSpec | None = None
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.
@@ -125,6 +143,8 @@ class AttentionSpec(Block):
             return "chunk", "excludes a window"
         if self.chunk is not None and not isinstance(self.position, RopeSpec | None):
             return "chunk", f"excludes {self.position.kind} positions"
+        if self.differential is not None and (self.kv_heads % 2 or self.out_norm or self.gate):
+            return "differential", "needs an even number of kv_heads, neither out_norm nor gate"
         return None
 
     @property
@@ -133,7 +153,7 @@ class AttentionSpec(Block):
         return self.value_dim or self.head_dim
 
     def cached(self) -> CachedVectors:
-        width = self.value_width
+        width = self.value_width * (2 if self.differential is not None else 1)
         return CachedVectors(self.kv_heads, self.head_dim, width, self.window or self.chunk)
 
     def misplaced(self, stack: str, part: str) -> str:
@@ -144,6 +164,8 @@ class AttentionSpec(Block):
         return ""
 
     def undividable(self) -> str:
+        if self.differential is not None:
+            return "half of its heads are subtracted from the others; divide by layers"
         norms = self.qk_norm, self.out_norm
         if any(norm is not None and norm.over == "width" for norm in norms):
             return (

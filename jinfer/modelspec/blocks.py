@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Union
 from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
     CrossAttentionSpec,
+    DifferentialSpec,
     HeadNormSpec,
     LatentAttentionSpec,
     OutputGateSpec,
@@ -65,6 +66,7 @@ __all__ = [
     "ConvSpec",
     "CrossAttentionSpec",
     "DeltaSpec",
+    "DifferentialSpec",
     "DisentangledSpec",
     "EmbeddingSpec",
     "GatedActivation",

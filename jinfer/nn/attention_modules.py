@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.differential_heads import DifferentialHeads, paired_values
 from jinfer.nn.disentangled_attention import DisentangledBias
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.norm_modules import HeadNorm
@@ -53,6 +54,8 @@ class Attention(nnx.Module):
         if block.gate is not None:
             width = o_width if block.gate.per == "element" else block.heads
             self.gate = Linear(block.inputs, width, block.gate.bias, dtype, ("heads", "hidden"))
+        if block.differential is not None:
+            self.differential = DifferentialHeads(block.differential, block.head_dim)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -78,6 +81,8 @@ class Attention(nnx.Module):
 
     def _gated(self, out: Array, x: Array) -> Array:
         """The heads' outputs [batch, tokens, heads, value_dim] as `o` takes them."""
+        if self.block.differential is not None:
+            out = self.differential(out)
         if self.block.out_norm is not None:
             out = self.out_norm(out)
         if (gate := self.block.gate) is None:
@@ -102,11 +107,9 @@ class Attention(nnx.Module):
             steps = (batch.positions + rule.offset) // rule.span
             factors = 1.0 + rule.beta * jnp.log1p(steps.astype(jnp.float32))
             q = (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
-        return (
-            split_heads(q, block.heads),
-            split_heads(k, block.kv_heads),
-            split_heads(v, block.kv_heads),
-        )
+        q, k = split_heads(q, block.heads), split_heads(k, block.kv_heads)
+        v = split_heads(v, block.kv_heads)
+        return q, k, v if block.differential is None else paired_values(v)
 
     def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
         q_heads, k_heads = split_heads(q, self.block.heads), split_heads(k, self.block.kv_heads)

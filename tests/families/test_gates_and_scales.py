@@ -266,6 +266,33 @@ def latent(x: Floats, t: Tensors, i: int) -> Floats:
     return dense(merged(out), t, "self_attn.o_proj")
 
 
+DIFFERENTIAL = """
+[decoder.modules.attn]
+differential = { init = "0.8 - 0.6 * 2.718281828459045 ** (-0.3 * i)", eps = 1e-5 }
+[tensors]
+"decoder.{i}.attn.differential.lambda_q1" = "model.layers.{i}.self_attn.lambda_q1"
+"decoder.{i}.attn.differential.lambda_k1" = "model.layers.{i}.self_attn.lambda_k1"
+"decoder.{i}.attn.differential.lambda_q2" = "model.layers.{i}.self_attn.lambda_q2"
+"decoder.{i}.attn.differential.lambda_k2" = "model.layers.{i}.self_attn.lambda_k2"
+"""
+
+
+def differential_shapes(layer: str) -> Shapes:
+    return {f"{layer}self_attn.lambda_{name}": (DIM,) for name in ("q1", "k1", "q2", "k2")}
+
+
+def differential(x: Floats, t: Tensors, i: int) -> Floats:
+    """Query heads 0 and 1 less 2 and 3, of which each half reads one head of keys."""
+    q, k, v = (dense(x, t, f"self_attn.{part}_proj") for part in "qkv")
+    q, k = rope(heads(q, HEADS), AT, 5000.0), rope(heads(k, KV_HEADS), AT, 5000.0)
+    q1, k1, q2, k2 = (t[f"self_attn.lambda_{name}"] for name in ("q1", "k1", "q2", "k2"))
+    init = 0.8 - 0.6 * np.exp(-0.3 * i)
+    both = v.reshape(len(x), 1, 2 * DIM)
+    first, second = (attention(q[:, h : h + 2], k[:, h // 2][:, None], both) for h in (0, 2))
+    out = bare(first - (np.exp(q1 @ k1) - np.exp(q2 @ k2) + init) * second) * (1 - init)
+    return dense(merged(out), t, "self_attn.o_proj")
+
+
 def weighted_norm(x: Floats, t: Tensors) -> Floats:
     return rms_norm(x, t["input_layernorm.weight"], EPS)
 
@@ -276,6 +303,7 @@ CASES: dict[str, tuple[str, Callable[[str], Shapes], tuple[str, ...], Block, Blo
     "per layer": (PER_LAYER, per_layer_shapes, ("gate_proj",), per_layer, xielu),
     "identity": (IDENTITY, moe_shapes(6, True), (".mlp.",), attn, identity),
     "weighted": (WEIGHTED, moe_shapes(4, False), (".mlp.",), attn, weighted),
+    "differential": (DIFFERENTIAL, differential_shapes, (), differential, mlp),
     "latent": (LATENT, latent_shapes, ("k_proj", "v_proj"), latent, mlp),
 }
 
@@ -296,12 +324,9 @@ def test_against_numpy(tmp_path: Path, case: str) -> None:
         x = x + feed_forward(rms_norm(x, t["post_attention_layernorm.weight"], EPS), t, i)
     wanted = dense(rms_norm(x, tensors["model.norm.weight"], EPS), tensors, "lm_head")
     passes = []
-    for chunk in (len(TOKENS), 7, 1):
-        settings: dict[str, Any] = {
-            "engine.prefill_chunk": chunk,
-            "engine.mixed_chunk": 1,
-            "engine.slots": 1,
-        }
+    hosted: dict[str, Any] = {"partition.host_kv_cache": 0.5} if case == "chunked" else {}
+    for chunk, settings in ((len(TOKENS), {}), (7, {}), (1, hosted)):
+        settings |= {"engine.prefill_chunk": chunk, "engine.mixed_chunk": 1, "engine.slots": 1}
         with LLM(spec, dtype="float32", **settings) as llm:
             passes.append(llm.logits([TOKENS.tolist()])[0])
         close(passes[-1], wanted)

@@ -61,12 +61,9 @@ def extend(
         The attention output, and the cache with the new tokens.
     """
     if rules.chunked:
-        assert rules.window is not None, "the size of a chunk"
         cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
-        # In a window that ends where its chunk does, a token sees its chunk's beginning.
-        ends = at.positions // rules.window * rules.window + rules.window - 1
-        chunks = at._replace(positions=ends)
-        return attend(q, cache.keys, cache.values, chunks, at.positions, rules), cache
+        seen = _chunk_ends(at, rules)
+        return attend(q, cache.keys, cache.values, seen, at.positions, rules), cache
     route = _route(q, cache.keys, None if v is None else cache.values, rules)
     if route == "xla":
         return extend_xla(q, k, v, cache, at, rules)
@@ -98,20 +95,30 @@ def extend_partial(
     Args:
         rules: without sinks, which apply to the whole.
     """
-    assert not rules.chunked, "windows are never divided between pools"
     assert rules.sinks is None, "sinks take part once, where parts are joined"
     values = None if v is None else cache.values
     route = _route(q, cache.keys, values, rules)
-    if route == "cpu":
+    if route == "cpu" and not rules.chunked:
         new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
         found = _custom_call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
         return PartialAttention(*found[0]), _updated_cache(cache, v, found[1:])
     cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
+    written, seen = None if v is None else cache.values, _chunk_ends(at, rules)
+    if route == "cpu":
+        found = _custom_call(q, cache.keys, written, seen, at.positions, rules, partial=True)
+        return PartialAttention(*found[0]), cache
     if route == "gpu":
-        written = None if v is None else cache.values
-        return attend_partial_gpu(q, cache.keys, written, at, at.positions, rules), cache
+        return attend_partial_gpu(q, cache.keys, written, seen, at.positions, rules), cache
     own = cache.keys if v is None else cache.values
-    return attend_partial_xla(q, cache.keys, own, at, at.positions, rules), cache
+    return attend_partial_xla(q, cache.keys, own, seen, at.positions, rules), cache
+
+
+def _chunk_ends(at: AttentionMetadata, rules: ScoreRules) -> AttentionMetadata:
+    """Positions whose windows begin where the tokens' chunks do; unchanged without chunks."""
+    if not rules.chunked:
+        return at
+    assert rules.window is not None, "the size of a chunk"
+    return at._replace(positions=at.positions // rules.window * rules.window + rules.window - 1)
 
 
 def _updated_cache(
