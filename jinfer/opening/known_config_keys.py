@@ -29,6 +29,7 @@ SOFTCAP = ("it bounds scores or logits", rules.bounds)
 FACTOR = ("numbers are multiplied by it", rules.is_factor)
 SCALE = ("scores are multiplied by it", rules.same_scale)
 QK_NORM = ("queries and keys are normed", rules.has("qk_norm"))
+TEMPERATURE = ("queries are scaled by their positions", rules.has("temperature"))
 ALIBI = ("attention has linear biases", rules.exactly_if(rules.has_positions(AlibiSpec)))
 CLIP = ("queries, keys and values are clipped", rules.off_or_built("clip"))
 POSITIONS = ("another kind of positions", rules.same_positions)
@@ -55,6 +56,7 @@ def _all(known: tuple[str, Rule], *keys: str) -> dict[str, tuple[str, Rule]]:
 ROTARY: dict[str, tuple[str, Rule]] = {
     "rope_theta": THETA,
     "partial_rotary_factor": SHARE,
+    "llama_4_scaling_beta": TEMPERATURE,
     **_all(SCALING, "rope_type", "type"),
     "factor": ("rotary positions are stretched", rules.same_stretch("factor")),
     "short_mscale": ("rotary positions are scaled", rules.same_stretch("attention_factor")),
@@ -130,8 +132,13 @@ KNOWN: dict[str, tuple[str, Rule]] = {
     "mlp_only_layers": (_DENSE, moe_rules.these_dense),
     **_all(CLAMP, "swiglu_limit", "swiglu_alpha"),
     **_all(("another kind of norm", rules.same_norm), "norm_type", "use_rms_norm"),
-    "attention_chunk_size": ("attention sees only its own piece of the text", rules.usual()),
-    "attn_temperature_tuning": ("scores depend on how long the text is", rules.usual()),
+    "attention_chunk_size": (
+        "attention sees only its own piece of the text",
+        rules.off_or_built("chunk"),
+    ),
+    "attn_temperature_tuning": TEMPERATURE,
+    "layer_rope_theta": ("each layer has a theta", rules.usual()),
+    "attention_value_scale": FACTOR,
     **_all(SHARED, "num_kv_shared_layers", "hidden_size_per_layer_input"),
     **_all(("layers use the weights of others", rules.usual(1)), "num_hidden_groups"),
     "inner_group_num": ("a layer has several attentions", rules.usual(1)),
