@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
@@ -184,24 +184,35 @@ class CrossAttentionSpec(Block):
     """Cross-attention of a decoder over the encoder's output: `cross(x, encoded)`.
 
     encoded: width of the encoder's output.
+    kv_heads: number of key and value heads; none: heads.
     bias: which projections have a bias: true or false for all, or letters of "qkvo".
     scale: scale of the scores; none: 1 / sqrt(head_dim).
+    softcap: scores become softcap * tanh(scores / softcap).
     """
 
     kind: Literal["cross_attention"]
     inputs: int = dim("hidden")
     encoded: int = dim("hidden")
     heads: int = dim("heads", axis="heads")
+    kv_heads: Size | None = field(default=None, metadata={"axis": "kv_heads"})
     head_dim: int = dim("head_dim")
     bias: bool | str = False
     scale: Positive | None = None
+    softcap: Positive | None = None
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "encoded")
 
     def check(self) -> tuple[str, str] | None:
+        if self.heads % self.keys:
+            return "kv_heads", f"{self.keys} does not divide heads = {self.heads}"
         return _check_bias(self.bias)
 
+    @property
+    def keys(self) -> int:
+        """Number of key and value heads."""
+        return self.kv_heads or self.heads
+
     def cached(self) -> CachedVectors:
-        return CachedVectors(self.heads, self.head_dim, self.head_dim, encoded=True)
+        return CachedVectors(self.keys, self.head_dim, self.head_dim, encoded=True)
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""

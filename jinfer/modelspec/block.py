@@ -64,8 +64,8 @@ class Block:
 
         The parameters of the block's module name the same axes.
         """
-        fields = dataclasses.fields(self)
-        return {f.metadata["axis"]: f.name for f in fields if f.metadata.get("axis")}
+        named = [field for field in dataclasses.fields(self) if field.metadata.get("axis")]
+        return {f.metadata["axis"]: f.name for f in named if getattr(self, f.name) is not None}
 
     def gives_partial_sums(self) -> bool:
         """Whether the outputs of its shards are partial sums, to be added by an all-reduce."""

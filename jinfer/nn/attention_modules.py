@@ -162,17 +162,18 @@ class CrossAttention(nnx.Module):
 
     def __init__(self, block: blocks.CrossAttentionSpec, dtype: DTypeLike) -> None:
         self.block = block
-        width = block.heads * block.head_dim
+        width, kv_width = block.heads * block.head_dim, block.keys * block.head_dim
+        axes = ("heads" if block.kv_heads is None else "kv_heads", "hidden")
         self.q = Linear(block.inputs, width, block.has_bias("q"), dtype, ("heads", "hidden"))
-        self.k = Linear(block.encoded, width, block.has_bias("k"), dtype, ("heads", "hidden"))
-        self.v = Linear(block.encoded, width, block.has_bias("v"), dtype, ("heads", "hidden"))
+        self.k = Linear(block.encoded, kv_width, block.has_bias("k"), dtype, axes)
+        self.v = Linear(block.encoded, kv_width, block.has_bias("v"), dtype, axes)
         self.o = Linear(width, block.inputs, block.has_bias("o"), dtype, ("hidden", "heads"))
 
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: LayerCache, at: AttentionMetadata
     ) -> LayerCache:
         """The cache with the keys and values of an encoder's output."""
-        k, v = (split_heads(y, self.block.heads) for y in project(encoded, (self.k, self.v)))
+        k, v = (split_heads(y, self.block.keys) for y in project(encoded, (self.k, self.v)))
         return write_cache(cache, rotate_keys(k[0], cache.keys), v[0], at)
 
     def __call__(
@@ -181,7 +182,8 @@ class CrossAttention(nnx.Module):
         """The block's output, and the unchanged cache."""
         block = self.block
         rules = ScoreRules(
-            block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim)
+            block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim),
+            block.softcap,
         )
         q, at = split_heads(self.q(x), block.heads)[0], batch.attention_metadata(ENCODER)
         q = rotate_queries(q, cache.keys)

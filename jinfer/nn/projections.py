@@ -58,7 +58,9 @@ class BlockLinear(nnx.Module):
         weight = self.weight[...]
         parts = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.shape[0], weight.shape[2])
         y = jnp.einsum("...gi,goi->...go", parts, weight, precision=lax.Precision.HIGHEST)
-        y = y if self.bias is None else y + self.bias[...]
+        if self.bias is not None:
+            bias = self.bias[...]
+            y = y + bias.reshape((1,) * (y.ndim - 2) + bias.shape)
         return y.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 

@@ -150,7 +150,7 @@ class Delta(nnx.Module):
             _unit(_heads(q, block.key_heads)) / math.sqrt(block.key_dim),
             _unit(_heads(k, block.key_heads)),
             _heads(v, block.heads),
-            self._log_decay(_rows(decay) + self.dt_bias[...]),
+            self._log_decay(_rows(decay) + self.dt_bias[...][None]),
             block.beta_scale * jax.nn.sigmoid(_rows(beta)),
             cache["state"],
             batch.sequence_runs(),
@@ -158,9 +158,9 @@ class Delta(nnx.Module):
         return y.reshape(v.shape).astype(v.dtype), {"state": table}
 
     def _log_decay(self, decay: Float[Array, "tokens decays"]) -> Array:
-        rate = _decay_rate(self.a_log[...], self.block.stored)
+        rate = _decay_rate(self.a_log[...], self.block.stored)[None]
         if self.block.channels:
-            decay, rate = decay.reshape(-1, self.block.heads, self.block.key_dim), rate[:, None]
+            decay, rate = decay.reshape(-1, self.block.heads, self.block.key_dim), rate[..., None]
         if self.block.lower is None:
             return rate * jnp.logaddexp(decay, 0.0)
         return self.block.lower * jax.nn.sigmoid(-rate * decay)

@@ -125,7 +125,7 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
                         offset=1.0 if norm is not None and norm.plus_one else 0.0,
                     )
                 case CrossAttentionSpec():
-                    heads = Heads(block.heads, block.heads, block.head_dim)
+                    heads = Heads(block.heads, block.keys, block.head_dim)
                 case _:
                     continue
             yield f"decoder.{i}.{name}", heads

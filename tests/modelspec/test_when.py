@@ -171,8 +171,8 @@ def test_when_is_no_part_of_a_module() -> None:
         ({"modules__embed__when": False}, "decoder.stem: every line needs one of embed"),
         ({"decoder__layer": "n = spare(x)\nx + attn(n)", "decoder__modules__spare": SPARE},
          "decoder.layer: unknown name 'n'"),
-        ({"decoder__modules__attn__position__when": True}, "decoder.modules.attn.position.when: "
-         "unknown key"),
+        ({"decoder__modules__attn__position__when": 1}, "decoder.modules.attn.position.when: 1 is "
+         "not true or false"),
         ({"decoder__modules__spare": {"kind": "linear", "when": True}}, "decoder.modules.spare: is "
          "called by no formula"),
     ],
