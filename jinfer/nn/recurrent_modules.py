@@ -204,7 +204,9 @@ class LinearAttention(nnx.Module):
         heads = self.block.heads
         slopes = [self.block.slope * 2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]
         y, table = linear_attention(
-            *(_heads(part, heads) for part in (q, k, v)),
+            _heads(q, heads),
+            _heads(k, heads),
+            _heads(v, heads),
             jnp.asarray(slopes, jnp.float32),
             cache["state"],
             batch.sequence_runs(),

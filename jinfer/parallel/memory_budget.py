@@ -13,7 +13,7 @@ from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks, fewes
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, nbytes
+from jinfer.ops.attention.kv_cache import ENCODER, CacheShapes, nbytes
 from jinfer.parallel.stage_model import StageModel
 
 HOST = "host"  # the name of the host's memory
@@ -37,7 +37,7 @@ class StageMemory:
     tables: int
     layers: Mapping[int, int]
     streamed: frozenset[int]
-    caches: Mapping[str, CacheShape]
+    caches: CacheShapes
 
     @property
     def on_host(self) -> bool:

@@ -21,7 +21,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, CacheShape, nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.cost_model import Hardware, Interconnect, ModelCost, best_layout
 from jinfer.parallel.device_groups import DeviceGroup
@@ -154,7 +154,9 @@ def model_cost(whole: ModelToPlace) -> ModelCost:
         hidden=spec.dims.get("hidden", 0) * jnp.dtype(whole.dtype).itemsize,
         vocab=4.0 * model.vocab,
         cache=cache,
-        kv_heads=min((shape.heads for shape in caches.values()), default=1),
+        kv_heads=min(
+            (shape.heads for shape in caches.values() if isinstance(shape, CacheShape)), default=1
+        ),
         tables=looked_up,
     )
 

@@ -162,8 +162,8 @@ def test_a_condition_may_ask_for_rows() -> None:
     [
         ({}, ["NewForCausalLM"], "no family is known for NewForCausalLM; write a specification"),
         ({}, [], "no family is known for a safetensors file without an architecture"),
-        ({"text_config": {"model_type": "unknown"}}, ["Mistral3ForConditionalGeneration"],
-         "no family is known for Mistral3ForConditionalGeneration"),
+        ({"text_config": {"model_type": "unknown"}}, ["Mistral9ForConditionalGeneration"],
+         "no family is known for Mistral9ForConditionalGeneration"),
         ({}, ["GPT2LMHeadModel", "LlamaForCausalLM"], "several families match GPT2LMHeadModel, "
          "LlamaForCausalLM: gpt2, llama; name one in a spec"),
     ],

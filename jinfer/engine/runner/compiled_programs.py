@@ -31,7 +31,7 @@ from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import Cache, CacheShape, abstract_cache
+from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache
 from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
@@ -197,7 +197,7 @@ class CompiledPrograms:
         """Allocates the paged KV cache: a pool of blocks for each attention, not initialized."""
         return cast("Cache", self._compile(StepKey("allocate_kv_cache"))(()))
 
-    def cache_pools(self) -> tuple[dict[str, CacheShape], dict[str, int], Kind]:
+    def cache_pools(self) -> tuple[CacheShapes, dict[str, int], Kind]:
         """Shape of each attention's part of a block, its number of blocks, and the number format.
 
         How many blocks there are is decided by `jinfer.engine.scheduling.cache_size`.

@@ -18,8 +18,7 @@ from jinfer.ops.attention.kv_cache import (
     BLOCK,
     ENCODER,
     STATE,
-    CacheShape,
-    StateShape,
+    CacheShapes,
     abstract_cache,
     nbytes,
 )
@@ -30,7 +29,7 @@ _SNAPSHOT_SHARE = 0.05  # of the free memory, for snapshots of recurrent states
 _SNAPSHOTS = 64  # at most
 
 
-def block_bytes(shapes: Mapping[str, CacheShape | StateShape], kind: Kind) -> dict[str, int]:
+def block_bytes(shapes: CacheShapes, kind: Kind) -> dict[str, int]:
     """Bytes of a block of each group, over all its attentions."""
     bytes_: dict[str, int] = {}
     # Called hundreds of times by the memory plan; most layers are alike.
@@ -41,7 +40,7 @@ def block_bytes(shapes: Mapping[str, CacheShape | StateShape], kind: Kind) -> di
 
 
 def cache_blocks(
-    shapes: Mapping[str, CacheShape | StateShape],
+    shapes: CacheShapes,
     kind: Kind,
     engine: EngineSpec,
     context: int,

@@ -101,6 +101,8 @@ class StateShape(NamedTuple):
         return 0
 
 
+type CacheShapes = Mapping[str, CacheShape | StateShape]  # by module name
+
 ENCODER = "encoder"  # the group of cross-attention
 STATE = "state"  # the group of recurrent blocks, whose table has one block a sequence
 
@@ -142,9 +144,7 @@ def _as_stored(new: Array, old: KVPool) -> KVPool:
     return new.astype(old.dtype)
 
 
-def abstract_cache(
-    shapes: Mapping[str, CacheShape | StateShape], blocks: Mapping[str, int] | int, kind: Kind
-) -> Cache:
+def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """The shapes and types of a cache, as `jax.ShapeDtypeStruct`s.
 
     Args:
@@ -159,7 +159,7 @@ def abstract_cache(
             return kv_vectors.abstract_vectors(whole, kind)
         return jax.ShapeDtypeStruct(whole, kind)
 
-    def of(name: str, shape: CacheShape | StateShape) -> LayerCache | StateCache:
+    def of(name: str, shape: CacheShape | StateShape) -> Any:
         count = blocks if isinstance(blocks, int) else blocks[name]
         if isinstance(shape, StateShape):
             return {
@@ -172,17 +172,13 @@ def abstract_cache(
     return {name: of(name, shape) for name, shape in shapes.items()}
 
 
-def zero_cache(
-    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
-) -> Cache:
+def zero_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """A cache of zeros; arguments as for `abstract_cache`."""
     whole = abstract_cache(shapes, blocks, kind)
     return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), whole)
 
 
-def uninitialized_cache(
-    shapes: Mapping[str, CacheShape], blocks: Mapping[str, int] | int, kind: Kind
-) -> Cache:
+def uninitialized_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: Kind) -> Cache:
     """Like `zero_cache`, but on a CPU memory is only committed as it is written, if possible.
 
     Contents are undefined. To be called inside a traced program.
