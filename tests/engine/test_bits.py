@@ -37,6 +37,7 @@ def same(source: Any, keys: dict[str, Any], chunks: tuple[int, ...]) -> None:
     [
         *[("llama2", "q8"), ("mixtral", "f32"), ("gemma2", "q4"), ("bloom", "f16")],
         *[("falcon7b", "f32"), ("deepseek_v2", "f32"), ("deepseek_v2", "q8")],
+        *[("llama4", "f32"), ("nanochat", "q8")],
     ],
 )
 def test_structures(name: str, kv_cache: str) -> None:
