@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import pytest
 
+from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
+from jinfer.engine.runner.step_key import StepKey
+
+_programs: dict[str, Program] = {}  # by their key in the program cache
 FLAG = "jax_disable_most_optimizations"
 
 
@@ -17,3 +22,29 @@ def optimized() -> Iterator[None]:
         yield
     finally:
         jax.config.update(FLAG, before)
+
+
+@contextmanager
+def shared_programs() -> Iterator[None]:
+    """Models opened meanwhile on one device share equal programs, each traced once in a process.
+
+    Not where a test replaces code that is traced: programs are equal if the program cache says so.
+    """
+    compile_now = CompiledPrograms._compile
+
+    def compile_once(self: CompiledPrograms, key: StepKey) -> Program:
+        if self.shelf is not None or type(self) is not CompiledPrograms:
+            return compile_now(self, key)
+        entry = self._shelf_entry(key)
+        if entry not in _programs:
+            _programs[entry] = compile_now(self, key)
+        return _programs[entry]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledPrograms, "_compile", compile_once)
+        yield
+
+
+def forget_programs() -> None:
+    """Frees the shared programs."""
+    _programs.clear()

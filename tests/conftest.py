@@ -38,11 +38,11 @@ os.environ.setdefault("JINFER_EVERY_ISA", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Each size of a batch is a program to compile. Results are the same to the bit in any of them, so
-# half of them do, but for `make soak`. Set before anyone imports them.
+# a few do, but for `make soak`: one token, few, and many. Set before anyone imports them.
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     from jinfer.engine.runner import model_runner
 
-    model_runner.SMALL_SIZES, model_runner.SIZES = (1, 8), (32, 96)
+    model_runner.SMALL_SIZES, model_runner.SIZES = (1, 8), (96,)
 
 # Traces leave much behind that is no garbage: looking through it took 3% of the time.
 gc.set_threshold(50_000, 20, 100)
@@ -78,6 +78,7 @@ os.environ.setdefault(SEED, str(date.today().toordinal()))
 ONE_IN = {
     "tests/parallel/eight/": 8,
     "tests/test_docs.py::test_a_command_runs": 2,
+    "tests/test_goldens.py::test_hidden_states": 4,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "parallel", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
     "tests/ops/": 5,
@@ -142,6 +143,9 @@ def _let_programs_go() -> Iterator[None]:
     import jax
 
     if _many_programs():
+        from tests.compiling import forget_programs
+
+        forget_programs()
         jax.clear_caches()
         gc.collect()
 
@@ -162,6 +166,15 @@ def optimized() -> Iterator[None]:
     from tests.compiling import optimized
 
     with optimized():
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """For a whole file: see `tests.compiling.shared_programs`."""
+    from tests.compiling import shared_programs
+
+    with shared_programs():
         yield
 
 

@@ -39,6 +39,9 @@ from tools.match_checkpoint import describe
 
 from .test_worked_example import SCRIPT, sessions
 
+# Most commands open the same tiny model.
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from tests.engine.tiny import PROMPTS, continued, held, open_model
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(shared_programs: None) -> Iterator[LLM]:
     with open_model() as llm:
         yield llm
 

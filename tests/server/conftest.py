@@ -14,6 +14,11 @@ def smol() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _shared_programs(shared_programs: None) -> None:
+    """The tests of the server open the same few models in many ways."""
+
+
 @pytest.fixture
 def client(smol: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{smol.url}/v1", api_key="none", max_retries=0) as client:
