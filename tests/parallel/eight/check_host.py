@@ -77,7 +77,7 @@ def bytes_on_host(llm: LLM) -> float:
 def same(golden: str, share: float, most: float = 1e-4, **more: Any) -> None:
     crosses = golden == "m2m100"
     context = 128 if crosses else 256
-    keys = {**more, "engine.slots": 2, "engine.context": context, "engine.prefill_chunk": 64}
+    keys = {**more, "engine.slots": 2, "engine.context": context}
     with opened(golden, **keys) as llm:
         whole = long_answers(llm)
     # Four blocks in all, so that a long sequence holds them all.
@@ -203,6 +203,7 @@ def test_streamed_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "engine.slots": 1,
         "engine.kv_tokens": 256,
         "engine.prefill_chunk": 16,
+        "engine.mixed_chunk": 16,
     }
     prompts = [list(range(5, 40))]
 

@@ -14,7 +14,7 @@ from jinfer.speculate.draft_model import DraftModel
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.speculative_decoding import SpeculativeDecoder
 from tests.families.tiny import close
-from tests.parallel.eight.models import GOLDENS, opened
+from tests.parallel.eight.models import FEW, GOLDENS, opened
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 from tests.speculate.heads import CASES
 from tests.speculate.test_heads import head_of, kept_by
@@ -133,7 +133,7 @@ def test_a_draft_model_beside_one_that_is_not_divided() -> None:
 def test_heads(name: str, devices: str, tmp_path: Path) -> None:
     """What layers of several stages give comes to the head's device."""
     case = CASES[name](tmp_path)
-    keys = {**KEYS, "engine.slots": 2, "engine.context": 128, "dtype": "float32"}
+    keys = {**KEYS, **FEW, "engine.slots": 2, "engine.context": 128, "dtype": "float32"}
     keys["partition.devices"] = devices
     prompts = ids(96, 9, 66)
     with LLM(case.source, **keys) as llm:

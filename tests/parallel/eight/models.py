@@ -13,6 +13,8 @@ from jinfer import LLM, SamplingParams
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 LENGTHS = (5, 24, 70)  # tokens of prompts; one is longer than a block
+# Prompts come in small chunks: each size of a batch is a program for each stage.
+FEW = {"engine.prefill_chunk": 32, "engine.mixed_chunk": 32}
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,12 @@ class Answers:
 
 
 def opened(golden: str, **keys: Any) -> LLM:
-    """A golden in float32; a plan's keys without their table.
-
-    Prompts come in small chunks: each size of a batch is a program for each stage.
-    """
-    few = {"engine.prefill_chunk": 32, "engine.mixed_chunk": 32}
+    """A golden in float32; a plan's keys without their table."""
     plan = {f"partition.{key}": value for key, value in keys.items() if "." not in key}
     rest = {key: value for key, value in keys.items() if "." in key}
     file = GOLDENS / golden / "model.bin"
     source = file if golden.startswith("llama2c") else GOLDENS / golden
-    return LLM(source, dtype="float32", **plan, **{**few, **rest})
+    return LLM(source, dtype="float32", **plan, **{**FEW, **rest})
 
 
 def prompts(llm: LLM) -> list[list[int]]:
