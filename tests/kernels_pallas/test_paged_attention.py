@@ -122,10 +122,14 @@ def test_whole_texts(backend: str) -> None:
     case.check(backend)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("position", [0, 62, 63, 64, 127, 128, 255, 319])
-def test_edges_of_blocks_and_splits(position: int) -> None:
-    Case(("f16", "q3"), ((2, position, 1),)).check()
-    Case(("f32", "f32"), ((2, position, 1),), window=64, dtype=jnp.float32).check()
+def test_edges_of_blocks_and_splits(position: int, windowed: bool) -> None:
+    run = ((2, position, 1),)
+    if windowed:
+        Case(("f32", "f32"), run, window=64, dtype=jnp.float32).check()
+    else:
+        Case(("f16", "q3"), run).check()
 
 
 @pytest.mark.parametrize("position", [3967, 3968, 3969])
@@ -222,13 +226,13 @@ def test_a_query_that_sees_nothing_gets_zeros(backend: str) -> None:
 
 
 @BACKENDS
-def test_queries_that_fp16_does_not_hold(backend: str) -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_queries_that_fp16_does_not_hold(scale: float, backend: str) -> None:
     """Rows of queries are scaled to it."""
-    for scale in (1e-6, 1e6):
-        case = Case(("q8", "q8"), ((0, 63, 1),), heads=(2, 1), dtype=jnp.float32)
-        case.q *= jnp.float32(1 / scale)
-        case.numbers["scale"] *= scale
-        case.check(backend)
+    case = Case(("q8", "q8"), ((0, 63, 1),), heads=(2, 1), dtype=jnp.float32)
+    case.q *= jnp.float32(1 / scale)
+    case.numbers["scale"] *= scale
+    case.check(backend)
 
 
 @pytest.mark.parametrize("group", [1, 3, 20])
