@@ -25,8 +25,9 @@ demo: $(VENV)/installed
 	"$(BIN)/python" -m jinfer.generate "$(SPEC)" --prompt "$(PROMPT)"
 
 # A file at a time to as many processes as there are cores, in the order that tests/conftest.py says;
-# four hold enough models in memory.
-TEST = "$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# four hold enough models in memory. Bytecode is written even where the environment says otherwise:
+# tests start Python many times.
+TEST = PYTHONDONTWRITEBYTECODE= "$(BIN)/python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-dev
 	$(TEST) --some-variants
