@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,17 +43,23 @@ def head_of(llm: LLM) -> HeadDrafter:
 def given_by(head: HeadDrafter, vectors: Floats) -> Floats:
     """A head's logits in places 0, 1, ... of TOKENS from the second one on."""
     count = len(vectors)
-    every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
-    tables = {group: jnp.arange(2, dtype=jnp.int32)[None] for group in head.programs.sizes.blocks}
-    at = ForwardBatch.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
     assert count <= 2 * BLOCK
-    module = head.model.module(head.parameters)
+
+    @jax.jit  # one program, where each operation would be one
+    def computed(parameters: Any, tokens: jax.Array, vectors: jax.Array) -> jax.Array:
+        every, zeros = jnp.arange(count, dtype=jnp.int32), jnp.zeros(count, jnp.int32)
+        groups = head.programs.sizes.blocks
+        tables = {group: jnp.arange(2, dtype=jnp.int32)[None] for group in groups}
+        at = ForwardBatch.flat(zeros, every, zeros[:1] + count, tables, zeros[:1])
+        module = head.model.module(parameters)
+        # In float32, which a head's own cache is not: it only drafts.
+        cache = zero_cache(head.model.caches, 2, jnp.float32)
+        out, _ = module.decode_all(tokens, at, cache, None, module.taken(vectors))
+        return out["logits"]
+
     tokens = on_device(AHEAD[:count], jnp.int32)
-    taken = module.taken(on_device(vectors, jnp.float32))
-    # In float32, which a head's own cache is not: it only drafts.
-    cache = zero_cache(head.model.caches, 2, jnp.float32)
-    out, _ = module.decode_all(tokens, at, cache, None, taken)
-    return np.asarray(out["logits"], np.float64)
+    given = on_device(vectors, jnp.float32)
+    return np.asarray(computed(head.parameters, tokens, given), np.float64)
 
 
 def kept_by(llm: LLM, head: HeadDrafter) -> Floats:
