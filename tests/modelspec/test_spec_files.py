@@ -162,8 +162,6 @@ def test_a_condition_may_ask_for_rows() -> None:
     [
         ({}, ["NewForCausalLM"], "no family is known for NewForCausalLM; write a specification"),
         ({}, [], "no family is known for a safetensors file without an architecture"),
-        ({"text_config": {"model_type": "unknown"}}, ["Mistral9ForConditionalGeneration"],
-         "no family is known for Mistral9ForConditionalGeneration"),
         ({}, ["GPT2LMHeadModel", "LlamaForCausalLM"], "several families match GPT2LMHeadModel, "
          "LlamaForCausalLM: gpt2, llama; name one in a spec"),
     ],
@@ -172,6 +170,13 @@ def test_no_family_is_found(config: dict[str, Any], architectures: list[str], re
     with pytest.raises(SpecError) as caught:
         find_family(facts(config), architectures, Path("folder"))
     assert one_line(caught.value, "folder").startswith(reason)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("mistral", "mistral3"), ("ministral3",) * 2])
+def test_a_condition_chooses_the_family(kind: str, family: str) -> None:
+    config = {"text_config": {"model_type": kind}}
+    found = find_family(facts(config), ["Mistral3ForConditionalGeneration"], Path("folder"))
+    assert found.stem == family
 
 
 def test_a_family_with_a_wrong_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""Models with recurrent blocks in the engine: in company, in pieces, from snapshots."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jinfer import LLM, SamplingParams
+from jinfer.modelspec.spec_errors import SpecError
+
+from .test_schedules import ALL, LAST, schedules
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+HYBRIDS = ("lfm2", "nemotron_h", "qwen3_5", "kimi_linear", "recurrent_gemma", "minimax")
+_RNG = np.random.default_rng(7)
+
+
+def tokens(count: int) -> list[int]:
+    return _RNG.integers(3, 250, count).tolist()
+
+
+def open_model(name: str, **overrides: Any) -> LLM:
+    return LLM(GOLDENS / name, **{"dtype": "float32", **overrides})
+
+
+def test_random_schedules() -> None:
+    schedules(GOLDENS / "lfm2", 256, 1, 3, LAST, dtype="float32")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_many_random_schedules(name: str) -> None:
+    schedules(GOLDENS / name, 256, 3, 5, ALL, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
+def test_bits_do_not_depend_on_chunks(name: str) -> None:
+    prompt, results = tokens(100), []
+    for chunk in (512, 64, 7, 1):
+        with open_model(name, **{"engine.prefill_chunk": chunk}) as llm:
+            results.append(llm.logits([prompt])[0])
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)
+
+
+@pytest.mark.parametrize("weights", ["f32", "q4"])
+def test_a_common_prompt_is_computed_once(weights: str) -> None:
+    common = tokens(150)
+    prompts = [common + tokens(20) for _ in range(8)]
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    bits = {} if weights == "f32" else {"quantization.weights": weights}
+    alone = []
+    for prompt in prompts[:3]:
+        with open_model("qwen3_5", **bits) as llm:
+            alone.append(llm.generate([prompt], params)[0].token_ids)
+    with open_model("qwen3_5", **{"engine.slots": 8}, **bits) as llm:
+        together = [answer.token_ids for answer in llm.generate(prompts, params)]
+        stats = llm.stats()
+    assert together[:3] == alone
+    computed = sum(map(len, prompts)) - stats.cached_tokens
+    assert computed <= len(common) + 64 + 8 * 20
+    assert stats.blocks_held == 0
+
+
+def test_drafts_are_refused() -> None:
+    with pytest.raises(SpecError, match="has a state, which cannot go back") as caught:
+        open_model("mamba2", **{"speculation.draft": "prompt_lookup"})
+    assert "decoder.0." in str(caught.value)
