@@ -81,6 +81,7 @@ ONE_IN = {
     "tests/test_goldens.py::test_hidden_states": 4,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "engine", "parallel", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
+    "tests/families/": 2,
     "tests/ops/": 5,
     "tests/sampling/": 5,
     "tests/kernels_pallas/": 8,
