@@ -11,6 +11,7 @@ import jax
 
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.kv_cache import STATE
 from jinfer.ops.thread_limit import cores
 from jinfer.weights.load_time import PER_PRODUCT, PER_WEIGHT
 from jinfer.weights.shared_arrays import same_arrays
@@ -63,9 +64,14 @@ def with_gptq(
         shapes = parameter_shapes(model)
         count = sum(prod(shapes[name]) for name in gptq_names(fed))
         few = count < _FEWEST or not spec.generates
-        if few or len(spec.stacks) != 1 or jax.process_count() > 1:
+        apart = len(spec.stacks) != 1 or jax.process_count() > 1 or _has_state(model)
+        if few or apart:
             return dict(storages)
     return fed
+
+
+def _has_state(model: AbstractModel) -> bool:
+    return any(shape.group == STATE for shape in model.caches.values())
 
 
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
@@ -94,6 +100,8 @@ def obstacle(
         return "an encoder-decoder reads two texts at a time"
     if not model.vocab:
         return "the model reads no tokens"
+    if _has_state(model):
+        return "it computes layers one by one, which recurrent blocks are not prepared for"
     names = gptq_names(storages)
     needed = _memory(model, names, tokens)
     if needed > free:

@@ -63,7 +63,21 @@ def test_a_common_prompt_is_computed_once(weights: str) -> None:
     assert stats.blocks_held == 0
 
 
+def test_error_feedback_gives_way() -> None:
+    """It runs single layers, without an engine's states."""
+    overrides = {"quantization.weights": "q4", "quantization.method": "feedback"}
+    with open_model("lfm2", **overrides) as llm:
+        answer = llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids
+    with open_model("lfm2", **(overrides | {"quantization.method": "search"})) as llm:
+        assert llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids == answer
+
+
 def test_drafts_are_refused() -> None:
     with pytest.raises(SpecError, match="has a state, which cannot go back") as caught:
         open_model("mamba2", **{"speculation.draft": "prompt_lookup"})
     assert "decoder.0." in str(caught.value)
+
+
+def test_a_draft_with_a_state_is_refused() -> None:
+    with pytest.raises(SpecError, match="of the draft has a state"):
+        open_model("hunyuan_dense", **{"speculation.draft": str(GOLDENS / "mamba2")})
