@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
+from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
@@ -265,6 +266,12 @@ def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     reason = ""
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
+    elif any(
+        isinstance(block.cached(), CachedState)
+        for layer in spec.decoder.layers
+        for _, block in layer.modules
+    ):
+        reason = "layers with a state keep it on their device; leave it out"
     elif all(CPU in stage.devices for stage in plan.stages):
         reason = "all stages are on the host, and so is all of the cache; leave it out"
     elif any(len(stage.devices) > 1 for stage in plan.stages):

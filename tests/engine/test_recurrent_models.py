@@ -78,6 +78,11 @@ def test_drafts_are_refused() -> None:
     assert "decoder.0." in str(caught.value)
 
 
+def test_a_cache_on_the_host_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"partition\.host_kv_cache: layers with a state"):
+        open_model("lfm2", **{"partition.host_kv_cache": 0.5})
+
+
 def test_a_draft_with_a_state_is_refused() -> None:
     with pytest.raises(SpecError, match="of the draft has a state"):
         open_model("hunyuan_dense", **{"speculation.draft": str(GOLDENS / "mamba2")})
