@@ -16,7 +16,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.forward_passes import Passes, encode, forward
 from jinfer.nn.abstract_model import Want
 
-Result = Literal["logits", "hidden", "pooled", "score"]
+Result = Literal["logits", "hidden", "pooled", "classes", "score"]
 
 
 def forward_results(
@@ -45,7 +45,9 @@ def forward_results(
         return [array[-1] for array in arrays] if last else arrays
     if want == "pooled":
         raise RequestError("the model has no pooler; use embed")
-    if want != "hidden" and not spec.generates:
+    if want == "classes" and want not in spec.decoder.head.results:
+        raise RequestError("the model has no head that gives classes")
+    if want not in ("hidden", "classes") and not spec.generates:
         raise RequestError(f"{NO_HEAD}; use embed or hidden")
     encoders: list[list[int]] = [[]] * len(texts)
     if session.engine.model.has_cross_attention:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jinfer.api.base_llm import BaseLLM
+from jinfer.api.classification import Classes, classification_of, classify, tokenize
 from jinfer.api.forward_results import forward_results
 from jinfer.api.generation_requests import (
     RequestKeywords,
@@ -276,6 +277,23 @@ class LLM(BaseLLM):
             normalize=normalize,
             token_type_ids=token_type_ids,
         )
+
+    def classify(self, texts: Prompts | Sequence[tuple[str, str]]) -> Classes:
+        """Scores of classes for each text, by the model's classification head.
+
+        Args:
+            texts: texts, lists of token ids, or pairs of texts, `[("query", "document")]`; longer
+                ones than the model reads are truncated at their end.
+
+        Returns:
+            `scores`, [texts, labels], as the head gives them (logits); `labels`, their names;
+            `probabilities`, [texts, labels], after the checkpoint's activation.
+
+        Raises:
+            RequestError: the model has no such head, or its tokenizer no form for pairs.
+        """
+        classification_of(self.session)
+        return classify(self.session, tokenize(self.session, texts))
 
     def fill_mask(self, text: Prompt, *, top: int = 5) -> list[list[TokenLogprob]]:
         """The likeliest tokens at each mask of a text, likeliest first.

@@ -22,7 +22,7 @@ from jinfer.modelspec.attention_blocks import (
     TemperatureSpec,
 )
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.bounded_types import NotNegative, Size, dim
+from jinfer.modelspec.bounded_types import Count, NotNegative, Size, dim
 from jinfer.modelspec.feed_forward_blocks import (
     ACTIVATION_ALIASES,
     Activation,
@@ -62,6 +62,7 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "BlockLinearSpec",
+    "ClassifierSpec",
     "ConcatSpec",
     "ConvSpec",
     "CrossAttentionSpec",
@@ -91,6 +92,7 @@ __all__ = [
     "RopeSpec",
     "SSMSpec",
     "ScaleSpec",
+    "SelectSpec",
     "SelectiveScanSpec",
     "ShiftSpec",
     "SinusoidalPositionsSpec",
@@ -209,6 +211,22 @@ class ConcatSpec(Block):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectSpec(Block):
+    """Some numbers of a vector, such as the logits of two tokens.
+
+    indices: which, from 0 on.
+    """
+
+    kind: Literal["select"]
+    indices: tuple[Count, ...]
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers it gives."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpreadSpec(Block):
     """Scatters logits of a reduced vocabulary to the whole one; other tokens are never sampled.
 
@@ -265,6 +283,22 @@ class PoolSpec(Block):
         return "" if (stack, part) == ("encoder", "head") else needs
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClassifierSpec(Block):
+    """A classification head: a projection to one number per class, in float32, never quantized.
+
+    outputs: how many classes there are.
+    """
+
+    kind: Literal["classifier"]
+    inputs: int = dim("hidden")
+    outputs: Size = 1
+    bias: bool = False
+
+    def misplaced(self, stack: str, part: str) -> str:
+        return "" if part == "head" else "a classification head, which only the head formula can"
+
+
 # The blocks of the language -> the Flax module of each, in `jinfer.nn`. A name, so that reading a
 # specification imports none.
 MODULES: dict[type[Block], str] = {
@@ -278,10 +312,12 @@ MODULES: dict[type[Block], str] = {
     LinearSpec: "projections.Linear.of",
     BlockLinearSpec: "projections.BlockLinear",
     ConcatSpec: "head_inputs.Concat",
+    SelectSpec: "pooling.Select",
     SpreadSpec: "head_inputs.VocabMap",
     HeadSpec: "projections.Head",
     ActivationSpec: "feed_forward.Activation",
     PoolSpec: "pooling.Pool",
+    ClassifierSpec: "pooling.Classifier",
     AttentionSpec: "attention_modules.Attention",
     CrossAttentionSpec: "attention_modules.CrossAttention",
     LatentAttentionSpec: "mla.LatentAttention",

@@ -121,7 +121,7 @@ def compile_formula(
         SpecError: syntax outside the subset, an unknown name or module, a wrong number or kind of
             arguments, arithmetic without a value, or a formula whose value is not a vector.
     """
-    text = _without(text, absent, path, key, head=ends is None)
+    text = _without(text, absent, inputs, path, key, head=ends is None)
     names = modules_called(text, path, key)
     scope = _CheckingScope(
         {n: _AbstractArray(n, sort) for n, sort in inputs.items()},
@@ -145,31 +145,56 @@ def compile_formula(
     return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
 
 
-def _without(text: str, absent: Collection[str], path: object, key: str, head: bool) -> str:
+def _without(
+    text: str,
+    absent: Collection[str],
+    inputs: Collection[str],
+    path: object,
+    key: str,
+    head: bool,
+) -> str:
     """The lines that call no absent module.
 
-    If a head has no such line, the absent module's argument becomes the result `hidden`: a decoder
-    stored without its vocabulary head still has hidden states.
+    Those of a head that read a name which only such lines assign are left out as well. If a head
+    has no such line, or the others use `hidden` and assign none, the absent module's argument
+    becomes that result: a decoder stored without its vocabulary head still has hidden states.
     """
     if not absent or not set(modules_called(text, path, key)) & set(absent):
         return text
-    lines = [
-        f"{target} = {ast.unparse(expression)}" if target else ast.unparse(expression)
-        for target, expression in _statements(text)
-        if not set(absent) & set(calls(expression))
-    ]
-    given = [
-        call.args[0]
-        for _, expression in _statements(text)
-        for call in ast.walk(expression)
-        if isinstance(call, ast.Call) and call.args
-        if isinstance(call.func, ast.Name) and call.func.id in absent
-    ]
-    if not lines and head and given:
-        lines = [f"hidden = {ast.unparse(given[-1])}"]  # the walk reaches the innermost call last
+    lines, hidden = list[str](), None
+    known, lost = {*inputs}, set[str]()
+    for target, expression in _statements(text):
+        if not set(absent) & set(calls(expression)) and not lost & _names(expression):
+            value = ast.unparse(expression)
+            lines.append(f"{target} = {value}" if target else value)
+            known.add(target)
+            lost.discard(target)
+            continue
+        lost |= {target} - known if head else set()
+        given = [
+            call.args[0]
+            for call in ast.walk(expression)
+            if isinstance(call, ast.Call) and call.args
+            if isinstance(call.func, ast.Name) and call.func.id in absent
+        ]
+        if given:  # the walk reaches the innermost call last
+            hidden = len(lines), f"hidden = {ast.unparse(given[-1])}"
+    if head and hidden is not None and (not lines or _needs_hidden(lines)):
+        lines.insert(*hidden)
     if not lines:
         raise SpecError(path, key, f"every line needs one of {', '.join(absent)}, left out by when")
     return "\n".join(lines)
+
+
+def _needs_hidden(lines: Iterable[str]) -> bool:
+    """Whether lines use `hidden`, and none of them assigns it."""
+    statements = _statements("\n".join(lines))
+    used = any("hidden" in _names(expression) for _, expression in statements)
+    return used and not any(target == "hidden" for target, _ in statements)
+
+
+def _names(expression: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
 
 
 _SHOWN = 24  # names that an error lists
@@ -263,8 +288,7 @@ def _run(text: str, scope: _EvaluationScope | _CheckingScope) -> Any:
     value = None
     for target, expression in _statements(text):
         value = evaluate(expression, scope)
-        if target:
-            scope.variables[target] = value
+        scope.variables[target or "logits"] = value
     return value
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
 from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
 from jinfer.modelspec.prompt_formats import Reasoning, ToolCalls
@@ -89,6 +90,7 @@ class ModelSpec:
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
     partition: PartitionSpec = field(default_factory=PartitionSpec)
     speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
+    classification: ClassificationSpec = field(default_factory=ClassificationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property

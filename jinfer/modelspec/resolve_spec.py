@@ -9,6 +9,7 @@ from typing import Any
 
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.classification_table import read_classification
 from jinfer.modelspec.family_match import check_match
 from jinfer.modelspec.model_spec import EngineSpec, ModelSpec, PromptSpec
 from jinfer.modelspec.omitted_modules import omitted_modules
@@ -40,7 +41,10 @@ from jinfer.modelspec.toml_tables import (
 STACKS = ("encoder", "decoder")
 _MODEL_TABLES = ("dims", "modules", *STACKS)  # tables that define the model
 _TEXTS = ("family", "weights", "tokenizer", "description")
-_SETTINGS = ("dtype", "prompt", "engine", "quantization", "partition", "speculation", "generation")
+_SETTINGS = (
+    *("dtype", "prompt", "engine", "quantization", "partition", "speculation"),
+    *("classification", "generation"),
+)
 _TRUST = ("trust", "trust_config")
 TOP_KEYS = (
     *_TEXTS,
@@ -139,6 +143,7 @@ def resolve(
         quantization=read_quantization(whole.get("quantization", {}), values),
         partition=read_partition(whole.get("partition", {}), values),
         speculation=read_speculation(whole.get("speculation", {}), values),
+        classification=read_classification(whole.get("classification", {}), values),
         generation=whole.get("generation", {}),
     )
     check_lost_keys(lost, whole, spec, values)

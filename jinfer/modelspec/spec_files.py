@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from jinfer.modelspec.toml_tables import Table, check_plain, nested
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.
 MAX_PARTS = 2000**2
+CLASSIFIES = "ForSequenceClassification"  # the end of an architecture's name
 _FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 
 
@@ -114,7 +115,7 @@ def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Pa
     Raises:
         SpecError: no family matches, or several do.
     """
-    called = frozenset(architectures)
+    called = frozenset(alias for name in architectures for alias in _without_task(name))
     words = ["llama2c"] if facts.format == "llama2c" else called
     found = [
         path
@@ -140,6 +141,14 @@ def find_family(facts: CheckpointFacts, architectures: Sequence[str], source: Pa
         )
     names = ", ".join(path.stem for path in found)
     raise SpecError(source, "", f"several families match {what}: {names}; name one in a spec")
+
+
+def _without_task(architecture: str) -> Iterator[str]:
+    """An architecture, and of a model that classifies texts those of its family."""
+    yield architecture
+    if architecture.endswith(CLASSIFIES):
+        stem = architecture.removesuffix(CLASSIFIES)
+        yield from (f"{stem}{task}" for task in ("Model", "ForCausalLM"))
 
 
 def _may_match(path: Path, words: Iterable[str]) -> bool:

@@ -17,9 +17,19 @@ from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value
-from jinfer.modelspec.toml_tables import Table, as_table, check_keys, merge, strings_in
+from jinfer.modelspec.toml_tables import (
+    Table,
+    as_table,
+    check_keys,
+    check_text,
+    merge,
+    strings_in,
+)
 
-STACK_KEYS = ("layers", "stem", "layer", "head", "modules", "variants", "pattern", "follows")
+STACK_KEYS = (
+    *("layers", "stem", "layer", "head", "classes"),
+    *("modules", "variants", "pattern", "follows"),
+)
 # Levels of the module tree that the names of parameters omit.
 RESERVED = ("shared", "stacks", "layers", "modules", "value")
 _INPUTS: dict[str, dict[str, ArrayKind]] = {
@@ -109,7 +119,8 @@ def read_stack(
         follows = read_follows(given, hidden, values, where_follows)
         outer = replace(outer, inputs={"hidden": "vectors"})
     stem, stem_modules = outer.compile("stem", table.get("stem"))
-    head, head_modules = replace(outer, inputs={}).compile("head", table.get("head"))
+    head_text = _with_classes(table, path, name)
+    head, head_modules = replace(outer, inputs={}).compile("head", head_text)
     layers, made = [], dict[tuple[str, Any], LayerSpec]()
     for i, variant in enumerate(chosen):
         content = variants[variant]
@@ -131,8 +142,8 @@ def read_stack(
         follows,
     )
     called = set[str]()
-    for part in ("stem", "head"):
-        called |= set(formula.modules_called(table[part], path, f"{name}.{part}"))
+    for part, text in (("stem", table["stem"]), ("head", head_text)):
+        called |= set(formula.modules_called(text, path, f"{name}.{part}"))
     if follows is not None:
         called |= set(follows.hidden.calls)
     for variant, content in variants.items():
@@ -145,6 +156,20 @@ def read_stack(
     }
     check_called(_present(uncalled, where, values)[0], called, path, where)
     return stack, called & shared.keys()
+
+
+def _with_classes(table: Mapping[str, Any], path: object, name: str) -> Any:
+    """The text of a stack's head, with the line that `classes` adds to it.
+
+    A key of its own, so that a table laid over any family can add one.
+    """
+    head = table.get("head")
+    if "classes" not in table or not isinstance(head, str):
+        return head
+    classes = check_text(table["classes"], path, f"{name}.classes").strip()
+    if "\n" in classes:
+        raise SpecError(path, f"{name}.classes", "has several lines; write one expression")
+    return f"{head.strip()}\nclasses = {classes}"
 
 
 def _check_names(modules: Iterable[str], key: str, path: object) -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from jinfer.guard.disk_cache import DiskCache
     from jinfer.nn.transformer import Model
 
-# Results per token; "pooled" per text.
-Want = Literal["logits", "hidden", "pooled"]
+# Results per token; of an encoder "pooled" and "classes" per text.
+Want = Literal["logits", "hidden", "pooled", "classes"]
 
 
 @dataclass(eq=False)

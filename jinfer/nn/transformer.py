@@ -297,7 +297,7 @@ class Model(nnx.Module):
         last: Int[Array, " chosen"] | None = None,
         hidden: Float[Array, "tokens hidden"] | None = None,
     ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
-        """The decoder's forward pass over a flat batch: "logits" and "hidden".
+        """The decoder's forward pass over a flat batch: "logits", "hidden", and "classes" if any.
 
         Args:
             tokens: new tokens of any sequences.
@@ -313,7 +313,8 @@ class Model(nnx.Module):
         if last is not None:
             x = x[:, last]
         results = stack.results(x, batch, self.shared)
-        return {name: results[name][0] for name in ("logits", "hidden")}, cache
+        named = ("logits", "hidden", *({"classes"} & results.keys()))
+        return {name: results[name][0] for name in named}, cache
 
     def encode(
         self,

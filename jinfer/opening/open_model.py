@@ -14,6 +14,7 @@ from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.chat_prompt import Conversation
+from jinfer.opening.classification_config import ClassificationConfig, find_classification
 from jinfer.opening.compute_settings import (
     activation_type,
     compute_dtype,
@@ -43,6 +44,7 @@ class Opened:
         tokenizer: None where the checkpoint has none.
         conversation: how messages become a prompt.
         pooling: how vectors of tokens become one.
+        classification: how scores of classes are read; None without a head for them.
         defaults: of `SamplingParams`, from `[generation]` and generation_config.json.
         context: tokens a sequence may have.
         dtype: of weights and computation.
@@ -57,6 +59,7 @@ class Opened:
     tokenizer: Tokenizer | None
     conversation: Conversation
     pooling: PoolingSpec
+    classification: ClassificationConfig | None
     defaults: Mapping[str, Any]
     context: int
     dtype: str
@@ -97,6 +100,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         tokenizer=tokenizer,
         conversation=Conversation.of(spec, words, files.config),
         pooling=find_pooling(spec, checkpoint, files.config),
+        classification=find_classification(spec, checkpoint, files.config),
         defaults=defaults,
         context=context_length(spec),
         dtype=compute_dtype(spec.dtype),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,11 +11,13 @@ from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.modelspec.spec_files import find_family, format_table, with_families
+from jinfer.modelspec.spec_files import CLASSIFIES, find_family, format_table, with_families
 from jinfer.modelspec.spec_values import MissingKey, row_counter
 from jinfer.opening.model_files import ModelFiles, check_enclosed
 from jinfer.opening.unused_config import consequences, unread
 from jinfer.weights.infer_from_tensors import infer_from_tensors, missing_heads
+
+RANK = 4  # llama.cpp's pooling type of models that score pairs of texts
 
 
 def resolve_model(
@@ -34,6 +36,8 @@ def resolve_model(
     looked_up = set[str]()
     facts, families = _facts(files, looked_up), _families(files)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
+    if _classifies(files, facts, families):
+        tables.insert(1, format_table("classifier"))
     spec = resolve(tables, str(files.path), facts, base)
     if absent := missing_heads(spec, files.checkpoint):
         tables.append({"modules": {name: {"when": False} for name in absent}})
@@ -61,6 +65,18 @@ def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
     for table in tables if files.enclosed else ():
         check_enclosed(files.path, "family", table.get("family"))
     return [*tables]
+
+
+def _classifies(
+    files: ModelFiles, facts: CheckpointFacts, families: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether it is a decoder with a head for classes, of which its family says nothing."""
+    if any("encoder" in table or "classes" in table.get("decoder", {}) for table in families):
+        return False
+    if files.checkpoint.format == "gguf":
+        key = f"{files.config.get('general.architecture', '')}.pooling_type"
+        return files.config.get(key) == RANK and facts.has("cls.output.weight")
+    return any(name.endswith(CLASSIFIES) for name in files.architectures)
 
 
 def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:

@@ -139,6 +139,8 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._literal
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        if self.backend.post_processor is None:  # of a vocabulary that says nothing of pairs
+            return super().encode_pair(first, second)
         with library_errors(self._path, "cannot encode these texts"):
             encoded = self.backend.encode(valid_text(first), valid_text(second))
         return encoded.ids, encoded.type_ids

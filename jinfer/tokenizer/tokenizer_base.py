@@ -203,10 +203,13 @@ class Tokenizer(ABC):
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Ids and token types (0 first, 1 second) of a text pair.
 
-        Raises:
-            TokenizerError: this tokenizer does not support pairs.
+        A vocabulary that says nothing of pairs has each text framed as if it were alone; where a
+        text is framed on both sides the second one begins with its end, as of RoBERTa.
         """
-        raise TokenizerError(f"a {type(self).__name__} has no form for a pair of texts")
+        prefix, suffix = self.special.prefix, self.special.suffix
+        one, other = (self._encode(valid_text(text), True) for text in (first, second))
+        ids = [*prefix, *one, *suffix, *(suffix or prefix if prefix else ()), *other, *suffix]
+        return ids, [0] * len(ids)
 
     def language_id(self, language: str) -> int:
         """The id of a language's token, with which a translation into it starts."""

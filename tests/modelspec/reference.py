@@ -19,6 +19,7 @@ from jinfer.modelspec.blocks import (
     RopeScalingSpec,
     TemperatureSpec,
 )
+from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.model_spec import EngineSpec, PromptSpec
 from jinfer.modelspec.partition_table import MeshSpec, PartitionSpec
 from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
@@ -47,6 +48,7 @@ def reference() -> dict[str, str]:
         "mesh": _table(MeshSpec),
         "speculation": _table(SpeculationSpec),
         "draft": _table(DraftSpec),
+        "classification": _table(ClassificationSpec),
         "activations": ", ".join(
             f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
         ),
@@ -132,7 +134,8 @@ def _option(option: Any) -> str:
         return ", ".join(f"`{word}`" for word in get_args(option))
     if get_origin(option) is tuple:
         of_tables = dataclasses.is_dataclass(get_args(option)[0])
-        return "a list of tables" if of_tables else "a list of numbers"
+        of_texts = get_args(option)[0] is str
+        return f"a list of {'tables' if of_tables else 'texts' if of_texts else 'numbers'}"
     if dataclasses.is_dataclass(option):
         kind = get_type_hints(option).get("kind")
         kinds = " or ".join(f"`{word}`" for word in get_args(kind))

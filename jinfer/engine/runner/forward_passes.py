@@ -50,12 +50,12 @@ def run_to_end[T](engine: EngineCore, passes: Passes[T]) -> T:
 def forward(
     engine: EngineCore,
     prompt: Sequence[int],
-    want: Literal["logits", "hidden", "score", "ranked"],
+    want: Literal["logits", "hidden", "classes", "score", "ranked"],
     encoder: Sequence[int] = (),
     *,
     last: bool = False,
 ) -> Passes[Any]:
-    """Logits or last hidden states of every token of a decoder's prompt, or its scores.
+    """Logits, hidden states or classes of every token of a decoder's prompt, or its scores.
 
     A score is the log-probability of a token batch those before it; the first token has none.
     "ranked" gives the scores, the likeliest ids at each position and their log-probabilities.
@@ -151,7 +151,7 @@ def encode(
     types: Sequence[Sequence[int]],
     want: Want,
 ) -> Passes[list[Float[np.ndarray, ...]]]:
-    """The encoder's result for each text: [tokens, width], or [width] for "pooled".
+    """The encoder's result for each text: [tokens, width]; [width] for "pooled" and "classes".
 
     Args:
         types: token types, one list per text.
@@ -172,7 +172,8 @@ def encode(
         program = yield from _program(engine, StepKey("encode", size, rows=rows, want=want))
         out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
         results += [
-            out[i] if want == "pooled" else out[i, : len(text)] for i, text in enumerate(batch)
+            out[i] if want in ("pooled", "classes") else out[i, : len(text)]
+            for i, text in enumerate(batch)
         ]
     return results
 

@@ -69,6 +69,10 @@ def _sizes(block: Any) -> tuple[list[str], set[str]]:
             return [block.function], {"function"}
         case blocks.PoolSpec():
             return [f"{block.take} token" if block.take != "mean" else "mean of tokens"], {"take"}
+        case blocks.SelectSpec():
+            return [", ".join(map(str, block.indices))], {"indices"}
+        case blocks.ClassifierSpec():
+            return [f"{block.inputs} → {block.outputs} classes"], {"inputs", "outputs"}
     return [], set()
 
 

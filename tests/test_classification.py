@@ -1,0 +1,252 @@
+"""Classification heads: against transformers' scores, and other forms of heads in NumPy."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from scipy.special import erf
+
+from jinfer import LLM, AsyncLLM, RequestError
+from tests.families.tiny import random_tensors
+
+GOLDENS = Path(__file__).parent / "goldens"
+TOLERANCE = 2e-4
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+
+type Floats = np.ndarray
+type Tensors = dict[str, np.ndarray]
+
+
+def asked(name: str) -> list[list[int]]:
+    """The prompts of a golden, without padding: the short ones, then the long one."""
+    with np.load(GOLDENS / name / "expected.npz") as values:
+        mask = values["attention_mask"].astype(bool)
+        texts = [row[m].tolist() for row, m in zip(values["input_ids"], mask, strict=True)]
+        return [*texts, values["long_input_ids"][0].tolist()]
+
+
+@pytest.mark.parametrize("name", ["bert_cls", "qwen3_cls"])
+@pytest.mark.parametrize("config", ["config.json", "config.v5.json"])
+def test_goldens(name: str, config: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    shutil.copytree(GOLDENS / name, folder)
+    if config != "config.json":
+        shutil.copy(folder / config, folder / "config.json")
+    with np.load(folder / "expected.npz") as values:
+        wanted = np.concatenate([values["scores"], values["long_scores"]])
+    llm = LLM(folder, dtype="float32")
+    got = llm.classify(asked(name))
+    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got.probabilities, 1 / (1 + np.exp(-wanted)), rtol=0, atol=1e-4)
+    assert (got.labels, got.best) == (("LABEL_0",), ["LABEL_0"] * 3)
+    alone = [llm.classify([ids]).scores[0] for ids in asked(name)]
+    if name == "qwen3_cls":  # in any company, to the bit; XLA's tanh of the other is not
+        np.testing.assert_array_equal(got.scores, alone)
+    np.testing.assert_allclose(got.scores, alone, rtol=0, atol=1e-6)
+    with pytest.raises(RequestError, match=r"no decoder|no vocabulary head"):
+        llm.generate(asked(name))
+
+
+def dense(x: Floats, t: Tensors, name: str) -> Floats:
+    return x @ t[f"{name}.weight"].T + t.get(f"{name}.bias", 0)
+
+
+def gelu(x: Floats) -> Floats:
+    return x * (1 + erf(x / np.sqrt(2))) / 2
+
+
+def modernbert(h: Floats, t: Tensors) -> Floats:
+    x = gelu(dense(h.mean(axis=0), t, "head.dense"))
+    x = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * t["head.norm.weight"]
+    return dense(x, t, "classifier")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A head on the layers of a golden.
+
+    Attributes:
+        golden: the checkpoint whose layers it takes.
+        architecture: what config.json calls it.
+        drop: beginnings of the tensors that such a checkpoint does not have.
+        head: the head's matrices, [outputs, inputs]; with a bias unless called score.
+        score: the head in NumPy, of the last hidden states of a text.
+        config: further keys.
+    """
+
+    golden: str
+    architecture: str
+    drop: tuple[str, ...]
+    head: dict[str, tuple[int, int]]
+    score: Callable[[Floats, Tensors], Floats]
+    config: dict[str, Any]
+
+
+def last(h: Floats, t: Tensors) -> Floats:
+    return dense(h[-1], t, "score")
+
+
+def roberta(h: Floats, t: Tensors) -> Floats:
+    return dense(np.tanh(dense(h[0], t, "classifier.dense")), t, "classifier.out_proj")
+
+
+TWO_LAYERS = {"classifier.dense": (64, 64), "classifier.out_proj": (3, 64)}
+FORMS = [
+    Form(
+        "bert", "BertForSequenceClassification", ("cls.",), {"classifier": (3, 64)},
+        lambda h, t: dense(np.tanh(dense(h[0], t, "bert.pooler.dense")), t, "classifier"), {},
+    ),
+    Form("roberta", "RobertaForSequenceClassification", ("lm_head.",), TWO_LAYERS, roberta, {}),
+    Form("roberta", "XLMRobertaForSequenceClassification", ("lm_head.",), TWO_LAYERS, roberta, {}),
+    Form("mpnet", "MPNetForSequenceClassification", ("lm_head.",), TWO_LAYERS, roberta, {}),
+    Form(
+        "distilbert", "DistilBertForSequenceClassification", ("vocab_",),
+        {"pre_classifier": (64, 64), "classifier": (3, 64)},
+        lambda h, t: dense(np.maximum(dense(h[0], t, "pre_classifier"), 0), t, "classifier"), {},
+    ),
+    Form(
+        "probe_modernbert_rope", "ModernBertForSequenceClassification", ("decoder.",),
+        {"classifier": (3, 64)}, modernbert, {"classifier_pooling": "mean"},
+    ),
+    Form("llama2", "LlamaForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
+    Form("mistral", "MistralForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
+    Form("qwen15", "Qwen2ForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
+    Form("gemma2", "Gemma2ForSequenceClassification", ("lm_head",), {"score": (3, 48)}, last, {}),
+    Form("gpt2", "GPT2ForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
+]  # fmt: skip
+
+
+def with_head(form: Form, folder: Path, **config: Any) -> Tensors:
+    """Writes a checkpoint of that form; its tensors."""
+    source = GOLDENS / form.golden
+    tensors: Tensors = {}
+    for file in sorted(source.glob("*.safetensors")):
+        tensors |= {
+            name: values
+            for name, values in load_file(file).items()
+            if not name.startswith(form.drop)
+        }
+    shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": size for n, size in form.head.items()}
+    shapes |= {f"{n}.bias": size[:1] for n, size in form.head.items() if n != "score"}
+    tensors |= random_tensors(shapes)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((source / "config.json").read_text()) | form.config
+    labels = {"id2label": {"0": "bad", "1": "so so", "2": "good"}}
+    told |= {"architectures": [form.architecture], **labels, **config}
+    (folder / "config.json").write_text(json.dumps(told))
+    return tensors
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.architecture)
+def test_heads(form: Form, tmp_path: Path) -> None:
+    tensors = with_head(form, tmp_path / "model")
+    llm = LLM(tmp_path / "model", dtype="float32")
+    texts = asked(form.golden)[:2]
+    got = llm.classify(texts)
+    wanted = np.stack([form.score(h, tensors) for h in llm.hidden(texts)])
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
+    assert got.labels == ("bad", "so so", "good")
+    assert got.best == [got.labels[i] for i in wanted.argmax(axis=1)]
+    np.testing.assert_allclose(got.probabilities.sum(axis=1), 1, atol=1e-5)
+
+
+def with_words(folder: Path) -> None:
+    """Writes a WordPiece vocabulary of letters."""
+    vocabulary = [*WORDS, *(f"word{i}" for i in range(256 - len(WORDS)))]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+
+
+def test_pairs_and_their_types(tmp_path: Path) -> None:
+    """A pair is read as [CLS] a [SEP] b [SEP], with a type for each text."""
+    folder = tmp_path / "model"
+    with_head(FORMS[0], folder)
+    with_words(folder)
+    llm = LLM(folder, dtype="float32")
+    cls, sep, a, b = (WORDS.index(word) for word in ("[CLS]", "[SEP]", "a", "b"))
+    ids, types = [cls, a, a, sep, b, sep], [0, 0, 0, 0, 1, 1]
+    pooled = llm.pooled([ids], token_type_ids=[types])
+    tensors = load_file(folder / "model.safetensors")
+    wanted = dense(pooled, tensors, "classifier")
+    got = llm.classify([("a a", "b")])
+    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
+    other = asyncio.run(AsyncLLM(llm).classify(["a", ("a a", "b")]))
+    np.testing.assert_allclose(other.scores[1:], got.scores, rtol=0, atol=1e-6)
+    long = llm.classify([("a", "b " * 1000)])  # the document's end is cut off
+    short = llm.classify([("a", "b " * (llm.context - 4))])
+    np.testing.assert_array_equal(long.scores, short.scores)
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        ({"problem_type": "multi_label_classification"}, lambda x: 1 / (1 + np.exp(-x))),
+        ({"problem_type": "regression"}, lambda x: x),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, lambda x: x),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+            lambda x: 1 / (1 + np.exp(-x)),
+        ),
+    ],
+)
+def test_activations(
+    config: dict[str, Any], activation: Callable[[Floats], Floats], tmp_path: Path
+) -> None:
+    with_head(FORMS[0], tmp_path / "model", **config)
+    got = LLM(tmp_path / "model", dtype="float32").classify([[2, 5, 6, 3]])
+    np.testing.assert_allclose(got.probabilities, activation(got.scores), rtol=1e-5)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with_head(FORMS[0], folder, problem_type="odd")
+    with pytest.raises(ValueError, match=r"config.json: problem_type is 'odd'; .*regression"):
+        LLM(folder)
+    with_head(FORMS[0], tmp_path / "b")
+    settings = {"classification.labels": ["one"]}
+    with pytest.raises(ValueError, match=r"classification.labels: has 1 names for 3 classes"):
+        LLM(tmp_path / "b", **settings)
+    with pytest.raises(ValueError, match=r"has {document} 0 times"):
+        LLM(tmp_path / "b", **{"classification.pair": "{query}"})
+    llm = LLM(GOLDENS / "bert", dtype="float32")
+    with pytest.raises(RequestError, match="no head that gives classes"):
+        llm.classify([[1, 2]])
+    with pytest.raises(ValueError, match=r"classification: is for a model with a head"):
+        LLM(GOLDENS / "bert", **{"classification.labels": ["one"]})
+
+
+def test_two_tokens_as_classes(tmp_path: Path) -> None:
+    """A language model whose answer is one of two tokens, and a text that a pair becomes."""
+    spec = tmp_path / "model.toml"
+    spec.write_text(f"""
+family = "qwen3"
+weights = "{GOLDENS / "qwen3"}"
+dtype = "float32"
+
+[decoder]
+classes = "pick(logits(norm(x)))"
+
+[decoder.modules]
+pick = {{ kind = "select", indices = [40, 7] }}
+
+[classification]
+labels = ["yes", "no"]
+relevance = 0
+pair = "Q: {{query}} D: {{document}} A:"
+""")
+    llm = LLM(spec)
+    texts = asked("qwen3")
+    logits = np.stack(llm.logits(texts, last=True))[:, [40, 7]]
+    got = llm.classify(texts)
+    np.testing.assert_allclose(got.scores, logits, rtol=0, atol=1e-5)
+    yes = 1 / (1 + np.exp(logits[:, 1] - logits[:, 0]))
+    np.testing.assert_allclose(got.probabilities[:, 0], yes, rtol=1e-4)
+    assert llm.generate(texts[:1], max_tokens=2)[0].token_ids  # it goes on writing, too
