@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -178,7 +179,8 @@ def test_pairs_and_their_types(tmp_path: Path) -> None:
     wanted = dense(pooled, tensors, "classifier")
     got = llm.classify([("a a", "b")])
     np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
-    other = asyncio.run(AsyncLLM(llm).classify(["a", ("a a", "b")]))
+    both: Any = ["a", ("a a", "b")]
+    other = asyncio.run(AsyncLLM(llm).classify(both))
     np.testing.assert_allclose(other.scores[1:], got.scores, rtol=0, atol=1e-6)
     long = llm.classify([("a", "b " * 1000)])  # the document's end is cut off
     short = llm.classify([("a", "b " * (llm.context - 4))])
@@ -211,16 +213,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json: problem_type is 'odd'; .*regression"):
         LLM(folder)
     with_head(FORMS[0], tmp_path / "b")
-    settings = {"classification.labels": ["one"]}
+    settings: dict[str, Any] = {"classification.labels": ["one"]}
     with pytest.raises(ValueError, match=r"classification.labels: has 1 names for 3 classes"):
         LLM(tmp_path / "b", **settings)
+    pair: dict[str, Any] = {"classification.pair": "{query}"}
     with pytest.raises(ValueError, match=r"has {document} 0 times"):
-        LLM(tmp_path / "b", **{"classification.pair": "{query}"})
+        LLM(tmp_path / "b", **pair)
     llm = LLM(GOLDENS / "bert", dtype="float32")
     with pytest.raises(RequestError, match="no head that gives classes"):
         llm.classify([[1, 2]])
     with pytest.raises(ValueError, match=r"classification: is for a model with a head"):
-        LLM(GOLDENS / "bert", **{"classification.labels": ["one"]})
+        LLM(GOLDENS / "bert", **settings)
 
 
 def test_two_tokens_as_classes(tmp_path: Path) -> None:
@@ -250,3 +253,57 @@ pair = "Q: {{query}} D: {{document}} A:"
     yes = 1 / (1 + np.exp(logits[:, 1] - logits[:, 0]))
     np.testing.assert_allclose(got.probabilities[:, 0], yes, rtol=1e-4)
     assert llm.generate(texts[:1], max_tokens=2)[0].token_ids  # it goes on writing, too
+
+
+def ranker(folder: str, path: Path, tensors: Tensors, **texts: str) -> LLM:
+    """A golden's GGUF with rank pooling and a head, as llama.cpp's converter writes one."""
+    source = gguf.GGUFReader(GOLDENS / folder / "model.gguf")
+    named = source.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, named)
+    for name, each in source.fields.items():
+        if not name.startswith("GGUF.") and not name.endswith((".architecture", "pooling_type")):
+            kind, *of = each.types
+            value = each.contents()
+            if name == "tokenizer.ggml.tokens" and named == "qwen3":
+                value[100:195] = ["Ġ", *map(chr, range(33, 127))]
+            writer.add_key_value(name, value, kind, of[-1] if of else None)
+    writer.add_uint32(f"{named}.pooling_type", 4)
+    for name, text in texts.items():
+        writer.add_string(name.replace("__", "."), text)
+    writer.add_array(f"{named}.classifier.output_labels", ["yes", "no"])
+    for tensor in source.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return LLM(path, dtype="float32")
+
+
+def test_a_gguf_encoder_that_ranks(tmp_path: Path) -> None:
+    shapes = {"cls.weight": (48, 48), "cls.bias": (48,), "cls.output.weight": (2, 48)}
+    tensors = random_tensors({**shapes, "cls.output.bias": (2,)})
+    llm = ranker("gguf_minilm", tmp_path / "model.gguf", tensors)
+    texts = asked("minilm")[:2]
+    pooled = [np.tanh(dense(h[0], tensors, "cls")) for h in llm.hidden(texts)]
+    wanted = dense(np.stack(pooled), tensors, "cls.output")
+    got = llm.classify(texts)
+    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
+    assert got.labels == ("yes", "no")
+
+
+def test_a_gguf_decoder_that_ranks(tmp_path: Path) -> None:
+    """Qwen3-Reranker as llama.cpp converts it: rows of its vocabulary head, and a prompt."""
+    tensors = random_tensors({"cls.output.weight": (2, 64)})
+    prompt = "Q: {query} D: {document}"
+    keys = {"tokenizer__chat_template__rerank": prompt}
+    llm = ranker("gguf_qwen3", tmp_path / "model.gguf", tensors, **keys)
+    ids = llm.encode("Q: who D: a bird")
+    wanted = dense(llm.hidden([ids])[0][-1:], tensors, "cls.output")
+    got = llm.classify([("who", "a bird")])
+    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got.probabilities.sum(axis=1), 1, atol=1e-6)
+    assert llm.session.opened.classification is not None
+    assert llm.session.opened.classification.relevance == 0

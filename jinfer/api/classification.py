@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,10 +107,8 @@ def is_pair(given: object) -> bool:
 
 def tokenize(session: Session, given: object) -> list[TypedTokens]:
     """Tokenizes texts, token ids and pairs; arguments as `LLM.classify`. Raises `RequestError`."""
-    listed = [given] if isinstance(given, str) else given
-    if not isinstance(listed, list | tuple) or any(not is_pair(one) for one in listed):
-        pairs = isinstance(listed, list | tuple) and any(map(is_pair, listed))
-        listed = list(listed) if pairs else parse_prompts(given)
+    paired = isinstance(given, list | tuple) and any(map(is_pair, given))
+    listed: list[Any] = list(cast("Any", given)) if paired else parse_prompts(given)
     found = []
     for one in listed:
         if is_pair(one):

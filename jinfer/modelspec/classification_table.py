@@ -71,5 +71,6 @@ def class_count(stack: StackSpec, shared: tuple[tuple[str, Block], ...]) -> int 
         if target == "classes":
             called = (n.func for n in ast.walk(expression) if isinstance(n, ast.Call))
             blocks = (known.get(f.id) for f in called if isinstance(f, ast.Name))
-            return next((b.outputs for b in blocks if hasattr(b, "outputs")), None)
+            sizes = (getattr(block, "outputs", None) for block in blocks)
+            return next((size for size in sizes if size is not None), None)
     return None
