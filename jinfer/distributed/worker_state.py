@@ -196,7 +196,7 @@ class WorkerState:
 
         def run(number: int, x: Any) -> Any:
             stage = self.local_stages[number]
-            hidden, encoder = None if x is None else stage.device_group.replicate(x), made[number]
+            hidden, encoder = jax.tree.map(stage.device_group.replicate, x), made[number]
             if encoder is None:  # no layers of the encoder
                 return hidden
             return encoder.program(self.leaves[stage.leaves], hidden, *texts)

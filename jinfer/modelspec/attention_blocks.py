@@ -104,6 +104,10 @@ class AttentionSpec(Block):
     out_norm: normalization of the heads' outputs, `attn.out_norm`, before the gate and `o`.
     gate: gate on the heads' outputs, `attn.gate`, before `o`.
     differential: half of the heads are subtracted from the others.
+    v_norm: normalization of the values, `attn.v_norm`.
+    tied_values: the values are the keys before their norm and rotation; there is no `v`.
+    kv_layer: number of an earlier layer, whose attention of the same name has the keys and values
+        (KV sharing, arXiv 2405.12981); none: it has its own.
     """
 
     kind: Literal["attention"]
@@ -126,6 +130,9 @@ class AttentionSpec(Block):
     out_norm: HeadNormSpec | None = None
     gate: OutputGateSpec | None = None
     differential: DifferentialSpec | None = None
+    v_norm: HeadNormSpec | None = None
+    tied_values: bool = False
+    kv_layer: Count | None = None
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.
@@ -143,6 +150,10 @@ class AttentionSpec(Block):
             return "chunk", "excludes a window"
         if self.chunk is not None and not isinstance(self.position, RopeSpec | None):
             return "chunk", f"excludes {self.position.kind} positions"
+        if self.tied_values and (self.kv_layer is not None or self.value_width != self.head_dim):
+            return "tied_values", "needs keys of its own, as wide as the values"
+        if self.kv_layer is not None and (self.differential is not None or self.v_norm is not None):
+            return "kv_layer", "excludes differential and v_norm"
         if self.differential is not None and (self.kv_heads % 2 or self.out_norm or self.gate):
             return "differential", "needs an even number of kv_heads, neither out_norm nor gate"
         return None
@@ -152,13 +163,17 @@ class AttentionSpec(Block):
         """Dimensions of each value head."""
         return self.value_dim or self.head_dim
 
-    def cached(self) -> CachedVectors:
+    def cached(self) -> CachedVectors | None:
+        if self.kv_layer is not None:
+            return None
         width = self.value_width * (2 if self.differential is not None else 1)
         return CachedVectors(self.kv_heads, self.head_dim, width, self.window or self.chunk)
 
     def misplaced(self, stack: str, part: str) -> str:
         if self.chunk is not None and stack != "decoder":
             return "an attention in chunks, which only a decoder can"
+        if self.kv_layer is not None and (stack, part) != ("decoder", "layer"):
+            return "an attention to another's keys, which only the layers of a decoder can"
         if isinstance(self.position, DisentangledSpec) and stack != "encoder":
             return "an attention with disentangled positions, which only an encoder can"
         return ""
@@ -166,13 +181,20 @@ class AttentionSpec(Block):
     def undividable(self) -> str:
         if self.differential is not None:
             return "half of its heads are subtracted from the others; divide by layers"
-        norms = self.qk_norm, self.out_norm
+        norms = self.qk_norm, self.out_norm, self.v_norm
         if any(norm is not None and norm.over == "width" for norm in norms):
             return (
                 "its norm is over all heads together, so its heads cannot be "
                 "divided; divide by layers"
             )
         return ""
+
+    def shares_with(self, owner: Block | None) -> bool:
+        """Whether it can attend to the keys and values of another attention."""
+        if not isinstance(owner, AttentionSpec):
+            return False
+        fields = ("kv_heads", "head_dim", "value_width", "window", "chunk", "position")
+        return all(getattr(self, field) == getattr(owner, field) for field in fields)
 
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""

@@ -51,6 +51,7 @@ from jinfer.modelspec.recurrent_blocks import (
     SSMSpec,
     WKVSpec,
 )
+from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
 
 __all__ = [
     "ACTIVATION_ALIASES",
@@ -82,12 +83,15 @@ __all__ = [
     "LinearAttentionSpec",
     "LinearSpec",
     "MLPSpec",
+    "MixSpec",
     "MoESpec",
     "OutputGateSpec",
     "PoolSpec",
     "QKNormSpec",
     "RMSNormSpec",
     "RelativeBiasSpec",
+    "RepeatSpec",
+    "RescaleSpec",
     "RopeScalingSpec",
     "RopeSpec",
     "SSMSpec",
@@ -97,6 +101,7 @@ __all__ = [
     "ShiftSpec",
     "SinusoidalPositionsSpec",
     "SpreadSpec",
+    "SumSpec",
     "TemperatureSpec",
     "WKVSpec",
 ]
@@ -313,6 +318,10 @@ MODULES: dict[type[Block], str] = {
     BlockLinearSpec: "projections.BlockLinear",
     ConcatSpec: "head_inputs.Concat",
     SelectSpec: "pooling.Select",
+    MixSpec: "stream_modules.Mix",
+    RepeatSpec: "stream_modules.Repeat",
+    SumSpec: "stream_modules.Sum",
+    RescaleSpec: "stream_modules.Rescale",
     SpreadSpec: "head_inputs.VocabMap",
     HeadSpec: "projections.Head",
     ActivationSpec: "feed_forward.Activation",

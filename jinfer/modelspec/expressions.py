@@ -1,10 +1,10 @@
 """Expression language: the safe subset of Python's expressions that specifications use.
 
 A parsed expression is a tree of the node types listed here and nothing else: names, numbers,
-strings, lists, indexing, arithmetic, comparisons, `and`/`or`/`not`, `a if c else b`, and calls of
-functions by name. There are no attributes, keywords, lambdas or comprehensions, so an expression
-can reach only what its scope provides. Its length, depth and numbers are bounded, so its cost is
-too.
+strings, lists, indexing, slices in formulas, arithmetic, comparisons, `and`/`or`/`not`, `a if c
+else b`, and calls of functions by name. There are no attributes, keywords, lambdas or
+comprehensions, so an expression can reach only what its scope provides. Its length, depth and
+numbers are bounded, so its cost is too.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ ARITHMETIC: Nodes = (
     *(ast.Load, ast.USub, ast.UAdd),
     *_ARITHMETIC,
 )
+FORMULA: Nodes = (*ARITHMETIC, ast.Subscript, ast.Slice)
 ALL: Nodes = (
     *ARITHMETIC,
     *(ast.Compare, ast.BoolOp, ast.IfExp, ast.List, ast.Tuple, ast.Subscript),
@@ -131,6 +132,9 @@ def _check_node(node: ast.AST, allowed: Nodes) -> None:
         raise ExpressionError(f"{show_value(ast.unparse(node))} is not allowed in this expression")
     if isinstance(node, ast.Call) and (node.keywords or not isinstance(node.func, ast.Name)):
         raise ExpressionError(f"{show_value(ast.unparse(node))}: a call is name(argument, ...)")
+    if isinstance(node, ast.Subscript) and allowed is FORMULA and not _is_slice(node.slice):
+        reason = f"{show_value(ast.unparse(node))} is not allowed in this expression"
+        raise ExpressionError(f"{reason}; a part of a vector is x[begin:end]")
     if isinstance(node, ast.Constant):
         text = str in _constant_types(allowed)
         if not isinstance(node.value, _constant_types(allowed)):
@@ -138,8 +142,12 @@ def _check_node(node: ast.AST, allowed: Nodes) -> None:
         _bounded(node.value)
 
 
+def _is_slice(node: ast.expr) -> bool:
+    return isinstance(node, ast.Slice) and node.step is None
+
+
 def _constant_types(allowed: Nodes) -> tuple[type, ...]:
-    return (int, float) if allowed is ARITHMETIC else (int, float, str)
+    return (int, float) if allowed is FORMULA else (int, float, str)
 
 
 def calls(tree: ast.AST) -> Iterator[str]:
@@ -179,6 +187,9 @@ def _evaluate(node: ast.expr, scope: Scope) -> Any:
             return _comparison(node, scope)
         case ast.List() | ast.Tuple():
             return _list([evaluate(element, scope) for element in node.elts])
+        case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper)):
+            ends = (None if end is None else _whole(evaluate(end, scope)) for end in (lower, upper))
+            return evaluate(node.value, scope)[..., slice(*ends)]
         case ast.Subscript():
             return evaluate(node.value, scope)[evaluate(node.slice, scope)]
     raise ExpressionError(f"{show_value(ast.unparse(node))} is not allowed in this expression")
@@ -189,6 +200,13 @@ def _bounded(value: Any) -> Any:
     if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
         raise ExpressionError(f"{show_value(value)} is beyond what numbers may be here")
     return value
+
+
+def _whole(value: Any) -> int:
+    """An end of a slice."""
+    if not isinstance(value, int | float) or not float(value).is_integer():
+        raise ExpressionError(f"{show_value(value)} is not a whole number, as a slice needs")
+    return int(value)
 
 
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
@@ -58,6 +58,8 @@ class GatedMLPSpec(Block):
     bias: whether the projections have a bias; "down": only that one.
     alpha: alpha of clamped_swiglu.
     limit: limit of clamped_swiglu.
+    sparsity: share of the gate's numbers that become 0, were they normally distributed: what is
+        below mean + deviation * quantile(sparsity) does, and the rest is reduced by it (Gemma 3n).
     """
 
     kind: Literal["gated"]
@@ -67,9 +69,15 @@ class GatedMLPSpec(Block):
     bias: bool | Literal["down"] = False
     alpha: Positive = SWIGLU_ALPHA
     limit: Positive = SWIGLU_LIMIT
+    sparsity: Fraction = 0.0
 
     def check(self) -> tuple[str, str] | None:
+        if self.sparsity == 1:
+            return "sparsity", "1 would leave nothing"
         return _unused_clamp(self)
+
+    def undividable(self) -> str:
+        return "its sparsity depends on all of its width; divide by layers" if self.sparsity else ""
 
 
 @dataclass(frozen=True, kw_only=True)

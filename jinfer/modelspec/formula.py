@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from jinfer.modelspec.block import ArrayKind
 from jinfer.modelspec.expressions import (
-    ARITHMETIC,
+    FORMULA,
     FUNCTIONS,
     ExpressionError,
     calls,
@@ -37,11 +37,13 @@ class Formula:
         text: its text, without the lines that call absent modules.
         calls: the modules it calls, in order of first use.
         constants: the values of its free names.
+        takes: the values of earlier formulas that it reads.
     """
 
     text: str
     calls: tuple[str, ...]
     constants: tuple[tuple[str, float], ...]
+    takes: tuple[str, ...] = ()
 
     @property
     def statements(self) -> tuple[tuple[str, ast.expr], ...]:
@@ -53,6 +55,11 @@ class Formula:
         """The names it assigns; "logits" for the value of a line that assigns none."""
         return frozenset(target or "logits" for target, _ in _statements(self.text))
 
+    @property
+    def assigned(self) -> frozenset[str]:
+        """The names it assigns."""
+        return frozenset(target for target, _ in _statements(self.text) if target)
+
     def run(
         self, inputs: Mapping[str, Any], call: Callable[[str, list[Any]], Any]
     ) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +70,8 @@ class Formula:
             call: `call(module, arguments)` applies a module.
         """
         scope = _EvaluationScope({**dict(self.constants), **inputs}, call)
-        return _run(self.text, scope), scope.variables
+        value = _run(self.text, scope)
+        return value, {name: scope.variables[name] for name in self.assigned}
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ def compile_formula(
     path: object,
     key: str,
     inputs: Mapping[str, ArrayKind],
+    before: Collection[str] = (),
     modules: Iterable[str],
     argument_kinds: Callable[[str], tuple[ArrayKind, ...]],
     constant: Callable[[str], Any],
@@ -110,6 +119,7 @@ def compile_formula(
     Args:
         text: its lines.
         inputs: names of its input arrays -> their kinds.
+        before: names that formulas before it assign; dimensions precede them.
         modules: the modules it may call.
         argument_kinds: the kinds of a module's arguments.
         constant: the value of a free name, or None if there is none.
@@ -123,8 +133,9 @@ def compile_formula(
     """
     text = _without(text, absent, inputs, path, key, head=ends is None)
     names = modules_called(text, path, key)
+    carried = {name: _AbstractArray(name, "vectors") for name in before if name not in sizes}
     scope = _CheckingScope(
-        {n: _AbstractArray(n, sort) for n, sort in inputs.items()},
+        carried | {n: _AbstractArray(n, sort) for n, sort in inputs.items()},
         modules,
         argument_kinds,
         constant,
@@ -142,7 +153,8 @@ def compile_formula(
         raise SpecError(path, key, str(error)) from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(path, key, f"has no value: {error}") from error
-    return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()))
+    takes = tuple(name for name, one in carried.items() if one in scope.read)
+    return Formula(text, tuple(dict.fromkeys(names)), tuple(scope.constants.items()), takes)
 
 
 def _without(
@@ -212,12 +224,16 @@ class _CheckingScope:
         sizes: Collection[str],
     ) -> None:
         self.variables, self.constants = variables, dict[str, float]()
+        self.read = set[_AbstractArray]()
         self._sizes = sizes
         self._modules, self._takes, self._constant = tuple(modules), takes, constant
 
     def name(self, name: str) -> Any:
         if name in self.variables:
-            return self.variables[name]
+            value = self.variables[name]
+            if isinstance(value, _AbstractArray):
+                self.read.add(value)
+            return value
         if name not in self.constants:
             number = self._constant(name)
             if not isinstance(number, int | float):
@@ -270,6 +286,9 @@ class _AbstractArray:
                 raise ExpressionError(f"{operand}: arithmetic takes vectors and numbers only")
         return _AbstractArray("vectors", "vectors")
 
+    def __getitem__(self, part: Any) -> _AbstractArray:
+        return self._combined(0)
+
     def _signed(self) -> _AbstractArray:
         return self._combined(0)
 
@@ -308,7 +327,7 @@ def _statements(text: str) -> tuple[tuple[str, ast.expr], ...]:
                 raise ExpressionError(
                     f"has a line ({kind}) that is neither 'name = expression' nor an expression"
                 )
-        check(expression, ARITHMETIC)
+        check(expression, FORMULA)
         statements.append((target, expression))
     if not statements:
         raise ExpressionError("is empty")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jinfer.modelspec.blocks import Block
+from jinfer.modelspec.blocks import AttentionSpec, Block
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 
@@ -21,6 +23,33 @@ class LayerSpec:
     wiring: Formula
     modules: tuple[tuple[str, Block], ...]
     axis: str | None = None
+
+
+def shared_keys(layers: Sequence[LayerSpec]) -> dict[tuple[int, str], int]:
+    """The attentions to another layer's keys: (layer, module) -> that layer."""
+    return {
+        (number, name): block.kv_layer
+        for number, layer in enumerate(layers)
+        for name, block in layer.modules
+        if isinstance(block, AttentionSpec) and block.kv_layer is not None
+    }
+
+
+def some_layers(layers: Sequence[LayerSpec], chosen: Sequence[int]) -> tuple[LayerSpec, ...]:
+    """Some of a stack's layers, with the numbers that they then have.
+
+    Raises:
+        LookupError: one takes the keys of a layer that is not among them.
+    """
+    new = {number: i for i, number in enumerate(chosen)}
+    found = {number: dict(layers[number].modules) for number in chosen}
+    for (number, name), other in shared_keys(layers).items():
+        if number not in new:
+            continue
+        if other not in new:
+            raise LookupError(f"layer {number} takes the keys of layer {other} for its {name}")
+        found[number][name] = replace(found[number][name], kv_layer=new[other])
+    return tuple(replace(layers[n], modules=tuple(found[n].items())) for n in chosen)
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,7 @@ class StackSpec:
         name: "decoder" (causal) or "encoder" (bidirectional).
         modules: modules of the stem and the head.
         follows: inputs from the target model, for a draft head.
+        onward: values that layers after the last one take, of a part of a stack; None: it is whole.
     """
 
     name: str
@@ -55,3 +85,22 @@ class StackSpec:
     head: Formula
     modules: tuple[tuple[str, Block], ...]
     follows: FollowSpec | None = None
+    onward: tuple[str, ...] | None = None
+
+    @cached_property
+    def carried(self) -> frozenset[str]:
+        """The values beside `x` that some formula takes from one before it."""
+        taken = {name for part in (self.head, *self.wirings) for name in part.takes}
+        return frozenset(taken.union(self.onward or ()))
+
+    @cached_property
+    def wirings(self) -> tuple[Formula, ...]:
+        """The formulas of the layers."""
+        return tuple(layer.wiring for layer in self.layers)
+
+    def values_before(self, number: int) -> tuple[str, ...]:
+        """The values beside `x` that a layer and what comes after it take from before it."""
+        live = set(self.head.takes if self.onward is None else self.onward)
+        for wiring in reversed(self.wirings[number:]):
+            live = live - wiring.assigned | set(wiring.takes)
+        return tuple(sorted(live))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
-from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
+from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
@@ -20,7 +20,8 @@ class RopeScalingSpec:
 
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
         "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" increases theta with
-        the length of the sequence; "default", "none" and an empty table change nothing.
+        the length of the sequence, "proportional" turns only the first pairs; "default", "none"
+        and an empty table change nothing.
     factor: how many times longer the context is than trained; not needed by longrope.
     original_max_position_embeddings: the trained context; for all but linear.
     low_freq_factor: llama3: pairs with fewer turns than this are stretched by `factor`.
@@ -34,12 +35,13 @@ class RopeScalingSpec:
     truncate: yarn: whether the bounds between unchanged and stretched pairs are rounded.
     short_factor: longrope: divisors of each pair's frequency; none: 1.
     long_factor: longrope: the same if the engine's context is longer than trained.
+    partial_rotary_factor: proportional: the share of the pairs that turn.
     length: longrope: the longest sequence; default: the engine's context.
     """
 
-    rope_type: Literal["default", "none", "linear", "llama3", "yarn", "longrope", "dynamic"] = (
-        "default"
-    )
+    rope_type: Literal[
+        "default", "none", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional"
+    ] = "default"
     factor: Positive = 1.0
     original_max_position_embeddings: int = dim("context")
     low_freq_factor: Positive = 1.0
@@ -52,13 +54,14 @@ class RopeScalingSpec:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    partial_rotary_factor: Fraction = 1.0
     length: Size | None = field(default=None, metadata={"served": True})
 
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
     # Keys that config files have in the same table, but specifications elsewhere.
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
-            *("rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"),
+            *("rope_theta", "finetuned", "max_position_embeddings"),
             "llama_4_scaling_beta",
         }
     )
@@ -66,6 +69,8 @@ class RopeScalingSpec:
     def __post_init__(self) -> None:
         if self.rope_type != "longrope":
             object.__setattr__(self, "length", None)
+        if self.rope_type != "proportional":  # the family says it as `dim`
+            object.__setattr__(self, "partial_rotary_factor", 1.0)
 
     def check(self) -> tuple[str, str] | None:
         if self.high_freq_factor <= self.low_freq_factor:

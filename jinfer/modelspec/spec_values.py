@@ -17,7 +17,7 @@ from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.expressions import FUNCTIONS, MAX_LENGTH, ExpressionError, evaluate, parse
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
-KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)"
+KEY = r"\$([A-Za-z_][A-Za-z0-9_]*(?:\.(?:[A-Za-z0-9_]+|\{i\}))*)"
 _QUOTED_OR_KEY = re.compile(r"'[^']*'|\"[^\"]*\"|" + KEY)
 _CONSTANTS = {"none": None, "true": True, "false": False, "True": True, "False": False}
 
@@ -171,7 +171,7 @@ class SpecValues:
         def placeholder(found: re.Match[str]) -> str:
             if found[1] is None:
                 return found[0]
-            keys.append(found[1])
+            keys.append(found[1].replace("{i}", str(names.get("i", self.names.get("i", "{i}")))))
             return f"_key{len(keys) - 1}"
 
         expression = _QUOTED_OR_KEY.sub(placeholder, text)
@@ -217,10 +217,22 @@ class _ValueScope:
             return any(self.values.has(pattern) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*arguments)
+        if name == "last":
+            return _last(*arguments)
         if name not in FUNCTIONS:
-            known = nearest_hint(name, [*FUNCTIONS, "has", "rows"])
+            known = nearest_hint(name, [*FUNCTIONS, "has", "last", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
         return FUNCTIONS[name](*arguments)
+
+
+def _last(elements: Any, value: Any, end: Any) -> int:
+    """The index of the last element before index `end` that is equal to a value."""
+    if not isinstance(elements, list | tuple) or not isinstance(end, int):
+        raise TypeError("last takes a list, a value and a whole number")
+    found = [i for i, each in enumerate(elements[: max(end, 0)]) if each == value]
+    if not found:
+        raise ValueError(f"{show_value(value)} is not among the first {end}")
+    return found[-1]
 
 
 def _alternatives(text: str) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jinfer.modelspec import formula
 from jinfer.modelspec.block import ArrayKind
-from jinfer.modelspec.blocks import AnyBlock, Block, EmbeddingSpec, HeadSpec
+from jinfer.modelspec.blocks import AnyBlock, AttentionSpec, Block, EmbeddingSpec, HeadSpec
 from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula
@@ -106,6 +106,7 @@ def read_stack(
     chosen = _pattern(table.get("pattern"), count, list(variants), values, f"{name}.pattern")
     outer = _FormulaScope(name, "", own, shared, values, count, absent, {})
     inner: dict[str, ArrayKind] = {"encoded": "encoded"} if encoded else {}
+    assigned = set[str]()
     for content in variants.values():
         _check_names(content["modules"], where, path)
         for module in content["modules"]:
@@ -119,8 +120,7 @@ def read_stack(
         follows = read_follows(given, hidden, values, where_follows)
         outer = replace(outer, inputs={"hidden": "vectors"})
     stem, stem_modules = outer.compile("stem", table.get("stem"))
-    head_text = _with_classes(table, path, name)
-    head, head_modules = replace(outer, inputs={}).compile("head", head_text)
+    assigned |= stem.assigned
     layers, made = [], dict[tuple[str, Any], LayerSpec]()
     for i, variant in enumerate(chosen):
         content = variants[variant]
@@ -128,11 +128,24 @@ def read_stack(
         here = (variant, _own_values(content["modules"], at))
         if here not in made:
             wiring = _FormulaScope(
-                name, variant, content["modules"], shared, at, count, absent, inner
+                name,
+                variant,
+                content["modules"],
+                shared,
+                at,
+                count,
+                absent,
+                inner,
+                _before(assigned),
             )
             layer = LayerSpec(*wiring.compile("layer", content["layer"]))
             made[here] = next((other for other in made.values() if other == layer), layer)
         layers.append(made[here])
+        assigned |= made[here].wiring.assigned
+        _check_kv_layers(i, layers, path, where)
+    ending = replace(outer, inputs={}, before=_before(assigned))
+    head_text = _with_classes(table, path, name)
+    head, head_modules = ending.compile("head", head_text)
     stack = StackSpec(
         name,
         stem,
@@ -170,6 +183,26 @@ def _with_classes(table: Mapping[str, Any], path: object, name: str) -> Any:
     if "\n" in classes:
         raise SpecError(path, f"{name}.classes", "has several lines; write one expression")
     return f"{head.strip()}\nclasses = {classes}"
+
+
+def _check_kv_layers(i: int, layers: Sequence[LayerSpec], path: object, key: str) -> None:
+    """Raises `SpecError` where the last layer's attentions share keys that there are none of."""
+    for name, block in layers[i].modules:
+        if not isinstance(block, AttentionSpec) or (number := block.kv_layer) is None:
+            continue
+        where = f"{key}.{name}.kv_layer"
+        owner = dict(layers[number].modules).get(name) if number < i else None
+        if owner is None or owner.cached() is None:
+            reason = f"layer {i} takes the keys of layer {number}, which has none under that name"
+            raise SpecError(path, where, f"{reason}; name an earlier layer that has its own")
+        if not block.shares_with(owner):
+            reason = f"layer {i} has not the kv_heads, head_dim, value_dim, window and position of"
+            raise SpecError(path, where, f"{reason} layer {number}, whose keys it takes")
+
+
+def _before(assigned: Iterable[str]) -> tuple[str, ...]:
+    """The names beside `x` that a formula can take from those before it."""
+    return tuple(sorted(set(assigned) - {"x"}))
 
 
 def _check_names(modules: Iterable[str], key: str, path: object) -> None:
@@ -226,6 +259,7 @@ class _FormulaScope:
     count: int
     absent: frozenset[str]
     inputs: Mapping[str, ArrayKind]
+    before: tuple[str, ...] = ()
 
     def compile(self, part: str, text: Any) -> tuple[Formula, tuple[tuple[str, Block], ...]]:
         """Compiles a formula; returns it with the stack's modules that it calls."""
@@ -246,6 +280,7 @@ class _FormulaScope:
             path=path,
             key=key,
             inputs={**_INPUTS[part], **self.inputs},
+            before=self.before,
             modules=[*self.shared, *self.own],
             argument_kinds=lambda name: known[name].takes,
             constant=lambda name: self._constant(name, key),

@@ -30,6 +30,8 @@ class TensorEntry:
         groups: a fused tensor repeats its parts once per group: [group, (part, part, ...), ...].
         axis: axis of the file's tensor along which its parts are concatenated.
         transpose: the file has matrices as [in, out].
+        layers: the file's tensor is that of so many layers, its parts; 0: of one.
+        pieces: the file's first axis is divided in so many, which become a new first axis.
         table: index of the table that contains the line.
     """
 
@@ -38,6 +40,8 @@ class TensorEntry:
     groups: int = 1
     axis: int = 0
     transpose: bool = False
+    layers: int = 0
+    pieces: int = 1
     table: int = 0
 
 
@@ -49,7 +53,7 @@ class TensorSource:
         names: the file's names, of which the first that exists is used; may have {e}, as in
             `TensorEntry`.
         parts: all parameters fused in that tensor, in order; empty if it is alone.
-        groups, axis, transpose: as in `TensorEntry`.
+        groups, axis, transpose, layers, pieces: as in `TensorEntry`.
         fallback: the source in a file that has none of these.
         table: as in `TensorMap`.
     """
@@ -59,6 +63,8 @@ class TensorSource:
     groups: int = 1
     axis: int = 0
     transpose: bool = False
+    layers: int = 0
+    pieces: int = 1
     fallback: TensorSource | None = None
     table: str = "tensors"
 
@@ -142,9 +148,11 @@ class TensorMap:
                 continue
             layer = found.groupdict().get("i") or ""
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
+            if entry.layers:
+                parts = tuple(pattern.replace("{i}", str(n)) + leaf for n in range(entry.layers))
             there = str(int(layer) + self.first) if layer else ""
             names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
-            where = (entry.groups, entry.axis, entry.transpose)
+            where = (entry.groups, entry.axis, entry.transpose, entry.layers, entry.pieces)
             yield entry.table, TensorSource(names, parts, *where, table=self.table)
 
 
@@ -225,7 +233,7 @@ def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
 def _read_entry(pattern: str, written: Any, values: SpecValues, key: str) -> TensorEntry:
     path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
-    check_keys(table, ("from", "groups", "axis", "transpose"), path, key)
+    check_keys(table, ("from", "groups", "axis", "transpose", "layers", "pieces"), path, key)
     names = check_texts(table.get("from", []), path, key)
     if not names or not all(names):
         raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
@@ -250,8 +258,12 @@ def _read_entry(pattern: str, written: Any, values: SpecValues, key: str) -> Ten
         parts = tuple(head + part + tail for part in found[0][1].split(","))
     groups = read_value(Size, table.get("groups", 1), values, f"{key}.groups")
     axis = read_value(Count, table.get("axis", 0), values, f"{key}.axis")
+    layers = read_value(Count, table.get("layers", 0), values, f"{key}.layers")
+    pieces = read_value(Size, table.get("pieces", 1), values, f"{key}.pieces")
+    if layers and (parts or "{i}" not in pattern or any("{i}" in name for name in names)):
+        raise SpecError(path, f"{key}.layers", "is for one tensor of a module of all layers")
     for name, given in (("groups", groups > 1), ("axis", axis > 0)):
-        if given and not parts:
+        if given and not parts and not layers:
             raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
     transpose = read_value(bool, table.get("transpose", False), values, f"{key}.transpose")
-    return TensorEntry(names, parts, groups, axis, transpose)
+    return TensorEntry(names, parts, groups, axis, transpose, layers, pieces)

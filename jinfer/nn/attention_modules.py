@@ -37,12 +37,18 @@ class Attention(nnx.Module):
         q_width, kv_width = block.heads * block.head_dim, block.kv_heads * block.head_dim
         v_width, o_width = block.kv_heads * block.value_width, block.heads * block.value_width
         self.q = Linear(block.inputs, q_width, block.has_bias("q"), dtype, ("heads", "hidden"))
-        self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, ("kv_heads", "hidden"))
-        self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, ("kv_heads", "hidden"))
+        if block.kv_layer is None:
+            axes = ("kv_heads", "hidden")
+            self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, axes)
+            if not block.tied_values:
+                self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, axes)
         self.o = Linear(o_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
-            self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
+            if block.kv_layer is None:
+                self.k_norm = HeadNorm(block.qk_norm, block.kv_heads, block.head_dim, "kv_heads")
+        if block.v_norm is not None:
+            self.v_norm = HeadNorm(block.v_norm, block.kv_heads, block.value_width, "kv_heads")
         if isinstance(block.position, blocks.RopeSpec):
             self.rope = Rotary(block.position, dtype)
         if isinstance(block.position, blocks.RelativeBiasSpec):
@@ -67,8 +73,15 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
         """The block's output, and the cache with the new tokens' keys and values.
 
-        Without a cache the batch is whole texts, with bidirectional attention.
+        Without a cache the batch is whole texts, with bidirectional attention. An attention to
+        another layer's keys is given that layer's cache, with the new tokens, and leaves it.
         """
+        if self.block.kv_layer is not None:
+            q = split_heads(self._queries(self.q(x), batch), self.block.heads)
+            rules = self._rules(q, q, batch.positions, causal=True)
+            assert isinstance(cache, LayerCache), "its layers are on one device"
+            flat = batch.attend(q[0], cache, rules.window, rules)
+            return self.o(self._gated(flat[None], x).reshape(*x.shape[:2], -1)), cache
         q, k, v = self._project(x, batch)
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
@@ -92,28 +105,44 @@ class Attention(nnx.Module):
 
     def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
         block = self.block
-        q, k, v = project(x, (self.q, self.k, self.v))
+        if block.tied_values:
+            q, k = project(x, (self.q, self.k))
+            v = k
+        else:
+            q, k, v = project(x, (self.q, self.k, self.v))
         if block.clip is not None:
-            q, k, v = (jnp.clip(part, -block.clip, block.clip) for part in (q, k, v))
-        if block.qk_norm is not None and not block.qk_norm.rotated:
-            q, k = self._normed(q, k)
-        if isinstance(block.position, blocks.RopeSpec):
-            # As rows of all heads, the layout after the projection and its bias.
-            cos_sin = batch.cos_sin_of(self.rope)
-            q, k = (self.rope(part, cos_sin, block.head_dim) for part in (q, k))
-        if block.qk_norm is not None and block.qk_norm.rotated:
-            q, k = self._normed(q, k)
-        if (rule := block.temperature) is not None:
-            steps = (batch.positions + rule.offset) // rule.span
-            factors = 1.0 + rule.beta * jnp.log1p(steps.astype(jnp.float32))
-            q = (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
+            v = jnp.clip(v, -block.clip, block.clip)
+        k_norm = None if block.qk_norm is None else self.k_norm
+        q, k = self._queries(q, batch), self._rotated(k, block.kv_heads, k_norm, batch)
         q, k = split_heads(q, block.heads), split_heads(k, block.kv_heads)
         v = split_heads(v, block.kv_heads)
+        if block.v_norm is not None:
+            v = self.v_norm(v)
         return q, k, v if block.differential is None else paired_values(v)
 
-    def _normed(self, q: Array, k: Array) -> tuple[Array, Array]:
-        q_heads, k_heads = split_heads(q, self.block.heads), split_heads(k, self.block.kv_heads)
-        return self.q_norm(q_heads).reshape(q.shape), self.k_norm(k_heads).reshape(k.shape)
+    def _queries(self, q: Array, batch: ForwardBatch) -> Array:
+        q_norm = None if self.block.qk_norm is None else self.q_norm
+        q = self._rotated(q, self.block.heads, q_norm, batch)
+        if (rule := self.block.temperature) is None:
+            return q
+        steps = (batch.positions + rule.offset) // rule.span
+        factors = 1.0 + rule.beta * jnp.log1p(steps.astype(jnp.float32))
+        return (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
+
+    def _rotated(
+        self, part: Array, heads: int, norm: HeadNorm | None, batch: ForwardBatch
+    ) -> Array:
+        """Queries or keys, clipped, normed and rotated: rows of all heads, as projections are."""
+        block = self.block
+        if block.clip is not None:
+            part = jnp.clip(part, -block.clip, block.clip)
+        if norm is not None and block.qk_norm is not None and not block.qk_norm.rotated:
+            part = norm(split_heads(part, heads)).reshape(part.shape)
+        if isinstance(block.position, blocks.RopeSpec):
+            part = self.rope(part, batch.cos_sin_of(self.rope), block.head_dim)
+        if norm is not None and block.qk_norm is not None and block.qk_norm.rotated:
+            part = norm(split_heads(part, heads)).reshape(part.shape)
+        return part
 
     def _rules(self, q: Array, k: Array, positions: Array, causal: bool) -> ScoreRules:
         block = self.block

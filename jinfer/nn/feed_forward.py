@@ -15,6 +15,7 @@ from jinfer.modelspec import blocks
 from jinfer.nn.parameter import parameter
 from jinfer.nn.projections import Linear, project
 from jinfer.ops.activation import activate, xielu
+from jinfer.ops.gaussian_sparsity import gaussian_sparsity
 from jinfer.ops.matmul.matmul import gated_linear
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, block: blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
-        self.gating = Gating.of(block)
+        self.gating, self.sparsity = Gating.of(block), block.sparsity
         inner = block.bias is True
         self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
         self.up = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
@@ -91,6 +92,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
+        if self.sparsity:
+            gate, up = project(x, (self.gate, self.up))
+            return self.down(self.gating(gaussian_sparsity(gate, self.sparsity), up))
         if self.gate.bias is None and self.up.bias is None:
             gate, up = self.gate.weight[...], self.up.weight[...]
             if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:

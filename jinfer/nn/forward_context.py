@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.nn.positions import CosSin, Rotary
-from jinfer.ops.attention.hadamard import rotate_qk
+from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
     STATE,
     AttentionMetadata,
@@ -18,7 +18,7 @@ from jinfer.ops.attention.kv_cache import (
     write_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
-from jinfer.ops.attention.paged_attention import extend
+from jinfer.ops.attention.paged_attention import attend_cached, extend
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, sequence_runs
 
 if TYPE_CHECKING:
@@ -140,6 +140,21 @@ class ForwardBatch(NamedTuple):
         at = at._replace(rows=copies.rows, positions=copies.positions)
         out, cache = extend(q, k, v, cache, at, rules)
         return out[copies.outputs], cache
+
+    def attend(
+        self,
+        q: Float[Array, "tokens heads head_dim"],
+        cache: LayerCache,
+        window: int | None,
+        rules: ScoreRules,
+    ) -> Float[Array, "tokens heads value_dim"]:
+        """As `extend`, to keys and values that another attention of the same window has written."""
+        at, copies = self.attention_metadata(cache_group(window)), self.copies
+        q = rotate_queries(q, cache.keys)
+        if copies is None:
+            return attend_cached(q, cache, at, rules)
+        at = at._replace(rows=copies.rows, positions=copies.positions)
+        return attend_cached(q[copies.sources], cache, at, rules)[copies.outputs]
 
     def write_vectors(
         self, vectors: Float[Array, "tokens 1 width"], cache: LayerCache

@@ -85,6 +85,9 @@ def rope_frequencies(block: RopeSpec) -> tuple[Float[np.ndarray, " pairs"], floa
         return _yarn(frequencies, block, scaling)
     if scaling.rope_type == "longrope":
         return _longrope(frequencies, scaling)
+    if scaling.rope_type == "proportional":
+        turning = int(scaling.partial_rotary_factor * block.dim // 2)
+        return np.where(np.arange(len(frequencies)) < turning, frequencies, 0) / scaling.factor, 1.0
     return frequencies, 1.0
 
 

@@ -132,6 +132,9 @@ class DeferredAllReduce:
     def __rtruediv__(self, other: Any) -> Any:
         return other / self.value()
 
+    def __getitem__(self, part: Any) -> Any:
+        return self.value()[part]
+
     def __pos__(self) -> Any:
         return self
 

@@ -21,7 +21,7 @@ from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
-from jinfer.nn.transformer_layer import Layer, shared_modules
+from jinfer.nn.transformer_layer import HiddenState, Layer, shared_modules
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuse_operations, fuses_for_cpu
@@ -43,12 +43,12 @@ def _run_layer(
     definition: Any,
     alone: bool,
     state: Any,
-    x: Array,
+    hidden: HiddenState,
     tokens: Array,
     batch: ForwardBatch,
     cache: Cache,
     table: PointerTable | None,
-) -> tuple[Array, Cache]:
+) -> tuple[HiddenState, Cache]:
     """A layer as a function, so that equal layers are traced and lowered once.
 
     Args:
@@ -59,13 +59,13 @@ def _run_layer(
     """
 
     def run(
-        state: Any, x: Array, tokens: Array, batch: ForwardBatch, cache: Cache
-    ) -> tuple[Array, Cache]:
+        state: Any, hidden: HiddenState, tokens: Array, batch: ForwardBatch, cache: Cache
+    ) -> tuple[HiddenState, Cache]:
         layer, shared = nnx.merge(definition, state)
-        return layer(x, tokens, batch, cache, shared)
+        return layer(hidden, tokens, batch, cache, shared)
 
     pointers = None if table is None else WeightPointers(table, range(len(table)))
-    given = state, x, tokens, batch, cache
+    given = state, hidden, tokens, batch, cache
     return fuse_operations(run, pointers)(*given) if alone else run(*given)
 
 
@@ -75,12 +75,16 @@ class _LayerCall(NamedTuple):
     Attributes:
         name: such as "decoder.3".
         state: the arrays, the layer's own first.
+        takes: the values beside `x` that it reads.
+        shares: its attentions to other layers' keys -> the names of the caches of these.
         pointers: of its own weights; None: they are operands.
     """
 
     name: str
     definition: Any
     state: Any
+    takes: tuple[str, ...]
+    shares: dict[str, str]
     pointers: WeightPointers | None
 
 
@@ -92,7 +96,9 @@ class Stack(nnx.Module):
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
-        self.layers = nnx.List([Layer(layer, dtype) for layer in spec.layers])
+        self.carried = spec.carried
+        self.sent = spec.values_before(len(spec.layers))
+        self.layers = nnx.List([Layer(layer, dtype, spec.carried) for layer in spec.layers])
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
     def embed(
@@ -102,12 +108,14 @@ class Stack(nnx.Module):
         batch: ForwardBatch,
         shared: nnx.Dict,
         hidden: Float[Array, "batch tokens hidden"] | None = None,
-    ) -> Float[Array, "batch tokens hidden"]:
+    ) -> HiddenState:
         """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
         with allow_bfloat16_rounding(self.rounded):
-            return self.stem.run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
+            run = self.stem.run
+            x, assigned = run(inputs, lambda name, args: self._module(name, shared)(*args))
+        return HiddenState(x, {n: v for n, v in assigned.items() if n in self.carried})
 
     def taken(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
@@ -120,22 +128,29 @@ class Stack(nnx.Module):
             return run(inputs, lambda name, args: self._module(name, shared)(*args))[0]
 
     def run_layers(
-        self, x: Array, tokens: Array, batch: ForwardBatch, cache: Cache, shared: nnx.Dict
-    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
+        self,
+        hidden: HiddenState,
+        tokens: Array,
+        batch: ForwardBatch,
+        cache: Cache,
+        shared: nnx.Dict,
+    ) -> tuple[HiddenState, Cache]:
         """All layers, with their cache if any."""
         batch = batch.with_cos_sin(self._ropes()).with_runs()
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
-        given = x, tokens, batch, dict(cache)
+        given = hidden, tokens, batch, dict(cache)
         # If two layers do not become one call, each has its own: equal layers are then traced and
         # lowered once.
         states = [layer.state for layer in layers]
-        if fuses_for_cpu(states, given) and self._joined(layers[-2:], given).count < 2:
+        taken = {name for layer in layers[-2:] for name in layer.takes}
+        some = layers[-2:] if taken <= hidden.values.keys() else layers
+        if fuses_for_cpu(states, given) and self._joined(some, given).count < 2:
             return self._joined(layers, given).results()
         return self._through(layers, *given, alone=True)
 
     def _joined(
         self, layers: Sequence[_LayerCall], given: Any
-    ) -> FusedFunction[tuple[Array, Cache]]:
+    ) -> FusedFunction[tuple[HiddenState, Cache]]:
         """Consecutive layers with their operations fused."""
         trees = [jax.tree.structure(layer.state) for layer in layers]
         own, others = list[list[Any]](), list[list[Any]]()
@@ -145,7 +160,7 @@ class Stack(nnx.Module):
             own.append(leaves[:count])
             others.append(leaves[count:])
 
-        def run(own: Any, others: Any, *given: Any) -> tuple[Array, Cache]:
+        def run(own: Any, others: Any, *given: Any) -> tuple[HiddenState, Cache]:
             states = map(jax.tree.unflatten, trees, map(add, own, others))
             parts = [
                 layer._replace(state=state, pointers=None)
@@ -161,21 +176,24 @@ class Stack(nnx.Module):
     def _through(
         self,
         layers: Sequence[_LayerCall],
-        x: Array,
+        hidden: HiddenState,
         tokens: Array,
         batch: ForwardBatch,
         cache: Cache,
         *,
         alone: bool,
-    ) -> tuple[Array, Cache]:
+    ) -> tuple[HiddenState, Cache]:
         """Applies consecutive layers."""
-        cache = dict(cache)
+        cache, (x, values) = dict(cache), hidden
         for layer in layers:
             prefix = f"{layer.name}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-            x, own = self._run(layer, x, tokens, batch, own, alone=alone)
+            own |= {name: cache[other] for name, other in layer.shares.items()}
+            given = HiddenState(x, {name: values[name] for name in layer.takes})
+            (x, changed), own = self._run(layer, given, tokens, batch, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
-        return x, cache
+            values = values | changed
+        return HiddenState(x, {name: values[name] for name in self.sent if name in values}), cache
 
     def run_layer(
         self,
@@ -186,8 +204,10 @@ class Stack(nnx.Module):
         cache: Cache,
         shared: nnx.Dict,
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """One layer, with its attentions' caches by module name."""
-        return self._run(self._layer(number, shared), x, tokens, batch, cache, alone=True)
+        """One layer, with its attentions' caches by module name, where none takes other values."""
+        layer, hidden = self._layer(number, shared), HiddenState(x, {})
+        out, cache = self._run(layer, hidden, tokens, batch, cache, alone=True)
+        return out.x, cache
 
     def _layer(self, number: int, shared: nnx.Dict) -> _LayerCall:
         layer = self.layers[number]
@@ -196,32 +216,33 @@ class Stack(nnx.Module):
         pointers = weight_pointers_of(name)
         # Weights read by pointer must be those in the table.
         assert pointers is None or len(pointers.rows) == len(jax.tree.leaves(state[0]))
-        return _LayerCall(name, definition, state, pointers)
+        shares = {own: f"{self.name}.{other}.{own}" for own, other in layer.shares}
+        return _LayerCall(name, definition, state, layer.wiring.takes, shares, pointers)
 
     def _run(
         self,
         layer: _LayerCall,
-        x: Array,
+        hidden: HiddenState,
         tokens: Array,
         batch: ForwardBatch,
         cache: Cache,
         *,
         alone: bool,
-    ) -> tuple[Array, Cache]:
+    ) -> tuple[HiddenState, Cache]:
         table = None if layer.pointers is None else layer.pointers.sliced_table()
         with allow_bfloat16_rounding(self.rounded):
             here = backend(), interpreted(), allows_bfloat16_rounding()
-            given = layer.state, x, tokens, batch, cache, table
+            given = layer.state, hidden, tokens, batch, cache, table
             return _run_layer(here, layer.definition, alone, *given)
 
     def run_alone(
         self,
-        x: Array,
+        hidden: HiddenState,
         tokens: Array,
         batch: ForwardBatch,
         cache: Mapping[str, Any],
         shared: nnx.Dict,
-    ) -> Float[Array, "batch tokens hidden"]:
+    ) -> HiddenState:
         """The only layer of a one-layer stack, whose attention may be computed by other programs.
 
         Args:
@@ -230,7 +251,10 @@ class Stack(nnx.Module):
         (layer,) = self.layers
         batch = batch.with_cos_sin(self._ropes()).with_runs()
         with allow_bfloat16_rounding(self.rounded):
-            return layer(x, tokens, batch, dict(cache), shared_modules(layer, shared))[0]
+            called = shared_modules(layer, shared)
+            out, _ = layer(hidden, tokens, batch, dict(cache), called)
+        values = hidden.values | out.values
+        return HiddenState(out.x, {name: values[name] for name in self.sent})
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -238,7 +262,9 @@ class Stack(nnx.Module):
                 if isinstance(rope := getattr(module, "rope", None), Rotary):
                     yield rope
 
-    def results(self, x: Array, batch: ForwardBatch, shared: nnx.Dict) -> dict[str, Array]:
+    def results(
+        self, hidden: HiddenState, batch: ForwardBatch, shared: nnx.Dict
+    ) -> dict[str, Array]:
         """The head: the values it assigns by name, and its result as "logits".
 
         "hidden" is the input of the LM head, or the result, unless the head assigns it.
@@ -257,7 +283,7 @@ class Stack(nnx.Module):
             return module(*arguments)
 
         with allow_bfloat16_rounding(self.rounded):
-            value, assigned = self.head.run({"x": x}, call)
+            value, assigned = self.head.run({**hidden.values, "x": hidden.x}, call)
         return {"hidden": value, **seen, "logits": value, **assigned}
 
     def _module(self, name: str, shared: nnx.Dict) -> Any:
@@ -308,11 +334,11 @@ class Model(nnx.Module):
         """
         stack = self.stacks["decoder"]
         beside = None if hidden is None else hidden[None]
-        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, beside)
-        x, cache = stack.run_layers(x, tokens[None], batch, cache, self.shared)
+        state = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, beside)
+        state, cache = stack.run_layers(state, tokens[None], batch, cache, self.shared)
         if last is not None:
-            x = x[:, last]
-        results = stack.results(x, batch, self.shared)
+            state = jax.tree.map(lambda each: each[:, last], state)
+        results = stack.results(state, batch, self.shared)
         named = ("logits", "hidden", *({"classes"} & results.keys()))
         return {name: results[name][0] for name in named}, cache
 
@@ -334,9 +360,9 @@ class Model(nnx.Module):
         """
         stack = self.stacks["encoder"]
         batch = ForwardBatch.of_texts(tokens, lengths)
-        x = stack.embed(tokens, types, batch, self.shared)
-        x, _ = stack.run_layers(x, tokens, batch, {}, self.shared)
-        return stack.results(x, batch, self.shared)
+        state = stack.embed(tokens, types, batch, self.shared)
+        state, _ = stack.run_layers(state, tokens, batch, {}, self.shared)
+        return stack.results(state, batch, self.shared)
 
     def fill(
         self, encoded: Float[Array, "1 length hidden"], cache: Cache, at: AttentionMetadata

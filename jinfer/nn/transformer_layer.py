@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.layer_spec import LayerSpec
+from jinfer.modelspec.layer_spec import LayerSpec, shared_keys
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
@@ -19,25 +19,44 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
+class HiddenState(NamedTuple):
+    """What one layer passes on to the next.
+
+    Attributes:
+        x: the hidden states.
+        values: by name, those of `StackSpec.carried` that have been assigned.
+    """
+
+    x: Float[Array, "batch tokens hidden"]
+    values: dict[str, Float[Array, "batch tokens width"]]
+
+
 class Layer(nnx.Module):
     """A transformer layer: its modules, applied as its wiring formula says."""
 
-    def __init__(self, spec: LayerSpec, dtype: DTypeLike) -> None:
+    def __init__(self, spec: LayerSpec, dtype: DTypeLike, carried: frozenset[str]) -> None:
         self.wiring, self.axis = spec.wiring, spec.axis
+        self.gives = tuple(sorted(spec.wiring.assigned & carried))
         self.cached = frozenset(n for n, block in spec.modules if block.cached() is not None)
+        self.shares = tuple((name, other) for (_, name), other in shared_keys([spec]).items())
         self.partial = frozenset(n for n, block in spec.modules if block.gives_partial_sums())
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
     def __call__(
         self,
-        x: Float[Array, "batch tokens hidden"],
+        state: HiddenState,
         tokens: Int[Array, "batch tokens"],
         batch: ForwardBatch,
         cache: Cache,
         shared: Mapping[str, nnx.Module],
-    ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
-        """The layer's output, and its attentions' caches, keyed by module name."""
+    ) -> tuple[HiddenState, Cache]:
+        """The layer's output, and its attentions' caches, keyed by module name.
+
+        An attention to another layer's keys finds that layer's cache under its own name.
+        Of the values beside `x`, those that it takes are given, and those that it assigns returned.
+        """
         cache = dict(cache)
+        others = {name: cache.pop(name) for name, _ in self.shares}
 
         def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
@@ -47,14 +66,18 @@ class Layer(nnx.Module):
                 out, entry = module(*arguments, batch, cache.get(name))
                 if entry is not None:
                     cache[name] = entry
+            elif name in others:
+                out, _ = module(*arguments, batch, others[name])
             else:
                 out = module(*arguments)
             if self.axis is None or name not in self.partial:
                 return out
             return DeferredAllReduce(out, self.axis)
 
-        inputs = {"x": x, "tokens": tokens, "positions": batch.positions, "encoded": None}
-        return resolve_all_reduce(self.wiring.run(inputs, call)[0]), cache
+        inputs = {"tokens": tokens, "positions": batch.positions, "encoded": None}
+        x, assigned = self.wiring.run({**inputs, **state.values, "x": state.x}, call)
+        given = {name: resolve_all_reduce(assigned[name]) for name in self.gives}
+        return HiddenState(resolve_all_reduce(x), given), cache
 
 
 def shared_modules(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:

@@ -236,7 +236,12 @@ def same_share(value: Any, spec: ModelSpec) -> bool:
     attentions = [block for block in _blocks(spec) if isinstance(block, AttentionSpec)]
     shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, RopeSpec)]
     usual = value == 1 or not isinstance(value, int | float)
-    return (usual and value is not False) or any(int(size * value) == dim for dim, size in shares)
+    scalings = [rope.scaling for rope in _ropes(spec) if rope.scaling is not None]
+    return (
+        (usual and value is not False)
+        or any(int(size * value) == dim for dim, size in shares)
+        or any(near(value, each.partial_rotary_factor) for each in scalings)
+    )
 
 
 def usual_query_scale(value: Any, spec: ModelSpec) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from jinfer.ops.matmul.matmul import (
     linear_of_stack,
     supports_grouped,
 )
+from jinfer.ops.row_sums import add_in_order
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -97,8 +96,8 @@ def mixture_of_weighted_inputs(
 
 
 def sum_chosen(parts: Float[Array, "rows top_k *width"]) -> Array:
-    """Added in sequence: the order must not depend on the other rows (batch invariance)."""
-    return reduce(add, (parts[:, k] for k in range(parts.shape[1])))
+    """The sum over the chosen experts."""
+    return add_in_order(parts[:, k] for k in range(parts.shape[1]))
 
 
 def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:

@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops import gpu_backend
 from jinfer.ops.backend import has_cpu_calls
+from jinfer.ops.row_sums import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -53,23 +54,13 @@ def rotate_reference(x: Array, cos: Array, sin: Array, *, size: int, adjacent: b
     cos, sin = cos[..., None, :], sin[..., None, :]
     turned, rest = heads[..., :dim].astype(jnp.float32), heads[..., dim:]
     a, b = (turned[..., 0::2], turned[..., 1::2]) if adjacent else jnp.split(turned, 2, axis=-1)
-    first = _rounded(a * cos) - _rounded(b * sin)
-    second = _rounded(b * cos) + _rounded(a * sin)
+    first = rounded(a * cos) - rounded(b * sin)
+    second = rounded(b * cos) + rounded(a * sin)
     if adjacent:
         turned = jnp.stack([first, second], axis=-1).reshape(turned.shape)
     else:
         turned = jnp.concatenate([first, second], axis=-1)
     return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1).reshape(x.shape)
-
-
-def _rounded(product: Array) -> Array:
-    """The product, rounded before it is added to another one.
-
-    A compiler may contract a product and a sum into a fused multiply-add, depending on the loop it
-    generates, so a token's bits would depend on the batch size. The select, which never selects
-    anything, prevents that.
-    """
-    return jnp.where(jnp.isnan(product), jnp.nan, product)
 
 
 @ROTATE.def_abstract_eval

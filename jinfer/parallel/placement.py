@@ -18,6 +18,7 @@ from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_m
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
+from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.spec_errors import SpecError
@@ -229,7 +230,10 @@ def make_stages(plan: PartitionPlan, whole: ModelToPlace) -> tuple[PipelineStage
     for planned, devices in zip(plan.stages, stage_devices(plan, spec.path), strict=True):
         hosted = host is not None and CPU not in planned.devices
         for substage in split_stage(planned.slice, main, streamed, hosted=hosted):
-            local = _stage_model(whole, planned, substage.slice)
+            try:
+                local = _stage_model(whole, planned, substage.slice)
+            except ShardingError as error:  # between layers: that between devices is made before
+                raise SpecError(spec.path, "partition.streamed_layers", str(error)) from None
             end = begin + len(jax.tree.leaves(local.model.parameters))
             where = host if substage.hosted else None
             leaves = slice(begin, end)
@@ -272,6 +276,8 @@ def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
         for _, block in layer.modules
     ):
         reason = "layers with a state keep it on their device; leave it out"
+    elif shared_keys(spec.decoder.layers):
+        reason = "layers that share keys need these on one device; leave it out"
     elif all(CPU in stage.devices for stage in plan.stages):
         reason = "all stages are on the host, and so is all of the cache; leave it out"
     elif any(len(stage.devices) > 1 for stage in plan.stages):

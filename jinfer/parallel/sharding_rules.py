@@ -14,7 +14,7 @@ from typing import Any
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.block import Block
-from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, some_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
 from jinfer.nn.tensor_parallel import ShardedAlibi, ShardedEmbeddingBlock, ShardedHeadBlock
@@ -61,8 +61,12 @@ def stage_spec(spec: ModelSpec, part: ModelSlice) -> ModelSpec:
 
 def _stack(stack: StackSpec, part: ModelSlice) -> StackSpec:
     stage_layers = part.layers[stack.name]
-    layers = stack.layers[stage_layers.start : stage_layers.stop]
-    stage_stack = replace(stack, layers=layers)
+    try:
+        layers = some_layers(stack.layers, stage_layers)
+    except LookupError as error:
+        raise ShardingError(f"{error}; keep these in one stage") from None
+    onward = None if part.last else stack.values_before(stage_layers.stop)
+    stage_stack = replace(stack, layers=layers, onward=onward)
     called = set(_called_modules(stage_stack, part))
     modules = tuple(module for module in stack.modules if module[0] in called)
     return replace(stage_stack, modules=modules)

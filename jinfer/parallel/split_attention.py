@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention.hadamard import rotate_qk
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache, LayerCache
 from jinfer.ops.attention.mask_rules import ScoreRules
@@ -85,7 +86,7 @@ def before_attention(
     traced: TracedAttention,
     leaves: Leaves,
     cache: Cache,
-    x: Float[Array, "1 tokens hidden"],
+    given: HiddenState,
     batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
 ) -> AttentionInputs:
@@ -97,7 +98,7 @@ def before_attention(
         cache: the caches of cross-attentions, which are computed here.
         partials: partial results of the layer's attentions before this one.
     """
-    _, (inputs,) = _run(stage, traced, leaves, cache, x, batch, partials)
+    _, (inputs,) = _run(stage, traced, leaves, cache, given, batch, partials)
     return inputs
 
 
@@ -105,12 +106,12 @@ def after_attention(
     stage: StageModel,
     leaves: Leaves,
     cache: Cache,
-    x: Float[Array, "1 tokens hidden"],
+    given: HiddenState,
     batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
-) -> Float[Array, "1 tokens hidden"]:
+) -> HiddenState:
     """The layer's output from all partial results; arguments as of `before_attention`."""
-    return _run(stage, TracedAttention(), leaves, cache, x, batch, partials)[0]
+    return _run(stage, TracedAttention(), leaves, cache, given, batch, partials)[0]
 
 
 def _run(
@@ -118,10 +119,10 @@ def _run(
     traced: TracedAttention,
     leaves: Leaves,
     cache: Cache,
-    x: Array,
+    given: HiddenState,
     batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
-) -> tuple[Array, list[AttentionInputs]]:
+) -> tuple[HiddenState, list[AttentionInputs]]:
     """The layer's output, and the inputs of its next attention, if there is one."""
     module, at, inputs = stage.model.module(leaves), batch.step(), list[AttentionInputs]()
     caches: dict[str, Any] = {
@@ -129,7 +130,7 @@ def _run(
         for name in stage.model.caches
     }
     decoder, tokens = module.stacks["decoder"], batch.tokens[None]
-    return decoder.run_alone(x, tokens, at, caches, module.shared), inputs
+    return decoder.run_alone(given, tokens, at, caches, module.shared), inputs
 
 
 def partial_attention(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.nn.abstract_model import Want
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.parallel.stage_model import StageModel
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
 
 type Leaves = tuple[Array, ...]
 type StageResults = dict[str, Array]
@@ -26,16 +28,16 @@ def decoder_forward(
     wants: Sequence[Want],
     leaves: Leaves,
     cache: Cache,
-    x: Float[Array, "1 tokens hidden"] | None,
+    given: HiddenState | None,
     batch: FlatBatch,
     last: Int[Array, " chosen"] | None,
-) -> tuple[Cache, Array | StageResults]:
+) -> tuple[Cache, HiddenState | StageResults]:
     """The forward pass of a decoder stage over a flat batch.
 
     Args:
         wants: the results that the last stage returns.
         leaves: the stage's parameters, flattened.
-        x: hidden states from the previous stage; None for the first stage.
+        given: hidden states from the previous stage; None for the first stage.
         last: indices of the tokens whose results are wanted; None: all.
 
     Returns:
@@ -43,14 +45,14 @@ def decoder_forward(
     """
     module, at = stage.model.module(leaves), batch.step()
     stack, tokens = module.stacks["decoder"], batch.tokens
-    if x is None:
-        x = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], at, module.shared)
-    x, cache = stack.run_layers(x, tokens[None], at, cache, module.shared)
+    if given is None:
+        given = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], at, module.shared)
+    state, cache = stack.run_layers(given, tokens[None], at, cache, module.shared)
     if not stage.slice.last:
-        return cache, x
+        return cache, state
     if last is not None:
-        x = x[:, jnp.maximum(last, 0)]
-    results = stack.results(x, at, module.shared)
+        state = jax.tree.map(lambda each: each[:, jnp.maximum(last, 0)], state)
+    results = stack.results(state, at, module.shared)
     return cache, {want: results[want][0] for want in wants}
 
 
@@ -58,11 +60,11 @@ def encoder_forward(
     stage: StageModel,
     wants: Sequence[Want],
     leaves: Leaves,
-    x: Float[Array, "batch tokens hidden"] | None,
+    given: HiddenState | None,
     tokens: Int[Array, "batch tokens"],
     types: Int[Array, "batch tokens"],
     lengths: Int[Array, " batch"],
-) -> Array | StageResults:
+) -> HiddenState | StageResults:
     """The forward pass of an encoder stage over whole texts; arguments as of `decoder_forward`.
 
     Args:
@@ -71,10 +73,10 @@ def encoder_forward(
     """
     module, at = stage.model.module(leaves), ForwardBatch.of_texts(tokens, lengths)
     stack = module.stacks["encoder"]
-    if x is None:
-        x = stack.embed(tokens, types, at, module.shared)
-    x, _ = stack.run_layers(x, tokens, at, {}, module.shared)
+    if given is None:
+        given = stack.embed(tokens, types, at, module.shared)
+    state, _ = stack.run_layers(given, tokens, at, {}, module.shared)
     if not stage.slice.last:
-        return x
-    results = stack.results(x, at, module.shared)
+        return state
+    results = stack.results(state, at, module.shared)
     return {want: results[want] for want in wants}

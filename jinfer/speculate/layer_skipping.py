@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from jinfer.modelspec.layer_spec import some_layers
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.speculate.draft_model import DraftModel, draft_programs
@@ -34,8 +35,15 @@ def layer_skipping(context: DraftContext) -> DraftModel:
     remaining = [i for i in range(count) if i not in skipped]
     if not remaining:
         raise SpecError(spec.path, KEY, "skip leaves no layer; name fewer")
-    layers = tuple(spec.decoder.layers[i] for i in remaining)
-    stacks = tuple(replace(s, layers=layers) if s.name == "decoder" else s for s in spec.stacks)
+    try:
+        layers = some_layers(spec.decoder.layers, remaining)
+    except LookupError as error:
+        raise SpecError(spec.path, KEY, f"{error}, which skip leaves out; keep it") from None
+    shorter = replace(spec.decoder, layers=layers)
+    if lost := set(shorter.values_before(0)) - shorter.stem.assigned:
+        reason = f"skip leaves out the layer that assigns {min(lost)}; keep it"
+        raise SpecError(spec.path, KEY, reason)
+    stacks = tuple(shorter if s.name == "decoder" else s for s in spec.stacks)
     built = build_abstract_model(replace(spec, stacks=stacks), jnp.dtype(opened.dtype))
     indices = [engine.model.names.index(_name_in_target(n, remaining)) for n in built.names]
     model = replace(built, parameters=tuple(engine.model.parameters[i] for i in indices))

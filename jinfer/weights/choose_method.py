@@ -9,6 +9,7 @@ from math import prod
 
 import jax
 
+from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.attention.kv_cache import STATE
@@ -64,14 +65,17 @@ def with_gptq(
         shapes = parameter_shapes(model)
         count = sum(prod(shapes[name]) for name in gptq_names(fed))
         few = count < _FEWEST or not spec.generates
-        apart = len(spec.stacks) != 1 or jax.process_count() > 1 or _has_state(model)
+        apart = len(spec.stacks) != 1 or jax.process_count() > 1 or _is_entangled(model)
         if few or apart:
             return dict(storages)
     return fed
 
 
-def _has_state(model: AbstractModel) -> bool:
-    return any(shape.group == STATE for shape in model.caches.values())
+def _is_entangled(model: AbstractModel) -> bool:
+    """Whether its layers cannot be computed one by one, from hidden states alone."""
+    states = any(shape.group == STATE for shape in model.caches.values())
+    stacks = model.modules.spec.stacks
+    return states or any(stack.carried or shared_keys(stack.layers) for stack in stacks)
 
 
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
@@ -100,8 +104,8 @@ def obstacle(
         return "an encoder-decoder reads two texts at a time"
     if not model.vocab:
         return "the model reads no tokens"
-    if _has_state(model):
-        return "it computes layers one by one, which recurrent blocks are not prepared for"
+    if _is_entangled(model):
+        return "it computes layers one by one, which a state or values of other layers forbid"
     names = gptq_names(storages)
     needed = _memory(model, names, tokens)
     if needed > free:

@@ -17,6 +17,7 @@ from jax import Array
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.transformer import Model
+from jinfer.nn.transformer_layer import HiddenState
 from jinfer.ops.attention import kv_cache
 
 if TYPE_CHECKING:
@@ -80,14 +81,15 @@ class LayerwiseForward:
         module = self._part(leaves)
         rows, step = self._step(ids)
         types = jnp.zeros_like(rows)
-        out = module.stacks[self._stack].embed(rows, types, step, module.shared)
+        out = module.stacks[self._stack].embed(rows, types, step, module.shared).x
         return out.reshape(*ids.shape, -1).astype(jnp.float32)
 
     def _finished(self, leaves: Leaves, x: Array, ids: Array) -> Array:
         module = self._part(leaves)
         rows, step = self._step(ids)
         flat = x.reshape(*rows.shape, -1)
-        return module.stacks[self._stack].results(flat, step, module.shared)["hidden"]
+        stack, state = module.stacks[self._stack], HiddenState(flat, {})
+        return stack.results(state, step, module.shared)["hidden"]
 
     def _step(self, ids: Any) -> tuple[Array, ForwardBatch]:
         """The tokens as the stack takes them, and their batch: an encoder takes texts, a decoder a

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.modelspec.blocks import AttentionSpec, CrossAttentionSpec, RopeSpec
+from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
 from jinfer.weights.plan_weights import WeightPlan
@@ -109,11 +110,15 @@ def equalized(
 def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
     """Each such attention of a model, by name; those that clip keys have none to move."""
     decoder = model.modules.spec.decoder
-    for i, layer in enumerate(decoder.layers if decoder else ()):
+    layers = decoder.layers if decoder else ()
+    shared = {(owner, name) for (_, name), owner in shared_keys(layers).items()}
+    for i, layer in enumerate(layers):
         modules: tuple[tuple[str, Any], ...] = layer.modules
         for name, block in modules:
+            if (i, name) in shared:  # other layers' queries would have to be scaled, too
+                continue
             match block:
-                case AttentionSpec(clip=None, qk_norm=norm):
+                case AttentionSpec(clip=None, kv_layer=None, tied_values=False, qk_norm=norm):
                     heads = Heads(
                         block.heads,
                         block.kv_heads,

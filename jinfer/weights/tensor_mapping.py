@@ -59,7 +59,7 @@ class Origin:
             tuple(file.name for file in self.files),
             self.stacked,
             shapes[self.parameter],
-            (self.place.groups, self.place.axis, self.place.transpose),
+            (self.place.groups, self.place.axis, self.place.transpose, self.place.pieces),
             tuple(shapes.get(part) for part in parts),
             parts.index(self.parameter) if parts else None,
         )
@@ -86,6 +86,7 @@ class Origin:
         dimensions = len(self.files[0].shape)
         return (
             not self.place.transpose
+            and self.place.pieces == 1
             and dimensions + self.stacked == len(shapes[self.parameter])
             and (not self.place.parts or self.place.axis == dimensions - 2)
         )
@@ -113,6 +114,9 @@ class Origin:
 
     def _arranged(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """A tensor's values as the parameter has them."""
+        pieces = self.place.pieces
+        if pieces > 1 and values.ndim and values.shape[0] % pieces == 0:
+            values = values.reshape(pieces, -1, *values.shape[1:])
         # An entry for a module is for its bias as well, which has no inputs to change places with.
         if self.place.transpose and values.ndim > 1 and not self.parameter.endswith(".bias"):
             values = values.swapaxes(-1, -2)
@@ -132,7 +136,9 @@ class Origin:
     def _part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """The parameter's part of a fused tensor."""
         parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
-        of_all = [shapes.get(part, ())[self.stacked :] for part in parts]
+        # Each layer's part is as large; the model may have fewer layers than the file.
+        same = shapes[self.parameter] if self.place.layers else ()
+        of_all = [shapes.get(part, same)[self.stacked :] for part in parts]
         sizes = [shape[axis] for shape in of_all if len(shape) > axis]
         if (
             len(sizes) < len(parts)

@@ -129,6 +129,17 @@ def _updated_cache(
     return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
 
 
+def attend_cached(
+    q: Float[Array, "tokens heads head_dim"],
+    cache: LayerCache,
+    at: AttentionMetadata,
+    rules: ScoreRules,
+) -> Float[Array, "tokens heads value_dim"]:
+    """`extend` where the cache has the new tokens already (KV sharing)."""
+    seen = _chunk_ends(at, rules)
+    return attend(q, cache.keys, cache.values, seen, at.positions, rules)
+
+
 def attend(
     q: Float[Array, "tokens heads head_dim"],
     keys: KVPool,

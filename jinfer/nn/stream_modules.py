@@ -1,0 +1,72 @@
+"""Residual stream modules: mixing, adding up and rescaling equal parts of a wide vector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
+from jinfer.ops.row_sums import add_in_order, mean_of_row, rounded
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Mix(nnx.Module):
+    """Weighted sums of a vector's parts, in float32."""
+
+    def __init__(self, block: MixSpec, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "*rows inputs"], weights: Float[Array, "*rows pairs"]
+    ) -> Float[Array, "*rows outputs"]:
+        """Part o of the result is the sum of weights[o * inputs + i] times part i of x."""
+        inputs, outputs = self.block.inputs, self.block.outputs
+        factors = weights.astype(jnp.float32).reshape(*x.shape[:-1], outputs, inputs)
+        parts = x.astype(jnp.float32).reshape(*x.shape[:-1], inputs, -1)
+        terms = [rounded(factors[..., i, None] * parts[..., i, None, :]) for i in range(inputs)]
+        return add_in_order(terms).reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+
+class Repeat(nnx.Module):
+    """A vector several times."""
+
+    def __init__(self, block: RepeatSpec, dtype: DTypeLike) -> None:
+        self.times = block.times
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows wide"]:
+        """[x, x, ...]."""
+        return jnp.concatenate([x] * self.times, axis=-1)
+
+
+class Sum(nnx.Module):
+    """The sum of a vector's parts, in float32."""
+
+    def __init__(self, block: SumSpec, dtype: DTypeLike) -> None:
+        self.parts = block.parts
+
+    def __call__(self, x: Float[Array, "*rows wide"]) -> Float[Array, "*rows width"]:
+        """x[0:width] + x[width : 2 * width] + ..."""
+        parts = jnp.split(x.astype(jnp.float32), self.parts, axis=-1)
+        return add_in_order(parts).astype(x.dtype)
+
+
+class Rescale(nnx.Module):
+    """Gives a vector's parts another vector's root mean square, in float32."""
+
+    def __init__(self, block: RescaleSpec, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self, x: Float[Array, "*rows wide"], like: Float[Array, "*rows width"]
+    ) -> Float[Array, "*rows wide"]:
+        """x * sqrt(mean(like^2) / max(mean(x^2), eps)), in each part."""
+        parts = x.astype(jnp.float32).reshape(*x.shape[:-1], self.block.parts, -1)
+        wanted = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
+        found = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
+        return (parts * jnp.sqrt(wanted / found)).reshape(x.shape).astype(x.dtype)
