@@ -107,7 +107,8 @@ class DeltaSpec(RecurrentBlock):
     decay g is -exp(a_log) softplus(decay + dt_bias), or, with `lower`, lower sigmoid(exp(a_log)
     (decay + dt_bias)).
 
-    key_heads: heads of queries and keys, each for several consecutive heads of values.
+    key_heads: heads of queries and keys, each for several heads of values.
+    repeat: those are consecutive ("interleave", as NumPy's repeat), or every key_heads-th ("tile").
     channels: a decay for each channel of a key (Kimi Delta Attention), not one a head.
     lower: lower bound of the log decay; none: unbounded.
     stored: whether the parameter `a_log` is stored so ("log"), or as -exp(a_log) ("value").
@@ -121,6 +122,7 @@ class DeltaSpec(RecurrentBlock):
     channels: bool = False
     lower: float | None = None
     beta_scale: Positive = 1.0
+    repeat: Literal["interleave", "tile"] = "interleave"
     stored: Literal["log", "value"] = "log"
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",) * 5
 

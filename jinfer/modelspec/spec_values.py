@@ -214,15 +214,21 @@ class _ValueScope:
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name == "has":
-            return any(self.values.has(pattern) for pattern in arguments)
+            return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
-            return self.values.row_count(*arguments)
+            return self.values.row_count(*map(self._of_layer, arguments))
         if name == "last":
             return _last(*arguments)
         if name not in FUNCTIONS:
             known = nearest_hint(name, [*FUNCTIONS, "has", "last", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
         return FUNCTIONS[name](*arguments)
+
+    def _of_layer(self, pattern: Any) -> Any:
+        """A pattern of tensor names with the layer's number for {i}, where there is a layer."""
+        number = self.names.get("i", self.values.names.get("i"))
+        known = isinstance(pattern, str) and number is not None
+        return pattern.replace("{i}", str(number)) if known else pattern
 
 
 def _last(elements: Any, value: Any, end: Any) -> int:

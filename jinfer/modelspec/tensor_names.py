@@ -33,6 +33,7 @@ class TensorEntry:
         layers: the file's tensor is that of so many layers, its parts; 0: of one.
         pieces: the file's first axis is divided in so many, which become a new first axis.
         table: index of the table that contains the line.
+        value: the parameter's value, where no tensor but the checkpoint's config has it.
     """
 
     names: tuple[str, ...]
@@ -43,6 +44,7 @@ class TensorEntry:
     layers: int = 0
     pieces: int = 1
     table: int = 0
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TensorSource:
         names: the file's names, of which the first that exists is used; may have {e}, as in
             `TensorEntry`.
         parts: all parameters fused in that tensor, in order; empty if it is alone.
-        groups, axis, transpose, layers, pieces: as in `TensorEntry`.
+        groups, axis, transpose, layers, pieces, value: as in `TensorEntry`.
         fallback: the source in a file that has none of these.
         table: as in `TensorMap`.
     """
@@ -67,6 +69,7 @@ class TensorSource:
     pieces: int = 1
     fallback: TensorSource | None = None
     table: str = "tensors"
+    value: float | None = None
 
     def candidates(self) -> Iterator[TensorSource]:
         """This source and its fallbacks, in order."""
@@ -153,7 +156,8 @@ class TensorMap:
             there = str(int(layer) + self.first) if layer else ""
             names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
             where = (entry.groups, entry.axis, entry.transpose, entry.layers, entry.pieces)
-            yield entry.table, TensorSource(names, parts, *where, table=self.table)
+            found_in = TensorSource(names, parts, *where, table=self.table, value=entry.value)
+            yield entry.table, found_in
 
 
 @cache
@@ -207,8 +211,10 @@ def read_tensor_map(
                     texts = check_texts(names, values.path, f"{key}.{parameter}")
                     copies[parameter] = tuple(texts)
             else:
-                entry = _read_entry(name, written, values, f"{where}.{name!r}")
-                own.append((name, replace(entry, table=number)))
+                given = isinstance(written, Mapping) and "value" in written
+                read = _read_values if given else _read_entry
+                for each, entry in read(name, written, values, f"{where}.{name!r}"):
+                    own.append((each, replace(entry, table=number)))
         entries = own + entries
     return TensorMap(
         tuple(entries),
@@ -230,7 +236,21 @@ def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
     return {name: value for name, value in table.items() if name not in FORMATS}
 
 
-def _read_entry(pattern: str, written: Any, values: SpecValues, key: str) -> TensorEntry:
+def _read_values(
+    pattern: str, written: Any, values: SpecValues, key: str
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Entries of parameters whose values are given, one for each layer."""
+    table = check_keys(written, ("value",), values.path, key)
+    whole = "{i}" not in pattern
+    for i in range(1 if whole else int(values.dim("layers", key))):
+        at = replace(values, names=values.names if whole else {**values.names, "i": i})
+        value = read_value(float, table["value"], at, f"{key}.value")
+        yield pattern.replace("{i}", str(i)), TensorEntry((), value=value)
+
+
+def _read_entry(
+    pattern: str, written: Any, values: SpecValues, key: str
+) -> Iterator[tuple[str, TensorEntry]]:
     path = values.path
     table = written if isinstance(written, Mapping) else {"from": written}
     check_keys(table, ("from", "groups", "axis", "transpose", "layers", "pieces"), path, key)
@@ -266,4 +286,4 @@ def _read_entry(pattern: str, written: Any, values: SpecValues, key: str) -> Ten
         if given and not parts and not layers:
             raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
     transpose = read_value(bool, table.get("transpose", False), values, f"{key}.transpose")
-    return TensorEntry(names, parts, groups, axis, transpose, layers, pieces)
+    yield pattern, TensorEntry(names, parts, groups, axis, transpose, layers, pieces)

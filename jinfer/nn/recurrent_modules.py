@@ -146,9 +146,10 @@ class Delta(nnx.Module):
     ) -> tuple[Float[Array, "1 tokens values"], StateCache]:
         """The heads' outputs, side by side."""
         block = self.block
+        times = block.heads // block.key_heads if block.repeat == "tile" else 1
         y, table = gated_delta(
-            _unit(_heads(q, block.key_heads)) / math.sqrt(block.key_dim),
-            _unit(_heads(k, block.key_heads)),
+            _tiled(_unit(_heads(q, block.key_heads)), times) / math.sqrt(block.key_dim),
+            _tiled(_unit(_heads(k, block.key_heads)), times),
             _heads(v, block.heads),
             self._log_decay(_rows(decay) + self.dt_bias[...][None]),
             block.beta_scale * jax.nn.sigmoid(_rows(beta)),
@@ -255,6 +256,11 @@ def _rows(x: Float[Array, "1 tokens width"]) -> Float[Array, "tokens width"]:
 
 def _heads(x: Float[Array, "1 tokens width"], heads: int) -> Float[Array, "tokens heads dim"]:
     return _rows(x).reshape(x.shape[1], heads, -1)
+
+
+def _tiled(x: Float[Array, "tokens heads dim"], times: int) -> Float[Array, "tokens more dim"]:
+    """All heads, then all of them again, so many times."""
+    return x if times == 1 else jnp.tile(x, (1, times, 1))
 
 
 def _unit(x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:

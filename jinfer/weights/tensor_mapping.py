@@ -123,7 +123,8 @@ class Origin:
         if self.place.parts:
             values = self._part(file, values, shapes)
         wanted = shapes[self.parameter][self.stacked :]
-        if _without_ones(values.shape) == _without_ones(wanted):
+        is_vector = len(wanted) == 1 and values.size == wanted[0]  # some have it in rows of groups
+        if is_vector or _without_ones(values.shape) == _without_ones(wanted):
             values = values.reshape(wanted)
         if values.shape != wanted:
             raise LoadError(
@@ -307,6 +308,13 @@ def _alike(name: str, files: Iterable[Tensor]) -> str:
     return f"did you mean {close[0]!r}? " if close else ""
 
 
+def _constant(parameter: str, value: float) -> Tensor:
+    """A number of the config as a tensor."""
+    array = np.array([value], np.float32)
+    name = f"{parameter} = {value}"  # by the names of its tensors, a parameter's values are known
+    return Tensor(name, (1,), "F32", array.nbytes, lambda: array, lambda: array.view(np.uint8))
+
+
 def lookup_origin(
     parameter: str,
     shape: tuple[int, ...],
@@ -316,6 +324,9 @@ def lookup_origin(
 ) -> tuple[Origin | None, tuple[str, ...]]:
     """The tensors of a parameter if the file has them; if not, a name it lacks of each choice."""
     missing = []
+    if place.value is not None:
+        given = _constant(parameter, place.value)
+        return Origin(parameter, (given,), False, place, checkpoint.path), ()
     for choice, name in ((each, name) for each in place.candidates() for name in each.names):
         stacked = "{e}" in name
         wanted = [name.replace("{e}", str(e)) for e in range(shape[0] if stacked else 1)]

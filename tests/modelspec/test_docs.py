@@ -128,7 +128,9 @@ def test_gguf_words_are_those_of_the_format() -> None:
     (said,) = re.findall(r"^Every GGUF file.*$", TEXT, flags=re.MULTILINE)
     table = format_table("gguf")
     modules = {
-        re.sub(r"^decoder\.(\{i\}\.)?", "", name).split(".")[0] for name in table["tensors"]["gguf"]
+        part
+        for name in table["tensors"]["gguf"]
+        for part in re.findall(r"\w+", re.sub(r"^decoder\.(\{i\}\.)?", "", name).split(".")[0])
     }
     for name in (*table["dims"], *table["modules"], *modules):
         assert f"`{name}`" in said

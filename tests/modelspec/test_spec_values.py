@@ -1,5 +1,6 @@
 """Expressions, alternatives, `$keys` and dimensions."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,17 @@ TENSORS: dict[str, tuple[int, ...]] = {
 )
 def test_rows(written: str, expected: int) -> None:
     assert values(DIMS, CONFIG, TENSORS).value(written, "key") == expected
+
+
+def test_names_of_tensors_may_have_the_number_of_the_layer() -> None:
+    layer = replace(values(DIMS, CONFIG, TENSORS), names={"i": 1})
+    assert layer.value("rows('h.{i}.other')", "key") == 7
+    pattern = "other if has('h.{i}.other') else plain"
+    known = values(DIMS, CONFIG, TENSORS)
+    words = {"other": "other", "plain": "plain"}
+    chosen = [known.value(pattern, "key", names={**words, "i": i}) for i in range(2)]
+    assert chosen == ["plain", "other"]
+    assert known.value("has('h.{i}.other')", "key") is False  # outside of layers nothing is put in
 
 
 @pytest.mark.parametrize(

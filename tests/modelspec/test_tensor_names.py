@@ -211,3 +211,22 @@ def test_an_error_names_the_format() -> None:
 def test_any_other_pattern_stands_for_itself(pattern: str) -> None:
     assert names(tensor_map({pattern: "x"}), f"{pattern}.weight") == ("x.weight",)
     assert tensor_map({pattern: "x"}).source_of("a.weight") is None
+
+
+def test_numbers_of_the_config() -> None:
+    """A parameter that is no tensor: one value for the model, or one for each layer."""
+    table = {
+        "decoder.{i}.ffn.alpha_p": {"value": "$alphas[i] / 2"},
+        "decoder.scale": {"value": 3},
+    }
+    known = values({"layers": 2}, {"alphas": [0.5, 2.0]})
+    tensors = read_tensor_map([table], "safetensors", known)
+    places = [tensors.source_of(f"decoder.{i}.ffn.alpha_p") for i in range(3)]
+    assert [place and place.value for place in places] == [0.25, 1.0, None]
+    whole = tensors.source_of("decoder.scale")
+    assert whole
+    assert (whole.value, whole.names) == (3.0, ())
+    for wrong in ({"value": "$betas[i]"}, {"value": 1, "from": "x"}, {"value": "$alphas"}):
+        with pytest.raises(SpecError, match=r"tensors\.'decoder\.\{i\}\.a'") as caught:
+            read_tensor_map([{"decoder.{i}.a": wrong}], "safetensors", known)
+        one_line(caught.value)

@@ -100,7 +100,7 @@ def test_a_tied_head_stored_under_an_unknown_name() -> None:
     ("name", "shape", "wanted"),
     [
         ("embed_tokens.weight", (12, 9), "is [12, 9] for embed.weight, but the specification says"),
-        ("norm.weight", (8, 1), "is [8, 1] for decoder.norm.weight, but the specification says"),
+        ("norm.weight", (9, 1), "is [9, 1] for decoder.norm.weight, but the specification says"),
         ("norm.weight", (), "is [] for decoder.norm.weight, but the specification says [8]"),
         ("layers.0.o.weight", (8, 7), "is [7, 8] for decoder.0.attn.o.weight"),
         ("layers.1.qkv.weight", (16, 4), "is [4, 4] for decoder.1.attn.k.weight"),

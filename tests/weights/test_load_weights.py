@@ -107,10 +107,15 @@ def test_progress_is_shown_when_asked(shown: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("name", "stored_as"),
-    [("norm.weight", (1, 8)), ("layers.0.ffn.weight", (8,)), ("layers.0.ffn.weight", (1, 1, 8))],
+    [
+        ("norm.weight", (1, 8)),
+        ("norm.weight", (2, 4)),
+        ("layers.0.ffn.weight", (8,)),
+        ("layers.0.ffn.weight", (1, 1, 8)),
+    ],
 )
-def test_axes_of_length_1_in_front(name: str, stored_as: tuple[int, ...]) -> None:
-    """Some files have them and others leave them out: a bias as a row, a gate as a vector."""
+def test_other_axes(name: str, stored_as: tuple[int, ...]) -> None:
+    """Some files have axes of length 1 that others leave out; vectors may stand in groups."""
     gate = {"ffn": {"kind": "linear", "outputs": 1}}
     layer = "x + attn(norm(x)) * ffn(norm(x))"
     abstract, names = model(
@@ -121,6 +126,29 @@ def test_axes_of_length_1_in_front(name: str, stored_as: tuple[int, ...]) -> Non
     file = stored(params)
     file |= {f"layers.{i}.ffn.weight": params[f"decoder.{i}.ffn.weight"] for i in range(2)}
     check(abstract, names, file | {name: file[name].reshape(stored_as)}, params)
+
+
+def test_numbers_that_are_no_tensors() -> None:
+    """The scalars of xIELU, which GGUF has in its metadata."""
+    ffn = {"kind": "mlp", "width": 8, "activation": "xielu"}
+    scalars = {"alpha_p": 0.5, "alpha_n": 2.0}
+    abstract, names = model(
+        dims={"layers": 2},
+        decoder={"layer": "x + attn(norm(x)) + ffn(norm(x))", "modules": {"ffn": ffn}},
+        tensors={
+            "decoder.{i}.ffn.up": "up.{i}",
+            "decoder.{i}.ffn.down": "down.{i}",
+            **{f"decoder.{{i}}.ffn.{name}": {"value": f"i + {x}"} for name, x in scalars.items()},
+        },
+    )
+    params = parameters(abstract)
+    file = stored(params)
+    for i in range(2):
+        for name, x in scalars.items():
+            params[f"decoder.{i}.ffn.{name}"] = np.array([i + x], np.float32)
+        for part in ("up", "down"):
+            file[f"{part}.{i}.weight"] = params[f"decoder.{i}.ffn.{part}.weight"]
+    check(abstract, names, file, params)
 
 
 def test_rows_brought_to_length_one() -> None:
