@@ -11,16 +11,21 @@ import numpy as np
 def write_gguf(
     path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes a file with these keys of the architecture; numbers get the types that others use."""
+    """Writes a file with these keys of the architecture; numbers get the types that others use.
+
+    xIELU's keys have no architecture before them.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     add: dict[type, Callable[[str, Any], None]] = {
         int: writer.add_uint32,
         bool: writer.add_bool,
         str: writer.add_string,
         float: writer.add_float32,
+        list: writer.add_array,
     }
     for key, value in keys.items():
-        add[type(value)](f"{architecture}.{key}", value)
+        name = key if key.startswith("xielu.") else f"{architecture}.{key}"
+        add[type(value)](name, value)
     for name, values in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()

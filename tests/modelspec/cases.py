@@ -14,6 +14,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_files import families, find_family, read_toml
 from jinfer.nn.abstract_model import build_abstract_model
+from tests.families.gguf_headers import headers
 
 from .helpers import facts, gguf_facts
 
@@ -155,10 +156,16 @@ def gguf_like(architecture: str, **more: Any) -> CheckpointFacts:
 
 
 def gguf_cases() -> Iterator[Case]:
-    """The least GGUF file of every family that has a name there."""
+    """A GGUF file of every family that has a name there: a converted one, or the least."""
+    recorded = {(header.family, header.architecture): header for header in headers()}
     for family, path in families().items():
         table = read_toml(path)
         for architecture in table.get("match", {}).get("gguf", []):
+            if header := recorded.get((family, architecture)):
+                keys = {f"{architecture}.{key}": value for key, value in header.keys.items()}
+                known = gguf_facts({"general.architecture": architecture, **keys}, header.shapes)
+                yield Case(f"{family} {architecture}", family, known, (architecture,))
+                continue
             is_moe = "experts" in str(table.get("dims", {})) or "moe" in family
             more = GGUF_MOE if is_moe or architecture == "deepseek2" else {}
             more = more | (GGUF_LATENT if architecture in ("deepseek2", "minicpm3") else {})

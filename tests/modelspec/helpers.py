@@ -57,7 +57,9 @@ def facts(
     return CheckpointFacts("safetensors", lookup_in(config or {}), has, "config.json", rows)
 
 
-def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> CheckpointFacts:
+def gguf_facts(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...] | None]
+) -> CheckpointFacts:
     """A GGUF file, as its metadata's keys are seen: without the architecture's name."""
     prefix = metadata["general.architecture"] + "."
     known = {key.removeprefix(prefix): value for key, value in metadata.items()}
@@ -67,7 +69,11 @@ def gguf_facts(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Check
             raise MissingKey(key)
         return known[key]
 
-    return CheckpointFacts("gguf", lookup, lambda pattern: pattern in tensors, "the GGUF metadata")
+    def has(pattern: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in tensors)
+
+    rows = row_counter({name: shape for name, shape in tensors.items() if shape is not None})
+    return CheckpointFacts("gguf", lookup, has, "the GGUF metadata", rows)
 
 
 def values(
