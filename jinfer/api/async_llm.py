@@ -127,6 +127,7 @@ class AsyncLLM(BaseLLM):
     hidden = _in_thread(LLM.hidden)
     pooled = _in_thread(LLM.pooled)
     embed = _in_thread(LLM.embed)
+    token_vectors = _in_thread(LLM.token_vectors)
     classify = _in_thread(LLM.classify)
     fill_mask = _in_thread(LLM.fill_mask)
     close = _in_thread(LLM.close)

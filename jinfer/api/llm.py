@@ -23,7 +23,7 @@ from jinfer.api.generation_requests import (
 )
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest, Session
-from jinfer.api.text_embeddings import embed_texts, tokenize_texts
+from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
@@ -277,6 +277,26 @@ class LLM(BaseLLM):
             normalize=normalize,
             token_type_ids=token_type_ids,
         )
+
+    def token_vectors(
+        self,
+        texts: Prompts,
+        *,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> list[Float[NDArray[np.float32], "tokens width"]]:
+        """One vector per token of each text, float32, as late interaction compares them (ColBERT).
+
+        Args:
+            texts, normalize, prompt_name: as `embed`. A checkpoint whose modules.json has dense
+                layers and no pooling projects each token's vector; of others it is the last hidden
+                state.
+
+        Raises:
+            RequestError: as `embed`.
+        """
+        tokens = tokenize_texts(self.session, texts, prompt_name)
+        return token_vectors(self.session, tokens, normalize=normalize)
 
     def classify(self, texts: Prompts | Sequence[tuple[str, str]]) -> Classes:
         """Scores of classes for each text, by the model's classification head.

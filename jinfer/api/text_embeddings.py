@@ -112,6 +112,28 @@ def embed_texts(
     return (to_length_1(pooled) if unit else pooled).astype(np.float32)
 
 
+def token_vectors(
+    session: Session, texts: Sequence[EmbeddingTokens], *, normalize: bool | None = None
+) -> list[Vectors]:
+    """A vector per token of each text; arguments as `LLM.token_vectors`. Raises `RequestError`."""
+    config = session.opened.pooling
+    hidden = forward_results(session, [text.ids for text in texts], "hidden")
+    found = []
+    for vectors in hidden:
+        for layer in config.layers if config.late else ():
+            vectors = layer(vectors)
+        unit = config.normalize if normalize is None else normalize
+        found.append((to_length_1(vectors) if unit else vectors).astype(np.float32))
+    return found
+
+
+def max_similarity(
+    query: Float[np.ndarray, "query width"], document: Float[np.ndarray, "document width"]
+) -> float:
+    """MaxSim (ColBERT): each token of the query with the nearest one of the document, summed."""
+    return float((query @ document.T).max(axis=1).sum())
+
+
 def _pooling(name: Any) -> Pooling:
     if name not in POOLINGS:
         raise RequestError(f"pooling is {show_value(name)}; {nearest_hint(str(name), POOLINGS)}")

@@ -34,6 +34,8 @@ _FOREIGN_NAMES = {
     "download": "pull NAME",
     "convert": "quantize SOURCE OUT; without that any checkpoint is read as it is",
     "create": "generate spec.toml; a model is a TOML file",
+    "rerank": "serve SOURCE, which has /rerank; in Python LLM(SOURCE).classify",
+    "classify": "serve SOURCE, which has /classify; in Python LLM(SOURCE).classify",
     "embed": "serve SOURCE, which has /v1/embeddings; in Python LLM(SOURCE).embed",
     "rm": "list --memory, which says where weights come from; the hub's own command removes them",
     "-v": "--version",

@@ -94,6 +94,9 @@ class PoolingSpec:
         lower_case: whether texts are read in lower case.
         similarity: how two vectors are compared.
         declared: whether the checkpoint says that it embeds texts, or nothing of it.
+        late: each token has a vector, projected by `layers`, and texts are compared by MaxSim (late
+            interaction, ColBERT, arXiv 2004.12832).
+        skipped: tokens of documents that are not compared, by name.
         refusal: why it gives no vectors unless a pooling is asked for; "" if it does.
     """
 
@@ -107,6 +110,8 @@ class PoolingSpec:
     lower_case: bool = False
     similarity: Similarity = "cosine"
     declared: bool = False
+    late: bool = False
+    skipped: tuple[str, ...] = ()
     refusal: str = ""
 
     def prompt(self, name: str | None) -> str:
@@ -175,11 +180,12 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
     Args:
         own: of the checkpoint itself; what a GGUF file says of tokens that count is nearer to it.
     """
-    take, include_prompt = own.take, True
+    take, include_prompt, pooled = own.take, True, False
     layers: list[Callable[[Vectors], Vectors]] = [*own.layers]
     for module in _modules(folder / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
+            pooled = True
             file = _inside(folder, module) / "config.json"
             config = read_json(file)
             take, include_prompt = _modes(config, file), config.get("include_prompt") is not False
@@ -191,10 +197,25 @@ def _of_modules(folder: Path, own: PoolingSpec, hidden: Any) -> PoolingSpec:
             raise SourceError(f"{folder / 'modules.json'}: a module of kind {kind!r} is not known")
     if own.declared or own.refusal:
         take = own.take
-    _check_widths(folder, layers, hidden and hidden * max(1, len(take)))
+    _check_widths(folder, layers, hidden and hidden * max(1, len(take) if pooled else 1))
     normalize = layers[-1:] == [to_length_1]
     most, lower_case = _transformer(folder)
-    prompts, default, similarity = _prompts(folder / "config_sentence_transformers.json")
+    said = folder / "config_sentence_transformers.json"
+    prompts, default, similarity = _prompts(said)
+    late = not pooled and any(isinstance(layer, Projection) for layer in layers)
+    if late:
+        reason = "gives a vector of each token and none of a text: it has no pooling"
+        return PoolingSpec(
+            take=(),
+            max_tokens=most,
+            layers=tuple(layer for layer in layers if isinstance(layer, Projection)),
+            prompts=_prefixes(said) | prompts,
+            lower_case=lower_case,
+            declared=True,
+            late=True,
+            skipped=_skipped(said),
+            refusal=f"{folder / 'modules.json'}: {reason}",
+        )
     return PoolingSpec(
         take=take,
         normalize=normalize,
@@ -243,6 +264,20 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None, Similarity]:
         known = nearest_hint(str(similarity), get_args(Similarity))
         raise SourceError(f"{path}: similarity_fn_name is {show_value(similarity)}; {known}")
     return prompts, default, similarity
+
+
+def _prefixes(path: Path) -> dict[str, str]:
+    """PyLate's prefixes of queries and documents, as prompts."""
+    config = read_json(path) if path_exists(path) else {}
+    keys = {"query": "query_prefix", "document": "document_prefix"}
+    return {n: config[key] for n, key in keys.items() if isinstance(config.get(key), str)}
+
+
+def _skipped(path: Path) -> tuple[str, ...]:
+    """PyLate's tokens of documents that are not compared."""
+    config = read_json(path) if path_exists(path) else {}
+    words = config.get("skiplist_words")
+    return tuple(map(str, words)) if isinstance(words, list) else ()
 
 
 def _inside(folder: Path, module: Mapping[str, Any]) -> Path:

@@ -1,13 +1,11 @@
-"""Embeddings API: /v1/embeddings, and /rerank, /score and /fill-mask, which build on it."""
+"""Embeddings API: /v1/embeddings and /fill-mask, and how other routes compute texts in batches."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import math
-import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
 from jinfer.engine.requests import RequestError
-from jinfer.opening.pooling_config import PoolingSpec, Vectors
+from jinfer.opening.pooling_config import PoolingSpec, Vectors, cut
 from jinfer.server.http_errors import (
     ApiError,
     as_api_error,
@@ -34,22 +32,22 @@ from jinfer.server.service import RequestContext, Service
 async def embeddings(call: RequestContext[schemas.EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = call.body
-    texts, param = _either_field(body, "input", "content")
-    async with _embedder(call, body.truncate_prompt_tokens) as embedder:
+    texts, param = either_field(body, "input", "content")
+    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
         options = {"pooling": body.pooling, "normalize": body.normalize}
         vectors, tokens = await embedder.embed(texts, param, body.prompt_name, **options)
         call.note(prompt_tokens=tokens)
         own = embedder.pooling.normalize
         unit = own if body.normalize is None else body.normalize
-        vectors = _truncate_vectors(vectors, body.dimensions, unit)
-        head = {"object": "list", "model": embedder.hosted.name, "usage": _usage(tokens)}
+        vectors = truncate_vectors(vectors, body.dimensions, unit)
+        head = {"object": "list", "model": embedder.hosted.name, "usage": usage_of(tokens)}
         coded = body.encoding_format == "base64"
         return HttpResponse(
             await call.service.in_thread(dumps_list, head, "data", _entries(vectors, coded))
         )
 
 
-def _either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
+def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
     """The one field of several that is set, and its name. Raises `ApiError`."""
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
@@ -57,14 +55,19 @@ def _either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
     return getattr(body, given[0]), given[0]
 
 
+def coded_vector(vector: np.ndarray) -> str:
+    """Numbers in base64: little-endian float32."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
 def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
     """Vectors in the response format: lists of numbers, or base64."""
     for i, row in enumerate(vectors):
-        shown = base64.b64encode(row.astype("<f4").tobytes()).decode() if texts else row
+        shown = coded_vector(row) if texts else row
         yield {"object": "embedding", "index": i, "embedding": shown}
 
 
-def _truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
+def truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
     """Truncates vectors to their first dimensions (Matryoshka), renormalized where they were."""
     if dimensions is None:
         return vectors
@@ -76,12 +79,13 @@ def _truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> V
     return cut / np.maximum(lengths, 1e-12) if unit else cut
 
 
-def _usage(tokens: int) -> dict[str, int]:
+def usage_of(tokens: int) -> dict[str, int]:
+    """The usage of a request that writes nothing."""
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 @dataclass(frozen=True)
-class _Embedder:
+class Embedder:
     """Embeds the texts of a request with its model, which stays loaded meanwhile.
 
     Attributes:
@@ -101,21 +105,35 @@ class _Embedder:
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None, **options: Any
     ) -> tuple[Vectors, int]:
         """Embeds texts in batches. Returns the vectors and the number of tokens."""
-        given = await self.service.in_thread(self._tokens, texts, param, prompt_name)
+        given = await self.service.in_thread(self.tokens, texts, param, prompt_name)
+        rows = await self.batched(text_embeddings.embed_texts, given, **options)
+        return np.stack(rows), sum(len(one.ids) for one in given)
+
+    def skipped_ids(self) -> frozenset[int]:
+        """The tokens of documents that late interaction leaves out."""
+        found = map(self.hosted.session.tokenizer.id, self.pooling.skipped)
+        return frozenset(id for id in found if id is not None)
+
+    async def batched(
+        self, compute: Callable[..., Sequence[Any]], given: Sequence[Any], **options: Any
+    ) -> list[Any]:
+        """What `compute(session, group, ...)` gives for each text, by groups of similar length.
+
+        Args:
+            given: texts with `ids`.
+        """
         # Texts of similar length are batched together, so that little padding is computed.
         order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
         session = self.hosted.session
         most = session.engine.scheduler.slots
-        rows: dict[int, np.ndarray] = {}
+        rows: dict[int, Any] = {}
         for begin in range(0, len(order), most):
             group = [given[i] for i in order[begin : begin + most]]
-            found = await self.service.in_engine_thread(
-                text_embeddings.embed_texts, session, group, **options
-            )
+            found = await self.service.in_engine_thread(compute, session, group, **options)
             rows.update(zip(order[begin : begin + most], found, strict=True))
-        return np.stack([rows[i] for i in range(len(given))]), sum(len(one.ids) for one in given)
+        return [rows[i] for i in range(len(given))]
 
-    def _tokens(
+    def tokens(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None
     ) -> list[text_embeddings.EmbeddingTokens]:
         """Tokenizes texts, each after the model's prompt of that name. Slow: use a thread."""
@@ -141,127 +159,36 @@ class _Embedder:
         if session.engine.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
         listed = prompt_ids(texts, session, self.service.settings.max_prompts, param=param)
-        longest = text_embeddings.max_text_tokens(session)
+        return [self.fitting(number, ids, param) for number, ids in enumerate(listed)]
+
+    def fitting(self, number: int, ids: list[int], param: str) -> list[int]:
+        """A text's tokens, truncated if that is asked for. Raises `ApiError` if they do not fit."""
+        longest = text_embeddings.max_text_tokens(self.hosted.session)
         if self.truncate is not None:
             if self.truncate < -1 or self.truncate == 0:
                 raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
-            most = longest if self.truncate == -1 else self.truncate
-            # The last token stays: it may be an end token.
-            listed = [ids if len(ids) <= most else [*ids[: most - 1], ids[-1]] for ids in listed]
-        for number, ids in enumerate(listed):
-            if not ids:
-                raise invalid_request(f"text {number} is empty; give at least one token", param)
-            if len(ids) > longest:
-                advice = "shorten it, or set truncate_prompt_tokens"
-                raise context_exceeded(f"text {number}", len(ids), int(longest), advice, param)
-        return listed
-
-    async def similarities(
-        self,
-        texts: tuple[Sequence[str], Sequence[str]],
-        params: tuple[str, str],
-        *prompts: Sequence[str],
-    ) -> tuple[list[float], int]:
-        """The similarity of pairs of texts, and the number of tokens.
-
-        Args:
-            prompts: of the first and of the second texts, names of prompts of which the model may
-                have one.
-
-        Raises:
-            ApiError: the model was not trained to compare texts.
-        """
-        if self.hosted.llm.spec.generates and not self.pooling.declared:
-            raise unsupported_field(
-                f"the model {self.hosted.name} writes texts, and nothing says that its vectors can "
-                f"be compared; serve an embedder beside it and name that",
-                "model",
-            )
-        (left, some), (right, more) = [
-            await self.embed(
-                [*given], param, next((one for one in names if one in self.pooling.prompts), None)
-            )
-            for given, param, names in zip(texts, params, prompts or ((), ()), strict=True)
-        ]
-        compare = text_embeddings.SIMILARITIES[self.pooling.similarity]
-        return compare(left, right).tolist(), some + more
+            ids = cut(ids, longest if self.truncate == -1 else self.truncate)
+        if not ids:
+            raise invalid_request(f"text {number} is empty; give at least one token", param)
+        if len(ids) > longest:
+            advice = "shorten it, or set truncate_prompt_tokens"
+            raise context_exceeded(f"text {number}", len(ids), int(longest), advice, param)
+        return ids
 
 
 @contextlib.asynccontextmanager
-async def _embedder(call: RequestContext[Any], truncate: int | None) -> AsyncIterator[_Embedder]:
+async def embedder_of(call: RequestContext[Any], truncate: int | None) -> AsyncIterator[Embedder]:
+    """What computes a request's texts with its model. Raises `ApiError` for an unknown model."""
     call.note(user=call.body.user)
     async with call.service.models.use(call.body.model) as hosted:
         call.note(model=hosted.name)
-        yield _Embedder(call.service, hosted, truncate)
-
-
-async def rerank(call: RequestContext[schemas.RerankRequest]) -> HttpResponse:
-    """Ranks documents by their similarity to a query."""
-    body = call.body
-    documents, param = _either_field(body, "documents", "texts")
-    texts = [one.text if isinstance(one, schemas.Document) else one for one in documents]
-    truncate = -1 if body.truncate else body.truncate_prompt_tokens
-    async with _embedder(call, truncate) as embedder:
-        prompts = ["query"], ["document", "passage", "corpus"]
-        pairs, params = ([body.query], texts), ("query", param)
-        scores, tokens = await embedder.similarities(pairs, params, *prompts)
-        call.note(prompt_tokens=tokens)
-        order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
-        if param == "texts":
-            said = [{"text": text} if body.return_text else {} for text in texts]
-            return HttpResponse([{"index": i, "score": scores[i], **said[i]} for i in order])
-        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-        if body.return_documents is not False:
-            for one in results:
-                one["document"] = {"text": texts[one["index"]]}
-        return HttpResponse(
-            {
-                "id": f"rerank-{uuid.uuid4().hex}",
-                "model": embedder.hosted.name,
-                "usage": _usage(tokens),
-                "similarity": embedder.pooling.similarity,
-                "results": results,
-            }
-        )
-
-
-async def score(call: RequestContext[schemas.ScoreRequest]) -> HttpResponse:
-    """Scores the similarity of pairs of texts."""
-    body = call.body
-    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    if len(first) not in (1, len(second)):
-        raise invalid_request(
-            f"there are {len(first)} first texts and {len(second)} second ones", "text_1"
-        )
-    async with _embedder(call, body.truncate_prompt_tokens) as embedder:
-        scores, tokens = await embedder.similarities((first, second), ("text_1", "text_2"))
-        call.note(prompt_tokens=tokens)
-        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
-        return HttpResponse(
-            {
-                "id": f"score-{uuid.uuid4().hex}",
-                "object": "list",
-                "created": int(time.time()),
-                "model": embedder.hosted.name,
-                "data": data,
-                "usage": _usage(tokens),
-                "similarity": embedder.pooling.similarity,
-            }
-        )
-
-
-async def classify(call: RequestContext[schemas.ClassifyRequest]) -> HttpResponse:
-    """Rejects classification: no family has a classification head."""
-    hosted = call.service.models.find(call.body.model)
-    message = f"the model {hosted.name} has no head that puts texts into classes"
-    raise ApiError(501, message, param="model", code="not_supported")
+        yield Embedder(call.service, hosted, truncate)
 
 
 async def fill_mask(call: RequestContext[schemas.FillMaskRequest]) -> HttpResponse:
     """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
     body = call.body
-    async with _embedder(call, None) as embedder:
+    async with embedder_of(call, None) as embedder:
         hosted = embedder.hosted
         ids = await call.service.in_thread(embedder.ids, body.input, "input")
         data = []
@@ -288,7 +215,7 @@ async def fill_mask(call: RequestContext[schemas.FillMaskRequest]) -> HttpRespon
         tokens = sum(map(len, ids))
         call.note(prompt_tokens=tokens)
         return HttpResponse(
-            {"object": "list", "model": hosted.name, "data": data, "usage": _usage(tokens)}
+            {"object": "list", "model": hosted.name, "data": data, "usage": usage_of(tokens)}
         )
 
 

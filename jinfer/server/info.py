@@ -74,7 +74,7 @@ def model_card(one: ServedModel) -> dict[str, Any]:
 
 
 def capabilities(one: ServedModel) -> list[str]:
-    """What a model can do: embeddings, completion, chat, fill-mask."""
+    """What a model can do: embeddings, completion, chat, fill-mask, classify, rerank."""
     spec = one.llm.spec
     result = ["embeddings"]
     if spec.generates:
@@ -84,4 +84,6 @@ def capabilities(one: ServedModel) -> list[str]:
     tokenizer = one.llm.tokenizer
     if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
         result.append("fill-mask")
+    if (classes := one.session.opened.classification) is not None:
+        result += ["classify"] if classes.relevance is None else ["classify", "rerank"]
     return result

@@ -5,7 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jinfer.server import embeddings, inferflow_api, info, llamacpp_api, openapi, tokenize
+from jinfer.server import (
+    embeddings,
+    inferflow_api,
+    info,
+    llamacpp_api,
+    openapi,
+    pooling_routes,
+    ranking,
+    tokenize,
+)
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
@@ -14,6 +23,8 @@ from jinfer.server.page import static_files
 from jinfer.server.responses import create_response
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
+from jinfer.server.schemas import pooling_routes as pools
+from jinfer.server.schemas import ranking as ranks
 from jinfer.server.schemas import tokenize as tokens
 from jinfer.server.schemas.chat import ChatResponse
 from jinfer.server.schemas.completions import CompletionResponse
@@ -75,21 +86,28 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         vectors.EmbeddingResponse,
     ),
     _vectors(
-        "POST /v1/rerank /rerank",
-        embeddings.rerank,
+        "POST /v1/rerank /rerank /v2/rerank",
+        ranking.rerank,
         "Documents by how well they fit a query",
-        vectors.RerankResponse,
+        ranks.RerankResponse,
     ),
     _vectors(
         "POST /score /v1/score",
-        embeddings.score,
+        ranking.score,
         "How well pairs of texts fit",
-        vectors.ScoreResponse,
+        ranks.ScoreResponse,
     ),
     _vectors(
         "POST /classify /v1/classify",
-        embeddings.classify,
-        "Refused: no family has a head for classes",
+        pooling_routes.classify_texts,
+        "The classes of texts",
+        pools.ClassifyResponse,
+    ),
+    _vectors(
+        "POST /pooling",
+        pooling_routes.pooling,
+        "Classes of texts, or vectors of texts or of their tokens",
+        pools.PoolingResponse,
     ),
     _vectors(
         "POST /fill-mask /v1/fill-mask",

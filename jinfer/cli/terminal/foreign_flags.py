@@ -65,7 +65,10 @@ SERVER_FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     (
         *("--embedding", "--embeddings", "--task", "--runner", "--convert", "--rerank"),
         *("--reranking", "--pooling"),
-    ): "leave it out: /v1/embeddings gives vectors of any model, pooled as its files say",
+    ): (
+        "leave it out: /v1/embeddings gives vectors of any model, pooled as its files say, "
+        "/rerank and /classify what its head says"
+    ),
     ("--lora", "--lora-modules", "--enable-lora"): LORA,
     ("-v", "--verbose", "-lv", "--log-verbosity"): "--log-level debug",
     ("--log-disable", "--disable-log-requests", "--disable-log-stats"): "--log-level warning",

@@ -1,13 +1,13 @@
-"""Schemas of embeddings, reranking, scoring and masked language modelling."""
+"""Schemas of embeddings and masked language modelling."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, RootModel
+from pydantic import Field
 
-from jinfer.opening.pooling_config import Pooling, Similarity
-from jinfer.server.schemas.schema_base import Ignored, MixedPrompts, RequestModel, ResponseModel
+from jinfer.opening.pooling_config import Pooling
+from jinfer.server.schemas.schema_base import MixedPrompts, RequestModel, ResponseModel
 
 
 class EmbeddingRequest(RequestModel):
@@ -47,97 +47,6 @@ class EmbeddingResponse(ResponseModel):
     data: list[EmbeddingObject]
     model: str
     usage: EmbeddingUsage
-
-
-class Document(RequestModel):
-    """A text to rank."""
-
-    text: str
-
-
-class RerankRequest(RequestModel):
-    """A request to /v1/rerank."""
-
-    query: str
-    documents: list[str | Document] | None = Field(None, min_length=1)
-    texts: list[str] | None = Field(
-        None, min_length=1, description="TEI's name of documents, which has TEI's answer"
-    )
-    return_text: bool | None = Field(None, description="TEI's; false if not given")
-    raw_scores: Annotated[bool | None, Ignored("scores are as the model compares", (False,))] = None
-    truncate: bool | None = Field(None, description="TEI's: longer texts are cut")
-    model: str | None = None
-    top_n: int | None = Field(None, ge=1)
-    return_documents: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    user: str | None = Field(None, description="is logged")
-
-
-class RankedDocument(ResponseModel):
-    """A document with its rank."""
-
-    index: int
-    relevance_score: float
-    document: dict[str, Any] | None = None
-
-
-class RankedText(ResponseModel):
-    """A ranked document in the format of TEI (text-embeddings-inference)."""
-
-    index: int
-    score: float
-    text: str | None = None
-
-
-class RankedDocuments(ResponseModel):
-    """Documents, most relevant first."""
-
-    id: str
-    model: str
-    usage: EmbeddingUsage
-    similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
-    results: list[RankedDocument]
-
-
-class RerankResponse(RootModel[RankedDocuments | list[RankedText]]):
-    """The response of /v1/rerank; a bare list if the request has `texts` (TEI)."""
-
-
-class ScoreRequest(RequestModel):
-    """A request to /score; a single first text is paired with each second one."""
-
-    text_1: str | list[str]
-    text_2: str | list[str]
-    model: str | None = None
-    truncate_prompt_tokens: int | None = None
-    user: str | None = Field(None, description="is logged")
-
-
-class Score(ResponseModel):
-    """The score of a pair."""
-
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class ScoreResponse(ResponseModel):
-    """The response of /score, in the order of the pairs."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-    similarity: Similarity = Field(description="scores compare vectors: no model has read pairs")
-
-
-class ClassifyRequest(RequestModel):
-    """A request to /classify."""
-
-    input: str | list[str]
-    model: str | None = None
 
 
 class FillMaskRequest(RequestModel):

@@ -1,0 +1,119 @@
+"""Classification and pooling API: /classify, and vLLM's /pooling of any kind of result."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jinfer.api import text_embeddings
+from jinfer.api.classification import TypedTokens, classify
+from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.server.embeddings import (
+    Embedder,
+    coded_vector,
+    embedder_of,
+    truncate_vectors,
+    usage_of,
+)
+from jinfer.server.http_errors import invalid_request, unsupported_field
+from jinfer.server.http_responses import HttpResponse, dumps_list
+from jinfer.server.schemas import pooling_routes as schemas
+from jinfer.server.service import RequestContext
+
+
+async def classify_texts(call: RequestContext[schemas.ClassifyRequest]) -> HttpResponse:
+    """Puts texts into classes."""
+    body = call.body
+    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
+        config = _classes_of(embedder)
+        shown, tokens = await _classified(embedder, config, body.input, body.use_activation)
+        call.note(prompt_tokens=tokens)
+        data = [
+            {
+                "index": i,
+                "label": config.labels[int(np.argmax(row))],
+                "probs": row,
+                "num_classes": len(config.labels),
+            }
+            for i, row in enumerate(shown)
+        ]
+        head = _head("classify", embedder, tokens) | {"labels": config.labels}
+        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", data))
+
+
+def _classes_of(embedder: Embedder) -> ClassificationConfig:
+    found = embedder.hosted.session.opened.classification
+    if found is None:
+        raise unsupported_field(
+            f"the model {embedder.hosted.name} has no head that puts texts into classes", "model"
+        )
+    return found
+
+
+async def _classified(
+    embedder: Embedder, config: ClassificationConfig, texts: Any, activate: bool | None
+) -> tuple[np.ndarray, int]:
+    """Probabilities of classes, or their scores, [texts, labels]; and the number of tokens."""
+    ids = await embedder.service.in_thread(embedder.ids, texts, "input")
+    given = [TypedTokens(one, [0] * len(one)) for one in ids]
+    rows = await embedder.batched(lambda *group: classify(*group).scores, given)
+    scores = np.stack(rows)
+    shown = scores if activate is False else config.activated(scores)
+    return np.ascontiguousarray(shown, np.float32), sum(map(len, ids))
+
+
+def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
+    """What stands before an answer's data."""
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": embedder.hosted.name,
+        "usage": usage_of(tokens),
+    }
+
+
+async def pooling(call: RequestContext[schemas.PoolingRequest]) -> HttpResponse:
+    """What a model makes of texts: classes, a vector of each text, or of each token."""
+    body = call.body
+    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
+        session = embedder.hosted.session
+        usual: schemas.PoolingTask = "token_embed" if embedder.pooling.late else "embed"
+        task = body.task or (usual if session.opened.classification is None else "classify")
+        if task == "classify" and body.dimensions is not None:
+            raise invalid_request("it is for vectors, not for classes", "dimensions")
+        found: Sequence[np.ndarray]
+        if task == "classify":
+            config = _classes_of(embedder)
+            found, tokens = await _classified(embedder, config, body.input, body.use_activation)
+        elif task == "embed":
+            named = {"normalize": body.normalize}
+            found, tokens = await embedder.embed(body.input, "input", body.prompt_name, **named)
+        else:
+            given = await call.service.in_thread(
+                embedder.tokens, body.input, "input", body.prompt_name
+            )
+            tokens = sum(len(one.ids) for one in given)
+            compute = text_embeddings.token_vectors
+            found = await embedder.batched(compute, given, normalize=body.normalize)
+        call.note(prompt_tokens=tokens)
+        if task != "classify":
+            own = embedder.pooling.normalize
+            unit = own if body.normalize is None else body.normalize
+            rows = (np.atleast_2d(one) for one in found)
+            cut = [truncate_vectors(one, body.dimensions, unit) for one in rows]
+            found = cut if task == "token_embed" else [one[0] for one in cut]
+        entries = _entries(found, body.encoding_format == "base64")
+        head = _head("pool", embedder, tokens)
+        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", entries))
+
+
+def _entries(found: Sequence[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:
+    """Results in the response format: lists of numbers, or base64."""
+    for i, one in enumerate(found):
+        shown = coded_vector(one) if coded else np.ascontiguousarray(one)
+        yield {"index": i, "object": "pooling", "data": shown}
