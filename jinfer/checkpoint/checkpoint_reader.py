@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jinfer.checkpoint.grouped_codes import GroupedCodes
 from jinfer.guard.sanitize import sanitized
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
@@ -47,6 +48,8 @@ class Tensor:
             Raises `CheckpointError`.
         raw: its stored bytes, uint8 [nbytes], a view of the memory map where that is possible.
         unreadable: why its values cannot be read, so that `read` would raise; "": they can.
+        codes: of a matrix that a quantized checkpoint stores as codes and scales of groups.
+        sources: the file's tensors that it is joined from, if it is.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Tensor:
     read: Callable[[], np.ndarray] = field(repr=False)
     raw: Callable[[], np.ndarray] = field(repr=False)
     unreadable: str = ""
+    codes: GroupedCodes | None = None
+    sources: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

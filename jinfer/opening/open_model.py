@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint, open_checkpoint
-from jinfer.checkpoint.block_scaled import decode_scaled, read_block
+from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
@@ -21,11 +21,12 @@ from jinfer.opening.compute_settings import (
     context_length,
     kv_cache_type,
 )
-from jinfer.opening.config_json import config_path, read_config
+from jinfer.opening.config_json import read_config
 from jinfer.opening.generation_config import check_defaults, generation_config, generation_defaults
 from jinfer.opening.model_files import ModelFiles, read_spec_file, tokenizer_path
 from jinfer.opening.open_keywords import override_tables
 from jinfer.opening.pooling_config import PoolingSpec, find_pooling
+from jinfer.opening.quantization_config import quant_settings
 from jinfer.opening.resolve_model import resolve_model
 from jinfer.opening.resolve_name import full_source
 from jinfer.opening.sources import locate
@@ -33,6 +34,8 @@ from jinfer.opening.special_ids import decoder_prefix, end_ids
 from jinfer.opening.unused_config import check_followed
 from jinfer.quant.quantized_tensor import Activations
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+
+QUANTIZED = ("safetensors", "pickle")  # formats of checkpoints that layouts are known of
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,6 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     file = read_spec_file(source, locate(source, Path.cwd()), overrides)
     checkpoint = open_checkpoint(file.weights)
     config = read_config(file.weights, checkpoint)
-    if not isinstance(checkpoint, NativeCheckpoint):
-        checkpoint = decode_scaled(checkpoint, read_block(config, config_path(file.weights)))
+    if checkpoint.format in QUANTIZED and not isinstance(checkpoint, NativeCheckpoint):
+        checkpoint = decode_quantized(checkpoint, quant_settings(config, file.weights))
     return ModelFiles(**vars(file), checkpoint=checkpoint, config=config)

@@ -10,12 +10,13 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.opening.config_key_rules import Rule
 from jinfer.opening.known_config_keys import KNOWN, ROTARY, WINDOW
+from jinfer.opening.quantization_config import CONFIG_KEYS
 
 _log = logging.getLogger("jinfer")
 
 # Read by others than specifications.
 _ELSEWHERE = frozenset(
-    {"architectures", "quantization_config", "text_config", "eos_token_id"}
+    {"architectures", "text_config", "eos_token_id", *CONFIG_KEYS}
     | {"decoder_start_token_id", "forced_bos_token_id", "general", "tokenizer", "split"}
 )
 

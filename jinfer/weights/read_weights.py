@@ -88,7 +88,8 @@ def read(
         result = values if together else put(names[name], values)
         if isinstance(origin, Origin):
             for file in origin.files:
-                release(file.raw())
+                for part in file.sources or (file,):
+                    release(part.raw())
         bar.update(reading(name))
         return result
 

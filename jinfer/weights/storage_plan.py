@@ -30,6 +30,7 @@ from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_
 from jinfer.quant import OutlierTensor, QuantFormat, QuantizedTensor, parse_format
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
+from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
@@ -61,6 +62,7 @@ class Storage:
         method: how other codes are found, see `jinfer.quant.quantize_matrix`.
         outliers: share of weights that are stored exactly, beside the codes.
         activations: see `QuantizedTensor`.
+        lost: how far off a weight with the file's code may be, in steps.
     """
 
     format: QuantFormat
@@ -68,6 +70,7 @@ class Storage:
     method: Method
     outliers: float
     activations: Activations
+    lost: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -84,9 +87,14 @@ class Storage:
 
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
+        rows = origin.rows(shapes)
+        if origin.files[0].codes is not None:
+            return self._activated(
+                grouped_tensor(origin.files, origin.stacked, self.format, rows, self.columns)
+            )
         files = origin.files if origin.stacked else origin.files[0]
         halves = self.format == F16_AS_INT
-        tensor = repacked_tensor(files, origin.rows(shapes), columns=self.columns, halves=halves)
+        tensor = repacked_tensor(files, rows, columns=self.columns, halves=halves)
         assert tensor is not None, "the file has such codes"
         return self._activated(tensor)
 
@@ -218,10 +226,14 @@ def choose_storages(
         word = _word(spec, name, role)
         if word == AUTO:
             origin = origins[name]
-            by_rows = origin.is_rows(shapes) and name not in model.normalized
+            if not origin.is_rows(shapes) or name in model.normalized:
+                continue
             files = origin.files if origin.stacked else origin.files[0]
-            if by_rows and (format := repacked_format(files, halves)) is not None:
+            if (format := repacked_format(files, halves)) is not None:
                 storages[name] = Storage(format, True, method, 0.0, activations)
+            elif (found := grouped_format(origin.files)) is not None:
+                kept = Storage(found.format, True, method, 0.0, activations, found.lost)
+                storages[name] = kept
         elif word != PLAIN:
             format = parse_format(word)
             storages[name] = Storage(format, False, method, outliers, activations)

@@ -1,0 +1,189 @@
+"""Grouped codes of quantized checkpoints (GPTQ, AWQ, MLX, ...) kept in their bits, as blocks.
+
+A group of 32, 64 or 128 inputs is a block, a wider one several with equal numbers. With fp16 block
+numbers
+
+    scale * (q - zero)   symmetric where zero is half of the levels: without loss for fp16 scales
+    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16
+    scale * q + bias     affine, without loss for fp16 numbers
+    scale * values[q]    a codebook, where the values are integers times a factor
+
+What is lost is measured in steps, the distance between two levels; where that is too much, where
+inputs are reordered or groups are of other sizes, weights are decoded instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+import jax
+import numpy as np
+
+from jinfer.checkpoint.checkpoint_reader import Tensor
+from jinfer.checkpoint.grouped_codes import GroupedCodes
+from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.quant.quantized_tensor import QuantizedTensor, empty_tensor, from_codes
+
+if TYPE_CHECKING:
+    from jaxtyping import Float16, Int
+
+_BLOCKS = (128, 64, 32)
+_MOST_LOST = 0.125  # steps
+_MOST_VALUE = 127  # of a codebook
+_FACTORS = (1.0, 2.0)  # by which values become integers
+
+
+@dataclass(frozen=True)
+class GroupedFormat:
+    """What grouped codes become.
+
+    Attributes:
+        format: of the blocks.
+        lost: how far off a weight may be, in steps, because numbers are rounded to fp16.
+    """
+
+    format: QuantFormat
+    lost: float
+
+
+def grouped_format(files: Sequence[Tensor]) -> GroupedFormat | None:
+    """What tensors of one parameter become; None if their numbers have to be decoded.
+
+    Reads the scales.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    formats = {None if file.codes is None else _format(file.codes) for file in files}
+    format = formats.pop()
+    if formats or format is None:
+        return None
+    lost = max(_lost(file.codes, format) for file in files if file.codes is not None)
+    return GroupedFormat(format, lost) if lost <= _MOST_LOST else None
+
+
+def grouped_tensor(
+    files: Sequence[Tensor],
+    stacked: bool,
+    format: QuantFormat,
+    rows: Int[np.ndarray, " outputs"] | None,
+    columns: int | None,
+) -> QuantizedTensor:
+    """Reads matrices with their codes as stored.
+
+    Args:
+        files: for which `grouped_format` gives this format.
+        stacked: they are stacked along a new first axis; else there is one.
+        rows: those of each matrix to take, in this order; None: all.
+        columns: see `from_codes`.
+
+    Returns:
+        A tensor of NumPy arrays.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    if not stacked:
+        return _blocks_of(files[0], format, rows, columns)
+    result = None
+    for e, file in enumerate(files):
+        part = _blocks_of(file, format, rows, columns)
+        if result is None:
+            result = empty_tensor((len(files), *part.shape), format, columns)
+        for to, values in zip(jax.tree.leaves(result[e]), jax.tree.leaves(part), strict=True):
+            to[...] = values
+    assert result is not None, "a parameter has tensors"
+    return result
+
+
+def _blocks_of(
+    file: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
+) -> QuantizedTensor:
+    assert file.codes is not None, "the file has such codes"
+    codes, numbers = file.codes.codes(), _numbers(file.codes, format)
+    if rows is not None:
+        codes, numbers = codes[..., rows, :], numbers[..., rows, :, :]
+    return from_codes(codes, numbers, format, columns=columns)
+
+
+def _format(codes: GroupedCodes) -> QuantFormat | None:
+    """The format that has such groups and such codes, if there is one."""
+    width: Width
+    *_, inputs = codes.shape
+    whole = codes.groups == 1
+    group = inputs if whole else codes.group
+    block = next((size for size in _BLOCKS if group % size == 0), _BLOCKS[-1] if whole else None)
+    width = str(codes.bits)  # type: ignore[assignment]
+    if block is None or codes.order is not None or width not in get_args(Width.__value__):
+        return None
+    if codes.values is not None:
+        factor = _factor(codes.values)
+        if factor is None or codes.bits != 4 or block != 32:
+            return None
+        book = tuple(int(value * factor) for value in codes.values)
+        return QuantFormat(width, block, symmetric=True, codebook=book)
+    return QuantFormat(width, block, symmetric=codes.zero == 1 << codes.bits - 1)
+
+
+def _factor(values: Sequence[float]) -> float | None:
+    """What values are multiplied by to be integers."""
+    for factor in _FACTORS:
+        whole = [value * factor for value in values]
+        if all(value.is_integer() and abs(value) <= _MOST_VALUE for value in whole):
+            return factor
+    return None
+
+
+def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scales and bases before rounding, float32 [*stack, outputs, groups]."""
+    scales = codes.scales()
+    if format.codebook is not None and codes.values is not None:
+        return scales / np.float32(_factor(codes.values) or 1), None
+    if format.symmetric:
+        return scales, None
+    if codes.biases is not None:
+        return scales, codes.biases()
+    zeros = codes.zeros() if codes.zeros is not None else np.float32(codes.zero or 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return scales, -scales * zeros
+
+
+def _numbers(
+    codes: GroupedCodes, format: QuantFormat
+) -> Float16[np.ndarray, "*stack outputs blocks numbers"]:
+    scales, bases = _exact(codes, format)
+    each = (scales,) if bases is None else (scales, bases)
+    with np.errstate(over="ignore"):
+        numbers = np.stack([part.astype(np.float16) for part in each], axis=-1)
+    count = -(-codes.shape[-1] // format.block)
+    times = count if codes.groups == 1 else codes.group // format.block
+    return np.repeat(numbers, times, axis=-2)[..., :count, :] if times > 1 else numbers
+
+
+def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
+    """How far off a weight may be, in steps; infinite where it is not known."""
+    scales, bases = _exact(codes, format)
+    largest = _largest(format)
+    with np.errstate(all="ignore"):
+        step = np.abs(scales)
+        lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales) * largest
+        if bases is not None:
+            lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
+        steps = np.where(lost == 0, 0, lost / step)
+    wrong = ~(steps <= _MOST_LOST)
+    if wrong.any() and format.codebook is not None:
+        # Groups of zeros may have any scale.
+        lookup = np.array(codes.values, np.float32)
+        blocks = lookup[codes.codes()].reshape(*codes.shape[:-1], -1, codes.group)
+        steps = np.where(wrong & ~blocks.any(axis=-1), 0, steps)
+    found = float(steps.max(initial=0))
+    return found if found == found else float("inf")
+
+
+def _largest(format: QuantFormat) -> int:
+    """What a scale is multiplied by at most."""
+    if format.codebook is not None:
+        return max(abs(value) for value in format.codebook)
+    return format.zero if format.symmetric else format.levels - 1

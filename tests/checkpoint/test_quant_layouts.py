@@ -1,0 +1,77 @@
+"""Quantized checkpoints of other writers, against weights packed as the layouts are described."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jinfer.checkpoint import Checkpoint, open_checkpoint
+from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
+from jinfer.checkpoint.layouts.quant_settings import QuantSettings
+from jinfer.modelspec.quant_format import parse_format
+from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
+
+from .quantized_cases import CASES, Case
+
+MODULE = "model.layers.0.mlp.up_proj"
+OUTPUTS, INPUTS = 32, 256
+
+
+def opened(folder: Path, arrays: dict[str, np.ndarray], config: Any) -> Checkpoint:
+    save_file(
+        {name: np.ascontiguousarray(a) for name, a in arrays.items()}, folder / "m.safetensors"
+    )
+    settings = None if config is None else QuantSettings(config, folder / "config.json")
+    return decode_quantized(open_checkpoint(folder), settings)
+
+
+def stored(case: Case, seed: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    leaves, weights = case.write(np.random.default_rng(seed), OUTPUTS, INPUTS)
+    return {f"{MODULE}.{leaf}": array for leaf, array in leaves.items()}, weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
+    """Decoded they are exact; kept in their bits they are so within the error that is told."""
+    case = CASES[name]
+    arrays, weights = stored(case)
+    others = {"model.norm.weight": np.ones(4, np.float32), f"{MODULE}.bias": np.ones(2, np.float16)}
+    tensors = opened(tmp_path, arrays | others, case.config).tensors
+    assert set(tensors) == {*others, f"{MODULE}.weight"}
+    tensor = tensors[f"{MODULE}.weight"]
+    values = tensor.read()
+    assert tensor.shape == values.shape == (OUTPUTS, INPUTS)
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, weights, rtol=2e-6, atol=1e-7 * np.abs(weights).max())
+    found = grouped_format([tensor])
+    if not case.kept:
+        assert found is None
+        return
+    assert found is not None
+    if case.kept == "E2M1":
+        assert found.format.codebook is not None
+    else:
+        assert found.format == parse_format(case.kept)
+    assert found.lost <= case.lost
+    order = np.random.default_rng(2).permutation(OUTPUTS)[:24]
+    kept = grouped_tensor([tensor, tensor], True, found.format, order, None)
+    assert kept.shape == (2, 24, INPUTS)
+    assert tensor.codes is not None
+    step = np.abs(tensor.codes.scales()).max()
+    bound = found.lost * 1.01 * step + 1e-6 * np.abs(weights).max()
+    for one in (0, 1):
+        np.testing.assert_allclose(kept[one].dequantize(), weights[order], rtol=0, atol=bound)
+
+
+def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
+    """GPTQ and AWQ take as much memory as jinfer's own four bits."""
+    for name, format in (("gptq_128", "q4_b128_sym"), ("awq_128", "q4_b128")):
+        folder = tmp_path / name
+        folder.mkdir()
+        tensor = opened(folder, stored(CASES[name])[0], CASES[name].config).tensors
+        found = grouped_format([*tensor.values()])
+        assert found is not None
+        kept = grouped_tensor([*tensor.values()], False, found.format, None, None)
+        assert 8 * kept.nbytes == OUTPUTS * INPUTS * parse_format(format).bits_per_weight
