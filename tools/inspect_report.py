@@ -105,7 +105,7 @@ def tensors(found: CheckpointMatch) -> list[tuple[str, ...]]:
         lambda row: row.tensor.name,
         lambda row: (
             row.tensor.shape,
-            row.tensor.type,
+            row.type,
             row.note,
             frozenset(map(pattern_of, row.parameters)),
         ),
@@ -117,7 +117,7 @@ def tensors(found: CheckpointMatch) -> list[tuple[str, ...]]:
         if not found.spec:
             held = _likely(likely, rows[0].tensor)
         shape = " x ".join(map(str, rows[0].tensor.shape)) or "one number"
-        lines.append((name, shape, rows[0].tensor.type, f"{held} {note}".strip()))
+        lines.append((name, shape, rows[0].type, f"{held} {note}".strip()))
     return lines
 
 
@@ -256,6 +256,7 @@ def to_json(found: CheckpointMatch) -> dict[str, Any]:
                 "name": row.tensor.name,
                 "shape": list(row.tensor.shape),
                 "type": row.tensor.type,
+                "becomes": row.becomes or None,
                 "parameters": row.parameters,
                 "note": row.note or None,
             }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jinfer.checkpoint import Tensor
+from jinfer.quant.grouped_blocks import described, grouped_format
 
 
 @dataclass
@@ -21,6 +22,19 @@ class TensorRow:
     tensor: Tensor
     parameters: list[str] = field(default_factory=list)
     note: str = ""
+
+    @property
+    def becomes(self) -> str:
+        """What a matrix of a quantized checkpoint is in memory by default; "" for all others."""
+        if not self.tensor.sources:
+            return ""
+        found = grouped_format([self.tensor], exact=False)
+        return "decoded" if found is None else f"as {described(found.format)}"
+
+    @property
+    def type(self) -> str:
+        """How it is stored, and what becomes of it."""
+        return f"{self.tensor.type}, {self.becomes}" if self.becomes else self.tensor.type
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A group of 32, 64 or 128 inputs is a block, a wider one several with equal numbe
 numbers
 
     scale * (q - zero)   symmetric where zero is half of the levels: without loss for fp16 scales
-    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16
+    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with one
+                         more bit, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook, where the values are integers times a factor
 
@@ -48,20 +49,31 @@ class GroupedFormat:
     lost: float
 
 
-def grouped_format(files: Sequence[Tensor]) -> GroupedFormat | None:
+def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
     """What tensors of one parameter become; None if their numbers have to be decoded.
 
     Reads the scales.
 
+    Args:
+        exact: only without loss, which may take a bit more for each weight.
+
     Raises:
         CheckpointError: the file is broken.
     """
-    formats = {None if file.codes is None else _format(file.codes) for file in files}
-    format = formats.pop()
-    if formats or format is None:
+    codes = [file.codes for file in files if file.codes is not None]
+    choices = {_formats(each) for each in codes}
+    if len(codes) < len(files) or len(choices) != 1:
         return None
-    lost = max(_lost(file.codes, format) for file in files if file.codes is not None)
-    return GroupedFormat(format, lost) if lost <= _MOST_LOST else None
+    for format in choices.pop():
+        lost = max(_lost(each, format) for each in codes)
+        if lost <= (0 if exact else _MOST_LOST):
+            return GroupedFormat(format, lost)
+    return None
+
+
+def described(format: QuantFormat) -> str:
+    """A format's name, for people: of a codebook, that it is one."""
+    return f"{format.name} of a table" if format.codebook is not None else format.name
 
 
 def grouped_tensor(
@@ -101,30 +113,45 @@ def grouped_tensor(
 def _blocks_of(
     file: Tensor, format: QuantFormat, rows: np.ndarray | None, columns: int | None
 ) -> QuantizedTensor:
-    assert file.codes is not None, "the file has such codes"
-    codes, numbers = file.codes.codes(), _numbers(file.codes, format)
+    grouped = file.codes
+    assert grouped is not None, "the file has such codes"
+    codes, numbers = grouped.codes(), _numbers(grouped, format)
+    if _is_wider(grouped, format):
+        assert grouped.zeros is not None
+        zeros = grouped.zeros().astype(np.int16)[..., grouped.group_of_inputs()]
+        codes = (codes - zeros + format.zero).astype(np.uint8)
     if rows is not None:
         codes, numbers = codes[..., rows, :], numbers[..., rows, :, :]
     return from_codes(codes, numbers, format, columns=columns)
 
 
-def _format(codes: GroupedCodes) -> QuantFormat | None:
-    """The format that has such groups and such codes, if there is one."""
-    width: Width
-    *_, inputs = codes.shape
+def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
+    """The formats that have such groups and such codes, those of the fewest bits first."""
     whole = codes.groups == 1
-    group = inputs if whole else codes.group
+    group = codes.shape[-1] if whole else codes.group
     block = next((size for size in _BLOCKS if group % size == 0), _BLOCKS[-1] if whole else None)
-    width = str(codes.bits)  # type: ignore[assignment]
-    if block is None or codes.order is not None or width not in get_args(Width.__value__):
-        return None
+    if block is None or codes.order is not None:
+        return ()
     if codes.values is not None:
         factor = _factor(codes.values)
         if factor is None or codes.bits != 4 or block != 32:
-            return None
+            return ()
         book = tuple(int(value * factor) for value in codes.values)
-        return QuantFormat(width, block, symmetric=True, codebook=book)
-    return QuantFormat(width, block, symmetric=codes.zero == 1 << codes.bits - 1)
+        return (QuantFormat("4", block, symmetric=True, codebook=book),)
+    named = [(str(codes.bits), codes.zero == 1 << codes.bits - 1)]
+    if codes.zeros is not None:
+        named.append((str(codes.bits + 1), True))
+    known = get_args(Width.__value__)
+    return tuple(
+        QuantFormat(width, block, symmetric)  # type: ignore[arg-type]
+        for width, symmetric in named
+        if width in known
+    )
+
+
+def _is_wider(codes: GroupedCodes, format: QuantFormat) -> bool:
+    """Whether the format has zero points in its codes, with one more bit."""
+    return codes.zeros is not None and format.symmetric
 
 
 def _factor(values: Sequence[float]) -> float | None:
@@ -165,6 +192,10 @@ def _numbers(
 def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
     """How far off a weight may be, in steps; infinite where it is not known."""
     scales, bases = _exact(codes, format)
+    if _is_wider(codes, format) and codes.zeros is not None:
+        zeros = codes.zeros()
+        if not (zeros == np.rint(zeros)).all():
+            return float("inf")
     largest = _largest(format)
     with np.errstate(all="ignore"):
         step = np.abs(scales)

@@ -231,7 +231,7 @@ def choose_storages(
             files = origin.files if origin.stacked else origin.files[0]
             if (format := repacked_format(files, halves)) is not None:
                 storages[name] = Storage(format, True, method, 0.0, activations)
-            elif (found := grouped_format(origin.files)) is not None:
+            elif (found := grouped_format(origin.files, activations == "float")) is not None:
                 kept = Storage(found.format, True, method, 0.0, activations, found.lost)
                 storages[name] = kept
         elif word != PLAIN:

@@ -45,7 +45,7 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
     assert tensor.shape == values.shape == (OUTPUTS, INPUTS)
     assert values.dtype == np.float32
     np.testing.assert_allclose(values, weights, rtol=2e-6, atol=1e-7 * np.abs(weights).max())
-    found = grouped_format([tensor])
+    found = grouped_format([tensor], exact=False)
     if not case.kept:
         assert found is None
         return
@@ -63,6 +63,13 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
     bound = found.lost * 1.01 * step + 1e-6 * np.abs(weights).max()
     for one in (0, 1):
         np.testing.assert_allclose(kept[one].dequantize(), weights[order], rtol=0, atol=bound)
+    exactly = grouped_format([tensor], exact=True)
+    if exactly is not None:  # at most a bit more
+        assert exactly.format.code_bits - found.format.code_bits == bool(case.lost)
+        kept = grouped_tensor([tensor], False, exactly.format, None, None)
+        np.testing.assert_allclose(kept.dequantize(), weights, rtol=1e-6, atol=1e-9)
+    else:
+        assert case.lost > 0
 
 
 def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
@@ -71,7 +78,7 @@ def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         tensor = opened(folder, stored(CASES[name])[0], CASES[name].config).tensors
-        found = grouped_format([*tensor.values()])
+        found = grouped_format([*tensor.values()], exact=False)
         assert found is not None
         kept = grouped_tensor([*tensor.values()], False, found.format, None, None)
         assert 8 * kept.nbytes == OUTPUTS * INPUTS * parse_format(format).bits_per_weight
