@@ -63,6 +63,7 @@ class GroupedCodes:
             return self.order()
         return np.arange(self.shape[-1]) // max(1, self.group)
 
+    @np.errstate(all="ignore")  # NaN and infinity are values like others
     def dequantize(self) -> Float[np.ndarray, "*stack outputs inputs"]:
         """The weights in float32. Raises `CheckpointError`."""
         result, codes = np.empty(self.shape, np.float32), self.codes()
@@ -76,14 +77,13 @@ class GroupedCodes:
             for begin in range(0, self.shape[-2], height):
                 at = (*index, slice(begin, begin + height))
                 part = codes[at].astype(np.float32) if table is None else table[codes[at]]
-                with np.errstate(over="ignore", invalid="ignore"):  # NaN is a value like others
-                    if zeros is not None:
-                        part -= zeros[at][:, where]
-                    elif self.zero:
-                        part -= np.float32(self.zero)
-                    part *= scales[at][:, where]
-                    if biases is not None:
-                        part += biases[at][:, where]
+                if zeros is not None:
+                    part -= zeros[at][:, where]
+                elif self.zero:
+                    part -= np.float32(self.zero)
+                part *= scales[at][:, where]
+                if biases is not None:
+                    part += biases[at][:, where]
                 result[at] = part
         return result
 
@@ -105,9 +105,12 @@ def unpack_stream(words: np.ndarray, bits: int) -> UInt8[np.ndarray, "*rows code
     words = np.ascontiguousarray(words).view(np.uint32)
     count = words.shape[-1] * 32 // bits
     if 8 % bits == 0:
-        fields = words.astype("<u4", copy=False).view(np.uint8)[..., None]
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        return (fields >> shifts & np.uint8((1 << bits) - 1)).reshape(*words.shape[:-1], count)
+        fields, each = words.astype("<u4", copy=False).view(np.uint8), 8 // bits
+        codes = np.empty((*fields.shape, each), np.uint8)
+        for i in range(each):
+            codes[..., i] = fields >> np.uint8(i * bits)
+        codes &= np.uint8((1 << bits) - 1)
+        return codes.reshape(*words.shape[:-1], count)
     codes = np.empty((*words.shape[:-1], count), np.uint8)
     mask = np.uint32((1 << bits) - 1)
     for i in range(min(count, 32)):  # the pattern repeats after 32 codes, in `bits` words

@@ -7,7 +7,7 @@ numbers
     scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with one
                          more bit, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
-    scale * values[q]    a codebook, where the values are integers times a factor
+    scale * values[q]    a codebook: the values times a factor, rounded to integers
 
 What is lost is measured in steps, the distance between two levels; where that is too much, where
 inputs are reordered or groups are of other sizes, weights are decoded instead.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, get_args
 
 import jax
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 _BLOCKS = (128, 64, 32)
 _MOST_LOST = 0.125  # steps
 _MOST_VALUE = 127  # of a codebook
-_FACTORS = (1.0, 2.0)  # by which values become integers
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,10 @@ def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
     if block is None or codes.order is not None:
         return ()
     if codes.values is not None:
-        factor = _factor(codes.values)
-        if factor is None or codes.bits != 4 or block != 32:
+        book = _codebook(codes.values)
+        if book is None or codes.bits != 4:
             return ()
-        book = tuple(int(value * factor) for value in codes.values)
-        return (QuantFormat("4", block, symmetric=True, codebook=book),)
+        return (QuantFormat("4", block, symmetric=True, codebook=book.integers),)
     named = [(str(codes.bits), codes.zero == 1 << codes.bits - 1)]
     if codes.zeros is not None:
         named.append((str(codes.bits + 1), True))
@@ -154,27 +153,55 @@ def _is_wider(codes: GroupedCodes, format: QuantFormat) -> bool:
     return codes.zeros is not None and format.symmetric
 
 
-def _factor(values: Sequence[float]) -> float | None:
-    """What values are multiplied by to be integers."""
-    for factor in _FACTORS:
-        whole = [value * factor for value in values]
-        if all(value.is_integer() and abs(value) <= _MOST_VALUE for value in whole):
-            return factor
-    return None
+@dataclass(frozen=True)
+class _Codebook:
+    """Values as integers.
+
+    Attributes:
+        integers: the values times the factor, rounded.
+        factor: of the values.
+        step: the least distance of two values, times the factor.
+        lost: of it, by rounding.
+    """
+
+    integers: tuple[int, ...]
+    factor: float
+    step: float
+    lost: float
 
 
+@lru_cache(maxsize=64)
+def _codebook(values: tuple[float, ...]) -> _Codebook | None:
+    """The integers that lie nearest to the values, times any factor."""
+    exact = np.array(values)
+    distinct = np.unique(exact)
+    if not np.isfinite(exact).all() or len(distinct) < 2:
+        return None
+    largest, step = np.abs(exact).max(), np.diff(distinct).min()
+    # Small ones first: integers may be exact, as those of E2M1 are.
+    factors = [1.0, 2.0, *(np.arange(0.5 * _MOST_VALUE, _MOST_VALUE, 0.05) / largest)]
+    found = None
+    for factor in factors:
+        whole = np.rint(exact * factor)
+        lost = float(np.abs(exact * factor - whole).max() / (step * factor))
+        if np.abs(whole).max() <= _MOST_VALUE and (found is None or lost < found.lost):
+            found = _Codebook(tuple(map(int, whole)), float(factor), float(step * factor), lost)
+    return found
+
+
+@np.errstate(all="ignore")  # NaN and infinity are values like others
 def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.ndarray | None]:
     """Scales and bases before rounding, float32 [*stack, outputs, groups]."""
     scales = codes.scales()
     if format.codebook is not None and codes.values is not None:
-        return scales / np.float32(_factor(codes.values) or 1), None
+        book = _codebook(codes.values)
+        return scales / np.float32(1 if book is None else book.factor), None
     if format.symmetric:
         return scales, None
     if codes.biases is not None:
         return scales, codes.biases()
     zeros = codes.zeros() if codes.zeros is not None else np.float32(codes.zero or 0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return scales, -scales * zeros
+    return scales, -scales * zeros
 
 
 def _numbers(
@@ -196,13 +223,15 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
         zeros = codes.zeros()
         if not (zeros == np.rint(zeros)).all():
             return float("inf")
-    largest = _largest(format)
+    largest, unit, own = _largest(format), 1.0, 0.0
+    if codes.values is not None and (book := _codebook(codes.values)) is not None:
+        unit, own = book.step, book.lost
     with np.errstate(all="ignore"):
         step = np.abs(scales)
         lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales) * largest
         if bases is not None:
             lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
-        steps = np.where(lost == 0, 0, lost / step)
+        steps = np.where(lost == 0, 0, lost / (step * unit)) + own
     wrong = ~(steps <= _MOST_LOST)
     if wrong.any() and format.codebook is not None:
         # Groups of zeros may have any scale.

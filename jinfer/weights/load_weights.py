@@ -51,7 +51,7 @@ def tell_losses(plan: WeightPlan) -> None:
             losses[origin.files[0].type, described(storage.format)].append(storage.lost)
     for (stored, format), lost in losses.items():
         line(
-            f"jinfer: {len(lost)} matrices in {stored} keep their codes as {format}; as scales and "
-            f"bases become fp16, weights are off by at most {max(lost):.1%} of a step "
+            f"jinfer: {len(lost)} matrices in {stored} keep their codes, as {format}; the numbers "
+            f"of their blocks are rounded, which moves weights by at most {max(lost):.1%} of a step "
             '(by nothing with dtype = "float32")'
         )

@@ -20,7 +20,7 @@ from jinfer.checkpoint.layouts.module_tensors import (
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 
 # Output j of a word is in nibble _NIBBLES[j].
-_NIBBLES = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_awq(table: TensorTable, settings: QuantSettings) -> None:
@@ -63,8 +63,10 @@ def _join(module: ModuleTensors, group: int) -> None:
 
 def _unpack(words: np.ndarray) -> np.ndarray:
     """I32 [rows, words] -> uint8 [8 words, rows]."""
-    columns = np.ascontiguousarray(words).view(np.uint32).T
+    columns = np.ascontiguousarray(words.T)
+    fields = columns.astype("<i4", copy=False).view(np.uint8).reshape(*columns.shape, 4)
     codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
     for output, nibble in enumerate(_NIBBLES):
-        codes[:, output] = columns >> 4 * nibble & 15
+        np.right_shift(fields[..., nibble // 2], 4 * (nibble % 2), out=codes[:, output])
+    codes &= np.uint8(15)
     return codes.reshape(-1, columns.shape[1])

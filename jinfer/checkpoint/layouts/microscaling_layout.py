@@ -133,8 +133,7 @@ def join_nvfp4(module: ModuleTensors, weight_leaf: str, global_leaf: str, *, div
             *(stack if whole.shape[: len(stack)] == stack else ()), 1, 1
         )
         values = as_float32(scales)
-        with np.errstate(all="ignore"):
-            return values / factor if divide else values * factor
+        return values / factor if divide else values * factor
 
     found = _codes(shape, _NV, weight.read, read_scales)
     if before is None:

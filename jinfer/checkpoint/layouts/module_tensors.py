@@ -161,6 +161,8 @@ class ModuleTensors:
         sources = tuple(part for part in parts if part is not None)
         for name in (*(part.name for part in sources), *(self.prefix + each for each in beside)):
             self.table.take(name)
+        # NaN and infinity are values like others.
+        read = np.errstate(all="ignore")(read)
         if self.has(leaf):
             raise self.fail(leaf, f"is there beside {sources[0].name[:200]!r}: which is meant?")
         self.table.put(

@@ -116,12 +116,11 @@ def _read_fp8(
 ) -> np.ndarray:
     values = weight.read().astype(np.float32)
     factors = read_scale(scales).reshape(wide)
-    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are values like others
-        if block is None:
-            values *= factors
-            return values
-        for i in range(factors.shape[-2]):
-            rows = slice(i * block[0], (i + 1) * block[0])
-            row = np.repeat(factors[..., i, :], block[1], axis=-1)[..., : values.shape[-1]]
-            values[..., rows, :] *= row[..., None, :]
+    if block is None:
+        values *= factors
+        return values
+    for i in range(factors.shape[-2]):
+        rows = slice(i * block[0], (i + 1) * block[0])
+        row = np.repeat(factors[..., i, :], block[1], axis=-1)[..., : values.shape[-1]]
+        values[..., rows, :] *= row[..., None, :]
     return values

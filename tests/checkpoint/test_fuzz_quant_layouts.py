@@ -1,0 +1,98 @@
+"""Damaged quantized checkpoints: user errors only, whatever is missing, cut, or of another type."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from jinfer.checkpoint import CheckpointError, open_checkpoint
+from jinfer.checkpoint.layouts.quant_layouts import LAYOUTS, decode_quantized
+from jinfer.checkpoint.layouts.quant_settings import QuantSettings
+from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
+
+from .fuzzing import EXAMPLES, fuzz_settings
+from .quantized_cases import CASES
+from .quantized_writers import Arrays
+
+DTYPES = [np.uint8, np.int8, np.int32, np.uint32, np.int64, np.float16, np.float32, np.bool_]
+DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu]
+ODD: list[Any] = [None, 0, -1, 1, 2, 3, 5, 8, 64, 10**12, True, False, "", "x", [], [1, 2], {}, 1.5]
+ODD += [[0, 0], {"a": 1}, {"weights": {}}, {"g": {"weights": {"num_bits": 40}}}, "int", *LAYOUTS]
+
+
+@cache
+def seed(name: str) -> Arrays:
+    leaves, _ = CASES[name].write(np.random.default_rng(4), 32, 256)
+    return {f"m.0.{leaf}": array for leaf, array in leaves.items()}
+
+
+def damaged(arrays: Arrays, kind: int, which: int, value: int) -> None:
+    name = sorted(arrays)[which % len(arrays)]
+    array = arrays[name]
+    axis = value % max(1, array.ndim)
+    match kind:
+        case 0:
+            del arrays[name]
+        case 1 if array.ndim:
+            arrays[name] = np.take(array, range(value % (array.shape[axis] + 1)), axis=axis)
+        case 2:
+            with np.errstate(all="ignore"):
+                arrays[name] = array.astype(np.float32).astype(DTYPES[value % len(DTYPES)])
+        case 3:
+            arrays[name] = array.reshape(-1)
+        case 4:
+            arrays[name] = array[None] if value % 2 else array[..., None]
+        case 5:
+            noise = np.random.default_rng(value).integers(0, 256, max(1, array.nbytes), np.uint8)
+            arrays[name] = noise[: array.nbytes].view(array.dtype).reshape(array.shape)
+        case 6:
+            arrays[f"m.0.{'weight' if value % 2 else 'scales'}"] = array
+        case 7:
+            arrays[name] = np.concatenate([array, array]) if array.ndim else array[None]
+        case 8 if array.ndim > 1:
+            arrays[name] = np.swapaxes(array, 0, 1)
+        case _:
+            flat = array.reshape(-1).view(np.uint8).copy()
+            flat[value % max(1, flat.size) :][:1] ^= 1 << value % 8
+            arrays[name] = flat.view(array.dtype).reshape(array.shape)
+
+
+EDITS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**16)), min_size=1, max_size=3
+)
+KEYS = ["bits", "group_size", "sym", "quant_method", "format", "config_groups", "version", "mode"]
+KEYS += ["weight_block_size", "quant_algo", "checkpoint_format", "packing_format", "quant_config"]
+SAID = st.dictionaries(st.sampled_from(KEYS), st.sampled_from(ODD), max_size=2)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
+    @fuzz_settings(examples)
+    @given(st.sampled_from(sorted(CASES)), EDITS, SAID | st.just({}))
+    def run(name: str, edits: list[tuple[int, int, int]], said: dict[str, Any]) -> None:
+        arrays = dict(seed(name))
+        for edit in edits:
+            if arrays:
+                damaged(arrays, *edit)
+        stored = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+        save_file(stored, tmp_path / "model.safetensors")
+        settings = QuantSettings({**CASES[name].config, **said}, tmp_path / "config.json")
+        try:
+            checkpoint = decode_quantized(open_checkpoint(tmp_path), settings)
+            for tensor in checkpoint.tensors.values():
+                assert tensor.read().shape == tensor.shape
+                assert tensor.raw().nbytes == tensor.nbytes
+                for exact in (False, True) if tensor.codes is not None else ():
+                    if (found := grouped_format([tensor], exact)) is not None:
+                        kept = grouped_tensor([tensor], False, found.format, None, None)
+                        assert kept.shape == tensor.shape
+        except CheckpointError:
+            pass
+
+    run()
