@@ -52,6 +52,6 @@ def tell_losses(plan: WeightPlan) -> None:
     for (stored, format), lost in losses.items():
         line(
             f"jinfer: {len(lost)} matrices in {stored} keep their codes, as {format}; the numbers "
-            f"of their blocks are rounded, which moves weights by at most {max(lost):.1%} of a step "
+            f"of their blocks are rounded, which moves weights by up to {max(lost):.1%} of a step "
             '(by nothing with dtype = "float32")'
         )
