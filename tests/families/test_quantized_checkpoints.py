@@ -1,16 +1,22 @@
 """Quantized checkpoints in whole models: logits are those of the dequantized weights."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
+from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.opening.open_model import open_model
+from jinfer.weights.plan_weights import plan_weights
 from tests.checkpoint.quantized_cases import CASES, Case
-from tests.checkpoint.quantized_writers import Arrays
+from tests.checkpoint.quantized_writers import Arrays, mxfp4
+
+type Shapes = dict[str, tuple[int, int]]
 
 VOCAB, HIDDEN, INNER, KV = 96, 128, 256, 64
 TOKENS = np.random.default_rng(5).integers(0, VOCAB, 40).tolist()
@@ -37,18 +43,28 @@ def plain(rng: np.random.Generator) -> Arrays:
     return {name: values.astype(np.float32) for name, values in arrays.items()}
 
 
-def written(folder: Path, case: Case, tables: bool, kept: str = "") -> Path:
+def written(
+    folder: Path,
+    case: Case,
+    tables: bool = False,
+    kept: str = "",
+    shapes: Shapes | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
     """Writes a model's quantized checkpoint, and the dequantized one beside it.
 
     Args:
         tables: embedding and head are quantized too.
         kept: the modules that are not.
+        shapes: of a layer's projections, if not those of Llama.
+        config: keys of config.json, if not Llama's.
     """
     rng = np.random.default_rng(3)
     arrays = plain(rng)
     whole = dict(arrays)
-    shapes = {f"model.layers.{i}.{p}": s for i in (0, 1) for p, s in PROJECTIONS.items()}
-    for name, shape in (shapes | (TABLES if tables else {})).items():
+    layer = (shapes or PROJECTIONS).items()
+    each = {f"model.layers.{i}.{p}": s for i in (0, 1) for p, s in layer}
+    for name, shape in (each | (TABLES if tables else {})).items():
         leaves, weights = case.write(rng, *shape)
         whole[f"{name}.weight"] = weights.astype(np.float32)
         arrays.pop(f"{name}.weight", None)
@@ -58,12 +74,20 @@ def written(folder: Path, case: Case, tables: bool, kept: str = "") -> Path:
     for place, tensors, said in (("q", arrays, {case.key: case.config}), ("plain", whole, {})):
         (folder / place).mkdir()
         save_file(tensors, folder / place / "model.safetensors")
-        (folder / place / "config.json").write_text(json.dumps(CONFIG | said))
+        written_config = json.dumps(CONFIG | dict(config or {}) | said)
+        (folder / place / "config.json").write_text(written_config)
     return folder / "q"
 
 
 def logits(source: Path) -> np.ndarray:
     return LLM(source, dtype="float32").logits([TOKENS])[0]
+
+
+def check(folder: Path) -> None:
+    """Raises unless both checkpoints in a folder have the same logits."""
+    got, wanted = logits(folder / "q"), logits(folder / "plain")
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +108,72 @@ def logits(source: Path) -> np.ndarray:
 def test_logits_are_those_of_the_dequantized_model(
     tmp_path: Path, name: str, tables: bool, kept: str
 ) -> None:
-    source = written(tmp_path, CASES[name], tables, kept)
-    got, wanted = logits(source), logits(tmp_path / "plain")
-    assert wanted.std() > 0.1
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
+    written(tmp_path, CASES[name], tables, kept)
+    check(tmp_path)
+
+
+def test_fused_projections(tmp_path: Path) -> None:
+    """Phi-3: the parts of a fused matrix are rows of its codes."""
+    fused = {
+        "self_attn.qkv_proj": (HIDDEN + 2 * KV, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_up_proj": (2 * INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+    }  # fmt: skip
+    config = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    written(tmp_path, CASES["gptq_128"], shapes=fused, config=config)
+    check(tmp_path)
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Mixtral: experts in tensors of their own, a router that is left out."""
+    experts = {n: s for n, s in PROJECTIONS.items() if "mlp" not in n}
+    sizes = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
+    for e in range(3):
+        experts |= {f"block_sparse_moe.experts.{e}.{n}": s for n, s in sizes.items()}
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    experts["block_sparse_moe.gate"] = (3, HIDDEN)
+    case = CASES["pack_bf16_128"]
+    written(tmp_path, case, kept="block_sparse_moe.gate", shapes=experts, config=config)
+    check(tmp_path)
+
+
+def planned(source: Path, **overrides: Any) -> dict[str, Any]:
+    """A model's parameters by name, as they will be in memory."""
+    opened = open_model(source, overrides)
+    abstract = build_abstract_model(opened.spec, opened.dtype)
+    plan = plan_weights(abstract, opened.spec, opened.checkpoint, opened.activations)
+    return dict(zip(plan.model.names, plan.model.parameters, strict=True))
+
+
+def test_memory_is_that_of_an_own_format(tmp_path: Path) -> None:
+    """GPTQ and AWQ take the bytes of jinfer's own four bits, by default."""
+    for name, format in (("gptq_128", "q4_b128_sym"), ("awq_128", "q4_b128")):
+        (tmp_path / name).mkdir()
+        source = written(tmp_path / name, CASES[name])
+        own = {"embedding": "plain", "weights": format}
+        assert planned(source) == planned(source.parent / "plain", quantization=own)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss: experts' blocks, gates and ups by turns; they stay in four bits."""
+    golden = Path("tests/goldens/gpt_oss")
+    arrays = load_file(golden / "model.safetensors")
+    whole = {name: values.astype(np.float32) for name, values in arrays.items()}
+    rng = np.random.default_rng(6)
+    for name in [name for name in arrays if name.endswith("gate_up_proj")]:
+        experts, inputs, outputs = arrays.pop(name).shape
+        leaves, weights = mxfp4(rng, experts * outputs, inputs)
+        whole[name] = weights.reshape(experts, outputs, inputs).swapaxes(1, 2).astype(np.float32)
+        whole[name] = np.ascontiguousarray(whole[name])
+        shape = (experts, outputs, inputs // 32)
+        arrays[f"{name}_blocks"] = leaves["weight_packed"].reshape(*shape, 16)
+        arrays[f"{name}_scales"] = leaves["weight_scale"].reshape(shape)
+    config = json.loads((golden / "config.json").read_text())
+    for place, tensors in (("q", arrays), ("plain", whole)):
+        (tmp_path / place).mkdir()
+        save_file(tensors, tmp_path / place / "model.safetensors")
+        said = {"quantization_config": {"quant_method": "mxfp4"}} if place == "q" else {}
+        (tmp_path / place / "config.json").write_text(json.dumps(config | said))
+    gate = planned(tmp_path / "q")["decoder.0.ffn.experts.gate.weight"]
+    assert gate.format.codebook is not None
+    check(tmp_path)
