@@ -117,7 +117,8 @@ def test_the_page_has_its_errors() -> None:
 
 @pytest.mark.parametrize(("override", "error"), error_rows())
 def test_every_error_is_as_the_page_says(override: str, error: str) -> None:
-    assert error_of(merge(EXAMPLE, parse_override(override)), CONFIG) == error
+    found = error_of(merge(EXAMPLE, parse_override(override)), CONFIG)
+    assert found == error or (error[-3:] == "..." and found.startswith(error[:-3]))
 
 
 def test_tables_are_those_of_the_code() -> None:
