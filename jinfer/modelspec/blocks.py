@@ -42,6 +42,7 @@ from jinfer.modelspec.position_blocks import (
     SinusoidalPositionsSpec,
 )
 from jinfer.modelspec.recurrent_blocks import (
+    BonusSpec,
     ConvSpec,
     DeltaSpec,
     LinearAttentionSpec,
@@ -49,6 +50,7 @@ from jinfer.modelspec.recurrent_blocks import (
     SelectiveScanSpec,
     ShiftSpec,
     SSMSpec,
+    WKV7Spec,
     WKVSpec,
 )
 from jinfer.modelspec.stream_blocks import MixSpec, RepeatSpec, RescaleSpec, SumSpec
@@ -63,6 +65,7 @@ __all__ = [
     "AttentionSpec",
     "Block",
     "BlockLinearSpec",
+    "BonusSpec",
     "ClassifierSpec",
     "ConcatSpec",
     "ConvSpec",
@@ -103,6 +106,7 @@ __all__ = [
     "SpreadSpec",
     "SumSpec",
     "TemperatureSpec",
+    "WKV7Spec",
     "WKVSpec",
 ]
 
@@ -170,6 +174,7 @@ class LayerNormSpec(Block):
     weight: whether there is a weight.
     bias: whether there is a bias.
     plus_one: the factor is 1 + weight.
+    groups: parts of equal size, such as heads, each with a mean and a variance of its own.
     """
 
     kind: Literal["layer"]
@@ -178,6 +183,12 @@ class LayerNormSpec(Block):
     weight: bool = True
     bias: bool = True
     plus_one: bool = False
+    groups: Size = 1
+
+    def check(self) -> tuple[str, str] | None:
+        if self.size % self.groups:
+            return "groups", f"{self.groups} does not divide size = {self.size}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,6 +352,8 @@ MODULES: dict[type[Block], str] = {
     LinearAttentionSpec: "recurrent_modules.LinearAttention",
     ShiftSpec: "recurrent_modules.Shift",
     WKVSpec: "recurrent_modules.WKV",
+    WKV7Spec: "recurrent_modules.WKV7",
+    BonusSpec: "recurrent_modules.Bonus",
 }
 
 # The type of a module's table in a specification: any of the blocks.

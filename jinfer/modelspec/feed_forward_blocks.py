@@ -21,6 +21,7 @@ ACTIVATION_ALIASES = {
     "gelu_fast": "gelu_tanh",
     "gelu_python": "gelu",
     "relu_squared": "relu2",
+    "sqrelu": "relu2",
 }
 
 

@@ -194,3 +194,34 @@ class WKVSpec(RecurrentBlock):
 
     def cached(self) -> CachedState:
         return CachedState((("state", (3, self.width)),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WKV7Spec(RecurrentBlock):
+    """Time mixing of RWKV-7 (arXiv 2503.14456): `wkv7(r, decay, k, v, removal, rate)`.
+
+    S = w S - (removal rate) (removal S) + k v, and the output is r S, for each head. w is
+    exp(-exp(-1/2) sigmoid(decay)); removal is normalized to length 1 in each head.
+    """
+
+    kind: Literal["wkv7"]
+    heads: int = dim("heads")
+    key_dim: int = dim("head_dim")
+    value_dim: int = dim("head_dim")
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",) * 6
+
+    def cached(self) -> CachedState:
+        return CachedState((("state", (self.heads, self.key_dim, self.value_dim)),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BonusSpec(Block):
+    """The bonus of a token's own value in RWKV-7 (arXiv 2503.14456): `bonus(r, k, v)`.
+
+    v times the sum of r k weight in each head.
+    """
+
+    kind: Literal["bonus"]
+    heads: int = dim("heads")
+    key_dim: int = dim("head_dim")
+    takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",) * 3

@@ -75,11 +75,17 @@ class LayerNorm(nnx.Module):
             self.bias = parameter((block.size,), ("hidden",), jnp.float32)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        """(x - mean) / sqrt(variance + eps) * weight + bias."""
-        weight = self.weight[...] if self.block.weight else None
-        bias = self.bias[...] if self.block.bias else None
-        offset = 1.0 if self.block.plus_one else 0.0
-        return normalize(x, weight, bias, eps=self.block.eps, centered=True, offset=offset)
+        """(x - mean) / sqrt(variance + eps) * weight + bias, in each group."""
+        block = self.block
+        weight = self.weight[...] if block.weight else None
+        bias = self.bias[...] if block.bias else None
+        offset = 1.0 if block.plus_one else 0.0
+        if block.groups == 1:
+            return normalize(x, weight, bias, eps=block.eps, centered=True, offset=offset)
+        weight, bias = (v if v is None else v.reshape(block.groups, -1) for v in (weight, bias))
+        grouped = x.reshape(*x.shape[:-1], block.groups, -1)
+        y = normalize(grouped, weight, bias, eps=block.eps, centered=True, offset=offset)
+        return y.reshape(x.shape)
 
 
 class HeadNorm(nnx.Module):

@@ -1,4 +1,4 @@
-"""Recurrent modules: short convolution, state spaces, delta rule, RG-LRU and linear attention."""
+"""Recurrent modules: short convolution, state spaces, delta rule, RG-LRU, linear attention, WKV."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec.recurrent_blocks import (
+    BonusSpec,
     ConvSpec,
     DeltaSpec,
     LinearAttentionSpec,
@@ -19,6 +20,7 @@ from jinfer.modelspec.recurrent_blocks import (
     SelectiveScanSpec,
     ShiftSpec,
     SSMSpec,
+    WKV7Spec,
     WKVSpec,
 )
 from jinfer.nn.forward_context import ForwardBatch
@@ -29,6 +31,7 @@ from jinfer.ops.recurrence.gated_delta import gated_delta
 from jinfer.ops.recurrence.linear_attention import linear_attention
 from jinfer.ops.recurrence.rg_lru import rg_lru
 from jinfer.ops.recurrence.rwkv4 import wkv
+from jinfer.ops.recurrence.rwkv7 import rwkv7
 from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.short_conv import short_conv
 from jinfer.ops.recurrence.ssd import ssd, step_size
@@ -250,6 +253,58 @@ class WKV(nnx.Module):
         return y[None].astype(v.dtype), {"state": table}
 
 
+class WKV7(nnx.Module):
+    """Time mixing of RWKV-7."""
+
+    def __init__(self, block: WKV7Spec, dtype: DTypeLike) -> None:
+        self.block = block
+
+    def __call__(
+        self,
+        r: Float[Array, "1 tokens keys"],
+        decay: Float[Array, "1 tokens keys"],
+        k: Float[Array, "1 tokens keys"],
+        v: Float[Array, "1 tokens values"],
+        removal: Float[Array, "1 tokens keys"],
+        rate: Float[Array, "1 tokens keys"],
+        batch: ForwardBatch,
+        cache: StateCache,
+    ) -> tuple[Float[Array, "1 tokens values"], StateCache]:
+        """The heads' outputs, side by side."""
+        heads = self.block.heads
+        y, table = rwkv7(
+            _heads(r, heads),
+            -math.exp(-0.5) * jax.nn.sigmoid(_heads(decay, heads)),
+            _heads(k, heads),
+            _heads(v, heads),
+            _unit(_heads(removal, heads), eps=1e-24),
+            _heads(rate, heads),
+            cache["state"],
+            batch.sequence_runs(),
+        )
+        return y.reshape(v.shape).astype(v.dtype), {"state": table}
+
+
+class Bonus(nnx.Module):
+    """The bonus of a token's own value in RWKV-7."""
+
+    def __init__(self, block: BonusSpec, dtype: DTypeLike) -> None:
+        shape = block.heads, block.key_dim
+        self.weight = parameter(shape, ("heads", "head_dim"), jnp.float32)
+
+    def __call__(
+        self,
+        r: Float[Array, "1 tokens keys"],
+        k: Float[Array, "1 tokens keys"],
+        v: Float[Array, "1 tokens values"],
+    ) -> Float[Array, "1 tokens values"]:
+        """Each head's value times the sum of r k weight."""
+        heads = self.weight.shape[0]
+        products = _heads(r, heads) * _heads(k, heads) * self.weight[...][None]
+        factors = jnp.sum(products, axis=-1, keepdims=True)
+        return (factors * _heads(v, heads)).reshape(v.shape).astype(v.dtype)
+
+
 def _rows(x: Float[Array, "1 tokens width"]) -> Float[Array, "tokens width"]:
     return x[0].astype(jnp.float32)
 
@@ -263,8 +318,8 @@ def _tiled(x: Float[Array, "tokens heads dim"], times: int) -> Float[Array, "tok
     return x if times == 1 else jnp.tile(x, (1, times, 1))
 
 
-def _unit(x: Float[Array, "*rows dim"]) -> Float[Array, "*rows dim"]:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPS)
+def _unit(x: Float[Array, "*rows dim"], eps: float = _L2_EPS) -> Float[Array, "*rows dim"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
 def _decay_rate(a_log: Array, stored: str) -> Array:
