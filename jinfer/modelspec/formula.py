@@ -277,7 +277,7 @@ class _AbstractArray:
     def __init__(self, text: str, sort: ArrayKind) -> None:
         self.text, self.sort = text, sort
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.text
 
     def _combined(self, other: Any) -> _AbstractArray:

@@ -16,6 +16,7 @@ from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check
 
 FORMATS = ("gguf", "llama2c")
 _LAYERS = "{layers}"  # in `ignore`: the number of layers, and so the index after the last one
+_OF_LAYER = re.compile(r"\{(?![ie]\})[^{}]*\bi\b[^{}]*\}")  # an expression of the layer's number
 _GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
 
@@ -26,6 +27,7 @@ class TensorEntry:
     Attributes:
         names: the file's name, or several of which the first that exists is used; {e} enumerates
             tensors that are stacked along a new first axis.
+        numbers: what other braces in the names stand for, in each layer; None: nothing there.
         parts: parameters fused in that tensor, in order; {i} is the layer.
         groups: a fused tensor repeats its parts once per group: [group, (part, part, ...), ...].
         axis: axis of the file's tensor along which its parts are concatenated.
@@ -43,8 +45,20 @@ class TensorEntry:
     transpose: bool = False
     layers: int = 0
     pieces: int = 1
+    numbers: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     table: int = 0
     value: float | None = None
+
+    def names_in(self, layer: str, first: int) -> tuple[str, ...]:
+        """The names in a layer ("" outside of layers), if the file's first one is `first`."""
+        names = self.names
+        if layer:
+            known: dict[str, int | None] = {"{i}": int(layer) + first}
+            known |= {t: n[int(layer)] for t, n in self.numbers if int(layer) < len(n)}
+            for text, number in known.items():
+                if number is not None:
+                    names = tuple(name.replace(text, str(number)) for name in names)
+        return names
 
 
 @dataclass(frozen=True)
@@ -153,8 +167,7 @@ class TensorMap:
             parts = tuple(part.replace("{i}", layer) + leaf for part in entry.parts)
             if entry.layers:
                 parts = tuple(pattern.replace("{i}", str(n)) + leaf for n in range(entry.layers))
-            there = str(int(layer) + self.first) if layer else ""
-            names = tuple(source.replace("{i}", there) + leaf for source in entry.names)
+            names = tuple(name + leaf for name in entry.names_in(layer, self.first))
             where = (entry.groups, entry.axis, entry.transpose, entry.layers, entry.pieces)
             found_in = TensorSource(names, parts, *where, table=self.table, value=entry.value)
             yield entry.table, found_in
@@ -259,14 +272,16 @@ def _read_entry(
         raise SpecError(path, key, "needs the file's tensor name, or a list of names to try")
     if pattern.count("{i}") > 1:
         raise SpecError(path, key, "has {i} more than once")
-    if "{i}" not in pattern and any("{i}" in name for name in names):
+    if "{i}" not in pattern and any("{i}" in n or _OF_LAYER.search(n) for n in names):
         raise SpecError(path, key, "has no {i}, but the file's name has")
     if "{e}" in pattern:
         raise SpecError(path, key, "has {e}, which only the file's name can have")
+    numbers = tuple(_numbers({t for name in names for t in _OF_LAYER.findall(name)}, values, key))
     for text in (pattern, *names):
-        known = _GROUP.sub("", text) if text is pattern else text
+        known = _GROUP.sub("", text) if text is pattern else _OF_LAYER.sub("", text)
         if strange := re.search(r"\{[^{}]*\}?|\}", re.sub(r"\{[ie]\}", "", known)):
-            what = "{i} and {e}" if text is not pattern else "{i} and one {a,b,...}"
+            of_file = "{i}, {e} and values of i, as {i % 2}"
+            what = of_file if text is not pattern else "{i} and one {a,b,...}"
             reason = f"{show_value(strange[0])} in {show_value(text)} stands for nothing"
             raise SpecError(path, key, f"{reason}; in braces there can be {what}")
     found = list(_GROUP.finditer(pattern))
@@ -286,4 +301,27 @@ def _read_entry(
         if given and not parts and not layers:
             raise SpecError(path, f"{key}.{name}", "is for fused tensors, such as 'attn.{q,k,v}'")
     transpose = read_value(bool, table.get("transpose", False), values, f"{key}.transpose")
-    yield pattern, TensorEntry(names, parts, groups, axis, transpose, layers, pieces)
+    yield pattern, TensorEntry(names, parts, groups, axis, transpose, layers, pieces, numbers)
+
+
+def _numbers(
+    texts: Iterable[str], values: SpecValues, key: str
+) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """What braces stand for in each layer: their expression, of the layer's number `i`.
+
+    Layers that it has no value for cannot have the parameter.
+    """
+    for text in sorted(texts):
+        found, wrong = list[int | None](), list[SpecError]()
+        count = int(values.dim("layers", key))
+        for i in range(count):
+            try:
+                value = values.value(text[1:-1], key, names={"i": i, "layers": count})
+            except SpecError as error:
+                wrong.append(error)
+                value = None
+            found.append(value if isinstance(value, int) and value >= 0 else None)
+        if all(number is None for number in found):
+            reason = f"{text} is no whole number from 0 on in any layer"
+            raise wrong[0] if wrong else SpecError(values.path, key, reason)
+        yield text, tuple(found)

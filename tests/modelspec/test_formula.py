@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jinfer.modelspec.block import ArrayKind
@@ -65,6 +66,19 @@ def run(text: str) -> tuple[Any, dict[str, Any]]:
 )
 def test_value(text: str, value: float) -> None:
     assert run(text)[0] == value
+
+
+def test_parts_of_vectors() -> None:
+    formula = compiled("n = x[:hidden / 16]\nx = n + x[hidden / 16 :] * attn(x[-layers:])")
+    value, _ = formula.run({"x": np.arange(8.0)}, lambda _, given: given[0] + 10)
+    assert value.tolist() == [0 + 4 * 14, 1 + 5 * 15, 2 + 6 * 16, 3 + 7 * 17]
+
+
+def test_names_of_formulas_before() -> None:
+    formula = compiled("y = n + hidden * e\nn = attn(y)\nx + n", before=("e", "hidden", "n", "u"))
+    assert formula.takes == ("e", "n")  # and a dimension stays one
+    assert formula.assigned == {"y", "n"}
+    assert dict(formula.constants) == {"hidden": 64}
 
 
 def test_names_assigned_are_returned() -> None:
@@ -141,7 +155,11 @@ def test_an_assigned_name_hides_a_dimension() -> None:
         ("x.__class__.__mro__", "is not allowed"),
         ("(lambda: x)()", ""),
         ("[x for x in x]", "is not allowed"),
-        ("x[0]", "'x[0]' is not allowed"),
+        ("x[0]", "'x[0]' is not allowed in this expression; a part of a vector is x[begin:end]"),
+        ("x[::2]", "'x[::2]' is not allowed"),
+        ("x[: 3 / 2]", "1.5 is not a whole number, as a slice needs"),
+        ("x[: x]", "x is not a whole number, as a slice needs"),
+        ("tokens[:2]", "tokens: arithmetic takes vectors and numbers only"),
         ("attn[0](x)", "a call is name(argument, ...)"),
         ("attn.q(x)", "a call is name(argument, ...)"),
         ("attn(x)(x)", "a call is name(argument, ...)"),

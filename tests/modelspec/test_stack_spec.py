@@ -225,3 +225,47 @@ def test_a_tied_head_needs_an_embedding() -> None:
     text = MODEL.replace("embed =", "table =").replace("embed(", "table(")
     reason = "modules.logits.tied: needs an embedding called embed in [modules]"
     assert error_of(model(text, modules__logits__tied=True)) == reason
+
+
+def test_values_of_earlier_formulas() -> None:
+    first = {"layer": "a = attn(norm(x))\nx = x + a"}
+    later = {"layer": "x = x + attn(norm(x)) + 0.5 * a - e"}
+    spec = resolved(
+        model(
+            dims__layers=3,
+            decoder__stem="e = embed(tokens)\nx = e",
+            decoder__head="logits(norm(x + e))",
+            decoder__variants={"first": first, "later": later},
+            decoder__pattern="first if i == 0 else later",
+        )
+    ).decoder
+    assert spec is not None
+    assert spec.carried == {"a", "e"}
+    assert [spec.values_before(i) for i in range(4)] == [("e",), ("a", "e"), ("a", "e"), ("e",)]
+    assert spec.layers[1] is spec.layers[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"decoder__layer": "x + attn(e)"}, "decoder.layer: unknown name 'e'; allowed: positions"),
+        (
+            {"decoder__modules__attn__kv_layer": "i - 1 if i else none", "dims__layers": 3},
+            "decoder.modules.attn.kv_layer: layer 2 takes the keys of layer 1, which has none",
+        ),
+        (
+            {"decoder__modules__attn__kv_layer": "i + 1"},
+            "decoder.modules.attn.kv_layer: layer 0 takes the keys of layer 1, which has none",
+        ),
+        (
+            {"decoder__modules__attn": {"kv_layer": "0 if i else none", "window": "4 + i"}},
+            "decoder.modules.attn.kv_layer: layer 1 has not the kv_heads, head_dim, value_dim, win",
+        ),
+        (
+            {"decoder__modules__attn": {"kv_layer": 0, "tied_values": True}},
+            "decoder.modules.attn.tied_values: needs keys of its own, as wide as the values",
+        ),
+    ],
+)
+def test_values_that_there_are_none_of(changes: dict[str, Any], error: str) -> None:
+    assert error_of(model(**changes)).startswith(error)

@@ -12,7 +12,7 @@ from .helpers import one_line, values
 
 
 def tensor_map(*layers: Any, format: str = "safetensors") -> TensorMap:
-    return read_tensor_map(layers, format, values({"heads": 4}))
+    return read_tensor_map(layers, format, values({"heads": 4, "layers": 6}))
 
 
 def names(tensors: TensorMap, parameter: str) -> tuple[str, ...] | None:
@@ -46,6 +46,28 @@ def test_modules_and_parameters_are_mapped() -> None:
 
 def test_dots_are_no_wildcards() -> None:
     assert tensor_map({"a.b": "c"}).source_of("axb.weight") is None
+
+
+def test_layers_may_share_tensors() -> None:
+    tensors = tensor_map(
+        {
+            "decoder.{i}.attn.q": "blocks.{i % 2}.{i}.q",
+            "decoder.{i}.shared": "memory.{last([1, 4], i, 2)}",
+        }
+    )
+    assert names(tensors, "decoder.5.attn.q.weight") == ("blocks.1.5.q.weight",)
+    assert names(tensors, "decoder.4.shared.weight") == ("memory.1.weight",)
+    # A layer that there is no number for has no such tensor.
+    assert names(tensors, "decoder.3.shared.weight") == ("memory.{last([1, 4], i, 2)}.weight",)
+
+
+def test_one_tensor_of_all_layers() -> None:
+    tensors = tensor_map({"decoder.{i}.own": {"from": "own", "layers": 3, "axis": 1}})
+    place = tensors.source_of("decoder.1.own.weight")
+    assert place is not None
+    assert place.names == ("own.weight",)
+    assert place.parts == tuple(f"decoder.{n}.own.weight" for n in range(3))
+    assert place.axis == 1
 
 
 def test_fused_tensors() -> None:
@@ -181,10 +203,16 @@ def test_the_most_specific_table_wins_and_lists_add_up() -> None:
             ]
         ),
         (
-            {"decoder.{i}.attn.q": ["l.{i}.q", "l.{i%2}.q"]},
-            "tensors.'decoder.{i}.attn.q': '{i%2}' in 'l.{i%2}.q' stands for nothing; "
-            "in braces there can be {i} and {e}",
+            {"decoder.{i}.attn.q": ["l.{i}.q", "l.{j%2}.q"]},
+            "tensors.'decoder.{i}.attn.q': '{j%2}' in 'l.{j%2}.q' stands for nothing; "
+            "in braces there can be {i}, {e} and values of i, as {i % 2}",
         ),
+        ({"a.{i}": "l.{i % wide}"}, "tensors.'a.{i}': unknown name 'wide'"),
+        ({"a.{i}": "l.{i - 9}"}, "tensors.'a.{i}': {i - 9} is no whole number from 0 on"),
+        ({"a": "l.{i % 2}"}, "tensors.'a': has no {i}, but the file's name has"),
+        ({"a.{i}": {"from": "l.{i}", "layers": 4}}, "tensors.'a.{i}'.layers: is for one tensor"),
+        ({"{a,b}.{i}": {"from": "l", "layers": 4}}, "tensors.'{a,b}.{i}'.layers: is for one"),
+        ({"a.{i}": {"from": "l.{i}", "pieces": 0}}, "tensors.'a.{i}'.pieces: 0 is not a whole"),
         ({"a": "x.{b,c}"}, "tensors.'a': '{b,c}' in 'x.{b,c}' stands for nothing"),
         ({"prefix": 3}, "tensors.prefix: 3 is not a text or a list of texts"),
         ({"prefix": {"a": 3}}, "tensors.prefix.a: 3 is not a text"),
