@@ -33,7 +33,7 @@ CAUSAL = {
         *("recurrent_gemma", "minimax", "rwkv4", "granite4_h_tiny", "qwen3_next"),
         *("olmo3", "exaone4", "seed_oss", "ernie45_moe", "internlm3", "ministral3"),
         *("nanochat", "hunyuan_dense", "llama4"),
-        *("gemma3n", "gemma4", "dbrx", "modernbert_decoder"),
+        *("gemma3n", "gemma4", "dbrx", "modernbert_decoder", "jetmoe"),
     )
 }
 # The same models as converted to GGUF.

@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block, CachedVectors
 from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size, dim
-from jinfer.modelspec.feed_forward_blocks import Activation
+from jinfer.modelspec.feed_forward_blocks import Activation, MoESpec
 from jinfer.modelspec.position_blocks import AlibiSpec, DisentangledSpec, RelativeBiasSpec, RopeSpec
+from jinfer.modelspec.spec_errors import show_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +200,45 @@ class AttentionSpec(Block):
     def has_bias(self, projection: str) -> bool:
         """Whether projection "q", "k", "v" or "o" has a bias."""
         return projection in self.bias if isinstance(self.bias, str) else self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAttentionSpec(AttentionSpec):
+    """Mixture of attention heads, MoA (arXiv 2210.05144), over keys and values that all share.
+
+    A router selects `top_k` of the experts for each token. An expert has a query head for each key
+    head, and a matrix of `o`; the outputs are weighted by a softmax over the selected experts.
+
+    experts: number of experts.
+    top_k: number of experts selected for a token; `heads` is that times `kv_heads`.
+    """
+
+    kind: Literal["expert_attention"]  # type: ignore[assignment]
+    experts: int = dim("experts")
+    top_k: int = dim("top_k")
+
+    def check(self) -> tuple[str, str] | None:
+        if self.heads != self.top_k * self.kv_heads:
+            return "heads", f"{self.heads} is not top_k * kv_heads = {self.top_k * self.kv_heads}"
+        if self.top_k > self.experts:
+            return "top_k", f"{self.top_k} is more than experts = {self.experts}"
+        if not (self.bias is False or self.bias == "o"):
+            return "bias", f"{show_value(self.bias)} is not false or 'o'"
+        for name in ("gate", "out_norm", "differential", "v_norm", "kv_layer", "clip"):
+            if getattr(self, name) is not None:
+                return name, "is not for a mixture of heads"
+        if self.tied_values or self.sinks or not isinstance(self.position, RopeSpec | None):
+            return "position", "a mixture of heads has rope or none, no tied_values and no sinks"
+        return super().check()
+
+    @property
+    def routing(self) -> MoESpec:
+        """How experts are selected."""
+        sizes = {"inputs": self.inputs, "experts": self.experts, "top_k": self.top_k, "width": 1}
+        return MoESpec(kind="moe", renormalize=True, **sizes)
+
+    def undividable(self) -> str:
+        return "the heads of its experts are not divided; divide by layers"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
     CrossAttentionSpec,
     DifferentialSpec,
+    ExpertAttentionSpec,
     HeadNormSpec,
     LatentAttentionSpec,
     OutputGateSpec,
@@ -63,6 +64,7 @@ __all__ = [
     "AlibiSpec",
     "AnyBlock",
     "AttentionSpec",
+    "BiasSpec",
     "Block",
     "BlockLinearSpec",
     "BonusSpec",
@@ -74,6 +76,7 @@ __all__ = [
     "DifferentialSpec",
     "DisentangledSpec",
     "EmbeddingSpec",
+    "ExpertAttentionSpec",
     "GatedActivation",
     "GatedMLPSpec",
     "HeadNormSpec",
@@ -165,6 +168,14 @@ class ScaleSpec(Block):
     kind: Literal["scale"]
     size: int = dim("hidden")
     plus_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasSpec(Block):
+    """Addition of a learned vector."""
+
+    kind: Literal["bias"]
+    size: int = dim("hidden")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +336,7 @@ MODULES: dict[type[Block], str] = {
     L2NormSpec: "norm_modules.L2Norm",
     LayerNormSpec: "norm_modules.LayerNorm",
     ScaleSpec: "norm_modules.Scale",
+    BiasSpec: "norm_modules.Bias",
     LinearSpec: "projections.Linear.of",
     BlockLinearSpec: "projections.BlockLinear",
     ConcatSpec: "head_inputs.Concat",
@@ -339,6 +351,7 @@ MODULES: dict[type[Block], str] = {
     PoolSpec: "pooling.Pool",
     ClassifierSpec: "pooling.Classifier",
     AttentionSpec: "attention_modules.Attention",
+    ExpertAttentionSpec: "expert_attention.ExpertAttention",
     CrossAttentionSpec: "attention_modules.CrossAttention",
     LatentAttentionSpec: "mla.LatentAttention",
     MLPSpec: "feed_forward.MLP",

@@ -82,15 +82,19 @@ class Attention(nnx.Module):
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
             return self.o(self._gated(flat[None], x).reshape(*x.shape[:2], -1)), cache
-        q, k, v = self._project(x, batch)
+        out, cache = self._attended(*self._project(x, batch), batch, cache)
+        return self.o(self._gated(out, x).reshape(*x.shape[:2], -1)), cache
+
+    def _attended(
+        self, q: Array, k: Array, v: Array, batch: ForwardBatch, cache: AttentionCache | None
+    ) -> tuple[Array, AttentionCache | None]:
+        """The heads' outputs [batch, tokens, heads, value_dim], and the cache with new tokens."""
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
-            out = attend_text(q, k, v, batch.lengths, rules)
-        else:
-            flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules)
-            out = flat[None]
-        return self.o(self._gated(out, x).reshape(*x.shape[:2], -1)), cache
+            return attend_text(q, k, v, batch.lengths, rules), None
+        flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules)
+        return flat[None], cache
 
     def _gated(self, out: Array, x: Array) -> Array:
         """The heads' outputs [batch, tokens, heads, value_dim] as `o` takes them."""

@@ -64,6 +64,18 @@ class Scale(nnx.Module):
         return (parts * factors[None, :, None]).reshape(x.shape).astype(x.dtype)
 
 
+class Bias(nnx.Module):
+    """Addition of a learned vector, in float32."""
+
+    def __init__(self, block: blocks.BiasSpec, dtype: DTypeLike) -> None:
+        self.bias = parameter((block.size,), ("hidden",), jnp.float32)
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """x + bias."""
+        bias = self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x.astype(jnp.float32) + bias).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """LayerNorm (arXiv 1607.06450), computed in float32."""
 

@@ -95,6 +95,25 @@ def mixture_of_weighted_inputs(
     return sum_chosen(y.reshape(rows, top_k, -1).astype(jnp.float32)).astype(x.dtype)
 
 
+def project_chosen(
+    x: Float[Array, "rows inputs"],
+    chosen: Int[Array, "rows top_k"],
+    projection: ExpertProjection,
+) -> Float[Array, "rows top_k outputs"]:
+    """Each row times the matrices of its chosen experts."""
+    (rows, top_k), (count, outputs, _) = chosen.shape, projection.weight.shape
+    order = _sort_by_expert(chosen, count)
+    if supports_grouped(projection.weight):
+        y = grouped_linears(x[order.row_of], [projection.weight], order.offsets)[0].astype(x.dtype)
+    else:
+
+        def project(part: Array, expert: Array, own: Array) -> Array:
+            return linear_of_stack(part, projection.weight, projection.bias, expert, own)
+
+        y = _blockwise(x, order, count, outputs, project)
+    return y[order.place_of].reshape(rows, top_k, -1)
+
+
 def sum_chosen(parts: Float[Array, "rows top_k *width"]) -> Array:
     """The sum over the chosen experts."""
     return add_in_order(parts[:, k] for k in range(parts.shape[1]))
@@ -138,8 +157,29 @@ def _blockwise_feed_forward(
     x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: ExpertWeights
 ) -> Float[Array, "pairs_and_block hidden"]:
     """The outputs of the sorted pairs, by a loop over blocks of one expert each."""
+
+    def feed_forward(part: Array, expert: Array, own: Array) -> Array:
+        return _feed_forward(part, experts, expert, own)
+
+    return _blockwise(x, order, experts.up.weight.shape[0], x.shape[1], feed_forward)
+
+
+def _blockwise(
+    x: Float[Array, "rows inputs"],
+    order: cpu.Sorted,
+    count: int,
+    width: int,
+    apply: Callable[[Array, Array, Array], Array],
+) -> Float[Array, "pairs_and_block width"]:
+    """What a function gives of the sorted pairs, in blocks of one expert each.
+
+    Args:
+        count: number of experts.
+        width: of the results.
+        apply: a function of a block's rows, its expert, and which of the rows are its own.
+    """
     pairs = order.row_of.shape[0]
-    size = _block_rows(pairs, experts.up.weight.shape[0])
+    size = _block_rows(pairs, count)
     blocks = _ExpertBlocks(order.offsets, size)
     row_of = jnp.pad(order.row_of, (0, size))  # so that the last block has its full length
 
@@ -147,11 +187,11 @@ def _blockwise_feed_forward(
         expert, begin, count = blocks.at(number)
         rows = lax.dynamic_slice_in_dim(row_of, begin, size)
         own = jnp.arange(size, dtype=jnp.int32) < count
-        y = _feed_forward(x[rows], experts, expert, own)
+        y = apply(x[rows], expert, own)
         # Rows beyond the block's end are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
-    empty = jnp.zeros((pairs + size, x.shape[1]), x.dtype)
+    empty = jnp.zeros((pairs + size, width), x.dtype)
     return lax.fori_loop(0, blocks.number, run, empty)
 
 

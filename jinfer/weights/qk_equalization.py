@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jinfer.modelspec.blocks import AttentionSpec, CrossAttentionSpec, RopeSpec
+from jinfer.modelspec.blocks import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    ExpertAttentionSpec,
+    RopeSpec,
+)
 from jinfer.modelspec.layer_spec import shared_keys
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat
@@ -115,7 +120,8 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
     for i, layer in enumerate(layers):
         modules: tuple[tuple[str, Any], ...] = layer.modules
         for name, block in modules:
-            if (i, name) in shared:  # other layers' queries would have to be scaled, too
+            # Other layers' queries would have to be scaled, too, or those of each expert.
+            if (i, name) in shared or isinstance(block, ExpertAttentionSpec):
                 continue
             match block:
                 case AttentionSpec(clip=None, kv_layer=None, tied_values=False, qk_norm=norm):
