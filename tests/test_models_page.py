@@ -3,20 +3,29 @@
 import re
 from pathlib import Path
 
-from jinfer.modelspec.spec_files import families
+from jinfer.modelspec.spec_files import families, read_toml
 
 ROOT = Path(__file__).parents[1]
-ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| (golden: (.*)|NumPy) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\| (golden: (.*)|NumPy) \|$", re.MULTILINE)
+
+
+def found() -> list[re.Match[str]]:
+    return [*ROW.finditer((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))]
 
 
 def rows() -> dict[str, list[str]]:
     """Family -> the goldens it is checked by; none where it is checked by NumPy."""
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    return {found[1]: re.findall(r"`(\w+)`", found[3] or "") for found in ROW.finditer(page)}
+    return {row[1]: re.findall(r"`(\w+)`", row[4] or "") for row in found()}
 
 
 def test_every_family_has_a_row() -> None:
     assert set(rows()) == set(families())
+
+
+def test_the_names_in_ggufs_are_those_of_the_families() -> None:
+    said = {row[1]: re.findall(r"`([\w-]+)`", row[2]) for row in found()}
+    match = {name: read_toml(path).get("match", {}) for name, path in families().items()}
+    assert said == {name: table.get("gguf", []) for name, table in match.items()}
 
 
 def test_every_golden_is_there() -> None:

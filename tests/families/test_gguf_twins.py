@@ -152,7 +152,7 @@ def test_starcoder2(tmp_path: Path) -> None:
 
 def test_gpt_bigcode(tmp_path: Path) -> None:
     known = keys(
-        4, 1, feed_forward_length=160, attention__layer_norm_epsilon=1e-5, context_length=160
+        4, 1, feed_forward_length=256, attention__layer_norm_epsilon=1e-5, context_length=160
     )
     write_gguf(
         tmp_path / "m.gguf", "starcoder", known, renamed(GOLDENS / "gpt_bigcode", "starcoder")
