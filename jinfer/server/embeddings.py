@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ class Embedder:
         return frozenset(id for id in found if id is not None)
 
     async def batched(
-        self, compute: Callable[..., Sequence[Any]], given: Sequence[Any], **options: Any
+        self, compute: Callable[..., Iterable[Any]], given: Sequence[Any], **options: Any
     ) -> list[Any]:
         """What `compute(session, group, ...)` gives for each text, by groups of similar length.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ async def pooling(call: RequestContext[schemas.PoolingRequest]) -> HttpResponse:
         task = body.task or (usual if session.opened.classification is None else "classify")
         if task == "classify" and body.dimensions is not None:
             raise invalid_request("it is for vectors, not for classes", "dimensions")
-        found: Sequence[np.ndarray]
+        found: Iterable[np.ndarray]
         if task == "classify":
             config = _classes_of(embedder)
             found, tokens = await _classified(embedder, config, body.input, body.use_activation)
@@ -112,7 +112,7 @@ async def pooling(call: RequestContext[schemas.PoolingRequest]) -> HttpResponse:
         return HttpResponse(await call.service.in_thread(dumps_list, head, "data", entries))
 
 
-def _entries(found: Sequence[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:
+def _entries(found: Iterable[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:
     """Results in the response format: lists of numbers, or base64."""
     for i, one in enumerate(found):
         shown = coded_vector(one) if coded else np.ascontiguousarray(one)

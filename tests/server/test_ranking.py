@@ -102,7 +102,7 @@ def test_documents_that_are_cut(served: Running) -> None:
 )
 def test_score_by_a_head(served: Running, names: tuple[str, str]) -> None:
     wanted = served.hosted("ranker").llm.classify([("a", text) for text in DOCUMENTS])
-    given = dict(zip(names, ("a", DOCUMENTS), strict=True))
+    given: dict[str, Any] = dict(zip(names, ("a", DOCUMENTS), strict=True))
     answer = posted(served, "/score", model="ranker", **given)
     got = [one["score"] for one in answer["data"]]
     np.testing.assert_allclose(got, wanted.probabilities[:, 0], atol=1e-5)
