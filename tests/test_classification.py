@@ -15,7 +15,19 @@ from safetensors.numpy import load_file, save_file
 from scipy.special import erf
 
 from jinfer import LLM, AsyncLLM, RequestError
-from tests.families.tiny import random_tensors
+from tests.families.bert_line import BERT, NAMES, bert_shapes, embedding_shapes
+from tests.families.tiny import (
+    HIDDEN,
+    INNER,
+    TEXTS,
+    VOCAB,
+    Shapes,
+    close,
+    linear,
+    norm,
+    random_tensors,
+    served,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
@@ -158,6 +170,77 @@ def test_heads(form: Form, tmp_path: Path) -> None:
     assert got.labels == ("bad", "so so", "good")
     assert got.best == [got.labels[i] for i in wanted.argmax(axis=1)]
     np.testing.assert_allclose(got.probabilities.sum(axis=1), 1, atol=1e-5)
+
+
+def bert_like(prefix: str, head: tuple[str, str], names: tuple[str, ...] = NAMES) -> Shapes:
+    """The shapes of a BERT whose head has two layers of these names."""
+    shapes = embedding_shapes(prefix) | bert_shapes(prefix, names)
+    return shapes | linear(head[0], HIDDEN, HIDDEN) | linear(head[1], 3, HIDDEN)
+
+
+def gte_shapes() -> Shapes:
+    shapes = embedding_shapes("new.")
+    del shapes["new.embeddings.position_embeddings.weight"]
+    for i in range(2):
+        layer = f"new.encoder.layer.{i}."
+        shapes |= linear(layer + "attention.qkv_proj", 3 * HIDDEN, HIDDEN)
+        shapes |= linear(layer + "attention.o_proj", HIDDEN, HIDDEN)
+        shapes |= linear(layer + "mlp.up_gate_proj", 2 * INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.down_proj", HIDDEN, INNER)
+        shapes |= norm(layer + "attn_ln") | norm(layer + "mlp_ln")
+    return shapes | linear("new.pooler.dense", HIDDEN, HIDDEN) | linear("classifier", 3, HIDDEN)
+
+
+def nvidia_shapes() -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "score.weight": (3, HIDDEN)}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes |= linear(f"{layer}self_attn.{name}", HIDDEN, HIDDEN, False)
+        shapes |= linear(layer + "mlp.gate_proj", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.up_proj", INNER, HIDDEN, False)
+        shapes |= linear(layer + "mlp.down_proj", HIDDEN, INNER, False)
+        shapes |= {f"{layer}{n}_layernorm.weight": (HIDDEN,) for n in ("input", "post_attention")}
+    return shapes | {"model.norm.weight": (HIDDEN,)}
+
+
+DEBERTA: dict[str, Any] = {
+    "position_buckets": 8, "share_att_key": True, "relative_attention": True, "norm_rel_ebd":
+    "layer_norm", "pos_att_type": "p2c|c2p", "max_relative_positions": 24, "type_vocab_size": 2,
+    "pooler_hidden_act": "gelu",
+}  # fmt: skip
+DEBERTA_NAMES = (*(f"attention.self.{n}_proj" for n in ("query", "key", "value")), NAMES[3])
+OTHERS: dict[str, tuple[dict[str, Any], Shapes, Callable[[Floats, Tensors], Floats]]] = {
+    "ElectraForSequenceClassification": (
+        {}, bert_like("electra.", ("classifier.dense", "classifier.out_proj")),
+        lambda h, t: dense(gelu(dense(h[0], t, "classifier.dense")), t, "classifier.out_proj"),
+    ),
+    "DebertaV2ForSequenceClassification": (
+        DEBERTA,
+        bert_like("deberta.", ("pooler.dense", "classifier"), DEBERTA_NAMES)
+        | {"deberta.encoder.rel_embeddings.weight": (16, HIDDEN)}
+        | norm("deberta.encoder.LayerNorm"),
+        lambda h, t: dense(gelu(dense(h[0], t, "pooler.dense")), t, "classifier"),
+    ),
+    "NewForSequenceClassification": (
+        {"position_embedding_type": "rope", "rope_theta": 2000.0}, gte_shapes(),
+        lambda h, t: dense(np.tanh(dense(h[0], t, "new.pooler.dense")), t, "classifier"),
+    ),
+    "LlamaBidirectionalForSequenceClassification": (
+        {"pooling": "avg", "temperature": 0.5, "hidden_act": "silu", "layer_norm_eps": None},
+        nvidia_shapes(), lambda h, t: dense(h.mean(axis=0), t, "score") / 0.5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_heads_of_made_up_checkpoints(architecture: str, tmp_path: Path) -> None:
+    config, shapes, score = OTHERS[architecture]
+    keys = BERT | {"architectures": [architecture]} | config
+    keys = {name: value for name, value in keys.items() if value is not None}
+    llm, tensors = served(tmp_path, keys, shapes)
+    wanted = np.stack([score(h, tensors) for h in llm.hidden(TEXTS)])
+    close(llm.classify(TEXTS).scores, wanted)
 
 
 def with_words(folder: Path) -> None:
