@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
 from jinfer.nn.parameter import parameter
+from jinfer.ops.matmul.dense import matmul_per_head
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ class BlockLinear(nnx.Module):
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """Each part of x with its own matrix."""
         weight = self.weight[...]
-        parts = x.astype(jnp.float32).reshape(*x.shape[:-1], weight.shape[0], weight.shape[2])
-        y = jnp.einsum("...gi,goi->...go", parts, weight, precision=lax.Precision.HIGHEST)
+        parts = x.astype(jnp.float32).reshape(-1, weight.shape[0], weight.shape[2])
+        y = matmul_per_head(parts, weight, slice(None))
         if self.bias is not None:
-            bias = self.bias[...]
-            y = y + bias.reshape((1,) * (y.ndim - 2) + bias.shape)
+            y = y + self.bias[...][None]
         return y.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
