@@ -30,12 +30,14 @@ class Runs(NamedTuple):
         starts, lengths: first token and number of tokens of each; 0: none.
         slots: row of the state table of each; no two sequences with tokens share one.
         fresh: 1 for a sequence that begins here: its state is zero, whatever the table holds.
+        kept: whether states are written back; else sequences may share a slot.
     """
 
     starts: Int[Array, " runs"]
     lengths: Int[Array, " runs"]
     slots: Int[Array, " runs"]
     fresh: Int[Array, " runs"]
+    kept: bool = True
 
 
 def available() -> bool:
@@ -59,7 +61,7 @@ def matrix_scan(
     """The recurrence of `jinfer.ops.recurrence.matrix_state`; all arrays are float32.
 
     Args:
-        table: changed in place; must not be used again.
+        table: changed in place if states are kept, and then not to be used again.
         beta: with `erase="delta"`; read, write: with `erase="low_rank"`.
 
     Returns:
@@ -126,8 +128,11 @@ def _call(
     runs: Runs,
     **attributes: np.int64,
 ) -> tuple[Array, Array]:
-    shapes = [jax.ShapeDtypeStruct(each, np.float32) for each in (shape, table.shape)]
-    arguments = (*inputs, *(each.astype(jnp.int32) for each in runs))
-    call = jax.ffi.ffi_call(f"jinfer_{name}", shapes, input_output_aliases={len(arguments): 1})
+    *where, kept = runs
+    arguments = (*inputs, *(each.astype(jnp.int32) for each in where))
+    of_states = table.shape if kept else (0,)
+    shapes = [jax.ShapeDtypeStruct(each, np.float32) for each in (shape, of_states)]
+    aliases = {len(arguments): 1} if kept else {}
+    call = jax.ffi.ffi_call(f"jinfer_{name}", shapes, input_output_aliases=aliases)
     out, after = call(*arguments, table, **attributes)
-    return out, after
+    return out, after if kept else table

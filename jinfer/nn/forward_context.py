@@ -19,7 +19,7 @@ from jinfer.ops.attention.kv_cache import (
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_cached, extend
-from jinfer.ops.recurrence.sequence_runs import SequenceRuns, sequence_runs
+from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, sequence_runs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -168,10 +168,15 @@ class ForwardBatch(NamedTuple):
 
     def with_runs(self) -> ForwardBatch:
         """The same batch with its runs computed once for all layers, if any has a state."""
-        if self.tables is None or STATE not in self.tables:
+        if self.tables is None or STATE not in self.tables or self.runs is not None:
             return self
         at = self.attention_metadata(STATE)
         return self._replace(runs=sequence_runs(at, at.tables[:, 0]))
+
+    def with_draft_runs(self) -> ForwardBatch:
+        """The same batch, of which some tokens may be rejected; see `accept_drafted`."""
+        batch = self.with_runs()
+        return batch if batch.runs is None else batch._replace(runs=DraftRuns(*batch.runs))
 
     def sequence_runs(self) -> SequenceRuns:
         """The runs of a flat batch, each with the place of its sequence's states."""

@@ -105,6 +105,13 @@ class DeviceGroup:
 
         return jax.tree.map(whole_array, tree)
 
+    def as_shards(self, tree: Any) -> Any:
+        """The abstract arrays of a tree, which a program of this group has returned as shards."""
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharded),
+            tree,
+        )
+
     def abstract_replicated(self, tree: Any) -> Any:
         """The abstract replicated arrays of a tree."""
         return jax.tree.map(

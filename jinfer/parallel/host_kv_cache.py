@@ -144,9 +144,10 @@ class HostCacheCompiler(StageCompiler):
         batch: FlatBatch,
         last: Any,
         wants: tuple[Want, ...],
+        drafted: bool,
     ) -> CompiledStage:
         if stage.host is None:
-            return super()._decoder(stage, x, batch, last, wants)
+            return super()._decoder(stage, x, batch, last, wants, drafted)
         device_group, (host, pools) = stage.device_group, self._there(stage)
         device, caches = self._cache(stage), stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}

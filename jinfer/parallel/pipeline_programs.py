@@ -198,8 +198,11 @@ class PipelinePrograms(CompiledPrograms):
     def _verify(self, shape: StepKey) -> Program:
         count = shape.tokens
         begin = self.compiler.plant(shape).program
-        made = self.compiler.decoder(count, (count, count), None, ("logits",), shape.rows)
+        made = self.compiler.decoder(
+            count, (count, count), None, ("logits",), shape.rows, drafted=True
+        )
         flow, choose = PipelineForward(self, made), self.compiler.walk(shape, self.width).program
+        accepts = [self.compiler.accept(n, shape, stage) for n, stage in enumerate(made)]
 
         def run(
             leaves: Any, caches: StageCaches, states: MicroBatchStates, nodes: Nodes, tables: Any,
@@ -212,9 +215,19 @@ class PipelinePrograms(CompiledPrograms):
             caches, out = flow(leaves, caches, batch, None, lane)
             arguments = states[lane], lane_nodes, out["logits"], mask
             state, chosen = self.launch(f"lane {lane}", choose, *arguments)
+            sampled = batch, nodes.roots, chosen.tokens
+            caches = tuple(
+                cache if accept is None else self._accept(number, accept, cache, sampled)
+                for number, (accept, cache) in enumerate(zip(accepts, caches, strict=True))
+            )
             return caches, self.lanes.changed(states, lane, state), chosen
 
         return run
+
+    def _accept(self, number: int, accept: CompiledStage, cache: Any, sampled: Any) -> Any:
+        """A stage's cache with the states after the accepted nodes."""
+        here = self.stages[number].device_group.replicate_tree(sampled)
+        return self.launch(f"stage {number}", accept.program, cache, *here)
 
     def hidden_taps(self, cache: Any) -> Any:
         """As `CompiledPrograms.hidden_taps`, for each stage."""

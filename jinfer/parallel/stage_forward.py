@@ -26,6 +26,7 @@ type StageResults = dict[str, Array]
 def decoder_forward(
     stage: StageModel,
     wants: Sequence[Want],
+    drafted: bool,
     leaves: Leaves,
     cache: Cache,
     given: HiddenState | None,
@@ -36,6 +37,7 @@ def decoder_forward(
 
     Args:
         wants: the results that the last stage returns.
+        drafted: whether tokens may be rejected: `verify.accept_states` has to follow.
         leaves: the stage's parameters, flattened.
         given: hidden states from the previous stage; None for the first stage.
         last: indices of the tokens whose results are wanted; None: all.
@@ -44,6 +46,7 @@ def decoder_forward(
         The KV cache; hidden states for the next stage, or the last stage's results by name.
     """
     module, at = stage.model.module(leaves), batch.step()
+    at = at.with_draft_runs() if drafted else at
     stack, tokens = module.stacks["decoder"], batch.tokens
     if given is None:
         given = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], at, module.shared)

@@ -25,10 +25,10 @@ from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.runner.step_table import abstract_flat_batch, abstract_nodes, float32, int32
-from jinfer.engine.runner.verify import sample_along_trees, tree_flat_batch
+from jinfer.engine.runner.verify import accept_states, sample_along_trees, tree_flat_batch
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
-from jinfer.ops.attention.kv_cache import zero_cache
+from jinfer.ops.attention.kv_cache import STATE, zero_cache
 from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
 from jinfer.parallel.device_groups import DeviceGroup
@@ -132,6 +132,8 @@ class StageCompiler:
         chosen: int | None,
         wants: tuple[Want, ...],
         copies: int = 0,
+        *,
+        drafted: bool = False,
     ) -> tuple[CompiledStage, ...]:
         """`stage_forward.decoder_forward` of each stage.
 
@@ -140,6 +142,7 @@ class StageCompiler:
             chosen: how many tokens results are wanted of; None: all.
             wants: the results that the last stage returns.
             copies: capacity for tokens that stand in several rows (draft trees); 0: none do.
+            drafted: as of `stage_forward.decoder_forward`.
         """
         made, x = list[CompiledStage](), None
         tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
@@ -147,8 +150,8 @@ class StageCompiler:
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
             last = None if which is None else int32(which)
-            make = partial(self._decoder, stage, x, batch, last, named)
-            key = ("flow", stage.kind, tokens, rows, which, named, copies)
+            make = partial(self._decoder, stage, x, batch, last, named, drafted)
+            key = ("flow", stage.kind, tokens, rows, which, named, copies, drafted)
             made.append(self.cached(key, make))
             x = made[-1].out[1]
         return tuple(made)
@@ -160,11 +163,28 @@ class StageCompiler:
         batch: FlatBatch,
         last: Any,
         wants: tuple[Want, ...],
+        drafted: bool,
     ) -> CompiledStage:
-        function = partial(stage_forward.decoder_forward, stage.model, wants)
+        function = partial(stage_forward.decoder_forward, stage.model, wants, drafted)
         own = abstract_leaves(stage), self._cache(stage)
         flat = with_flat_parameters(stage, function)
         return self.compile_stage(stage, flat, 1, own, (x, batch, last), (True, False))
+
+    def accept(self, number: int, shape: StepKey, forward: CompiledStage) -> CompiledStage | None:
+        """`verify.accept_states` of a stage after its forward pass; None without states."""
+        stage = self.stages[number]
+        if STATE not in {cache.group for cache in stage.model.model.caches.values()}:
+            return None
+
+        def make() -> CompiledStage:
+            count = shape.tokens
+            tables = {group: int32(count, self.sizes.table) for group in self.sizes.blocks}
+            batch = abstract_flat_batch(count, count, tables)
+            sampled = int32(shape.chosen), int32(count, shape.chosen)
+            own = stage.device_group.as_shards(forward.out[0])
+            return self.compile_stage(stage, accept_states, 0, (own,), (batch, *sampled), True)
+
+        return self.cached(("accept", stage.kind, shape.tokens, shape.chosen), make)
 
     def encoder(
         self, rows: int, tokens: int, wants: tuple[Want, ...]

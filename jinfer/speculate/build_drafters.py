@@ -95,9 +95,6 @@ def open_drafters(
             raise SpecError(spec.path, f"{key}.{wrong[0]}", wrong[1])
     if spec.decoder is None:
         return OpenedDrafters(opened, opened, (None,) * len(asked.draft))
-    if asked.draft and (name := _recurrent_block(spec.decoder)):
-        reason = f"{name} has a state, which cannot go back to before a refused draft; leave it out"
-        raise SpecError(spec.path, KEY, reason)
     models: list[Opened | None] = []
     for entry in asked.draft:
         open_ = draft_source(entry).open

@@ -60,7 +60,8 @@ class SpeculativeDecoder:
     Attributes:
         drafters: draft sources; among siblings, nodes of earlier ones count as likelier.
         draft_length: how much is drafted and verified.
-        branched: whether trees may have branches; else only their first paths are verified.
+        branched: whether trees may have branches, unless the model has recurrent states; else only
+            their first paths are verified.
     """
 
     drafters: Sequence[Drafter]
@@ -96,7 +97,7 @@ class SpeculativeDecoder:
         if not sizes or sizes[-1] <= len(decoding):
             self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
-        trees = self._drafts(wanting, len(decoding), sizes)
+        trees = self._drafts(engine, wanting, len(decoding), sizes)
         if trees is not None and not any(map(len, trees)):
             self._backoff.missed(rests=self.draft_length.nodes is None)
             return False
@@ -160,8 +161,15 @@ class SpeculativeDecoder:
         ready = self.draft_length.nodes is not None or engine.programs.ready(key)
         return masks if ready and any(map(len, trees.values())) else None
 
+    def _branched(self, engine: EngineCore) -> bool:
+        return self.branched and engine.scheduler.blocks.states is None
+
     def _drafts(
-        self, wanting: Sequence[RunningSequence], sequences: int, sizes: Sequence[int]
+        self,
+        engine: EngineCore,
+        wanting: Sequence[RunningSequence],
+        sequences: int,
+        sizes: Sequence[int],
     ) -> list[TokenTree] | None:
         """The union of all drafters' trees; None if no drafter is worth its time."""
         each = []
@@ -181,7 +189,7 @@ class SpeculativeDecoder:
         if not each:
             return None
         trees = [merge_trees(proposed) for proposed in zip(*each, strict=True)]
-        return trees if self.branched else [first_path(tree) for tree in trees]
+        return trees if self._branched(engine) else [first_path(tree) for tree in trees]
 
     def _sizes(self, engine: EngineCore, decoding: Sequence[RunningSequence]) -> list[int]:
         """Sizes of batches that there are programs for, rising."""
@@ -363,7 +371,7 @@ class SpeculativeDecoder:
         for stages in stage_sets():
             for size in batch_sizes(engine):
                 for chosen in sorted({1, engine.sampled_rows(size, 2)}):
-                    for places in (0, PLACES_PER_TOKEN * size) if self.branched else (0,):
+                    for places in (0, PLACES_PER_TOKEN * size) if self._branched(engine) else (0,):
                         yield StepKey("verify", size, chosen, places, stages=stages)
                     yield StepKey("verify", size, chosen, stages=stages, masked=True)
 

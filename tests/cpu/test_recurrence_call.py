@@ -25,7 +25,8 @@ def runs(
     starts: list[int], lengths: list[int], slots: list[int], fresh: list[int] | None = None
 ) -> Runs:
     fresh = [0] * len(starts) if fresh is None else fresh
-    return Runs(*(on_device(each, np.int32) for each in (starts, lengths, slots, fresh)))
+    at = [on_device(each, np.int32) for each in (starts, lengths, slots, fresh)]
+    return Runs(at[0], at[1], at[2], at[3])
 
 
 ONE = runs([0], [TOKENS], [1])
@@ -53,6 +54,7 @@ def test_runs_that_do_not_fit(wrong: Runs) -> None:
     recurrence_call.available()
     run(ONE)
     run(runs([9, 0], [0, 2], [7, 1]))  # a run without tokens may say anything
+    run(runs([0, 2], [2, 2], [1, 1])._replace(kept=False))  # what is only read may be shared
     with pytest.raises(Exception, match="run"):
         run(wrong)
 

@@ -9,6 +9,9 @@ Keys and values of a node are written where plain decoding would write them: at 
 blocks of its sequence. Branches have separate blocks, and so separate rows of the block tables;
 nodes that branches share are written for each of them. The attention kernels do not know of trees,
 so that sliding windows, position biases and quantized caches are exact to the bit.
+
+Recurrent states have one future: where a model has some, trees are chains, and the states after the
+accepted nodes are computed when these are known (`jinfer.ops.recurrence.drafted_scan`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from jinfer.engine.runner.steps import Leaves, empty_output, sample_next
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.recurrence.drafted_scan import accept_drafted
 from jinfer.sampling import penalties
 
 if TYPE_CHECKING:
@@ -77,8 +81,33 @@ def verify(
         The cache, the state, and the sampled tokens, whose leading axis is as long as the nodes.
     """
     batch = tree_flat_batch(state, nodes, tables)
-    logits, cache = model.module(leaves).decode(batch.tokens, batch.step(), cache, "logits")
-    return cache, *sample_along_trees(model, stages, state, nodes, logits, mask)
+    at = batch.step().with_draft_runs()
+    logits, cache = model.module(leaves).decode(batch.tokens, at, cache, "logits")
+    state, output = sample_along_trees(model, stages, state, nodes, logits, mask)
+    return accept_states(cache, batch, nodes.roots, output.tokens), state, output
+
+
+def accept_states(
+    cache: Cache,
+    batch: FlatBatch,
+    roots: Int[Array, " sequences"],
+    tokens: Int[Array, "nodes sequences"],
+) -> Cache:
+    """The cache with the recurrent states after the accepted nodes.
+
+    Args:
+        cache: as the forward pass over `batch` has returned it.
+        roots: as of `Nodes`.
+        tokens: sampled from the roots on, one after each accepted node and -1 from there on.
+    """
+    runs = batch.step().with_runs().runs
+    if runs is None:
+        return cache
+    # Each sampled token was sampled after a node that is accepted, the first after the root.
+    counts = jnp.where(roots >= 0, jnp.sum(tokens >= 0, axis=0, dtype=jnp.int32), 0)
+    rows = jnp.where(roots >= 0, batch.rows[jnp.maximum(roots, 0)], runs.lengths.shape[0])
+    accepted = jnp.zeros_like(runs.lengths).at[rows].set(counts, mode="drop")
+    return accept_drafted(cache, runs, accepted)
 
 
 def tree_flat_batch(state: State, nodes: Nodes, tables: Tables) -> FlatBatch:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
@@ -60,6 +61,7 @@ class MatrixInputs(NamedTuple):
     erase: Delta | LowRank | None = None
 
 
+@keeps_drafted_states
 def matrix_scan(
     x: MatrixInputs, table: Float[Array, "slots heads key_dim value_dim"], runs: SequenceRuns
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:

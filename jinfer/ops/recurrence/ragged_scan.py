@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.ops.backend import backend
-from jinfer.ops.recurrence.sequence_runs import SequenceRuns
+from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -48,6 +48,10 @@ def ragged_scan(
     """
     if not runs.rows.shape[0]:
         return _empty(step, inputs, table), table
+    if isinstance(runs, DraftRuns):
+        own = jnp.arange(runs.slots.shape[0], dtype=jnp.int32)
+        on_copies = SequenceRuns(*runs)._replace(slots=own)
+        return ragged_scan(step, chunk, size, inputs, table[runs.slots], on_copies)[0], table
     if backend() == "cpu":
         return scan_tokens(step, inputs, table, runs)
     return scan_chunks(step, chunk, size, inputs, table, runs)

@@ -9,6 +9,7 @@ from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
+from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs, is_first
 
@@ -34,10 +35,14 @@ def rg_lru(
         input_gate, recurrence_gate: after their sigmoids.
         table: may be donated.
     """
-    inputs = _inputs(x, input_gate, recurrence_gate, parameter, runs)
+    return _scan(*_inputs(x, input_gate, recurrence_gate, parameter, runs), table, runs)
+
+
+@keeps_drafted_states
+def _scan(log_decay: Array, x: Array, table: Array, runs: SequenceRuns) -> tuple[Array, Array]:
     if (at := custom_runs(runs)) is not None:
-        return custom.diagonal_scan(*inputs, table, at)
-    return ragged_scan(_step, _chunk, DIAGONAL_CHUNK, inputs, table, runs)
+        return custom.diagonal_scan(log_decay, x, table, at)
+    return ragged_scan(_step, _chunk, DIAGONAL_CHUNK, (log_decay, x), table, runs)
 
 
 def _inputs(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
@@ -36,7 +37,13 @@ def wkv(
         bonus: `time_first`, of a token's own key.
         table: may be donated.
     """
-    log_decay = -jnp.exp(time_decay)
+    return _scan(k, v, -jnp.exp(time_decay), bonus, table, runs)
+
+
+@keeps_drafted_states
+def _scan(
+    k: Array, v: Array, log_decay: Array, bonus: Array, table: Array, runs: SequenceRuns
+) -> tuple[Array, Array]:
     if (at := custom_runs(runs)) is not None:
         return custom.wkv_scan(k, v, log_decay, bonus, table, at)
     return ragged_scan(*_forms(log_decay, bonus), _CHUNK, (k, v), table, runs)

@@ -9,6 +9,7 @@ from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
 from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
+from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ChunkStep, Step, ragged_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
 
@@ -23,6 +24,7 @@ class _Token(NamedTuple):
     c: Array
 
 
+@keeps_drafted_states
 def selective_scan(
     x: Float[Array, "tokens channels"],
     dt: Float[Array, "tokens channels"],

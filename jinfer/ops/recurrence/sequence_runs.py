@@ -2,7 +2,8 @@
 
 A recurrence keeps one state of fixed size for each sequence in a *state table*, [slots, ...] in
 float32. Each sequence with tokens in the batch reads its slot, or starts at zero if its first token
-is here, and writes the state after its last token back.
+is here, and writes the state after its last token back. Drafted tokens only read it, until it is
+known which of them are accepted: see `drafted_scan`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class SequenceRuns(NamedTuple):
     fresh: Bool[Array, " runs"]
 
 
+class DraftRuns(SequenceRuns):
+    """Runs of tokens of which some may be rejected: the states before them have to stay."""
+
+
 def sequence_runs(at: AttentionMetadata, slots: Int[Array, " rows"]) -> SequenceRuns:
     """The runs of a flat batch.
 
@@ -65,4 +70,5 @@ def custom_runs(runs: SequenceRuns) -> custom.Runs | None:
     """The runs as the CPU's custom calls take them; None where XLA computes recurrences."""
     if backend() != "cpu" or not custom.available():
         return None
-    return custom.Runs(runs.starts, runs.lengths, runs.slots, runs.fresh.astype(jnp.int32))
+    fresh, kept = runs.fresh.astype(jnp.int32), not isinstance(runs, DraftRuns)
+    return custom.Runs(runs.starts, runs.lengths, runs.slots, fresh, kept)

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
-from jinfer.ops.recurrence.sequence_runs import SequenceRuns, custom_runs
+from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
+from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, custom_runs
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+@keeps_drafted_states
 def short_conv(
     x: Float[Array, "tokens channels"],
     weight: Float[Array, "taps channels"],
@@ -39,7 +41,7 @@ def short_conv(
     for j in range(taps):
         y = y + weight[j][None] * _inputs(x, before, runs, run, tokens - (taps - 1 - j))
     y = jnp.where(runs.rows[:, None] < 0, 0.0, y)
-    if taps == 1:
+    if taps == 1 or isinstance(runs, DraftRuns):
         return y, table
     rows = jnp.arange(runs.starts.shape[0], dtype=jnp.int32)
     ends = runs.starts + runs.lengths

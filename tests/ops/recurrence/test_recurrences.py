@@ -14,7 +14,8 @@ from jax import Array
 from jinfer.cpu import build_library, recurrence_call
 from jinfer.ops.attention.kv_cache import AttentionMetadata
 from jinfer.ops.recurrence import ragged_scan
-from jinfer.ops.recurrence.sequence_runs import sequence_runs
+from jinfer.ops.recurrence.drafted_scan import accept_drafted
+from jinfer.ops.recurrence.sequence_runs import DraftRuns, sequence_runs
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.ops.recurrence.cases import CASES, Case, Piece, joined
@@ -52,16 +53,29 @@ class Player:
         self.run = jax.jit(self._run, donate_argnums=(1,))
 
     def _run(
-        self, inputs: dict[str, Array], table: Array, rows: Array, positions: Array, slots: Array
+        self,
+        inputs: dict[str, Array],
+        table: Array,
+        rows: Array,
+        positions: Array,
+        slots: Array,
+        accepted: Array | None,
     ) -> tuple[Array, Array]:
         at = AttentionMetadata(rows, positions, jnp.zeros((slots.shape[0], 1), jnp.int32))
-        return self.case.operation(inputs, table, sequence_runs(at, slots))
+        runs = sequence_runs(at, slots)
+        if accepted is None:
+            return self.case.operation(inputs, table, runs)
+        out, drafted = self.case.operation(inputs, table, DraftRuns(*runs))
+        return out, accept_drafted({"state": drafted}, runs, accepted)["state"]
 
-    def batch(self, pieces: Sequence[Piece], tokens: int) -> None:
-        """One call with `tokens` tokens, padding included."""
-        arrays = jax.tree.map(on_device, (*joined(self.sequences, pieces, tokens), self.slots))
-        inputs, rows, positions, slots = arrays
-        out, self.table = self.run(inputs, self.table, rows, positions, slots)
+    def batch(
+        self, pieces: Sequence[Piece], tokens: int, accepted: Sequence[int] | None = None
+    ) -> None:
+        """One call with `tokens` tokens, padding included; of drafts if some are `accepted`."""
+        counts = None if accepted is None else np.array(accepted, np.int32)
+        arrays = (*joined(self.sequences, pieces, tokens), self.slots, counts)
+        inputs, rows, positions, slots, counts = jax.tree.map(on_device, arrays)
+        out, self.table = self.run(inputs, self.table, rows, positions, slots, counts)
         values = np.asarray(out)
         for value, row, position in zip(values, rows, positions, strict=True):
             if row >= 0:
@@ -121,6 +135,28 @@ def test_cuts(name: str, form: str) -> None:
         else:
             near(outputs, found[0][0])
             near(state, found[0][1])
+
+
+@pytest.mark.parametrize("form", ["tokens", *ISAS], indirect=True)
+@pytest.mark.parametrize("name", CASES)
+def test_rejected_drafts(name: str, form: str) -> None:
+    """Drafted tokens see each other, and the state becomes that of the accepted ones alone."""
+    case = CASES[name]
+    texts, drafted = ([case.draw(27, seed + i) for i in range(3)] for seed in (1, 11))
+    for text, draft, right in zip(texts, drafted, (23, 20, 27), strict=True):
+        for key in text:
+            draft[key][:right] = text[key][:right]
+    player, plain = Player(case, drafted), Player(case, texts)
+    begin = [Piece(row, 0, 20) for row in range(3)]
+    player.batch(begin, 64)
+    player.batch([Piece(row, 20, 27) for row in range(3)], 32, accepted=[3, 0, 7])
+    near(player.outputs(0)[:23], case.define(as_float64(texts[0]))[:23])
+    plain.batch(begin, 64)
+    plain.batch([Piece(0, 20, 23), Piece(2, 20, 27)], 32)
+    same = np.testing.assert_array_equal if form in ISAS else near
+    same(np.asarray(player.table)[player.slots], np.asarray(plain.table)[plain.slots])
+    same(player.outputs(2), plain.outputs(2))
+    assert np.isnan(np.asarray(player.table)[[1, 3, 6]]).all(), "slots of others are not touched"
 
 
 @pytest.mark.parametrize("name", CASES)

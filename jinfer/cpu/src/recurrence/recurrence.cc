@@ -1,7 +1,8 @@
 // Handlers of recurrences with state: `jinfer_matrix_scan`, `jinfer_selective_scan`,
 // `jinfer_diagonal_scan`, `jinfer_wkv_scan`, `jinfer_short_conv`. Each takes its inputs, then the
 // runs (start, tokens, slot and whether fresh, each [runs]) and the state table, which is changed in
-// place: result 0 is the output, result 1 the table.
+// place: result 0 is the output, result 1 the table. If result 1 has no elements, the table is only
+// read.
 #include "recurrence/recurrence.h"
 
 #include <algorithm>
@@ -33,9 +34,10 @@ struct Task {
   int64_t run, first, units;
 };
 
-// The runs of a call, checked: they overlap neither in tokens nor in slots.
+// The runs of a call, checked: they overlap neither in tokens nor in slots that are written.
 struct Runs {
   std::vector<StateRun> all;
+  bool kept;  // whether states are written
   const char* error = nullptr;
 
   Runs(const S32& starts, const S32& lengths, const S32& slots, const S32& fresh, const F32& table,
@@ -47,8 +49,9 @@ struct Runs {
       error = "runs do not fit each other";
       return;
     }
-    if (table.typed_data() != after->typed_data() ||
-        table.element_count() != after->element_count()) {
+    kept = after->element_count() > 0;
+    if (kept && (table.typed_data() != after->typed_data() ||
+                 table.element_count() != after->element_count())) {
       error = "the state is not changed in place";
       return;
     }
@@ -59,7 +62,7 @@ struct Runs {
       const int64_t slot = slots.typed_data()[i];
       if (length == 0) continue;
       if (length < 0 || start < 0 || start + length > tokens || slot < 0 || slot >= count ||
-          slot_taken[slot]) {
+          (kept && slot_taken[slot])) {
         error = "a run is outside the batch or the table, or two have one slot";
         return;
       }
@@ -68,7 +71,8 @@ struct Runs {
         if (token_taken[t]) error = "a token is in two runs";
         token_taken[t] = 1;
       }
-      all.push_back({start, length, after->typed_data() + slot * size, fresh.typed_data()[i] != 0});
+      float* state = table.typed_data() + slot * size;
+      all.push_back({start, length, state, fresh.typed_data()[i] != 0, kept});
     }
     if (error) return;
     for (int64_t t = 0; t < tokens; ++t)
@@ -246,6 +250,7 @@ ffi::Error short_conv(ffi::ThreadPool pool, F32 x, F32 weight, F32 bias, S32 sta
       [&](const StateRun& run, int64_t first, int64_t count) {
         recurrence_kernels().conv(conv, run, first, count);
       });
+  if (!runs.kept) return ffi::Error::Success();
   runs.divide(
       pool, [](const StateRun&) { return int64_t{1}; },
       [&](const StateRun&) { return taps * channels; },

@@ -63,11 +63,12 @@ struct ShortConv {
   float* out;
 };
 
-// Tokens of one sequence, and its state, which is replaced; `fresh`: it was zero, whatever it holds.
+// Tokens of one sequence, and its state, which is replaced if `kept`; `fresh`: it was zero, whatever
+// it holds.
 struct StateRun {
   int64_t start, tokens;
   float* state;
-  bool fresh;
+  bool fresh, kept;
 };
 
 struct RecurrenceKernels {

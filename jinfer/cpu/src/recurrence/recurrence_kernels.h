@@ -27,7 +27,7 @@ class StateBlock {
  public:
   StateBlock(const StateRun& run, int64_t rows, int64_t width, int64_t first, int64_t columns,
              Scratch& scratch)
-      : rows_(rows), width_(width), columns_(columns), outside_(run.state + first) {
+      : rows_(rows), width_(width), columns_(columns), outside_(run.state + first), kept_(run.kept) {
     data_ = scratch.of(rows * STATE_BLOCK);
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < STATE_BLOCK; i += LANES)
@@ -35,6 +35,7 @@ class StateBlock {
               run.fresh ? Floats{} : load_columns(outside_ + row * width + i, columns - i));
   }
   ~StateBlock() {
+    if (!kept_) return;
     for (int64_t row = 0; row < rows_; ++row)
       memcpy(outside_ + row * width_, data_ + row * STATE_BLOCK, 4 * columns_);
   }
@@ -45,6 +46,7 @@ class StateBlock {
  private:
   const int64_t rows_, width_, columns_;
   float* const outside_;
+  const bool kept_;
   float* data_;
 };
 
@@ -162,7 +164,7 @@ inline void update_rows(float* state, const float* k, const float* q, const floa
   }
 }
 
-// A single token, whose state comes from memory: all columns of four rows at a time, in the order
+// A single token, whose state comes from memory and is kept: all columns of four rows at a time, in the order
 // in which they are stored. Each column's numbers are those of matrix_scan. `value_dim` is a
 // multiple of LANES.
 template <bool by_channel, Erase erase>
@@ -210,7 +212,7 @@ void matrix_step(const MatrixScan& scan, const StateRun& run, int64_t head) {
 template <bool by_channel, Erase erase>
 void matrix_scan_of(const MatrixScan& scan, const StateRun& run, int64_t head, int64_t first,
                     int64_t columns) {
-  if (run.tokens == 1 && columns == scan.value_dim && columns % LANES == 0)
+  if (run.tokens == 1 && run.kept && columns == scan.value_dim && columns % LANES == 0)
     return matrix_step<by_channel, erase>(scan, run, head);
   // Few columns need few registers; a column's numbers are the same.
   for (int64_t end = first + columns; first < end; first += STATE_BLOCK) {
