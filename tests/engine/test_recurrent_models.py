@@ -9,6 +9,7 @@ import pytest
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.spec_errors import SpecError
 
+from .hybrid import MANY, check_company, write_hybrid
 from .test_schedules import ALL, LAST, schedules
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -63,6 +64,14 @@ def test_a_common_prompt_is_computed_once(weights: str) -> None:
     assert stats.blocks_held == 0
 
 
+@pytest.mark.parametrize("weights", ["f32", "q4"])
+def test_a_hybrid_that_nobody_ships(tmp_path: Path, weights: str) -> None:
+    bits = {} if weights == "f32" else {"quantization.weights": weights}
+    spec = write_hybrid(tmp_path)
+    with LLM(spec, **bits) as one, LLM(spec, **bits, **MANY) as many:
+        check_company(one, many)
+
+
 def test_error_feedback_gives_way() -> None:
     """It runs single layers, without an engine's states."""
     overrides = {"quantization.weights": "q4", "quantization.method": "feedback"}
@@ -70,12 +79,6 @@ def test_error_feedback_gives_way() -> None:
         answer = llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids
     with open_model("lfm2", **(overrides | {"quantization.method": "search"})) as llm:
         assert llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids == answer
-
-
-def test_drafts_are_refused() -> None:
-    with pytest.raises(SpecError, match="has a state, which cannot go back") as caught:
-        open_model("mamba2", **{"speculation.draft": "prompt_lookup"})
-    assert "decoder.0." in str(caught.value)
 
 
 def test_a_cache_on_the_host_is_refused() -> None:

@@ -1,0 +1,16 @@
+"""Recurrent states on several devices: a hybrid in stages of two devices, with drafts."""
+
+from pathlib import Path
+
+import pytest
+
+from jinfer import LLM
+from tests.engine.hybrid import MANY, check_company, write_hybrid
+
+
+@pytest.mark.parametrize("devices", ["0&1;2&3", pytest.param("0;1;2", marks=pytest.mark.soak)])
+def test_hybrid(tmp_path: Path, devices: str) -> None:
+    spec, bits = write_hybrid(tmp_path), {"quantization.weights": "q4"}
+    split = {"partition.devices": devices, "engine.prefill_chunk": 64, "engine.mixed_chunk": 32}
+    with LLM(spec, **bits) as one, LLM(spec, **bits, **MANY, **split) as many:
+        check_company(one, many)
