@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _BLOCKS = (128, 64, 32)
 _MOST_LOST = 0.125  # steps
 _MOST_VALUE = 127  # of a codebook
+_any_value = np.errstate(all="ignore")  # NaN and infinity are values like others
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _codebook(values: tuple[float, ...]) -> _Codebook | None:
     return found
 
 
-@np.errstate(all="ignore")  # NaN and infinity are values like others
+@_any_value
 def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.ndarray | None]:
     """Scales and bases before rounding, float32 [*stack, outputs, groups]."""
     scales = codes.scales()
@@ -204,18 +205,19 @@ def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.nda
     return scales, -scales * zeros
 
 
+@_any_value
 def _numbers(
     codes: GroupedCodes, format: QuantFormat
 ) -> Float16[np.ndarray, "*stack outputs blocks numbers"]:
     scales, bases = _exact(codes, format)
     each = (scales,) if bases is None else (scales, bases)
-    with np.errstate(over="ignore"):
-        numbers = np.stack([part.astype(np.float16) for part in each], axis=-1)
+    numbers = np.stack([part.astype(np.float16) for part in each], axis=-1)
     count = -(-codes.shape[-1] // format.block)
     times = count if codes.groups == 1 else codes.group // format.block
     return np.repeat(numbers, times, axis=-2)[..., :count, :] if times > 1 else numbers
 
 
+@_any_value
 def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
     """How far off a weight may be, in steps; infinite where it is not known."""
     scales, bases = _exact(codes, format)
@@ -226,12 +228,10 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
     largest, unit, own = _largest(format), 1.0, 0.0
     if codes.values is not None and (book := _codebook(codes.values)) is not None:
         unit, own = book.step, book.lost
-    with np.errstate(all="ignore"):
-        step = np.abs(scales)
-        lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales) * largest
-        if bases is not None:
-            lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
-        steps = np.where(lost == 0, 0, lost / (step * unit)) + own
+    lost = np.abs(scales.astype(np.float16).astype(np.float32) - scales) * largest
+    if bases is not None:
+        lost = lost + np.abs(bases.astype(np.float16).astype(np.float32) - bases)
+    steps = np.where(lost == 0, 0, lost / (np.abs(scales) * unit)) + own
     wrong = ~(steps <= _MOST_LOST)
     if wrong.any() and format.codebook is not None:
         # Groups of zeros may have any scale.
