@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jinfer.checkpoint import Tensor
 from jinfer.opening.model_files import ModelFiles
 
-from .guess_roles import ProposedLine, is_ignorable, module_of, roles_of, state_modules
+from .checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of
+from .draft_facts import KEYS, DraftFacts, read_keys
+from .draft_layers import DraftedLayer, draft_layer, pattern_of
+from .draft_outside import DraftedOutside, draft_outside
+from .toml_writer import inline_text
 
-# jinfer's word -> the words that config files have for it, and what holds without any.
-_DIMS = {
-    "vocab": (("vocab_size",), ""),
-    "hidden": (("hidden_size", "n_embd", "n_embed", "d_model", "dim"), ""),
-    "layers": (("num_hidden_layers", "n_layer", "n_layers", "num_layers"), ""),
-    "heads": (
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
-        "",
-    ),
-    "kv_heads": (("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"), "heads"),
-    "head_dim": (("head_dim", "d_kv"), "hidden / heads"),
-    "intermediate": (
-        ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim"),
-        "",
-    ),
-    "context": (("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), "2048"),
-    "eps": (("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"), "1e-5"),
-    "rope_theta": (("rope_theta", "rotary_emb_base"), "10000"),
-}
-# Which dimensions of a head are rotated: a key with their number, or with their share.
-_ROTARY_DIM = "rotary_dim"
-_ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_emb_fraction")
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 # Keys that say nothing of the model's structure, or what its tensors say as well.
 SAYS_NOTHING = re.compile(
     r"_.*|architectures|auto_map|model_type|tokenizer_class|transformers_version|(torch_)?dtype"
@@ -45,46 +25,46 @@ SAYS_NOTHING = re.compile(
 _TO_CHECK = """\
 # A draft: what names and shapes tell. Check against the model's own code:
 # the order of the norms, the activation, rotary pairs (halves or adjacent), scales, windows."""
+_NEEDED = ("vocab", "hidden", "layers", "context")
 
 
 def draft(opened: ModelFiles, weights: str = "") -> str:
-    """The text of a specification: complete for a plain decoder or encoder, otherwise only names.
+    """The text of a specification, and in comments what is not known.
 
     Args:
         weights: path of the checkpoint relative to the file; "" leaves it out.
     """
-    tensors = list(opened.checkpoint.tensors.values())
-    modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
-    roles = roles_of(tensors)
-    found = {role: modules[module] for module, role in roles.items() if role}
-    stacks = sorted({role.partition(".")[0] for role in found} & {"encoder", "decoder"})
-    state = state_modules(tensors)
-    unnamed = [module for module, role in roles.items() if not role and module not in state]
+    facts = DraftFacts(opened)
+    causal = facts.get("attention.causal" if facts.gguf else "is_decoder")
+    only = "encoder" if facts.gguf and causal is False else "decoder" if causal is True else ""
+    facts.asked.add("is_decoder")
+    layers = layers_of(opened.checkpoint.tensors.values(), only)
     at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
-    parts = [_TO_CHECK, at, _match(opened)]
-    if opened.checkpoint.format != "gguf":  # whose sizes specs/formats/gguf.toml supplies
-        parts.append(_dims(opened.config, found))
-    if len(stacks) == 1:
-        biases = [t for t in tensors if t.name.endswith((".bias", ".beta")) and not is_ignorable(t)]
-        biased = {roles[module_of(tensor)] for tensor in biases}
-        parts.append(_stack(stacks[0], opened, set(found), biased))
-    parts.append(_tensors(opened, roles, modules, tensors))
-    if unnamed:
-        parts.append("\n".join(f"# no name found for {json.dumps(module)}" for module in unnamed))
-    parts += _state_blocks(state)
+    facts.encoded = len(layers.stacks) > 1
+    outside = draft_outside(layers, facts)
+    stacks = [_Stack(stack, layers, facts, outside) for stack in layers.stacks]
+    parts = [_table("[modules]", outside.modules)]
+    for stack in stacks:
+        parts += stack.tables(len(stacks) > 1)
+    parts.append(_tensors(facts, layers, outside, stacks))
+    parts = [_TO_CHECK, at, _match(opened), _dims(facts, "\n".join(parts)), *parts]
+    parts.append(_unplaced(layers, outside, stacks))
+    if facts.notes:
+        parts.append(
+            "\n".join(
+                [
+                    "# Guessed, and not said by names or keys:",
+                    *(f"#   {_plain(n)}" for n in facts.notes),
+                ]
+            )
+        )
     if opened.checkpoint.format not in ("gguf", "llama2c"):
-        parts.append(_unread(opened.config, "".join(parts)))
+        parts.append(_unread(opened.config, "\n".join(parts), facts))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _state_blocks(state: Mapping[str, str]) -> Iterator[str]:
-    """One comment for each block with a recurrent state."""
-    for block in dict.fromkeys(state.values()):
-        parts = [m.removeprefix(block).lstrip(".") for m, other in state.items() if other == block]
-        yield (
-            f"# {block} is a state block, of which jinfer has none yet, so this\n"
-            f"# model cannot be described. Its parts: {', '.join(parts)}"
-        )
+def _plain(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
 
 
 def _match(opened: ModelFiles) -> str:
@@ -93,144 +73,228 @@ def _match(opened: ModelFiles) -> str:
     return f"[match]\n{key} = [{names}]" if names else ""
 
 
-def _unread(config: Mapping[str, Any], text: str) -> str:
+def _unread(config: Mapping[str, Any], text: str, facts: DraftFacts) -> str:
     """The keys of config.json that may matter but that nothing in the text looks up."""
-    read = {key.partition(".")[0] for key in re.findall(r"\$([\w.]+)", text)}
+    read = read_keys(text) | facts.asked
+    inner = config.get("text_config")
     unread = {
         key: value
-        for key, value in config.items()
-        if key not in read and value is not None and not SAYS_NOTHING.fullmatch(key)
+        for key, value in {**config, **(inner if isinstance(inner, Mapping) else {})}.items()
+        if (
+            key not in read
+            and value is not None
+            and not SAYS_NOTHING.fullmatch(key)
+            and not isinstance(value, Mapping | type(None))
+        )
+        or (key in ("rope_scaling",) and key not in read and value)
     }
+    if "rope_scaling" in read or "rope_theta" in read:
+        unread.pop("rope_parameters", None)
     if not unread:
         return ""
     lines = [f"#   {json.dumps(key)[1:-1]} = {json.dumps(v)[:60]}" for key, v in unread.items()]
     return "\n".join(["# config.json also says, and nothing here reads:", *lines])
 
 
-def _dims(config: Mapping[str, Any], found: Mapping[str, Tensor]) -> str:
-    lines = ["[dims]"]
-    rotary = not any(role.endswith(".position") for role in found)
-    for name, (keys, default) in _DIMS.items():
-        if name == "rope_theta" and not rotary:
-            continue
-        present = [key for key in keys if config.get(key) is not None]
-        null = [key for key in keys if key in config]
-        by_shape = "" if default or present else _by_shape(name, found)
-        if present:
-            value = f'"${present[0]} | {default}"' if default else f'"${present[0]}"'
-        elif default:
-            value = default if default.replace("e-", "").isdigit() else f'"{default}"'
-        elif null and by_shape:
-            value = f'"${null[0]} | {by_shape}"'
-        else:
-            value = by_shape if by_shape.isdigit() else f'"{by_shape or "?"}"'
-        lines.append(f"{name:<12} = {value}")
-    if rotary and (dim := _rotary_dim(config)):
-        lines.append(f'{"rotary_dim":<12} = "{dim} | head_dim"')
-    return "\n".join(lines)
+# Sizes that nothing but a draft's own text uses.
+_OWN = ("eps", "rope_theta", "rotary_dim", "embedding_scale", "residual_scale", "conv_states")
 
 
-def _rotary_dim(config: Mapping[str, Any]) -> str:
-    """Rotated dimensions of a head; "" for all of them."""
-    if config.get(_ROTARY_DIM) is not None:
-        return f"${_ROTARY_DIM}"
-    shares = [key for key in _ROTARY_SHARES if config.get(key) not in (None, 1)]
-    return f"floor(head_dim * ${shares[0]})" if shares else ""
+def _dims(facts: DraftFacts, text: str) -> str:
+    """The sizes that the text uses; of a GGUF file those that specs/formats/gguf.toml has not."""
+    unused = {name for name in _OWN if not re.search(rf"\b{name}\b", text)}
+    dims = {name: value for name, value in facts.dims.items() if name not in unused}
+    if facts.gguf:
+        wrong = {
+            name: value
+            for name, value in dims.items()
+            if name not in (*KEYS, "rope_theta", "rotary_dim")
+            or (
+                not str(value).startswith("$")
+                and name not in ("context", "eps", "rope_theta")
+                and value not in ("heads", "hidden / heads")
+            )
+        }
+        return _table("[gguf.dims]", wrong, wide=12)
+    order = [*KEYS, "rope_theta", "rotary_dim"]
+    named = {name: dims[name] for name in order if name in dims}
+    return _table("[dims]", named | dims, wide=12)
 
 
-def _by_shape(name: str, found: Mapping[str, Tensor]) -> str:
-    """A size as implied by the tensors: a number, or a multiple of another size; "" if unknown."""
-    embed = found.get("embed")
-    if embed is None or len(embed.shape) != 2:
+def _table(head: str, values: Mapping[str, Any], wide: int = 0) -> str:
+    if not values:
         return ""
-    vocab, hidden = embed.shape
-    up = next((t for role, t in found.items() if role.endswith("ffn.up")), None)
-    if name == "intermediate" and up is not None and len(up.shape) == 2:
-        size = max(up.shape, key=lambda size: size != hidden)
-        return str(size) if size % hidden else f"{size // hidden} * hidden"
-    return {"vocab": str(vocab), "hidden": str(hidden)}.get(name, "")
+    width = wide or min(max(map(len, values)), 20)
+    return "\n".join([head, *(f"{k:<{width}} = {_value(v)}" for k, v in values.items())])
 
 
-def _stack(stack: str, opened: ModelFiles, found: set[str], biased: set[str]) -> str:
-    """The tables of a single stack; `biased` are the modules with a bias."""
-    has, has_bias = (
-        {role.removeprefix(f"{stack}.").removeprefix("{i}.") for role in roles}
-        for roles in (found, biased)
-    )
-    lines = [
-        '[modules]\nembed  = { kind = "embedding" }',
-        *(_head(has, has_bias) if "logits" in has or stack == "decoder" else []),
-        f"\n[{stack}]\n{_wiring(stack, has)}\n",
-        f"[{stack}.modules]",
-        *(f"{name} = {{ {content} }}" for name, content in _modules(opened, has, has_bias)),
+def _value(value: Any) -> str:
+    return inline_text(value)
+
+
+class _Stack:
+    """A stack as drafted."""
+
+    def __init__(
+        self,
+        stack: CheckpointStack,
+        layers: CheckpointLayers,
+        facts: DraftFacts,
+        outside: DraftedOutside,
+    ) -> None:
+        self.stack, self.name, self.facts = stack, stack.name, facts
+        self.outside = outside
+        has = outside.of_stack.get(self.name, {})
+        hidden = facts.known["hidden"]
+        shapes = [p.shape for kind in stack.kinds for p in kind.parts.values() if len(p.shape) == 2]
+        turned = (
+            sum(s[0] == hidden != s[1] for s in shapes),
+            sum(s[1] == hidden != s[0] for s in shapes),
+        )
+        names = {part.last for kind in stack.kinds for part in kind.parts.values()}
+        transposed = ("c_attn" in names and turned[0] > turned[1]) or turned[1] == 0 < turned[0]
+        drafted = [draft_layer(k, self.name, facts, "norm" in has, transposed) for k in stack.kinds]
+        if facts.weightless:
+            outside.of_stack.setdefault(self.name, {})["norm"] = facts.weightless
+        self.kinds, self.of = _merged(drafted)
+        words = _distinct(self.kinds)
+        merged = CheckpointStack(
+            stack.name,
+            tuple(
+                type(kind)(
+                    tuple(
+                        i
+                        for place, k in enumerate(stack.kinds)
+                        if self.of[place] == n
+                        for i in k.layers
+                    ),
+                    kind.parts,
+                )
+                for n, kind in ((n, stack.kinds[self.of.index(n)]) for n in range(len(self.kinds)))
+            ),
+        )
+        self.words = words
+        self.pattern = pattern_of(merged, words, facts) if len(self.kinds) > 1 else None
+
+    def tables(self, several: bool) -> list[str]:
+        """The stack's own table, its modules and its variants."""
+        lines = [f"[{self.name}]"]
+        if several:
+            keys = (
+                f"{self.name}_layers",
+                "num_decoder_layers" if self.name == "decoder" else "num_layers",
+            )
+            lines.append(
+                f"layers = {_value(self.facts.size(self.stack.count, *keys, 'num_hidden_layers'))}"
+            )
+        outside = self.outside
+        lines.append(f"stem  = {_text(outside.stem(self.name))}")
+        if self.pattern is not None:
+            lines.append(f"pattern = {_value(self.pattern)}")
+        formulas = [kind.formula for kind in self.kinds]
+        one = len(set(formulas)) == 1
+        if one:
+            lines.append(f'layer = """\n{formulas[0]}\n"""')
+        lines.append(f"head  = {_text(outside.head(self.name))}")
+        shared = {
+            name: table
+            for kind in self.kinds
+            for name, table in kind.modules.items()
+            if all(other.modules.get(name, table) == table for other in self.kinds)
+        }
+        found = ["\n".join(lines)]
+        found.append(_table(f"[{self.name}.modules]", shared | outside.own_modules(self.name)))
+        if self.pattern is None:
+            return found
+        for word, kind in zip(self.words, self.kinds, strict=True):
+            at = f"{self.name}.variants.{word}"
+            own = {name: table for name, table in kind.modules.items() if name not in shared}
+            found.append(f"[{at}]" + ("" if one else f'\nlayer = """\n{kind.formula}\n"""'))
+            found.append(_table(f"[{at}.modules]", own))
+        return found
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if "\n" not in text else f'"""\n{text}\n"""'
+
+
+def _merged(drafted: list[DraftedLayer]) -> tuple[list[DraftedLayer], list[int]]:
+    """Kinds that are drafted alike as one; and of each, which one it is now."""
+    kinds: list[DraftedLayer] = []
+    of = []
+    for each in drafted:
+        same = next(
+            (
+                n
+                for n, k in enumerate(kinds)
+                if (k.formula, k.modules) == (each.formula, each.modules)
+            ),
+            None,
+        )
+        if same is None:
+            kinds.append(each)
+            same = len(kinds) - 1
+        else:
+            kinds[same].unplaced += each.unplaced
+            _merge_tensors(kinds[same].tensors, each.tensors)
+        of.append(same)
+    return kinds, of
+
+
+def _merge_tensors(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds lines; of one parameter that is elsewhere in other layers, both places."""
+    for name, place in more.items():
+        held = into.get(name, place)
+        if held == place or not isinstance(place, str) or isinstance(held, dict):
+            into[name] = held
+            continue
+        places = held if isinstance(held, list) else [held]
+        into[name] = places if place in places else [*places, place]
+
+
+def _distinct(kinds: list[DraftedLayer]) -> list[str]:
+    """A name for each kind, of the words that tell it from the others."""
+    words = [kind.word.split("_") for kind in kinds]
+    common = set(words[0]).intersection(*words) if words else set()
+    names = ["_".join(w for w in own if w not in common) or "plain" for own in words]
+    return [
+        n if names.count(n) == 1 else f"{n}_{names[:k].count(n) + 1}" for k, n in enumerate(names)
     ]
-    return "\n".join(lines)
-
-
-def _head(has: set[str], has_bias: set[str]) -> list[str]:
-    bias = ", bias = true" if "logits" in has_bias else ""
-    return [f'logits = {{ kind = "head", tied = {str("logits" not in has).lower()}{bias} }}']
-
-
-def _wiring(stack: str, has: set[str]) -> str:
-    tables = {"embed": "tokens", "position": "positions", "token_type": "token_types"}
-    stem = " + ".join(f"{name}({of})" for name, of in tables.items() if name in has)
-    stem = f"embed_norm({stem})" if "embed_norm" in has else stem
-    if "ffn_norm" not in has:  # one norm is shared by two branches
-        layer = "n = attn_norm(x)\nx = x + attn(n) + ffn(n)"
-    elif "norm" not in has:  # without a last norm, each layer ends with one
-        layer = "x = attn_norm(x + attn(x))\nx = ffn_norm(x + ffn(x))"
-    else:
-        layer = "x = x + attn(attn_norm(x))\nx = x + ffn(ffn_norm(x))"
-    head = "norm(x)" if "norm" in has else "x"
-    head = f"logits({head})" if "logits" in has or stack == "decoder" else head
-    return f'stem  = "{stem}"\nlayer = """\n{layer}\n"""\nhead  = "{head}"'
-
-
-def _modules(opened: ModelFiles, has: set[str], has_bias: set[str]) -> Iterator[tuple[str, str]]:
-    norms = [name for name in ("embed_norm", "attn_norm", "ffn_norm", "norm") if name in has]
-    kind = "layer" if has_bias & set(norms) else "rms"
-    for name in norms:
-        yield name, f'kind = "{kind}", eps = "eps"'
-    if "position" in has:
-        yield "position", 'kind = "learned_positions"'
-    if "token_type" in has:
-        yield "token_type", 'kind = "embedding", size = "$type_vocab_size | 2"'
-    fused = "attn.{q,k,v}" in has_bias
-    letters = "".join(p for p in "qkvo" if f"attn.{p}" in has_bias or (fused and p != "o"))
-    attention = f', bias = "{letters}"' if letters else ""
-    if "position" not in has:
-        dim = ', dim = "rotary_dim"' if _rotary_dim(opened.config) else ""
-        attention += f', position = {{ kind = "rope", theta = "rope_theta"{dim} }}'
-    yield "attn", f'kind = "attention"{attention}'
-    keys = [key for key in _ACTIVATIONS if opened.config.get(key)]
-    words = f', activation = "${keys[0]}"' if keys else ""
-    words += ", bias = true" if "ffn.up" in has_bias else ""
-    yield "ffn", f'kind = "{"gated" if {"ffn.gate", "ffn.{gate,up}"} & has else "mlp"}"{words}'
 
 
 def _tensors(
-    opened: ModelFiles,
-    roles: Mapping[str, str],
-    modules: Mapping[str, Tensor],
-    tensors: list[Tensor],
+    facts: DraftFacts, layers: CheckpointLayers, outside: DraftedOutside, stacks: list[_Stack]
 ) -> str:
-    format = opened.checkpoint.format
+    format = facts.opened.checkpoint.format
     lines = [f"[tensors.{format}]" if format in ("gguf", "llama2c") else "[tensors]"]
-    if ignored := sorted({_glob(tensor) for tensor in tensors if is_ignorable(tensor)}):
-        lines.append(f"ignore = [{', '.join(ignored)}]")
-    up = next((modules[m] for m, role in roles.items() if role.endswith("ffn.up")), None)
-    embed = next((modules[m] for m, role in roles.items() if role == "embed"), None)
-    turned = bool(up and embed and len(up.shape) == 2 and up.shape[0] == embed.shape[-1])
-    turned = turned and up is not None and up.shape[0] != up.shape[1]
-    for module, role in roles.items():
-        if role:
-            matrix = "{i}" in role and len(modules[module].shape) == 2
-            lines.append(str(ProposedLine(role, module, turned and matrix)))
+    ignored = {_glob(part) for part in layers.ignored.values()} | set(outside.ignored)
+    if ignored:
+        lines.append(f"ignore = [{', '.join(sorted(ignored))}]")
+    names = {tensor.rpartition(".")[2] for tensor in facts.opened.checkpoint.tensors}
+    if names & {"gamma", "beta"}:
+        lines.append('suffixes = { gamma = "weight", beta = "bias" }')
+    if outside.copies:
+        lines.append(f"copies = {inline_text(outside.copies)}")
+    found: dict[str, Any] = dict(outside.tensors)
+    for stack in stacks:
+        for kind in stack.kinds:
+            own = {f"{stack.name}.{{i}}.{name}": place for name, place in kind.tensors.items()}
+            _merge_tensors(found, own)
+    lines += [f"{json.dumps(name)} = {_value(place)}" for name, place in found.items()]
     return "\n".join(lines)
 
 
-def _glob(tensor: Tensor) -> str:
-    leaf = ".bias" if tensor.name.endswith(".bias") else ""
-    name = module_of(tensor).replace("{i}", "*").replace("{e}", "*")
-    return json.dumps(name + leaf)
+def _glob(part: Part) -> str:
+    leaf = next((f".{leaf}" for leaf in part.leaves if leaf), "")
+    return json.dumps(part.name.replace("{i}", "*").replace("{e}", "*") + leaf)
+
+
+def _unplaced(layers: CheckpointLayers, outside: DraftedOutside, stacks: list[_Stack]) -> str:
+    """A line for each module of the file that has no place in the draft."""
+    parts = [*outside.unplaced, *layers.elsewhere.values()]
+    parts += [part for stack in stacks for kind in stack.kinds for part in kind.unplaced]
+    found = {part.name: part.shape for part in parts}
+    return "\n".join(
+        f"# no name found for {json.dumps(name)}, {' x '.join(map(str, shape)) or 'one number'}"
+        for name, shape in found.items()
+    )

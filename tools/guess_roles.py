@@ -10,66 +10,114 @@ from dataclasses import dataclass
 from jinfer.checkpoint import Tensor
 from jinfer.modelspec.resolve_spec import STACKS
 
+from .checkpoint_layers import Shape, is_ignorable, leaf_of, module_name
 from .fold_names import numbered
 from .inspect_rows import MissingParameter
 
 # Position of a module in a layer, by a word anywhere in its name; the first match.
 _AREAS = {
+    "shared": r"shared_?(expert|mlp)|share_expert|shexp",
     "cross": r"encoder_attn|encdecattention|cross_?att",
     "attn": r"attn|attention|\.sa_|^sa_",
     "after": r"^output\.",
-    "ffn": r"mlp|ffn|feed_?forward|dense_?relu|intermediate|moe|experts|\bfc|lin[12]$",
+    "ffn": r"mlp|ffn|feed_?forward|dense_?relu|intermediate|moe|experts|router"
+    r"|\bfc|lin[12]$|\bff\b",
 }
 # Last words of names by role; those of `attn` apply to `cross` as well.
-_IN_LAYER = {
-    "attn": {
-        "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj",
-        "attn.q_norm": r"q_norm|q_layernorm|query_norm|attn_q_norm",
-        "attn.k_norm": r"k_norm|k_layernorm|key_norm|attn_k_norm",
-        "attn.q": r"q|wq|q_proj|query|q_lin|attn_q",
-        "attn.k": r"k|wk|k_proj|key|k_lin|attn_k",
-        "attn.v": r"v|wv|v_proj|value|v_lin|attn_v",
-        "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj",
-        "attn_norm": r".*norm.*|ln.*",
-    },
-    "ffn": {
-        "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj",
-        "ffn.gate": r"gate_proj|w1|wi_0|ffn_gate|linear_1",
-        "ffn.up": r"up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|dense_h_to_4h|lin1|linear_v|dense|up",
-        "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj",
-        "ffn.router": r"gate|router|ffn_gate_inp",
-        "ffn_norm": r".*norm.*|ln.*",
-    },
-    "after": {"ffn.down": r"dense", "ffn_norm": r".*norm.*"},
-    "": {},
+_ATTENTION = {
+    "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj|att_proj",
+    "attn.q_a": r"(attn_)?q_a(_proj)?|q_down_proj|wq_a",
+    "attn.q_a_norm": r"(attn_)?q_a_(layer)?norm",
+    "attn.q_b": r"(attn_)?q_b(_proj)?|q_up_proj|wq_b",
+    "attn.kv_a": r"kv_a_proj_with_mqa|(attn_)?kv_a_mqa|wkv_a",
+    "attn.kv_a_norm": r"(attn_)?kv_a_(layer)?norm|kv_norm",
+    "attn.kv_b": r"(attn_)?kv_b(_proj)?|wkv_b",
+    "attn.q_norm": r"q_(layer_?)?norm|(q|query)_(layernorm|ln|norm)|attn_q_norm|norm_q|q_layernorm",
+    "attn.k_norm": r"k_(layer_?)?norm|(k|key)_(layernorm|ln|norm)|attn_k_norm|norm_k|k_layernorm",
+    "attn.q": r"q|wq|q_proj|query|q_lin|attn_q|query_proj",
+    "attn.k": r"k|wk|k_proj|key|k_lin|attn_k|key_proj",
+    "attn.v": r"v|wv|v_proj|value|v_lin|attn_v|value_proj",
+    "attn.gate": r"gate_proj|g_proj|attn_gate|output_gate|gate|o_gate|qkv_gate",
+    "attn.out_norm": r"(attn_)?sub_norm|attn_sub_norm|o_norm|out_norm|inner_attn_ln|subln",
+    "attn.sinks": r"(attn_)?sinks?(_bias)?|attention_sink_bias|softmax_offset",
+    **{f"attn.differential.lambda_{n}": f"lambda_{n}" for n in ("q1", "k1", "q2", "k2")},
+    "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj|attn_out|out|output",
+    "attn.relative": r"relative_attention_bias|attn_rel_b",
+    "attn_norm": r".*norm.*|ln.*|.*_ln",
 }
-# Norms directly in the layer, by their own names.
+_FEED_FORWARD = {
+    "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused",
+    "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer",
+    "ffn.up": r"fc11|up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|c_fc_1|dense_h_to_4h|lin1|dense|up"
+    r"|w_1|intermediate_proj|up_layer",
+    "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj|w_2",
+    "ffn.router": r"gate|router|ffn_gate_inp|wg|classifier|router_proj",
+    "ffn.router.correction": r"e_score_correction_bias|expert_bias|exp_probs_b|moe_statics"
+    r"|correction_bias|score_correction_bias",
+    "ffn.sub_norm": r"(ffn_)?sub_norm|ffn_layernorm",
+    "ffn_norm": r".*norm.*|ln.*|.*_ln",
+}
+_SHARED = {
+    "shared_expert_gate": r"shared_expert_gate|shared_experts?_gate|ffn_gate_inp_shexp",
+    "shared_expert.{gate,up}": r"gate_up_proj|input_linear|gate_up",
+    "shared_expert.gate": r"gate_proj|w1|ffn_gate_shexp",
+    "shared_expert.up": r"up_proj|w3|ffn_up_shexp|up",
+    "shared_expert.down": r"down_proj|w2|output_linear|ffn_down_shexp|down",
+}
+_EXPERTS = {
+    "ffn.experts.{gate,up}": r"gate_up_proj|input_linear|(experts\.)?w13|ffn_gate_up_exps",
+    "ffn.experts.{gate,up}.bias": r"gate_up_proj_bias",
+    "ffn.experts.gate": r"gate_proj|w1|ffn_gate_exps|linear_1|gate",
+    "ffn.experts.up": r"up_proj|w3|ffn_up_exps|v1|up|c_fc|fc1",
+    "ffn.experts.down": r"down_proj|w2|output_linear|ffn_down_exps|down|c_proj|fc2",
+    "ffn.experts.down.bias": r"down_proj_bias",
+}
+_IN_LAYER = {
+    "attn": _ATTENTION,
+    "shared": _SHARED,
+    "ffn": _FEED_FORWARD,
+    "after": {"ffn.down": r"dense", "ffn_norm": r".*norm.*"},
+    # A mixer of any kind: what its last word says alone.
+    "": {
+        **{
+            role: words
+            for role, words in _ATTENTION.items()
+            if role not in ("attn.gate", "attn_norm")
+        },
+        **{role: words for role, words in _FEED_FORWARD.items() if role.startswith("ffn.")},
+    },
+}
+# Norms directly in the layer, by their own names; the first match.
 _NORMS = {
-    "cross_norm": r"(encoder_attn|cross).*norm",
-    "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm"
-    r"|(pre_)?(self_)?att(n|ention)?_.*norm",
-    "ffn_norm": r"post_attention_layernorm|ln_?2|norm_?2|(final|output)_layer_?norm"
-    r"|(pre_)?(ffn|mlp|feed_?forward)_(layer)?_?norm",
+    "cross_norm": r"(encoder_attn|cross|pre_cross).*norm|crossattention.*norm",
+    "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm|operator_norm"
+    r"|(temporal_pre|pre_mixer|pre_self_attn|pre_self_attention|pre_attn|pre_attention)_(layer_?)?norm"
+    r"|(self_)?att(n|ention)?_(layer_?)?norm|attn_ln|ln_attn|norm|layer_norm|attention_layernorm"
+    r"|pre_(self_)?attn_(layer)?norm|norm_attn|input_ln|attn_norm",
+    "cross_post": r"post_cross.*norm",
+    "attn_post": r"post_(self_)?att(n|ention)?_norm|post_self_attn_layernorm|attn_post_norm"
+    r"|post_self_attention_(layer)?norm|post_attention_norm|attn_out_norm|post_attn_layernorm"
+    r"|post_norm1|attention_output_norm|post_mixer_norm",
+    "after_attn": r"post_attention_layernorm|attn_output_norm",
+    "ffn_post": r"post_(ffn|mlp|ff|ffw|feed_?forward)_?(layer_?)?norm|layer_output_norm"
+    r"|ffn_post_norm|post_norm2|post_moe_norm|post_feedforward_layernorm",
+    "ffn_norm": r"ln_?2|norm_?2|(final|output)_layer_?norm|(channel_pre|pre_moe)_norm|ln_mlp|mlp_ln"
+    r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|norm_mlp|norm_ffn|pre_ffw_norm|post_ln|ln",
 }
 _OUTSIDE = {
-    "position": r"wpe|embed_positions|position_embeddings|position_embd|pos_emb.*",
+    "position": r"wpe|embed_positions|position_embeddings|position_embd|pos_emb.*|position_embed",
     "token_type": r"token_type_embeddings|token_types",
-    "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm",
-    "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*",
-    "logits": r"lm_head|embed_out|output|head|proj_out",
-    "norm": r".*norm.*|ln_f|ln_out",
+    "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm|emb_ln"
+    r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|pre_ln",
+    "project_in": r"project_in|embeddings_project|embedding_hidden_mapping_in",
+    "project_out": r"project_out",
+    "logits": r"lm_head|embed_out|output|head|proj_out|output_layer",
+    "norm": r".*norm.*|ln_f|ln_out|final_ln|ln",
+    "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*"
+    r"|word_embedding",
 }
-_IGNORED = re.compile(r"(.*\.)?(inv_freq|masked_bias|position_ids|causal_mask)")
-# Tensors of blocks that keep a state from token to token (Mamba, delta nets, linear recurrences,
-# short convolutions), of which jinfer has none.
-_STATE = re.compile(
-    r"A_log|dt_bias|([qkv]_)?conv_?1d|conv|time_decay|time_first|time_mix_\w+|recurrent_param"
-    r"|slope_rate|ssm_\w+|shortconv"
-)
-_STATE_BLOCK = re.compile(r"(.*?\.\d+\.(?:ssm_|shortconv\.|[^.]+\.))(.+)")
-_LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 
-type Shape = tuple[int, ...]
+_LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
 
 
 @dataclass(frozen=True)
@@ -94,58 +142,67 @@ class ProposedLine:
         return f'"{self.parameter}" = {turned if self.transpose else plain}'
 
 
-def module_of(tensor: Tensor) -> str:
-    """A tensor's name without weight or bias, the layer's number as {i} and an expert's as {e}."""
-    return _module(_LEAF.sub("", tensor.name))
-
-
-def _module(name: str) -> str:
-    return numbered(name, "ie" if re.search(r"experts?\.\d+(\.|$)", name) else "i")
-
-
-def leaf_of(name: str) -> str:
-    """Whether the name is a "weight" or a "bias"; "" if it does not say."""
-    found = _LEAF.search(name)
-    leaf = found[1] if found else ""
-    return {"gamma": "weight", "beta": "bias"}.get(leaf, leaf)
-
-
-def is_ignorable(tensor: Tensor) -> bool:
-    """Whether it is a buffer that models do not need, such as a causal mask."""
-    return bool(_IGNORED.fullmatch(tensor.name)) or (
-        len(tensor.shape) == 4 and tensor.name.endswith(".bias")
-    )
-
-
-def role_of(tensor: Tensor, names: Collection[str], only: str) -> str:
-    """The most likely role of a tensor, such as "decoder.{i}.attn.q"; "" if unclear.
+def role_in_layer(inner: str, names: Collection[str]) -> str:
+    """The most likely role of a module of a layer, such as "attn.q"; "" if unclear.
 
     Args:
-        names: all modules of the file: with w1 but no w3, w1 is the first of two matrices.
-        only: `only_stack` of them.
+        inner: its name in the layer.
+        names: those of the layer's modules: with w1 but no w3, w1 is the first of two matrices.
     """
-    module = module_of(tensor)
-    stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", module)), only)
-    last = module.rpartition(".")[2].lower()
-    if "{i}" not in module:
-        role = _word(_OUTSIDE, last)
-        if role == "norm" and "embeddings." in module:
-            role = "embed_norm"
-        if role == "norm" and "predictions." in module:
-            return ""
-        return role if role in ("embed", "logits", "") else f"{stack}.{role}"
-    inner = module.partition("{i}.")[2]
-    area = next((a for a, words in _AREAS.items() if re.search(words, inner.lower())), "")
-    if "." not in inner and (norm := _word(_NORMS, last)):
-        return f"{stack}.{{i}}.{norm}"
+    words = inner.lower()
+    last = words.rpartition(".")[2]
+    if "indexer" in words:  # of sparse attention, whose words are attention's
+        return ""
+    area = next((a for a, pattern in _AREAS.items() if re.search(pattern, words)), "")
+    if ("." not in words or words.startswith("layer.")) and (norm := _word(_NORMS, last)):
+        return norm if "." not in words else ""
+    if ("expert" in words and area != "shared" and "router" not in words) or last.endswith("_exps"):
+        role = _word(_EXPERTS, last)
+        role = (
+            "ffn.router.correction"
+            if _word(_FEED_FORWARD, last) == "ffn.router.correction"
+            else role
+        )
+        if role:
+            return _first_of_two(role, inner, names)
+    if re.search(r"block_sparse_moe\.(input|output)_linear", words):
+        return _word(_EXPERTS, last)
+    if (
+        re.search(r"(router|gate)\.(layer|weight|wg|linear|classifier|proj|gate)$", words)
+        and area == "ffn"
+    ):
+        return "ffn.router"
+    if re.search(r"act(_fn)?\.alpha_[pn]$", words):
+        return f"ffn.{last}"
     role = _word(_IN_LAYER["attn" if area == "cross" else area], last)
-    if role == "ffn.gate" and last == "w1" and f"{module[:-2]}w3" not in names:
-        role = "ffn.up"
-    if "{e}" in module:
-        role = role.replace("ffn.", "ffn.experts.")
+    role = _first_of_two(role, inner, names)
     if area == "cross":
         role = role.replace("attn", "cross")
-    return f"{stack}.{{i}}.{role}" if role else ""
+    if area == "ffn" and role == "ffn.gate" and last == "gate_proj" and "up" not in " ".join(names):
+        role = "ffn.up"
+    if role == "ffn.router" and not any(
+        "expert" in name or "_exps" in name or "moe" in name for name in names
+    ):
+        role = "ffn.gate"
+    return role
+
+
+def _first_of_two(role: str, inner: str, names: Collection[str]) -> str:
+    """`role`, or that of the first of two matrices where w1 has no w3 beside it."""
+    third = inner[:-2] + {"w1": "w3", "W1": "W3", "w_1": "w_3"}.get(inner[-2:], "")
+    if role.endswith("gate") and inner.endswith("w1") and third not in names:
+        return role.removesuffix("gate") + "up"
+    return role
+
+
+def role_outside(name: str) -> str:
+    """The most likely role of a module of no layer, such as "embed"; "" if unclear."""
+    role = _word(_OUTSIDE, name.rpartition(".")[2].lower())
+    if role == "norm" and re.search(r"embeddings?\.", name):
+        return "embed_norm"
+    return (
+        "" if role == "norm" and re.search(r"predictions\.|lm_head\.|vocab_|head\.", name) else role
+    )
 
 
 def only_stack(names: Collection[str]) -> str:
@@ -154,23 +211,24 @@ def only_stack(names: Collection[str]) -> str:
     return "encoder" if named == {"encoder"} else "decoder"
 
 
-def state_modules(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """Modules that only occur in blocks with a recurrent state -> the block's name."""
-    names = [_LEAF.sub("", tensor.name) for tensor in tensors]
-    placed = {name: found for name in names if (found := _STATE_BLOCK.fullmatch(name))}
-    blocks = {
-        found[1]
-        for name, found in placed.items()
-        if _STATE.fullmatch(found[2].rpartition(".")[2]) or found[1].endswith(("ssm_", "conv."))
-    }
-    inside, outside = dict[str, str](), set[str]()
-    for name in names:
-        module = _module(name)
-        if name in placed and placed[name][1] in blocks:
-            inside[module] = numbered(placed[name][1].rstrip("."), "i")
-        else:
-            outside.add(module)
-    return {module: block for module, block in inside.items() if module not in outside}
+def role_of(module: str, names: Collection[str], only: str) -> str:
+    """The most likely role of a module, such as "decoder.{i}.attn.q"; "" if unclear.
+
+    Args:
+        names: all modules of the file.
+        only: `only_stack` of them.
+    """
+    stack = next((s for s in STACKS if re.match(rf"(\w+\.)*?{s}\.", module)), only)
+    prefix, mark, inner = module.partition("{i}.")
+    if not mark:
+        role = role_outside(module)
+        return role if role in ("embed", "logits", "") else f"{stack}.{role}"
+    beside = [n.removeprefix(prefix + mark) for n in names if n.startswith(prefix + mark)]
+    role = role_in_layer(inner, beside)
+    first = "input_layernorm" in beside
+    after = "ffn_norm" if first and "pre_feedforward_layernorm" not in beside else "attn_post"
+    role = after if role == "after_attn" else role
+    return f"{stack}.{{i}}.{role}" if role else ""
 
 
 def _word(table: Mapping[str, str], word: str) -> str:
@@ -180,15 +238,13 @@ def _word(table: Mapping[str, str], word: str) -> str:
 def roles_of(tensors: Iterable[Tensor]) -> dict[str, str]:
     """The most likely role of each module; "" for those that are unclear, or duplicates.
 
-    Buffers are left out. Parts of state blocks have no role.
+    Buffers are left out.
     """
-    tensors = list(tensors)
-    state = state_modules(tensors)
-    modules = {module_of(tensor): tensor for tensor in tensors if not is_ignorable(tensor)}
+    modules = dict.fromkeys(module_name(t.name) for t in tensors if not is_ignorable(t))
     roles: dict[str, str] = {}
     only, seen = only_stack(modules), set[str]()
-    for module, tensor in modules.items():
-        role = "" if module in state else role_of(tensor, modules, only)
+    for module in modules:
+        role = role_of(module, modules, only)
         roles[module] = "" if role in seen else role
         seen.add(role)
     return roles
@@ -201,13 +257,12 @@ def propose(unused: list[Tensor], missing: Iterable[MissingParameter]) -> list[P
         name = numbered(_LEAF.sub("", each.parameter), "i")
         wanted.setdefault(name, {}).setdefault(leaf_of(each.parameter), each.shape)
     modules: dict[str, dict[str, Tensor]] = {}
-    state = state_modules(unused)
-    for tensor in (each for each in unused if module_of(each) not in state):
-        modules.setdefault(module_of(tensor), {}).setdefault(leaf_of(tensor.name), tensor)
+    for tensor in unused:
+        modules.setdefault(module_name(tensor.name), {}).setdefault(leaf_of(tensor.name), tensor)
     lines: dict[str, ProposedLine] = {}
     only = only_stack(modules)
     for module, tensors in modules.items():
-        role = role_of(next(iter(tensors.values())), modules, only)
+        role = role_of(module, modules, only)
         if role in wanted and (fit := _fits(tensors, wanted[role], "{e}" in module)):
             lines[role] = ProposedLine(role, module, fit == "transposed")
     by_shape: dict[tuple[Shape, bool], list[str]] = {}

@@ -14,9 +14,10 @@ from jinfer.modelspec.view.model_html import written
 from jinfer.modelspec.view.model_svg import distinct_layers, draw_model, numbers_text
 from jinfer.weights.model_size import WIDTHS, WIDTHS_NOTE, bytes_text, count_text
 
+from .checkpoint_layers import is_ignorable, leaf_of, module_name
 from .draft_spec import SAYS_NOTHING, draft
 from .fold_names import fold, fold_names, pattern_of
-from .guess_roles import ProposedLine, is_ignorable, leaf_of, module_of, propose, roles_of
+from .guess_roles import ProposedLine, propose, roles_of
 from .inspect_native import converted_facts
 from .match_checkpoint import CheckpointMatch
 
@@ -125,7 +126,7 @@ def _likely(roles: Mapping[str, str], tensor: Tensor) -> str:
     """The parameter that a tensor's name suggests."""
     if is_ignorable(tensor):
         return "none: a buffer"
-    role = roles[module_of(tensor)]
+    role = roles[module_name(tensor.name)]
     return f"{role}.{leaf_of(tensor.name)}".rstrip(".") if role else "?"
 
 

@@ -24,6 +24,11 @@ def toml_text(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     return "".join([*lines, *(toml_text(each, (*path, key)) for key, each in tables.items())])
 
 
+def inline_text(value: Any) -> str:
+    """A value as TOML, in one line but for texts of several."""
+    return _value(value)
+
+
 def _key(key: str) -> str:
     return key if _BARE.fullmatch(key) else _text(key)
 
