@@ -37,6 +37,30 @@ BART = {
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
 # Keys of a config.json for families of which there is no golden.
 MADE_UP: dict[str, dict[str, Any]] = {
+    "afmoe": LLAMA | MOE | {
+        "moe_intermediate_size": 24, "num_shared_experts": 1, "num_dense_layers": 1,
+        "sliding_window": 16, "mup_enabled": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "apertus": LLAMA,
+    "arcee": LLAMA | {"hidden_act": "relu2"},
+    "bitnet": LLAMA | {"hidden_act": "relu2"},
+    "dots1": LLAMA | MOE | {
+        "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24, "routed_scaling_factor": 2.5,
+    },
+    "ernie4_5": LLAMA,
+    "exaone_moe": LLAMA | MOE | {
+        "moe_intermediate_size": 24, "num_shared_experts": 1, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "sliding_window_pattern": "LG",
+    },
+    "hyperclovax": LLAMA | {"attention_multiplier": 0.2, "use_post_norm": True},
+    "minimax_m2": LLAMA | MOE | {"head_dim": 16, "rotary_dim": 8},
+    "vaultgemma": LLAMA | {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "albert": BERT | {"embedding_size": 32},
     "cohere": LLAMA | {"logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": LLAMA | {"logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4},
