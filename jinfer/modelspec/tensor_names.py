@@ -15,7 +15,8 @@ from jinfer.modelspec.table_reader import read_value
 from jinfer.modelspec.toml_tables import as_table, check_keys, check_text, check_texts
 
 FORMATS = ("gguf", "llama2c")
-_LAYERS = "{layers}"  # in `ignore`: the number of layers, and so the index after the last one
+_LAYERS = "{layers}"  # in `ignore`: the index after the last layer's, and those that follow
+_BEYOND = 8  # how many they are: layers of heads that draft, of which models have one to three
 _OF_LAYER = re.compile(r"\{(?![ie]\})[^{}]*\bi\b[^{}]*\}")  # an expression of the layer's number
 _GROUP = re.compile(r"\{([A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)+)\}")
 
@@ -211,8 +212,9 @@ def read_tensor_map(
                 first = read_value(Count, written, values, key)
             elif name == "ignore":
                 for text in check_texts(written, values.path, key):
-                    count = str(values.dim("layers", key)) if _LAYERS in text else ""
-                    ignore.append(text.replace(_LAYERS, count))
+                    count = int(values.dim("layers", key)) if _LAYERS in text else 0
+                    numbers = range(count, count + (_BEYOND if _LAYERS in text else 1))
+                    ignore += [text.replace(_LAYERS, str(number)) for number in numbers]
             elif name == "prefix" and not isinstance(written, Mapping):
                 prefixes |= dict.fromkeys(check_texts(written, values.path, key), "")
             elif name in ("prefix", "suffixes"):

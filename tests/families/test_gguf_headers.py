@@ -1,11 +1,13 @@
 """GGUF files of every architecture: the family is found, and every name and shape has its place."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_model import family_of, resolve_model
@@ -16,14 +18,43 @@ from .gguf_files import write_gguf
 from .gguf_headers import Header, headers
 
 
-@pytest.mark.parametrize("header", headers(), ids=lambda header: header.name)
-def test_a_file_of_llama_cpp_resolves(tmp_path: Path, header: Header) -> None:
+def used(folder: Path, header: Header) -> set[str]:
+    """The tensors that a model has a place for, in a file of zeros with this header."""
     tensors = {name: np.zeros(shape, np.float32) for name, shape in header.shapes.items()}
-    write_gguf(tmp_path / "m.gguf", header.architecture, header.keys, tensors)
-    files = open_files(str(tmp_path / "m.gguf"), {})
+    write_gguf(folder / "m.gguf", header.architecture, header.keys, tensors)
+    files = open_files(str(folder / "m.gguf"), {})
     assert Path(family_of(files)).stem == header.family
     spec, unread = resolve_model(files, {})
     check_followed(unread, files.config, spec)
     found = find_origins(build_abstract_model(spec, jnp.float32), files.checkpoint, spec.tensors)
-    used = {file.name for origin in found.values() for file in origin.files}
-    assert header.shapes.keys() <= used  # none of them is ignored
+    return {file.name for origin in found.values() for file in origin.files}
+
+
+def named(name: str) -> Header:
+    return next(header for header in headers() if header.name == name)
+
+
+@pytest.mark.parametrize("header", headers(), ids=lambda header: header.name)
+def test_a_file_of_llama_cpp_resolves(tmp_path: Path, header: Header) -> None:
+    assert header.shapes.keys() <= used(tmp_path, header)  # none of them is ignored
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    """Converters count them, and say how many they are."""
+    header = named("mimo_v2_flash")
+    count = header.keys["block_count"]
+    more = {f"blk.{count + i}.nextn.eh_proj.weight": (64, 128) for i in range(3)}
+    drafting = replace(
+        header,
+        keys={**header.keys, "block_count": count + 3, "nextn_predict_layers": 3},
+        shapes={**header.shapes, **more},
+    )
+    assert header.shapes.keys() <= used(tmp_path, drafting)
+
+
+def test_norms_of_a_state_space_that_are_not_built(tmp_path: Path) -> None:
+    """Falcon-Mamba has them, without weights, and no other name than Mamba."""
+    header = named("mamba")
+    normed = replace(header, keys={**header.keys, "ssm.dt_b_c_rms": True})
+    with pytest.raises(SpecError, match=r"mamba\.ssm\.dt_b_c_rms: True is not followed"):
+        used(tmp_path, normed)
