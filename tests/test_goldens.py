@@ -47,7 +47,8 @@ CAUSAL |= {
 }
 # What a file does not say, or says otherwise than its checkpoint, by its converter's fault.
 UNSAID: dict[str, dict[str, Any]] = {
-    # Transformers 5 computes with 10000, whatever attn_config says.
+    # Transformers 5 computes with 10000, and says so in the files that it writes itself, whatever
+    # attn_config says.
     "dbrx": {"dims.rope_theta": 10000},
     "gguf_deepseek_v2": {
         "decoder.variants.sparse.modules.ffn.groups": 4,

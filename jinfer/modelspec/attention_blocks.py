@@ -234,8 +234,14 @@ class ExpertAttentionSpec(AttentionSpec):
     @property
     def routing(self) -> MoESpec:
         """How experts are selected."""
-        sizes = {"inputs": self.inputs, "experts": self.experts, "top_k": self.top_k, "width": 1}
-        return MoESpec(kind="moe", renormalize=True, **sizes)
+        return MoESpec(
+            kind="moe",
+            inputs=self.inputs,
+            experts=self.experts,
+            top_k=self.top_k,
+            width=1,
+            renormalize=True,
+        )
 
     def undividable(self) -> str:
         return "the heads of its experts are not divided; divide by layers"

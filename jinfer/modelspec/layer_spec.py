@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from jinfer.modelspec.blocks import AttentionSpec, Block
 from jinfer.modelspec.bounded_types import Size
@@ -42,7 +43,7 @@ def some_layers(layers: Sequence[LayerSpec], chosen: Sequence[int]) -> tuple[Lay
         LookupError: one takes the keys of a layer that is not among them.
     """
     new = {number: i for i, number in enumerate(chosen)}
-    found = {number: dict(layers[number].modules) for number in chosen}
+    found: dict[int, dict[str, Any]] = {n: dict(layers[n].modules) for n in chosen}
     for (number, name), other in shared_keys(layers).items():
         if number not in new:
             continue

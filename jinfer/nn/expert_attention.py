@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -37,6 +37,8 @@ class ExpertAttention(Attention):
     """Attention whose query heads are those of the experts that a router chooses for each token."""
 
     block: blocks.ExpertAttentionSpec
+    q: Any
+    o: Any
 
     def __init__(self, block: blocks.ExpertAttentionSpec, dtype: DTypeLike) -> None:
         super().__init__(block, dtype)
@@ -62,8 +64,9 @@ class ExpertAttention(Attention):
         k_norm = None if block.qk_norm is None else self.k_norm
         q = self._queries(q.reshape(*x.shape[:2], -1), batch)
         k = self._rotated(k, block.kv_heads, k_norm, batch)
-        parts = (q, block.heads), (k, block.kv_heads), (v, block.kv_heads)
-        out, cache = self._attended(*(split_heads(*part) for part in parts), batch, cache)
+        q = split_heads(q, block.heads)
+        k, v = split_heads(k, block.kv_heads), split_heads(v, block.kv_heads)
+        out, cache = self._attended(q, k, v, batch, cache)
         by_key = out.reshape(len(rows), block.kv_heads, block.top_k, -1).swapaxes(1, 2)
         pairs = by_key.reshape(len(rows) * block.top_k, -1)
         y = moe.project_chosen(pairs, chosen.reshape(-1, 1), self.o.projection())

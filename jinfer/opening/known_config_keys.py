@@ -113,7 +113,10 @@ KNOWN: dict[str, tuple[str, Rule]] = {
         "is_causal",
     ),
     "rotary_value": ("values are rotated as well", rules.usual()),
-    "use_bidirectional_attention": ("tokens see those after them", rules.not_causal),
+    "use_bidirectional_attention": (
+        "tokens see those after them",
+        lambda value, spec: value == "vision" or rules.not_causal(value, spec),  # of images alone
+    ),
     "attn_config.prefix_lm": ("tokens see those after them", rules.usual()),
     "relative_attention": (
         "attention has vectors of distances",

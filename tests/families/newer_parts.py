@@ -22,8 +22,8 @@ ROUTED = CONFIG | {
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 # Where the router's keys have other names.
-OTHER = {name: value for name, value in ROUTED.items() if name[0] not in "rf" or "rope" in name}
-OTHER = {n: v for n, v in OTHER.items() if n not in ("norm_topk_prob", "n_routed_experts")}
+_OWN = ("n_routed_experts", "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob")
+OTHER = {name: value for name, value in ROUTED.items() if name not in _OWN}
 BEFORE = ("input_layernorm", "post_attention_layernorm")
 
 type Part = Callable[[Floats, Tensors], Floats]

@@ -22,7 +22,8 @@ from .tiny import TEXTS, close, random_tensors
 
 type Arrays = dict[str, np.ndarray]
 
-MISTRAL = Path(__file__).parents[1] / "goldens" / "mistral"
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MISTRAL = GOLDENS / "mistral"
 OTHERS = {
     "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": np.ones((4, 4), np.float32),
     "multi_modal_projector.mm_input_projection_weight": np.ones((4, 4), np.float32),
@@ -97,6 +98,21 @@ def test_mistral3(tmp_path: Path, names: Any) -> None:
     with np.load(MISTRAL / "expected.npz") as arrays:
         asked, wanted = arrays["long_input_ids"][0].tolist(), arrays["long_logits"][0]
     np.testing.assert_allclose(llm.logits([asked])[0][3::4], wanted, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_newer_gemmas(tmp_path: Path, name: str) -> None:
+    """Files have keys and values of the last layers, too, which take those of others."""
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+    last = f"model.layers.{config['num_hidden_layers'] - 1}.self_attn"
+    unused = {f"{last}.{part}.weight": np.ones(3, np.float32) for part in ("k_proj", "v_proj")}
+    tensors = {n: t.read() for n, t in open_checkpoint(GOLDENS / name).tensors.items()}
+    file = current(tensors | unused)
+    del file["model.multi_modal_projector.mm_input_projection_weight"]
+    llm = served(tmp_path, nested(config, f"{name.capitalize()}ForConditionalGeneration"), file)
+    with np.load(GOLDENS / name / "expected.npz") as arrays:
+        asked, wanted = arrays["input_ids"][0].tolist(), arrays["logits"][0]
+    np.testing.assert_allclose(llm.logits([asked])[0], wanted, rtol=0, atol=2e-4)
 
 
 def test_what_is_left_over_is_an_error(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_results_of_a_head_are_what_it_assigns_and_its_value() -> None:
 def test_a_head_may_end_by_assigning_any_name() -> None:
     table = encoder(modules__logits__when=False, encoder__modules__pooler__when=False)
     head = resolved(table).stacks[0].head
-    assert head.run({"x": 1.0}, lambda name, args: 0.0) == (1.0, {"x": 1.0, "hidden": 1.0})
+    assert head.run({"x": 1.0}, lambda name, args: 0.0) == (1.0, {"hidden": 1.0})
 
 
 @pytest.mark.parametrize("take", ["first", "last", "mean"])

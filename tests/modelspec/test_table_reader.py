@@ -125,7 +125,11 @@ def test_read(cls: Any, written: Any, expected: Any) -> None:
         (Plain, {"count": "x"}, "some.key.count: unknown name 'x'"),
         (AnyBlock, 3, "some.key: 3 is not a table { ... }"),
         (AnyBlock, [], "some.key: [] is not a table { ... }"),
-        (AnyBlock, {}, "some.key.kind: is missing; allowed: activation, attention, block_linear"),
+        (
+            AnyBlock,
+            {},
+            "some.key.kind: is missing; allowed: activation, attention, bias, block_linear",
+        ),
         (
             AnyBlock,
             {"kind": "atention"},
