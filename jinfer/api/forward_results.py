@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from jinfer.api.prompt_inputs import parse_prompts
-from jinfer.api.session import NO_HEAD, Session
+from jinfer.api.prompt_inputs import no_head_error, parse_prompts
+from jinfer.api.session import Session
 from jinfer.engine.engine import Engine
 from jinfer.engine.requests import RequestError
 from jinfer.engine.runner.forward_passes import Passes, encode, forward
@@ -48,7 +48,7 @@ def forward_results(
     if want == "classes" and want not in spec.decoder.head.results:
         raise RequestError("the model has no head that gives classes")
     if want not in ("hidden", "classes") and not spec.generates:
-        raise RequestError(f"{NO_HEAD}; use embed or hidden")
+        raise RequestError(no_head_error(spec))
     encoders: list[list[int]] = [[]] * len(texts)
     if session.engine.model.has_cross_attention:
         encoders = [] if encoder_given is None else _encoded(session, encoder_given)

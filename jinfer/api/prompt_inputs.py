@@ -79,9 +79,17 @@ def is_conversation(given: list[int] | list[Message]) -> TypeGuard[list[Message]
 def no_decoder_error(spec: ModelSpec) -> str:
     """The error for text generation with an encoder-only model: names the methods it has."""
     results = spec.stacks[0].head.results
-    further = [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
+    further = [("classify", "classes")]
+    further += [("fill_mask", "logits"), ("logits", "logits"), ("pooled", "pooled")]
     uses = ["embed", "hidden", *(name for name, result in further if result in results)]
     return f"the model has no decoder; use {', '.join(uses[:-1])} or {uses[-1]}"
+
+
+def no_head_error(spec: ModelSpec) -> str:
+    """The error for what needs a vocabulary head: names the methods that a decoder without has."""
+    reason = "the checkpoint has no vocabulary head, so the model gives no logits"
+    head = spec.decoder.head.results if spec.decoder is not None else ()
+    return f"{reason}; use {'classify, ' if 'classes' in head else ''}embed or hidden"
 
 
 def parse_params(

@@ -21,6 +21,7 @@ from jinfer.api.prompt_inputs import (
     Prompt,
     is_conversation,
     no_decoder_error,
+    no_head_error,
     parse_messages,
     parse_params,
     parse_prompt,
@@ -52,7 +53,6 @@ from jinfer.weights.model_size import count_text, sizes_of
 from jinfer.weights.plan_weights import plan_weights
 
 MAX_THREADS = 4096
-NO_HEAD = "the checkpoint has no vocabulary head, so the model gives no logits"
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
@@ -272,7 +272,7 @@ class Session:
         if self.opened.spec.decoder is None:
             raise RequestError(no_decoder_error(self.opened.spec))
         if not self.opened.spec.generates:
-            raise RequestError(f"{NO_HEAD}; use embed or hidden")
+            raise RequestError(no_head_error(self.opened.spec))
         encoder: tuple[int, ...] = ()
         if self.engine.model.has_cross_attention:
             encoder, ids = tuple(ids), list(prefix or self.opened.decoder_prefix)

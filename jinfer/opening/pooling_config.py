@@ -43,7 +43,7 @@ _MODES: dict[str, tuple[str, Pooling]] = {
 _GGUF_TYPES: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
 _GGUF_REFUSED = {
     0: "which gives no vector of a whole text",
-    4: "a score by a ranking head, which the model has not",
+    4: "a score by a ranking head, which classify gives",
 }
 _FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,

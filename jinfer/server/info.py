@@ -84,6 +84,7 @@ def capabilities(one: ServedModel) -> list[str]:
     tokenizer = one.llm.tokenizer
     if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
         result.append("fill-mask")
-    if (classes := one.session.opened.classification) is not None:
-        result += ["classify"] if classes.relevance is None else ["classify", "rerank"]
-    return result
+    opened = one.session.opened
+    result += ["classify"] if opened.classification is not None else []
+    ranks = opened.classification is not None and opened.classification.relevance is not None
+    return [*result, "rerank"] if ranks or opened.pooling.late else result

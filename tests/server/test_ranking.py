@@ -185,4 +185,5 @@ def test_capabilities(served: Running) -> None:
     known = {one["id"]: set(one["capabilities"]) for one in models}
     assert {"classify", "rerank"} <= known["ranker"]
     assert "classify" in known["classes"]
+    assert "rerank" in known["late"]
     assert "rerank" not in known["classes"]
