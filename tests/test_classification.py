@@ -3,12 +3,11 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -34,7 +33,7 @@ TOLERANCE = 2e-4
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
 
 type Floats = np.ndarray
-type Tensors = dict[str, np.ndarray]
+type Tensors = Mapping[str, np.ndarray]
 
 
 def asked(name: str) -> list[list[int]]:
@@ -60,11 +59,18 @@ def test_goldens(name: str, config: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got.probabilities, 1 / (1 + np.exp(-wanted)), rtol=0, atol=1e-4)
     assert (got.labels, got.best) == (("LABEL_0",), ["LABEL_0"] * 3)
     alone = [llm.classify([ids]).scores[0] for ids in asked(name)]
-    if name == "qwen3_cls":  # in any company, to the bit; XLA's tanh of the other is not
-        np.testing.assert_array_equal(got.scores, alone)
     np.testing.assert_allclose(got.scores, alone, rtol=0, atol=1e-6)
     with pytest.raises(RequestError, match=r"no (decoder|vocabulary head).*; use .*classify"):
         llm.generate(asked(name))
+
+
+@pytest.mark.parametrize("name", ["bert_cls", "qwen3_cls"])
+def test_bits(name: str, optimized: None) -> None:
+    """A text has the same scores alone and in any company."""
+    llm = LLM(GOLDENS / name, dtype="float32")
+    texts = asked(name)
+    alone = [llm.classify([ids]).scores[0] for ids in texts]
+    np.testing.assert_array_equal(llm.classify(texts).scores, alone)
 
 
 def dense(x: Floats, t: Tensors, name: str) -> Floats:
@@ -128,6 +134,10 @@ FORMS = [
         "probe_modernbert_rope", "ModernBertForSequenceClassification", ("decoder.",),
         {"classifier": (3, 64)}, modernbert, {"classifier_pooling": "mean"},
     ),
+    Form(
+        "roformer", "RoFormerForSequenceClassification", ("cls.",), TWO_LAYERS,
+        lambda h, t: dense(gelu(dense(h[0], t, "classifier.dense")), t, "classifier.out_proj"), {},
+    ),
     Form("llama2", "LlamaForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
     Form("mistral", "MistralForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
     Form("qwen15", "Qwen2ForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
@@ -139,7 +149,7 @@ FORMS = [
 def with_head(form: Form, folder: Path, **config: Any) -> Tensors:
     """Writes a checkpoint of that form; its tensors."""
     source = GOLDENS / form.golden
-    tensors: Tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for file in sorted(source.glob("*.safetensors")):
         tensors |= {
             name: values
@@ -307,86 +317,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
         llm.classify([[1, 2]])
     with pytest.raises(ValueError, match=r"classification: is for a model with a head"):
         LLM(GOLDENS / "bert", **settings)
-
-
-def test_two_tokens_as_classes(tmp_path: Path) -> None:
-    """A language model whose answer is one of two tokens, and a text that a pair becomes."""
-    spec = tmp_path / "model.toml"
-    spec.write_text(f"""
-family = "qwen3"
-weights = "{GOLDENS / "qwen3"}"
-dtype = "float32"
-
-[decoder]
-classes = "pick(logits(norm(x)))"
-
-[decoder.modules]
-pick = {{ kind = "select", indices = [40, 7] }}
-
-[classification]
-labels = ["yes", "no"]
-relevance = 0
-pair = "Q: {{query}} D: {{document}} A:"
-""")
-    llm = LLM(spec)
-    texts = asked("qwen3")
-    logits = np.stack(llm.logits(texts, last=True))[:, [40, 7]]
-    got = llm.classify(texts)
-    np.testing.assert_allclose(got.scores, logits, rtol=0, atol=1e-5)
-    yes = 1 / (1 + np.exp(logits[:, 1] - logits[:, 0]))
-    np.testing.assert_allclose(got.probabilities[:, 0], yes, rtol=1e-4)
-    assert llm.generate(texts[:1], max_tokens=2)[0].token_ids  # it goes on writing, too
-
-
-def ranker(folder: str, path: Path, tensors: Tensors, **texts: str) -> LLM:
-    """A golden's GGUF with rank pooling and a head, as llama.cpp's converter writes one."""
-    source = gguf.GGUFReader(GOLDENS / folder / "model.gguf")
-    named = source.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(path, named)
-    for name, each in source.fields.items():
-        if not name.startswith("GGUF.") and not name.endswith((".architecture", "pooling_type")):
-            kind, *of = each.types
-            value = each.contents()
-            if name == "tokenizer.ggml.tokens" and named == "qwen3":
-                value[100:195] = ["Ġ", *map(chr, range(33, 127))]
-            writer.add_key_value(name, value, kind, of[-1] if of else None)
-    writer.add_uint32(f"{named}.pooling_type", 4)
-    for name, text in texts.items():
-        writer.add_string(name.replace("__", "."), text)
-    writer.add_array(f"{named}.classifier.output_labels", ["yes", "no"])
-    for tensor in source.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    for name, values in tensors.items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return LLM(path, dtype="float32")
-
-
-def test_a_gguf_encoder_that_ranks(tmp_path: Path) -> None:
-    shapes = {"cls.weight": (48, 48), "cls.bias": (48,), "cls.output.weight": (2, 48)}
-    tensors = random_tensors({**shapes, "cls.output.bias": (2,)})
-    llm = ranker("gguf_minilm", tmp_path / "model.gguf", tensors)
-    texts = asked("minilm")[:2]
-    pooled = [np.tanh(dense(h[0], tensors, "cls")) for h in llm.hidden(texts)]
-    wanted = dense(np.stack(pooled), tensors, "cls.output")
-    got = llm.classify(texts)
-    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
-    assert got.labels == ("yes", "no")
-
-
-def test_a_gguf_decoder_that_ranks(tmp_path: Path) -> None:
-    """Qwen3-Reranker as llama.cpp converts it: rows of its vocabulary head, and a prompt."""
-    tensors = random_tensors({"cls.output.weight": (2, 64)})
-    prompt = "Q: {query} D: {document}"
-    keys = {"tokenizer__chat_template__rerank": prompt}
-    llm = ranker("gguf_qwen3", tmp_path / "model.gguf", tensors, **keys)
-    ids = llm.encode("Q: who D: a bird")
-    wanted = dense(llm.hidden([ids])[0][-1:], tensors, "cls.output")
-    got = llm.classify([("who", "a bird")])
-    np.testing.assert_allclose(got.scores, wanted, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(got.probabilities.sum(axis=1), 1, atol=1e-6)
-    assert llm.session.opened.classification is not None
-    assert llm.session.opened.classification.relevance == 0
