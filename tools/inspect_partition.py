@@ -143,7 +143,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
         groups = [shape.group for shape in shapes.values()] or ["all"]
         tables: Any = dict.fromkeys(groups, jax.ShapeDtypeStruct((1, 1), jnp.int32))
         batch = FlatBatch(ints, ints, ints, ints, ints, tables)
-        run = partial(stage_forward.decoder_forward, stage, ("logits",))
+        run = partial(stage_forward.decoder_forward, stage, ("logits",), False)
         given = (pools, None if stage.slice.first else x, batch, None)
         several = True
 
