@@ -62,7 +62,7 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
     windows = {shape.group: shape.window for shape in model.caches.values()}
     pools = {g: BlockPool(n, windows[g]) for g, n in blocks.items() if g not in (ENCODER, STATE)}
     encoder = BlockPool(blocks[ENCODER]) if ENCODER in blocks else None
-    states = StatePool(blocks[STATE]) if STATE in blocks else None
+    states = StatePool(blocks[STATE], spec.state_snapshots) if STATE in blocks else None
     mixed = max(spec.mixed_chunk, spec.slots + 1)
     scheduler = Scheduler(
         BlockManager(pools, encoder, states),

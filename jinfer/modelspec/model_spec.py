@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
-from jinfer.modelspec.bounded_types import Size
+from jinfer.modelspec.bounded_types import Count, Size
 from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
@@ -26,6 +26,7 @@ class EngineSpec:
         context: tokens a sequence may have; none: the model's own limit, at most 4096.
         kv_tokens: capacity of the KV cache in tokens, of all sequences together; none: as memory
             allows.
+        state_snapshots: recurrent states kept for prefix reuse; none: as memory allows.
         prefill_chunk: prompt tokens per step while no sequence decodes (chunked prefill).
         mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
@@ -35,6 +36,7 @@ class EngineSpec:
     slots: Size = 8
     context: Size | None = None
     kv_tokens: Size | None = None
+    state_snapshots: Count | None = None
     prefill_chunk: Size = 512
     mixed_chunk: Size = 96
     queue: Size | None = None

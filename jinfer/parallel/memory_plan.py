@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
+from jinfer.engine.scheduling.cache_size import block_bytes
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE
 from jinfer.parallel.layer_plan import PartitionPlan
 from jinfer.parallel.memory_budget import (
     HOST,
@@ -38,11 +39,13 @@ class MemoryPlan:
     Attributes:
         places: what is in each memory.
         blocks: the KV cache's blocks.
+        state_bytes: of one sequence's recurrent states; 0: it has none.
         problem: why it does not fit, and what would; "" where it fits.
     """
 
     places: tuple[MemoryUse, ...]
     blocks: CacheBlocks
+    state_bytes: int = 0
     problem: str = ""
 
     def __str__(self) -> str:
@@ -59,15 +62,19 @@ class MemoryPlan:
         return "\n".join([*rows, *self._room()])
 
     def _room(self) -> list[str]:
-        """The line that says how many tokens the KV cache has room for."""
-        blocks = {group: count for group, count in self.blocks.total.items() if group != ENCODER}
+        """The lines that say how many states and tokens the cache has room for."""
+        total = self.blocks.total
+        each = bytes_text(self.state_bytes)
+        states = f"room for {total.get(STATE, 0)} recurrent states of {each}"
+        lines = [states] if self.state_bytes else []
+        blocks = {group: n for group, n in total.items() if group not in (ENCODER, STATE)}
         if not blocks:
-            return []
+            return lines
         # Groups of sliding-window layers have fewer blocks: they hold a window only.
         largest = max(blocks, key=lambda group: blocks[group])
         hosted = self.blocks.hosted.get(largest, 0)
         on_host = f", {hosted * BLOCK:,} of them on the host" if hosted else ""
-        return [f"room for {blocks[largest] * BLOCK:,} tokens in the cache{on_host}"]
+        return [*lines, f"room for {blocks[largest] * BLOCK:,} tokens in the cache{on_host}"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ class MemoryPlanner:
         stages = [s if s.on_host else s.with_streamed(streamed) for s in self.holdings]
         kind, engine, context = self.whole.kind, self.whole.spec.engine, self.whole.context
         blocks = fit_cache_blocks(stages, kind, engine, context, share, self.free)
-        return MemoryPlan(tuple(memory_use(stages, kind, blocks, self.free)), blocks)
+        of_states = sum(block_bytes(stage.caches, kind).get(STATE, 0) for stage in stages)
+        return MemoryPlan(tuple(memory_use(stages, kind, blocks, self.free)), blocks, of_states)
 
     def fits(self, share: float, streamed: frozenset[int]) -> bool:
         """Whether that plan fits into all memories."""

@@ -1,13 +1,16 @@
 """Models with recurrent blocks in the engine: in company, in pieces, from snapshots."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.weights.model_size import bytes_text
 
 from .hybrid import MANY, check_company, write_hybrid
 from .test_schedules import ALL, LAST, schedules
@@ -70,6 +73,20 @@ def test_a_hybrid_that_nobody_ships(tmp_path: Path, weights: str) -> None:
     spec = write_hybrid(tmp_path)
     with LLM(spec, **bits) as one, LLM(spec, **bits, **MANY) as many:
         check_company(one, many)
+
+
+def test_memory_of_states() -> None:
+    """Blocks for twice the slots, and for snapshots."""
+    keys = {"engine.slots": 5, "engine.state_snapshots": 3, "partition.devices": "0"}
+    with open_model("mamba2", **keys) as llm:
+        programs: Any = llm.session.engine.programs
+        assert programs.sizes.blocks == {"state": 13}
+        shapes = llm.session.engine.model.caches.values()
+        bytes_ = 4 * sum(math.prod(each) for shape in shapes for _, each in shape.arrays)
+        assert f"room for 13 recurrent states of {bytes_text(bytes_)}" in programs.memory
+        llm.generate([tokens(40)], max_tokens=2)
+        cache = jax.tree.leaves(llm.session.engine.cache)
+        assert sum(array.nbytes for array in cache) == 13 * bytes_
 
 
 def test_error_feedback_gives_way() -> None:

@@ -84,10 +84,12 @@ class Device:
                 self.scheduler.remove(one)
 
 
-def make(states: int, *, kv: int = 60, window: int = 0, slots: int = 4) -> Device:
+def make(
+    states: int, *, kv: int = 60, window: int = 0, slots: int = 4, most: int | None = None
+) -> Device:
     pools = {"all": BlockPool(kv)} if kv else {}
     pools |= {"window 8": BlockPool(80, 8)} if window else {}
-    manager = BlockManager(pools, None, StatePool(states))
+    manager = BlockManager(pools, None, StatePool(states, most))
     return Device(Scheduler(manager, slots, 256, 64, SIZES))
 
 
@@ -155,6 +157,16 @@ def test_snapshots_give_way_to_sequences() -> None:
     assert states.snapshots == 4
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_a_budget_of_snapshots(most: int) -> None:
+    device = make(12, most=most)
+    for turn in range(4):
+        run(device, [sequence(i, [turn, i, *range(300)], 3) for i in range(3)], 3)
+        states = device.scheduler.blocks.states
+        assert states is not None
+        assert states.snapshots == most
+
+
 def test_fork_copies_the_state() -> None:
     manager = BlockManager({"all": BlockPool(9)}, None, StatePool(2))
     tables, _, _ = manager.share_prefix(range(10))
@@ -176,6 +188,7 @@ def test_random_requests_find_their_own_states(seed: int) -> None:
         slots + rng.choice([0, 1, 5]),
         kv=rng.choice([0, 20, 40]),
         window=rng.choice([0, 8]),
+        most=rng.choice([None, 0, 1, 3]),
         slots=slots,
     )
     new = rng.randint(1, 90)

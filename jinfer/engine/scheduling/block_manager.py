@@ -284,7 +284,9 @@ class BlockManager:
 
         Called after `register`, and only if no other sequence needs the block for itself.
         """
-        if self.states is None or tables.state is None or self.states.has(tables.digests, tokens):
+        if self.states is None or tables.state is None or not self.states.most:
+            return []
+        if self.states.has(tables.digests, tokens):
             return []
         block = self.states.allocate()
         if block is None:

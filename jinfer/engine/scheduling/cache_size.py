@@ -53,7 +53,8 @@ def cache_blocks(
     A sliding-window group gets as many as all slots can use at a time: a window and a chunk each.
     The others get room for `engine.kv_tokens`, or for the context of every slot as far as memory
     allows, and at least for one whole context. Recurrent states get twice as many as there are
-    slots, as beams need more than one each, and snapshots as far as memory allows.
+    slots, as beams need more than one each, and `engine.state_snapshots` more, or as many as memory
+    allows.
 
     Args:
         shapes: the attentions' parts of a block.
@@ -73,7 +74,9 @@ def cache_blocks(
         elif window is not None:
             blocks[group] = slots * min(whole + 1, -(-(window + engine.prefill_chunk) // BLOCK) + 2)
     sizes = block_bytes(shapes, kind)
-    if STATE in blocks:
+    if STATE in blocks and engine.state_snapshots is not None:
+        blocks[STATE] += engine.state_snapshots
+    elif STATE in blocks:
         free = free_memory() if free is None else free
         room = int(_SNAPSHOT_SHARE * max(0, free - used)) // sizes[STATE]
         blocks[STATE] += max(_SEQUENCES, min(_SNAPSHOTS, room))

@@ -3,8 +3,8 @@
 A state (conv, SSM, delta rule, ...) sums up all tokens of a sequence so far and is overwritten by
 each, so unlike a KV block it cannot be shared or cut. A sequence owns one block of the pool. A
 prefix is reused by copying a *snapshot*, the state after exactly that prefix, which was taken where
-prompts part or end. Snapshots have the blocks that no sequence needs; the least recently used is
-evicted first (LRU).
+prompts part or end. Snapshots have the blocks that no sequence needs, up to a limit if there is
+one; the least recently used is evicted first (LRU).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class StatePool:
 
     Attributes:
         count: number of blocks.
+        most: number of snapshots, at most.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, most: int | None = None) -> None:
         self.count = count
+        self.most = count if most is None else most
         self._free = list(range(count - 1, -1, -1))
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by block, LRU order
         self._after: dict[bytes, dict[tuple[int, ...], int]] = {}
@@ -58,6 +60,9 @@ class StatePool:
             return self._free.pop()
         if not self._snapshots:
             return None
+        return self._evict()
+
+    def _evict(self) -> int:
         block, snapshot = self._snapshots.popitem(last=False)
         self._forget(snapshot)
         return block
@@ -98,9 +103,11 @@ class StatePool:
         """
         whole = len(tokens) // BLOCK
         snapshot = Snapshot(digests[whole], tuple(tokens[whole * BLOCK :]))
-        if self.has(digests, tokens):
+        if self.has(digests, tokens) or not self.most:
             self.release(block)
             return
+        if len(self._snapshots) == self.most:
+            self.release(self._evict())
         self._snapshots[block] = snapshot
         self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block
 
@@ -112,9 +119,7 @@ class StatePool:
     def clear(self) -> None:
         """Evicts all snapshots, as when the cache's memory is lost."""
         while self._snapshots:
-            block, snapshot = self._snapshots.popitem()
-            self._forget(snapshot)
-            self._free.append(block)
+            self.release(self._evict())
 
     def _forget(self, snapshot: Snapshot) -> None:
         here = self._after[snapshot.before]
