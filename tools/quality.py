@@ -25,7 +25,7 @@ from jinfer import LLM
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.progress import track
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantize_matrix import Method
 
 from .llama_peer import ask
@@ -92,7 +92,7 @@ def weight_error(llm: LLM, wanted: dict[str, np.ndarray]) -> float:
     """Root mean square error of the matrices, relative to their root mean square."""
     wrong = total = 0.0
     for name, leaf in zip(llm._engine.model.names, llm._engine.parameters, strict=True):
-        if isinstance(leaf, QuantizedTensor | OutlierTensor):
+        if isinstance(leaf, QuantizedTensor | OutlierTensor | ReorderedTensor):
             difference = np.asarray(leaf.dequantize()) - wanted[name]
             wrong += float(np.square(difference, dtype=np.float64).sum())
             total += float(np.square(wanted[name], dtype=np.float64).sum())

@@ -21,7 +21,6 @@ from typing import Any, get_args
 import numpy as np
 
 from jinfer.checkpoint import CheckpointError
-from jinfer.checkpoint.mapped_file import release
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
 from jinfer.checkpoint.orbax import orbax_api
 from jinfer.cli.prog_name import prog_of_module
@@ -34,7 +33,7 @@ from jinfer.opening.open_model import open_files, open_model
 from jinfer.opening.resolve_model import resolve_model
 from jinfer.opening.unused_config import check_followed
 from jinfer.progress import task
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method
 from jinfer.weights.calibration_texts import default_texts
@@ -129,11 +128,10 @@ def convert(
         packed, rows = dict[str, PackedFormat](), list[WrittenParameter]()
         for name, tensor in parameters:
             writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
-            if isinstance(tensor, QuantizedTensor | OutlierTensor):
+            if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor):
                 packed[name] = packing(tensor)
             rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
-            for file in origins[name].files:
-                release(file.raw())
+            origins[name].release()
         shared = {name: first for name, first in plan.same.items() if name != first}
         writer.finish(
             native_metadata(checkpoint, packed, shared, weight_settings(spec.quantization))

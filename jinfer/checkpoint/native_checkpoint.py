@@ -44,12 +44,14 @@ class PackedFormat:
         format: the fields of its `QuantFormat`.
         outliers: weights of each matrix that are kept beside the codes; None: there is no place
             for such.
+        reordered: whether inputs are sorted, and their order is kept beside the codes.
     """
 
     shape: tuple[int, ...]
     columns: int
     format: Mapping[str, Any]
     outliers: int | None = None
+    reordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,15 +152,16 @@ def _packed(path: Path, name: str, written: Any) -> PackedFormat:
     shape: Any = table.get("shape")
     columns: Any = table.get("columns")
     format = table.get("format")
-    outliers = table.get("outliers")
+    outliers, reordered = table.get("outliers"), table.get("reordered", False)
     if not (
         are_sizes(shape)
         and are_sizes([columns])
         and isinstance(format, dict)
         and (outliers is None or are_sizes([outliers], least=0))
+        and isinstance(reordered, bool)
     ):
         raise _damaged(path, "parameters", f"{name[:200]!r} needs a shape, columns and a format")
-    return PackedFormat(tuple(shape), columns, format, outliers)
+    return PackedFormat(tuple(shape), columns, format, outliers, reordered)
 
 
 def _unreadable(path: Path, name: str, written: Any) -> Tensor:

@@ -18,6 +18,7 @@ from jinfer.quant.quantized_tensor import (
     to_codes,
     with_columns,
 )
+from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here
 
@@ -47,6 +48,8 @@ def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:
         rounded = abstract_shard(parameter.rounded, sharding)
         count = int(parameter.outliers.values.shape[-1])
         return abstract_outliers(rounded, count)
+    if isinstance(parameter, ReorderedTensor):
+        return abstract_reordered(abstract_shard(parameter.rounded, sharding))
     if isinstance(parameter, QuantizedTensor):
         quantized = abstract(shape, parameter.format, columns_here(parameter.format))
         return replace(quantized, activations=parameter.activations)
@@ -56,6 +59,11 @@ def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:
 def check_quant_blocks(parameter: Any, sharding: ParameterSharding) -> None:
     """Raises `ShardingError` where a quantization block would be split between devices."""
     unit, share = quant_block(parameter), sharding.get(len(parameter.shape) - 1)
+    if share is not None and isinstance(parameter, ReorderedTensor) and share.size < share.total:
+        raise ShardingError(
+            "its inputs are reordered (desc_act) and cannot be divided: use fewer tensor-parallel "
+            'devices, or quantization.weights = "q4"'
+        )
     if share is None or unit == 1:
         return
     for start, count in zip(share.starts, share.counts, strict=True):
@@ -73,7 +81,7 @@ def quant_block(parameter: Any) -> int:
 
     1 for a parameter that is not quantized.
     """
-    if isinstance(parameter, OutlierTensor):
+    if isinstance(parameter, OutlierTensor | ReorderedTensor):
         return quant_block(parameter.rounded)
     if not isinstance(parameter, QuantizedTensor):
         return 1
@@ -82,7 +90,7 @@ def quant_block(parameter: Any) -> int:
 
 def packed_for_target(values: Any) -> Any:
     """A parameter repacked for the kind of device in use (`jinfer.ops.backend.target_platform`)."""
-    if isinstance(values, OutlierTensor):
+    if isinstance(values, OutlierTensor | ReorderedTensor):
         return replace(values, rounded=packed_for_target(values.rounded))
     if isinstance(values, QuantizedTensor):
         repacked = with_columns(values, columns_here(values.format))
@@ -99,6 +107,8 @@ def slice_shard(values: Any, sharding: ParameterSharding, device: int) -> Any:
             slice_shard(values.rounded, sharding, device),
             _slice_sparse(values.outliers, sharding, device),
         )
+    if isinstance(values, ReorderedTensor):
+        return replace(values, rounded=slice_shard(values.rounded, sharding, device))
     if isinstance(values, QuantizedTensor):
         return _slice_quantized(values, sharding, device)
     for axis, share in sharding.items():

@@ -2,6 +2,7 @@
 
 from jinfer.modelspec.quant_format import FORMATS, QuantFormat, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor
+from jinfer.quant.reordered_tensor import ReorderedTensor
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "OutlierTensor",
     "QuantFormat",
     "QuantizedTensor",
+    "ReorderedTensor",
     "SparseTensor",
     "parse_format",
 ]

@@ -9,8 +9,9 @@ numbers
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers
 
-What is lost is measured in steps, the distance between two levels; where that is too much, where
-inputs are reordered or groups are of other sizes, weights are decoded instead.
+Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). What is lost
+is measured in steps, the distance between two levels; where that is too much, or groups are of
+other sizes, weights are decoded instead.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jinfer.checkpoint.checkpoint_reader import Tensor
 from jinfer.checkpoint.grouped_codes import GroupedCodes
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import QuantizedTensor, empty_tensor, from_codes
+from jinfer.quant.reordered_tensor import ReorderedTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float16, Int
@@ -44,10 +46,12 @@ class GroupedFormat:
     Attributes:
         format: of the blocks.
         lost: how far off a weight may be, in steps, because numbers are rounded to fp16.
+        reordered: whether inputs are sorted by their groups, and their order is kept.
     """
 
     format: QuantFormat
     lost: float
+    reordered: bool
 
 
 def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
@@ -68,7 +72,7 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
     for format in choices.pop():
         lost = max(_lost(each, format) for each in codes)
         if lost <= (0 if exact else _MOST_LOST):
-            return GroupedFormat(format, lost)
+            return GroupedFormat(format, lost, any(each.order is not None for each in codes))
     return None
 
 
@@ -80,14 +84,14 @@ def described(format: QuantFormat) -> str:
 def grouped_tensor(
     files: Sequence[Tensor],
     stacked: bool,
-    format: QuantFormat,
+    kept: GroupedFormat,
     rows: Int[np.ndarray, " outputs"] | None,
     columns: int | None,
-) -> QuantizedTensor:
+) -> QuantizedTensor | ReorderedTensor:
     """Reads matrices with their codes as stored.
 
     Args:
-        files: for which `grouped_format` gives this format.
+        files: for which `grouped_format` gives `kept`.
         stacked: they are stacked along a new first axis; else there is one.
         rows: those of each matrix to take, in this order; None: all.
         columns: see `from_codes`.
@@ -98,6 +102,21 @@ def grouped_tensor(
     Raises:
         CheckpointError: a file is broken.
     """
+    blocks = _stack_of(files, stacked, kept.format, rows, columns)
+    if not kept.reordered:
+        return blocks
+    orders = [_sorted_inputs(file.codes) for file in files if file.codes is not None]
+    order = np.stack(orders) if stacked else orders[0]
+    return ReorderedTensor(np.broadcast_to(order, (*blocks.stack, blocks.inputs)).copy(), blocks)
+
+
+def _stack_of(
+    files: Sequence[Tensor],
+    stacked: bool,
+    format: QuantFormat,
+    rows: np.ndarray | None,
+    columns: int | None,
+) -> QuantizedTensor:
     if not stacked:
         return _blocks_of(files[0], format, rows, columns)
     result = None
@@ -117,9 +136,11 @@ def _blocks_of(
     grouped = file.codes
     assert grouped is not None, "the file has such codes"
     codes, numbers = grouped.codes(), _numbers(grouped, format)
+    if grouped.order is not None:
+        codes = np.take(codes, _sorted_inputs(grouped), axis=-1)
     if _is_wider(grouped, format):
         assert grouped.zeros is not None
-        zeros = grouped.zeros().astype(np.int16)[..., grouped.group_of_inputs()]
+        zeros = grouped.zeros().astype(np.int16)[..., np.arange(grouped.shape[-1]) // grouped.group]
         codes = (codes - zeros + format.zero).astype(np.uint8)
     if rows is not None:
         codes, numbers = codes[..., rows, :], numbers[..., rows, :, :]
@@ -131,7 +152,7 @@ def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
     whole = codes.groups == 1
     group = codes.shape[-1] if whole else codes.group
     block = next((size for size in _BLOCKS if group % size == 0), _BLOCKS[-1] if whole else None)
-    if block is None or codes.order is not None:
+    if block is None or 0 in codes.shape or not _is_regular(codes):
         return ()
     if codes.values is not None:
         book = _codebook(codes.values)
@@ -147,6 +168,18 @@ def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
         for width, symmetric in named
         if width in known
     )
+
+
+def _sorted_inputs(codes: GroupedCodes) -> Int[np.ndarray, " inputs"]:
+    """The inputs in the order of their groups, int32."""
+    return np.argsort(codes.group_of_inputs(), kind="stable").astype(np.int32)
+
+
+def _is_regular(codes: GroupedCodes) -> bool:
+    """Whether all groups have as many inputs, but for the last one."""
+    if codes.order is None:
+        return True
+    return np.array_equal(np.sort(codes.order()), np.arange(codes.shape[-1]) // codes.group)
 
 
 def _is_wider(codes: GroupedCodes, format: QuantFormat) -> bool:

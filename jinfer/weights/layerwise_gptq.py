@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.checkpoint.mapped_file import release
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import Task, task
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import InputStats, Kind, RecordedWeight, record_inputs
 from jinfer.weights.chunked_quantize import Watch
 from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
@@ -162,15 +161,14 @@ class LayerwiseGPTQ:
         if storage is not None and storage.method == "feedback" and inputs is None:
             storage = replace(storage, method="search")  # nothing was multiplied with it
         values = read_parameter(self._model, origin, storage, inputs, self._watched(name))
-        for file in origin.files:
-            release(file.raw())
+        origin.release()
         return values
 
     def _usable(self, name: str, tensor: Any) -> Any:
         """A parameter for the forward pass: tables as they are stored, all else in float32."""
         role = self._model.roles[self._model.names.index(name)]
         tensor = jax.device_put(tensor)
-        if isinstance(tensor, QuantizedTensor | OutlierTensor):
+        if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor):
             return tensor if role == "table" else tensor.dequantize()
         return tensor.astype(jnp.float32)
 

@@ -19,6 +19,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
+from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
 from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here, in_stored_types
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes
@@ -26,6 +27,7 @@ from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes
 # Keys of `[quantization]` that no stored number depends on.
 _FREE = ("activations", "kv_cache")
 _BLOCKS = (16, 32, 64, 128)
+Packed = QuantizedTensor | OutlierTensor | ReorderedTensor
 _BATCH_BYTES = 256 << 20  # of Orbax's arrays, restored at a time
 
 
@@ -63,7 +65,7 @@ class NativeOrigin:
             for name, like in part_names(self.first, self.stored)
         ]
         values: Any = jax.tree.unflatten(jax.tree.structure(self.stored), arrays)
-        quantized = isinstance(self.loaded, QuantizedTensor | OutlierTensor)
+        quantized = isinstance(self.loaded, Packed)
         return _as_here(values, _activations(self.loaded)) if quantized else values
 
 
@@ -192,17 +194,21 @@ def _check_shape(
         )
 
 
-def packing(tensor: QuantizedTensor | OutlierTensor) -> PackedFormat:
+def packing(tensor: Packed) -> PackedFormat:
     """What a native checkpoint says of a quantized parameter."""
     if isinstance(tensor, QuantizedTensor):
         return PackedFormat(tensor.shape, tensor.columns, asdict(tensor.format))
+    if isinstance(tensor, ReorderedTensor):
+        return replace(packing(tensor.rounded), reordered=True)
     count = int(tensor.outliers.values.shape[-1])
     return replace(packing(tensor.rounded), outliers=count)
 
 
-def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activations) -> T:
+def _as_here[T: (QuantizedTensor, OutlierTensor, ReorderedTensor)](
+    tensor: T, activations: Activations
+) -> T:
     """A parameter, with arrays or without, as this machine's kernels want it."""
-    if isinstance(tensor, OutlierTensor):
+    if isinstance(tensor, OutlierTensor | ReorderedTensor):
         return replace(tensor, rounded=_as_here(tensor.rounded, activations))
     columns = columns_here(tensor.format)
     if isinstance(tensor.words, jax.ShapeDtypeStruct):
@@ -212,13 +218,11 @@ def _as_here[T: (QuantizedTensor, OutlierTensor)](tensor: T, activations: Activa
     return replace(tensor, activations=activations)
 
 
-def _activations(tensor: QuantizedTensor | OutlierTensor) -> Activations:
-    return (tensor.rounded if isinstance(tensor, OutlierTensor) else tensor).activations
+def _activations(tensor: Packed) -> Activations:
+    return (tensor if isinstance(tensor, QuantizedTensor) else tensor.rounded).activations
 
 
-def _abstract(
-    checkpoint: NativeCheckpoint, name: str, packed: PackedFormat
-) -> QuantizedTensor | OutlierTensor:
+def _abstract(checkpoint: NativeCheckpoint, name: str, packed: PackedFormat) -> Packed:
     written = dict(packed.format)
     if isinstance(written.get("codebook"), list):
         written["codebook"] = tuple(written["codebook"])
@@ -231,6 +235,8 @@ def _abstract(
         known = f"{packed.format}, columns {packed.columns}"[:300]
         reason = f"{name} is in a format that is not known: {known}; update jinfer, or {AGAIN}"
         raise CheckpointError(checkpoint.path, reason) from None
+    if packed.reordered:
+        return abstract_reordered(rounded)
     return rounded if packed.outliers is None else abstract_outliers(rounded, packed.outliers)
 
 

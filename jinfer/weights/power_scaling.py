@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.read_parameter import LARGE
 from jinfer.weights.row_slices import RowSlice
@@ -61,7 +61,7 @@ def magnitude(values: Any, offset: float = 0.0) -> Magnitude:
     """
     largest = max((_largest(part) for part in _factors(values)), default=0.0)
     matrix: Any
-    if isinstance(values, OutlierTensor):
+    if isinstance(values, OutlierTensor | ReorderedTensor):
         matrix, inputs = np.asarray(values.dequantize()), values.shape[1]
     elif isinstance(values, QuantizedTensor):
         matrix, inputs = _sampled(values).dequantize(), values.inputs
@@ -87,6 +87,8 @@ def times_powers(values: Any, exponents: Int[np.ndarray, " *rows"], offset: floa
         of_rows = np.append(powers, np.float32(1))[values.outliers.rows]  # the last: of no row
         sparse = replace(values.outliers, values=values.outliers.values * of_rows)
         return replace(values, rounded=times_powers(values.rounded, exponents), outliers=sparse)
+    if isinstance(values, ReorderedTensor):
+        return replace(values, rounded=times_powers(values.rounded, exponents))
     if isinstance(values, QuantizedTensor):
         field = "scales" if values.steps is None else "steps"
         numbers: Any = getattr(values, field)
@@ -104,6 +106,8 @@ def _factors(values: Any) -> list[np.ndarray]:
     """The arrays whose numbers `times_powers` changes."""
     if isinstance(values, OutlierTensor):
         return [*_factors(values.rounded), values.outliers.values]
+    if isinstance(values, ReorderedTensor):
+        return _factors(values.rounded)
     if isinstance(values, QuantizedTensor):
         return [values.scales if values.steps is None else values.steps]
     return [values]

@@ -17,7 +17,7 @@ import numpy as np
 
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint, PackedFormat, native_metadata
 from jinfer.progress import line
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.weights import cache_folder
 from jinfer.weights.cache_folder import NotCached, NotWanted
 from jinfer.weights.choose_method import TOKENS, gptq_names, obstacle, without_gptq
@@ -137,7 +137,7 @@ class EntryWriter:
         arrays = {part: np.asarray(array) for part, array in part_names(name, tensor)}
         with self._lock:
             self._writer.add(arrays)
-            if isinstance(tensor, QuantizedTensor | OutlierTensor):
+            if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor):
                 self._packed[name] = packing(tensor)
 
     def finish(self) -> None:

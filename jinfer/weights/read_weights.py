@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.checkpoint.mapped_file import release
 from jinfer.progress import task
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.weights.load_time import PER_BYTE, per_weight
@@ -87,9 +86,7 @@ def read(
             values = plan.scales[name].of(values)
         result = values if together else put(names[name], values)
         if isinstance(origin, Origin):
-            for file in origin.files:
-                for part in file.sources or (file,):
-                    release(part.raw())
+            origin.release()
         bar.update(reading(name))
         return result
 

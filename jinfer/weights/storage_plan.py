@@ -27,18 +27,26 @@ from jinfer.modelspec.spec_errors import SpecError, nearest_hint
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.ops.backend import backend
 from jinfer.ops.matmul.half_precision import f16_as_int_is_faster, reads_16_bit_weights
-from jinfer.quant import OutlierTensor, QuantFormat, QuantizedTensor, parse_format
+from jinfer.quant import (
+    OutlierTensor,
+    QuantFormat,
+    QuantizedTensor,
+    ReorderedTensor,
+    parse_format,
+)
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.gguf_blocks import repacked_format, repacked_tensor
-from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
+from jinfer.quant.grouped_blocks import GroupedFormat, grouped_format, grouped_tensor
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
+from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
+type Packed = QuantizedTensor | OutlierTensor | ReorderedTensor
 _SIXTEEN_BITS = ("BF16", "F16")  # names of types in checkpoints
 
 
@@ -63,6 +71,7 @@ class Storage:
         outliers: share of weights that are stored exactly, beside the codes.
         activations: see `QuantizedTensor`.
         lost: how far off a weight with the file's code may be, in steps.
+        reordered: whether inputs are sorted by their groups, and their order is kept.
     """
 
     format: QuantFormat
@@ -71,26 +80,30 @@ class Storage:
     outliers: float
     activations: Activations
     lost: float = 0.0
+    reordered: bool = False
 
     @property
     def columns(self) -> int:
         """See `columns_here`."""
         return columns_here(self.format)
 
-    def abstract(self, shape: tuple[int, ...]) -> QuantizedTensor | OutlierTensor:
+    def abstract(self, shape: tuple[int, ...]) -> Packed:
         """The parameter's shapes and types."""
         tensor = abstract(shape, self.format, self.columns)
+        if self.reordered:
+            return self._activated(abstract_reordered(tensor))
         if not self.outliers:
             return self._activated(tensor)
         count = outlier_count(shape, self.outliers)
         return self._activated(abstract_outliers(tensor, count))
 
-    def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor:
+    def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor | ReorderedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
         rows = origin.rows(shapes)
         if origin.files[0].codes is not None:
+            kept = GroupedFormat(self.format, self.lost, self.reordered)
             return self._activated(
-                grouped_tensor(origin.files, origin.stacked, self.format, rows, self.columns)
+                grouped_tensor(origin.files, origin.stacked, kept, rows, self.columns)
             )
         files = origin.files if origin.stacked else origin.files[0]
         halves = self.format == F16_AS_INT
@@ -116,8 +129,8 @@ class Storage:
             )
         return self._activated(quantize(values, self.format, **known))
 
-    def _activated[T: (QuantizedTensor, OutlierTensor)](self, tensor: T) -> T:
-        if isinstance(tensor, OutlierTensor):
+    def _activated[T: Packed](self, tensor: T) -> T:
+        if isinstance(tensor, OutlierTensor | ReorderedTensor):
             return replace(tensor, rounded=self._activated(tensor.rounded))
         return replace(tensor, activations=self.activations)
 
@@ -232,8 +245,8 @@ def choose_storages(
             if (format := repacked_format(files, halves)) is not None:
                 storages[name] = Storage(format, True, method, 0.0, activations)
             elif (found := grouped_format(origin.files, activations == "float")) is not None:
-                kept = Storage(found.format, True, method, 0.0, activations, found.lost)
-                storages[name] = kept
+                kept = (found.lost, found.reordered)
+                storages[name] = Storage(found.format, True, method, 0.0, activations, *kept)
         elif word != PLAIN:
             format = parse_format(word)
             storages[name] = Storage(format, False, method, outliers, activations)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.checkpoint.mapped_file import release
 from jinfer.guard.sanitize import sanitized
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.weights.row_reader import same_values
@@ -51,6 +52,12 @@ class Origin:
     def nbytes(self) -> int:
         """This parameter's share of what the tensors take in the file."""
         return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
+
+    def release(self) -> None:
+        """Lets the operating system take back the memory of the tensors' pages."""
+        for file in self.files:
+            for part in file.sources or (file,):
+                release(part.raw())
 
     def source(self, shapes: Shapes) -> tuple[Any, ...]:
         """What `read` depends on: parameters of which this is equal have equal values."""

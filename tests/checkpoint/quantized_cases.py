@@ -71,9 +71,9 @@ CASES: dict[str, Case] = {
         _gptq(bits=8, sym=True), settled(w.gptq, bits=8, sym=True), "q8"
     ),
     "gptq_8": Case(_gptq(bits=8), settled(w.gptq, bits=8), "q8_affine", 0.1246),
-    "gptq_reordered": Case(_gptq(desc_act=True), settled(w.gptq, reordered=True)),
+    "gptq_reordered": Case(_gptq(desc_act=True), settled(w.gptq, reordered=True), "q4", 0.0074),
     "gptq_reordered_sym": Case(
-        _gptq(desc_act=True, sym=True), settled(w.gptq, reordered=True, sym=True)
+        _gptq(desc_act=True, sym=True), settled(w.gptq, reordered=True, sym=True), "q4_sym"
     ),
     "gptq_dynamic": Case(
         _gptq(dynamic={r"+:.*\.up_proj": {"bits": 8}, r"-:.*down": {}}),
@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
     ),
     "pack_reordered": Case(
         _compressed("pack-quantized", group_size=32, actorder="group"),
-        settled(w.packed_integers, reordered=True),
+        settled(w.packed_integers, reordered=True), "q4_sym",
     ),
     "int8": Case(
         _compressed("int-quantized", num_bits=8, strategy="channel"), settled(w.int8),

@@ -90,7 +90,7 @@ def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
                 assert tensor.raw().nbytes == tensor.nbytes
                 for exact in (False, True) if tensor.codes is not None else ():
                     if (found := grouped_format([tensor], exact)) is not None:
-                        kept = grouped_tensor([tensor], False, found.format, None, None)
+                        kept = grouped_tensor([tensor], False, found, None, None)
                         assert kept.shape == tensor.shape
         except CheckpointError:
             pass

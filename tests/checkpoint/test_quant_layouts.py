@@ -37,7 +37,7 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
     """Decoded they are exact; kept in their bits they are so within the error that is told."""
     case = CASES[name]
     arrays, weights = stored(case)
-    others = {"model.norm.weight": np.ones(4, np.float32), f"{MODULE}.bias": np.ones(2, np.float16)}
+    others = {"model.norm.weight": np.ones(4), f"{MODULE}.bias": np.ones(2)}
     tensors = opened(tmp_path, arrays | others, case.config).tensors
     assert set(tensors) == {*others, f"{MODULE}.weight"}
     tensor = tensors[f"{MODULE}.weight"]
@@ -56,18 +56,18 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
         assert found.format == parse_format(case.kept)
     assert found.lost <= case.lost
     order = np.random.default_rng(2).permutation(OUTPUTS)[:24]
-    kept = grouped_tensor([tensor, tensor], True, found.format, order, None)
+    kept = grouped_tensor([tensor, tensor], True, found, order, None)
     assert kept.shape == (2, 24, INPUTS)
     assert tensor.codes is not None
-    values = (0.0, 1.0) if tensor.codes.values is None else tensor.codes.values
-    step = np.abs(tensor.codes.scales()).max() * np.diff(np.unique(values)).min()
+    table = (0.0, 1.0) if tensor.codes.values is None else tensor.codes.values
+    step = np.abs(tensor.codes.scales()).max() * np.diff(np.unique(table)).min()
     bound = found.lost * 1.01 * step + 1e-6 * np.abs(weights).max()
     for one in (0, 1):
         np.testing.assert_allclose(kept[one].dequantize(), weights[order], rtol=0, atol=bound)
     exactly = grouped_format([tensor], exact=True)
     if exactly is not None:  # at most a bit more
         assert exactly.format.code_bits - found.format.code_bits == bool(case.lost)
-        kept = grouped_tensor([tensor], False, exactly.format, None, None)
+        kept = grouped_tensor([tensor], False, exactly, None, None)
         np.testing.assert_allclose(kept.dequantize(), weights, rtol=1e-6, atol=1e-9)
     else:
         assert case.lost > 0
@@ -81,5 +81,5 @@ def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
         tensor = opened(folder, stored(CASES[name])[0], CASES[name].config).tensors
         found = grouped_format([*tensor.values()], exact=False)
         assert found is not None
-        kept = grouped_tensor([*tensor.values()], False, found.format, None, None)
+        kept = grouped_tensor([*tensor.values()], False, found, None, None)
         assert 8 * kept.nbytes == OUTPUTS * INPUTS * parse_format(format).bits_per_weight

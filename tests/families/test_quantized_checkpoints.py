@@ -12,9 +12,11 @@ from safetensors.numpy import load_file, save_file
 from jinfer import LLM
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
+from jinfer.quant import ReorderedTensor
 from jinfer.weights.plan_weights import plan_weights
 from tests.checkpoint.quantized_cases import CASES, Case
 from tests.checkpoint.quantized_writers import Arrays, mxfp4
+from tools.quantize import convert
 
 type Shapes = dict[str, tuple[int, int]]
 
@@ -123,17 +125,19 @@ def test_fused_projections(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-def test_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pack_bf16_128", "pack_reordered"])
+def test_experts(tmp_path: Path, name: str) -> None:
     """Mixtral: experts in tensors of their own, a router that is left out."""
     experts = {n: s for n, s in PROJECTIONS.items() if "mlp" not in n}
     sizes = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
     for e in range(3):
         experts |= {f"block_sparse_moe.experts.{e}.{n}": s for n, s in sizes.items()}
-    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-    config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
     experts["block_sparse_moe.gate"] = (3, HIDDEN)
-    case = CASES["pack_bf16_128"]
-    written(tmp_path, case, kept="block_sparse_moe.gate", shapes=experts, config=config)
+    written(tmp_path, CASES[name], kept="block_sparse_moe.gate", shapes=experts, config=config)
     check(tmp_path)
 
 
@@ -152,6 +156,19 @@ def test_memory_is_that_of_an_own_format(tmp_path: Path) -> None:
         source = written(tmp_path / name, CASES[name])
         own = {"embedding": "plain", "weights": format}
         assert planned(source) == planned(source.parent / "plain", quantization=own)
+
+
+def test_reordered_inputs_stay_in_their_bits(tmp_path: Path) -> None:
+    """By default, too; and converted, which stores their order."""
+    source = written(tmp_path, CASES["gptq_reordered_sym"])
+    found = planned(source)["decoder.1.ffn.down.weight"]
+    assert isinstance(found, ReorderedTensor)
+    assert found.nbytes == INNER * (HIDDEN * 4.5 / 8 + 4)
+    convert(str(source), tmp_path / "converted", {})
+    wanted = LLM(source).logits([TOKENS])[0]
+    np.testing.assert_array_equal(LLM(tmp_path / "converted").logits([TOKENS])[0], wanted)
+    exact = logits(tmp_path / "plain")
+    assert np.abs(wanted - exact).max() < 0.3  # activations are rounded to 8 bits
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from jinfer.parallel.shard_params import abstract_shard, check_quant_blocks, slice_shard
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly
-from jinfer.quant import parse_format
+from jinfer.quant import ReorderedTensor, parse_format
 from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import abstract
 
@@ -123,3 +123,14 @@ def test_a_block_that_would_be_torn_apart() -> None:
     whole = abstract((16, 96), parse_format("q4"))
     with pytest.raises(ShardingError, match=r"parts of 48 of its 96 columns .* blocks of 32"):
         check_quant_blocks(whole, {1: shard_evenly(96, 2)})
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((48, 64), 0), ((4, 24, 64), 1)])
+def test_reordered_inputs(shape: tuple[int, ...], axis: int) -> None:
+    """Rows are divided; inputs, which are not where they belong, are not."""
+    values = RNG.normal(size=shape).astype(np.float32)
+    order = RNG.permuted(np.broadcast_to(np.arange(64, dtype=np.int32), (*shape[:-2], 64)), axis=-1)
+    whole = ReorderedTensor(order, quantize(values, parse_format("q4")))
+    check_parts(whole, axis, shard_evenly(shape[axis], 2))
+    with pytest.raises(ShardingError, match="inputs are reordered"):
+        check_quant_blocks(whole, {len(shape) - 1: shard_evenly(64, 2, 32)})

@@ -32,7 +32,8 @@ from jinfer.checkpoint.layouts.module_tensors import (
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.checkpoint.layouts.scaled_layout import FP8, Block, join_fp8, join_int8
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized")
+_FORMATS += ("naive-quantized",)
 _FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense", "")
 _BITS = range(2, 9)
 

@@ -12,7 +12,8 @@ from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.checkpoint.layouts.scaled_layout import FP8, Block, join_fp8
 
 # Of activations and of the KV cache.
-UNUSED_SCALES = ("input_scale", "activation_scale", "input_scale_ub", "output_scale")
+UNUSED_SCALES: tuple[str, ...] = ("input_scale", "activation_scale", "input_scale_ub")
+UNUSED_SCALES += ("output_scale",)
 UNUSED_SCALES += ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
 UNUSED_SCALES += ("k_proj.output_scale", "v_proj.output_scale", "input_global_scale")
 _INVERSE = "_scale_inv"

@@ -28,7 +28,8 @@ _BITS = (2, 3, 4, 8)
 _NUMBERS = ("U8", "I8", "I16", "BOOL", *INDICES)
 _REFUSED = ("quant_scale", "quant_zero", "view_as_float")
 # Settings that are stored as tensors, and not needed.
-_BESIDE = ("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "optimize")
+_BESIDE: tuple[str, ...] = ("nbits", "group_size", "shape", "axis", "packing")
+_BESIDE += ("unpack_view_dtype", "optimize")
 _BESIDE += ("round_zero", "channel_wise", "compute_dtype", "stores_quant_config")
 _BESIDE += ("encoded_state_dict", "offload_meta", "scale_quant_params", "zero_quant_params")
 _BESIDE += _REFUSED

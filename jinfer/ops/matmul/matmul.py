@@ -1,4 +1,4 @@
-"""Matmul with weight matrices of any kind: plain, quantized, or with outliers."""
+"""Matmul with weight matrices of any kind: plain, quantized, with outliers or reordered."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jinfer.ops.matmul.quantized import (
     quantized_matmul,
     supports_grouped_quantized,
 )
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import RecordedWeight, record
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-type Weight = Array | QuantizedTensor | OutlierTensor | RecordedWeight
+type Weight = Array | QuantizedTensor | OutlierTensor | ReorderedTensor | RecordedWeight
 
 
 def linear(
@@ -57,6 +57,10 @@ def linear_of_stack(
     if isinstance(untapped, OutlierTensor):
         y = quantized_matmul(x, [untapped.rounded], index=index)[0]
         y = y + index_stack(untapped.outliers, index).product(x)
+    elif isinstance(untapped, ReorderedTensor):
+        order = index_stack(untapped.order, index)
+        sorted_x = ReorderedTensor(order, untapped.rounded).sorted_inputs(x)
+        y = quantized_matmul(sorted_x, [untapped.rounded], index=index)[0]
     elif isinstance(untapped, QuantizedTensor):
         y = quantized_matmul(x, [untapped], index=index)[0]
     else:
@@ -115,14 +119,18 @@ def linears(
     weights = record(x, weights)
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
     quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
-    plain = [weight for weight in codes if not isinstance(weight, QuantizedTensor)]
+    plain = [w for w in codes if not isinstance(w, QuantizedTensor | ReorderedTensor)]
     of_quantized = iter(
         quantized_matmul(x.reshape(-1, x.shape[-1]), quantized) if quantized else ()
     )
     of_plain = iter(dense.dense_matmul(x, plain) if plain else ())
     results = []
     for weight, code, bias in zip(weights, codes, biases, strict=True):
-        if isinstance(code, QuantizedTensor):
+        if isinstance(code, ReorderedTensor):
+            rows = code.sorted_inputs(x).reshape(-1, x.shape[-1])
+            y = quantized_matmul(rows, [code.rounded])[0]
+            y = y.reshape(*x.shape[:-1], code.rounded.outputs)
+        elif isinstance(code, QuantizedTensor):
             y = next(of_quantized).reshape(*x.shape[:-1], code.outputs)
         else:
             y = next(of_plain)
@@ -156,6 +164,6 @@ def take_rows(
 ) -> Float[Array, "*shape inputs"]:
     """Embedding lookup: rows of a matrix, dequantized to this type."""
     table: Any = weight.weight if isinstance(weight, RecordedWeight) else weight
-    if isinstance(table, QuantizedTensor | OutlierTensor):
+    if isinstance(table, QuantizedTensor | OutlierTensor | ReorderedTensor):
         return table.take(rows, dtype)
     return table[rows].astype(dtype)
