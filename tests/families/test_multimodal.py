@@ -141,3 +141,22 @@ def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:
     assert language_model(config)["eos_token_id"] == [1, 106]
     assert language_model(config)["architectures"] == ["Gemma3ForConditionalGeneration"]
     assert language_model({"text_config": None, "a": 1})["a"] == 1
+
+
+def test_qwen3_5(tmp_path: Path) -> None:
+    """Published with what sees images and with a head that drafts, as `mtp`."""
+    golden = Path(__file__).parents[1] / "goldens" / "qwen3_5"
+    held = open_checkpoint(golden).tensors
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.read()
+        for name, tensor in held.items()
+    }
+    tensors |= {"model.visual.merger.norm.weight": np.ones(4, np.float32)}
+    tensors |= {"mtp.layers.0.input_layernorm.weight": np.ones(4, np.float32)}
+    config = json.loads((golden / "config.json").read_text())
+    llm = served(tmp_path, nested(config, "Qwen3_5ForConditionalGeneration"), tensors)
+    with np.load(golden / "expected.npz") as expected:
+        close(
+            llm.logits([expected["long_input_ids"][0].tolist()])[0][3::4],
+            expected["long_logits"][0],
+        )
