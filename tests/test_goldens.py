@@ -27,7 +27,7 @@ CAUSAL = {
         *("aquila2", "baichuan2_7b", "baichuan2_13b", "chatglm2", "falcon40b", "gemma"),
         *("gpt_bigcode", "gpt_neox", "internlm", "minicpm", "openllama", "opt13b", "opt350m"),
         *("orion", "phi3_mini_4k", "smollm2", "starcoder2", "xverse", "yi"),
-        *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2"),
+        *("mixtral", "deepseek_moe", "qwen3_moe", "deepseek_v2", "deepseek_v32"),
         *("qwen3", "gguf_qwen3", "olmo2", "gemma2", "gpt_oss", "minicpm3", "glm"),
         *("lfm2", "mamba", "mamba2", "falcon_h1", "nemotron_h", "qwen3_5", "kimi_linear"),
         *("recurrent_gemma", "minimax", "rwkv4", "granite4_h_tiny", "qwen3_next"),
@@ -57,10 +57,10 @@ UNSAID: dict[str, dict[str, Any]] = {
     "gguf_glm": {"dims.context": 256, "dims.eps": 1.5625e-07},
 }
 # Of each attention one (plain, with slopes, with soft-caps, with sinks in windows, latent, in
-# chunks), some of them with experts. Their programs are optimized also where those of most tests
-# are not, and their steps are run: a step of another one is made of the parts that its logits went
-# through.
-OPTIMIZED = {"llama2", "bloom", "gemma2", "gpt_oss", "deepseek_v2", "llama4"}
+# chunks, with an indexer), some of them with experts. Their programs are optimized also where those
+# of most tests are not, and their steps are run: a step of another one is made of the parts that
+# its logits went through.
+OPTIMIZED = {"llama2", "bloom", "gemma2", "gpt_oss", "deepseek_v2", "llama4", "deepseek_v32"}
 # Their hidden states have another width than their layers, and were left out of the values.
 NO_HIDDEN = {"opt350m": 32, "gemma3n": 64}
 

@@ -88,6 +88,33 @@ class DifferentialSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Sparse attention: an indexer chooses the keys of each query (arXiv 2512.02556).
+
+    A key's score is the sum over the indexer's heads of w * relu(q . k); q comes from the queries'
+    latent or, without one, from the attention's input, w and the key, which all heads share, from
+    the input. The key has a layer norm. Queries and keys are rotated after it.
+
+    top_k: how many keys a query attends to: those with the highest scores.
+    heads: of the indexer's queries.
+    head_dim: dimensions of each, and of the key.
+    position: rotation of the first `dim` dimensions of queries and keys.
+    eps: epsilon of the key's norm.
+    """
+
+    top_k: Size
+    heads: Size
+    head_dim: Size
+    position: RopeSpec | None = None
+    eps: NotNegative = 1e-6
+
+    def check(self) -> tuple[str, str] | None:
+        if self.position is not None and self.position.dim > self.head_dim:
+            return "position.dim", f"{self.position.dim} is more than head_dim = {self.head_dim}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Block):
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
 
@@ -109,6 +136,7 @@ class AttentionSpec(Block):
     tied_values: the values are the keys before their norm and rotation; there is no `v`.
     kv_layer: number of an earlier layer, whose attention of the same name has the keys and values
         (KV sharing, arXiv 2405.12981); none: it has its own.
+    indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
     """
 
     kind: Literal["attention"]
@@ -134,6 +162,7 @@ class AttentionSpec(Block):
     v_norm: HeadNormSpec | None = None
     tied_values: bool = False
     kv_layer: Count | None = None
+    indexer: IndexerSpec | None = None
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.
@@ -157,6 +186,10 @@ class AttentionSpec(Block):
             return "kv_layer", "excludes differential and v_norm"
         if self.differential is not None and (self.kv_heads % 2 or self.out_norm or self.gate):
             return "differential", "needs an even number of kv_heads, neither out_norm nor gate"
+        if self.indexer is not None and (self.window or self.chunk or self.kv_layer is not None):
+            return "indexer", "excludes window, chunk and kv_layer"
+        if self.indexer is not None and not isinstance(self.position, RopeSpec | None):
+            return "indexer", f"excludes {self.position.kind} positions"
         return None
 
     @property
@@ -168,13 +201,17 @@ class AttentionSpec(Block):
         if self.kv_layer is not None:
             return None
         width = self.value_width * (2 if self.differential is not None else 1)
-        return CachedVectors(self.kv_heads, self.head_dim, width, self.window or self.chunk)
+        index = self.indexer.head_dim if self.indexer is not None else 0
+        window = self.window or self.chunk
+        return CachedVectors(self.kv_heads, self.head_dim, width, window, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:
         if self.chunk is not None and stack != "decoder":
             return "an attention in chunks, which only a decoder can"
         if self.kv_layer is not None and (stack, part) != ("decoder", "layer"):
             return "an attention to another's keys, which only the layers of a decoder can"
+        if self.indexer is not None and stack != "decoder":
+            return "an attention with an indexer, which only a decoder can"
         if isinstance(self.position, DisentangledSpec) and stack != "encoder":
             return "an attention with disentangled positions, which only an encoder can"
         return ""
@@ -194,7 +231,7 @@ class AttentionSpec(Block):
         """Whether it can attend to the keys and values of another attention."""
         if not isinstance(owner, AttentionSpec):
             return False
-        fields = ("kv_heads", "head_dim", "value_width", "window", "chunk", "position")
+        fields = ("kv_heads", "head_dim", "value_width", "window", "chunk", "position", "indexer")
         return all(getattr(self, field) == getattr(owner, field) for field in fields)
 
     def has_bias(self, projection: str) -> bool:
@@ -301,6 +338,7 @@ class LatentAttentionSpec(Block):
     eps: epsilon of the latents' norms.
     split: whether the up-projection of the latent is stored as two, for keys and for values, with a
         matrix per head.
+    indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
     """
 
     kind: Literal["latent_attention"]
@@ -315,6 +353,7 @@ class LatentAttentionSpec(Block):
     bias: bool = False
     eps: NotNegative = 1e-6
     split: bool = False
+    indexer: IndexerSpec | None = None
 
     def check(self) -> tuple[str, str] | None:
         if self.position is not None and self.position.dim != self.rope_dim:
@@ -322,7 +361,8 @@ class LatentAttentionSpec(Block):
         return None
 
     def cached(self) -> CachedVectors:
-        return CachedVectors(1, self.latent_rank + self.rope_dim, 0)
+        index = self.indexer.head_dim if self.indexer is not None else 0
+        return CachedVectors(1, self.latent_rank + self.rope_dim, 0, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:
         needs = "a latent attention, which only a decoder can: it needs a cache"

@@ -17,6 +17,7 @@ class CachedVectors(NamedTuple):
         value_width: 0: the values are a part of the keys.
         window: sliding window; None: all tokens.
         encoded: whether the tokens are an encoder's.
+        index_width: width of an indexer's keys; 0: none.
     """
 
     heads: int
@@ -24,6 +25,7 @@ class CachedVectors(NamedTuple):
     value_width: int
     window: int | None = None
     encoded: bool = False
+    index_width: int = 0
 
 
 class CachedState(NamedTuple):

@@ -214,5 +214,6 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShap
                 yield f"decoder.{i}.{name}", StateShape(own.arrays)
             elif own is not None:
                 group = ENCODER if own.encoded else cache_group(own.window)
-                shape = CacheShape(own.heads, own.key_width, own.value_width, group, own.window)
+                widths = own.heads, own.key_width, own.value_width
+                shape = CacheShape(*widths, group, own.window, own.index_width)
                 yield f"decoder.{i}.{name}", shape

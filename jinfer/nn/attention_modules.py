@@ -14,6 +14,7 @@ from jinfer.modelspec import blocks
 from jinfer.nn.differential_heads import DifferentialHeads, paired_values
 from jinfer.nn.disentangled_attention import DisentangledBias
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
+from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
@@ -62,6 +63,8 @@ class Attention(nnx.Module):
             self.gate = Linear(block.inputs, width, block.gate.bias, dtype, ("heads", "hidden"))
         if block.differential is not None:
             self.differential = DifferentialHeads(block.differential, block.head_dim)
+        if block.indexer is not None:
+            self.indexer = Indexer(block.indexer, block.inputs, block.inputs, dtype)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -82,18 +85,25 @@ class Attention(nnx.Module):
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
             return self.o(self._gated(flat[None], x).reshape(*x.shape[:2], -1)), cache
-        out, cache = self._attended(*self._project(x, batch), batch, cache)
+        out, cache = self._attended(x, *self._project(x, batch), batch, cache)
         return self.o(self._gated(out, x).reshape(*x.shape[:2], -1)), cache
 
     def _attended(
-        self, q: Array, k: Array, v: Array, batch: ForwardBatch, cache: AttentionCache | None
+        self,
+        x: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        batch: ForwardBatch,
+        cache: AttentionCache | None,
     ) -> tuple[Array, AttentionCache | None]:
         """The heads' outputs [batch, tokens, heads, value_dim], and the cache with new tokens."""
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
             return attend_text(q, k, v, batch.lengths, rules), None
-        flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules)
+        index = None if self.block.indexer is None else self.indexer(x, x, batch)
+        flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules, index)
         return flat[None], cache
 
     def _gated(self, out: Array, x: Array) -> Array:

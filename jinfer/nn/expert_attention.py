@@ -66,7 +66,7 @@ class ExpertAttention(Attention):
         k = self._rotated(k, block.kv_heads, k_norm, batch)
         q = split_heads(q, block.heads)
         k, v = split_heads(k, block.kv_heads), split_heads(v, block.kv_heads)
-        out, cache = self._attended(q, k, v, batch, cache)
+        out, cache = self._attended(x, q, k, v, batch, cache)
         by_key = out.reshape(len(rows), block.kv_heads, block.top_k, -1).swapaxes(1, 2)
         pairs = by_key.reshape(len(rows) * block.top_k, -1)
         y = moe.project_chosen(pairs, chosen.reshape(-1, 1), self.o.projection())

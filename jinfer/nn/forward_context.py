@@ -13,12 +13,14 @@ from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
     STATE,
     AttentionMetadata,
+    IndexedCache,
     LayerCache,
     cache_group,
     write_cache,
 )
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_cached, extend
+from jinfer.ops.attention.sparse import IndexQuery, extend_sparse
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, sequence_runs
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class RemoteAttention(Protocol):
         ...
 
 
-type AttentionCache = LayerCache | RemoteAttention
+type AttentionCache = LayerCache | IndexedCache | RemoteAttention
 
 
 class ForwardBatch(NamedTuple):
@@ -126,20 +128,31 @@ class ForwardBatch(NamedTuple):
         cache: AttentionCache,
         window: int | None,
         rules: ScoreRules,
+        index: IndexQuery | None = None,
     ) -> tuple[Float[Array, "tokens heads value_dim"], AttentionCache]:
-        """`paged_attention.extend` of a flat batch, in the group with this sliding window."""
+        """`paged_attention.extend` of a flat batch, in the group with this sliding window.
+
+        Args:
+            index: sparse attention: what chooses the keys (`sparse.extend_sparse`).
+        """
         at, copies = self.attention_metadata(cache_group(window)), self.copies
-        if not isinstance(cache, LayerCache):
+        if not isinstance(cache, LayerCache | IndexedCache):
             return cache.extend(q, k, v, at, rules), cache
         if v is not None:  # otherwise a part of the keys are the values, which must not change
-            q, k = rotate_qk(q, k, cache.keys)
-        if copies is None:
-            return extend(q, k, v, cache, at, rules)
-        q, k = q[copies.sources], k[copies.sources]
-        v = v if v is None else v[copies.sources]
-        at = at._replace(rows=copies.rows, positions=copies.positions)
-        out, cache = extend(q, k, v, cache, at, rules)
-        return out[copies.outputs], cache
+            vectors = cache if isinstance(cache, LayerCache) else cache.vectors
+            q, k = rotate_qk(q, k, vectors.keys)
+        if copies is not None:
+            q, k = q[copies.sources], k[copies.sources]
+            v = v if v is None else v[copies.sources]
+            index = index if index is None else index.taken(copies.sources)
+            at = at._replace(rows=copies.rows, positions=copies.positions)
+        after: AttentionCache
+        if isinstance(cache, IndexedCache):
+            assert index is not None, "an attention with an index has an indexer"
+            out, after = extend_sparse(q, k, v, index, cache, at, rules)
+        else:
+            out, after = extend(q, k, v, cache, at, rules)
+        return out if copies is None else out[copies.outputs], after
 
     def attend(
         self,

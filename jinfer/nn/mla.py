@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
+from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary
@@ -56,6 +57,9 @@ class LatentAttention(nnx.Module):
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
         if block.position is not None:
             self.rope = Rotary(block.position, dtype)
+        if block.indexer is not None:
+            queried = block.query_rank or block.inputs
+            self.indexer = Indexer(block.indexer, block.inputs, queried, dtype)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: AttentionCache
@@ -63,16 +67,18 @@ class LatentAttention(nnx.Module):
         """The block's output, and the cache with the new tokens' latents."""
         block = self.block
         (k_b, to_key), (v_b, to_value) = self._unfolding()
-        q = split_heads(self._query(x), block.heads)
+        latent = x if block.query_rank is None else self.q_a_norm(self.q_a(x))
+        q = split_heads((self.q if block.query_rank is None else self.q_b)(latent), block.heads)
+        index = None if block.indexer is None else self.indexer(x, latent, batch)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
         rotated = self._rotated(rotated.reshape(*x.shape[:2], -1), batch).reshape(rotated.shape)
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
-        latent = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
+        shared = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
         shared_key = self._rotated(kv[..., block.latent_rank :], batch)[:, :, None]
-        keys = jnp.concatenate([latent, shared_key], axis=-1)
-        out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules())
+        keys = jnp.concatenate([shared, shared_key], axis=-1)
+        out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules(), index)
         out = matmul_per_head(out[..., : block.latent_rank], v_b, to_value)
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
 
@@ -93,11 +99,6 @@ class LatentAttention(nnx.Module):
         rows = block.nope_dim + block.value_dim
         both = self.kv_b.weight[...].reshape(block.heads, rows, block.latent_rank)
         return (both, slice(block.nope_dim)), (both, slice(block.nope_dim, None))
-
-    def _query(self, x: Array) -> Array:
-        if self.block.query_rank is None:
-            return self.q(x)
-        return self.q_b(self.q_a_norm(self.q_a(x)))
 
     def _rules(self) -> ScoreRules:
         """YaRN's temperature is applied to the scores a second time, as in DeepSeek-V2's code."""

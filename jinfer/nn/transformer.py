@@ -259,8 +259,9 @@ class Stack(nnx.Module):
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
             for module in layer.modules.values():
-                if isinstance(rope := getattr(module, "rope", None), Rotary):
-                    yield rope
+                for part in (module, getattr(module, "indexer", None)):
+                    if isinstance(rope := getattr(part, "rope", None), Rotary):
+                        yield rope
 
     def results(
         self, hidden: HiddenState, batch: ForwardBatch, shared: nnx.Dict

@@ -170,6 +170,22 @@ def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
     return found
 
 
+def _chosen(spec: ModelSpec) -> list[int | None]:
+    """How many keys an indexer chooses in each layer; None without one."""
+    found = []
+    for layer in layers_of(spec):
+        indexers = (getattr(block, "indexer", None) for _, block in layer.modules)
+        found.append(next((indexer.top_k for indexer in indexers if indexer is not None), None))
+    return found
+
+
+def same_chosen(value: Any, spec: ModelSpec) -> bool:
+    """Whether that many keys are chosen for each query, or no text is longer."""
+    reach = spec.dims.get("context")
+    return (reach is not None and value >= reach) or set(_chosen(spec)) == {value}
+
+
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 _WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
 
 
@@ -188,6 +204,8 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
         return False
     if value and all(isinstance(each, list) and len(each) == 2 for each in value):
         value = [word for words, times in value for word in words * min(times, len(built))]
+    if not _INDEXED.isdisjoint(each for each in value if isinstance(each, str)):
+        return [each in _INDEXED for each in value] == [bool(k) for k in _chosen(spec)]
     said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
     if not any(said) and None not in said:
         return all(attn is None or attn.window in (None, reach) for attn in built)

@@ -45,6 +45,7 @@ GROUPS = (_CHOICE, rules.is_built("groups", of=MoESpec))
 CHOSEN = (_CHOICE, rules.is_built("top_k_groups", of=MoESpec))
 WEIGHT = (_CHOICE, rules.is_built("scale", of=MoESpec))
 SHARED = ("layers use what others computed", rules.usual())
+CHOSEN_KEYS = ("each query attends to keys that an indexer chooses", rules.same_chosen)
 CLAMP = ("the gated unit is clamped", rules.is_built("limit", "alpha"))
 
 
@@ -147,6 +148,14 @@ KNOWN: dict[str, tuple[str, Rule]] = {
     "layer_rope_theta": ("each layer has a theta", rules.usual()),
     "attention_value_scale": FACTOR,
     **_all(SHARED, "num_kv_shared_layers", "hidden_size_per_layer_input"),
+    **_all(CHOSEN_KEYS, "index_topk", "attention.indexer.top_k"),
+    "indexer_rope_interleave": PAIRS,
+    "index_topk_freq": ("layers use the keys chosen in others", rules.usual(1)),
+    **_all(
+        ("layers use the keys chosen in others", lambda value, _: set(value) <= {"full", "F"}),
+        "indexer_types",
+        "index_topk_pattern",
+    ),
     **_all(("layers use the weights of others", rules.usual(1)), "num_hidden_groups"),
     "inner_group_num": ("a layer has several attentions", rules.usual(1)),
     "share_encoder_decoder_embeddings": (

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
-from jinfer.modelspec.block import CachedState
+from jinfer.modelspec.block import CachedState, CachedVectors
 from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.layer_spec import shared_keys
@@ -268,16 +268,16 @@ def main_stack(spec: ModelSpec) -> str:
 def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
     reason = ""
+    layers = spec.decoder.layers if spec.decoder is not None else ()
+    cached = [block.cached() for layer in layers for _, block in layer.modules]
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
-    elif any(
-        isinstance(block.cached(), CachedState)
-        for layer in spec.decoder.layers
-        for _, block in layer.modules
-    ):
+    elif any(isinstance(own, CachedState) for own in cached):
         reason = "layers with a state keep it on their device; leave it out"
     elif shared_keys(spec.decoder.layers):
         reason = "layers that share keys need these on one device; leave it out"
+    elif any(isinstance(own, CachedVectors) and own.index_width for own in cached):
+        reason = "an indexer chooses among all keys, which are on its device; leave it out"
     elif all(CPU in stage.devices for stage in plan.stages):
         reason = "all stages are on the host, and so is all of the cache; leave it out"
     elif any(len(stage.devices) > 1 for stage in plan.stages):

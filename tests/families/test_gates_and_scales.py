@@ -13,6 +13,7 @@ from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import (
     Floats,
     attention,
+    chosen_keys,
     layer_norm,
     linear,
     rms_norm,
@@ -293,6 +294,40 @@ def differential(x: Floats, t: Tensors, i: int) -> Floats:
     return dense(merged(out), t, "self_attn.o_proj")
 
 
+INDEXED = """
+[decoder.modules.attn.indexer]
+top_k    = 9
+heads    = 5
+head_dim = 12
+eps      = 1e-4
+position = { kind = "rope", dim = 6, theta = 300, pairs = "adjacent" }
+[tensors]
+"decoder.{i}.attn.indexer.{q,k,head_weights}" = "model.layers.{i}.self_attn.index"
+"decoder.{i}.attn.indexer.k_norm"             = "model.layers.{i}.self_attn.index_norm"
+"""
+
+
+def indexed_shapes(layer: str) -> Shapes:
+    shapes = affine(f"{layer}self_attn.index", 5 * 12 + 12 + 5, HIDDEN)
+    return shapes | {f"{layer}self_attn.index_norm.{leaf}": (12,) for leaf in ("weight", "bias")}
+
+
+def indexed(x: Floats, t: Tensors, i: int) -> Floats:
+    index = dense(x, t, "self_attn.index")
+    weight, bias = (t[f"self_attn.index_norm.{leaf}"] for leaf in ("weight", "bias"))
+    index_k = layer_norm(index[:, None, 60:72], weight, bias, 1e-4)
+    index_q, index_k = (
+        rope(each, AT, 300.0, "adjacent", 6) for each in (heads(index[:, :60], 5), index_k)
+    )
+    q, k, v = (dense(x, t, f"self_attn.{part}_proj") for part in "qkv")
+    q, k, v = heads(q, HEADS), heads(k, KV_HEADS), heads(v, KV_HEADS)
+    q, k, out = rope(q, AT, 5000.0), rope(k, AT, 5000.0), []
+    for at in AT:
+        chosen = chosen_keys(index_q[at], index[at, 72:], index_k[: at + 1, 0], 9)
+        out.append(attention(q[at : at + 1], k[chosen], v[chosen]))
+    return dense(merged(np.concatenate(out)), t, "self_attn.o_proj")
+
+
 def weighted_norm(x: Floats, t: Tensors) -> Floats:
     return rms_norm(x, t["input_layernorm.weight"], EPS)
 
@@ -304,6 +339,7 @@ CASES: dict[str, tuple[str, Callable[[str], Shapes], tuple[str, ...], Block, Blo
     "identity": (IDENTITY, moe_shapes(6, True), (".mlp.",), attn, identity),
     "weighted": (WEIGHTED, moe_shapes(4, False), (".mlp.",), attn, weighted),
     "differential": (DIFFERENTIAL, differential_shapes, (), differential, mlp),
+    "indexed": (INDEXED, indexed_shapes, (), indexed, mlp),
     "latent": (LATENT, latent_shapes, ("k_proj", "v_proj"), latent, mlp),
 }
 

@@ -128,6 +128,10 @@ GGUF_LATENT = {
     "attention.kv_lora_rank": 16, "attention.key_length": 24, "attention.value_length": 16,
     "rope.dimension_count": 8,
 }  # fmt: skip
+GGUF_INDEXER = {
+    "attention.indexer.top_k": 12, "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 16,
+}  # fmt: skip
 LLAMA2C = {
     "vocab_size": 320, "dim": 64, "hidden_dim": 112, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2,
     "max_seq_len": 256, "shared_classifier": True,
@@ -191,8 +195,10 @@ def gguf_cases() -> Iterator[Case]:
                 yield Case(f"{family} {architecture}", family, known, (architecture,))
                 continue
             is_moe = "experts" in str(table.get("dims", {})) or "moe" in family
-            more = GGUF_MOE if is_moe or architecture == "deepseek2" else {}
-            more = more | (GGUF_LATENT if architecture in ("deepseek2", "minicpm3") else {})
+            is_latent = architecture in ("deepseek2", "deepseek32", "glm-dsa", "minicpm3")
+            more = GGUF_MOE if is_moe or (is_latent and architecture != "minicpm3") else {}
+            more = more | (GGUF_LATENT if is_latent else {})
+            more = more | (GGUF_INDEXER if architecture in ("deepseek32", "glm-dsa") else {})
             more = more | ({"expert_gating_func": 2} if family == "deepseek_v3" else {})
             known = gguf_like(architecture, **{"attention.sliding_window": 16}, **more)
             yield Case(f"{family} {architecture}", family, known, (architecture,))

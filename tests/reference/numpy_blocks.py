@@ -122,3 +122,13 @@ def attention(
         scores = scores - np.asarray(slopes, np.float64)[:, None, None] * np.abs(distance)
     scores = np.where(mask(queries, keys, causal, window), scores, -np.inf)
     return np.einsum("hqk,khd->qhd", softmax(scores), v)
+
+
+def chosen_keys(q: Floats, weights: Floats, keys: Floats, top_k: int) -> np.ndarray:
+    """The positions that an indexer chooses: queries [heads, dim], keys [keys, dim] of the past.
+
+    index score = sum over heads of weight * relu(q . k) (arXiv 2512.02556, equation 1)
+    """
+    scores = weights @ np.maximum(q @ keys.T, 0.0)
+    order = sorted(range(len(keys)), key=lambda s: (-scores[s], s))
+    return np.array(sorted(order[:top_k]))

@@ -23,7 +23,7 @@ from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
-from jinfer.ops.attention.kv_cache import LayerCache
+from jinfer.ops.attention.kv_cache import IndexedCache, LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
 from jinfer.runtime.known_jaxlib import is_known
@@ -31,7 +31,10 @@ from jinfer.sampling.sampling_metadata import SamplerState, SamplingMetadata
 
 _RECORDS = {
     each.__name__: each
-    for each in (SamplerOutput, LayerCache, SamplerState, SamplingMetadata, State, FlatBatch)
+    for each in (
+        *(SamplerOutput, LayerCache, IndexedCache, SamplerState, SamplingMetadata, State),
+        FlatBatch,
+    )
 }
 _LENGTH = 8  # bytes of the JSON's length, which come first
 _log = logging.getLogger("jinfer")

@@ -6,7 +6,7 @@ says in which. Several sequences may share blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -40,10 +40,21 @@ class LayerCache(NamedTuple):
     values: KVPool
 
 
+class IndexedCache(NamedTuple):
+    """Keys and values of one attention with an indexer (sparse attention).
+
+    Attributes:
+        index_keys: the indexer's keys, [blocks, 1, BLOCK, dim].
+    """
+
+    vectors: LayerCache
+    index_keys: KVPool
+
+
 # What a block computes of all tokens so far: arrays [blocks, ...], float32, by name.
 type StateCache = dict[str, Array]
 
-Cache = dict[str, Any]  # module name -> LayerCache | StateCache
+Cache = dict[str, Any]  # module name -> LayerCache | IndexedCache | StateCache
 
 
 class AttentionMetadata(NamedTuple):
@@ -72,6 +83,7 @@ class CacheShape(NamedTuple):
         group: attentions that share a block table: those of a decoder with the same window, and
             those that look at an encoder's output (cross-attention).
         window: sliding window of the group in tokens, the query's own included; None: unlimited.
+        index_dim: of an indexer's key; 0: none.
     """
 
     heads: int
@@ -79,10 +91,11 @@ class CacheShape(NamedTuple):
     value_dim: int
     group: str = "all"
     window: int | None = None
+    index_dim: int = 0
 
     def elements(self) -> int:
         """Numbers per token."""
-        return self.heads * (self.key_dim + self.value_dim)
+        return self.heads * (self.key_dim + self.value_dim) + self.index_dim
 
 
 class StateShape(NamedTuple):
@@ -119,7 +132,16 @@ def write_cache(
     at: AttentionMetadata,
 ) -> LayerCache:
     """Writes new tokens' keys and values; padding and tokens without a block are dropped."""
-    blocks, _, size, _ = cache.keys.shape
+    return LayerCache(*write_vectors(cache, (keys, values), at))
+
+
+def write_vectors(
+    pools: Sequence[KVPool],
+    vectors: Sequence[Float[Array, "tokens heads dim"]],
+    at: AttentionMetadata,
+) -> tuple[KVPool, ...]:
+    """Writes new tokens' vectors to pools of as many blocks, as `write_cache` does."""
+    blocks, _, size, _ = pools[0].shape
     index = at.positions // size
     here = (at.rows >= 0) & (at.positions >= 0)
     block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
@@ -129,9 +151,9 @@ def write_cache(
     def into(old: Array, rows: Array) -> Array:
         return old.at[block, :, offset].set(rows, mode="drop")
 
-    kept = LayerCache(_as_stored(keys, cache.keys), _as_stored(values, cache.values))
+    kept = tuple(_as_stored(new, old) for new, old in zip(vectors, pools, strict=True))
     # Without the barrier XLA:CPU fuses the update into its readers and copies the cache.
-    return lax.optimization_barrier(jax.tree.map(into, cache, kept))
+    return lax.optimization_barrier(jax.tree.map(into, tuple(pools), kept))
 
 
 def _as_stored(new: Array, old: KVPool) -> KVPool:
@@ -167,7 +189,8 @@ def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: K
                 for part, each in shape.arrays
             }
         keys, values = (rows(count, shape.heads, dim) for dim in (shape.key_dim, shape.value_dim))
-        return LayerCache(keys, values)
+        cache = LayerCache(keys, values)
+        return IndexedCache(cache, rows(count, 1, shape.index_dim)) if shape.index_dim else cache
 
     return {name: of(name, shape) for name, shape in shapes.items()}
 

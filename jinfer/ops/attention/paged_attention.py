@@ -143,7 +143,7 @@ def attend_cached(
 def attend(
     q: Float[Array, "tokens heads head_dim"],
     keys: KVPool,
-    values: KVPool,
+    values: KVPool | None,
     at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
@@ -153,15 +153,16 @@ def attend(
     Args:
         q: queries; query head h reads key head h * kv_heads // heads.
         keys, values: [blocks, kv_heads, size, head_dim]; entry j of a block table is the block of
-            positions j * size .. (j + 1) * size - 1.
+            positions j * size .. (j + 1) * size - 1. Without values the keys are the values too.
         at: positions and block tables of the queries.
         last: the last position each query sees: its own if attention is causal.
     """
     route = _route(q, keys, values, rules)
     if route == "cpu":
         return _custom_call(q, keys, values, at, last, rules)[0][0]
-    form = attend_gpu if route == "gpu" else attend_xla
-    return form(q, keys, values, at, last, rules)
+    if route == "gpu":
+        return attend_gpu(q, keys, values, at, last, rules)
+    return attend_xla(q, keys, keys if values is None else values, at, last, rules)
 
 
 def attend_text(

@@ -6,7 +6,16 @@ import pytest
 
 from tests.parallel.eight.models import alone, answers, distance, opened
 
-GOLDENS = ("llama2", "mixtral", "deepseek_v2", "falcon7b", "bloom", "bert", "m2m100")
+GOLDENS = (
+    "llama2",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v32",
+    "falcon7b",
+    "bloom",
+    "bert",
+    "m2m100",
+)
 # The goldens have two or three layers, so some stages of four have none.
 LAYERS = {
     "llama2": {2: [2, 1], 3: [1, 2, 0], 4: [1, 1, 1, 0]},

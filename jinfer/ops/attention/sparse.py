@@ -1,0 +1,201 @@
+"""Sparse attention: each query attends to the keys that an indexer chooses (DeepSeek-V3.2).
+
+A key's index score is the sum over the indexer's heads of weight * relu(query . key), in float32
+(arXiv 2512.02556). A query sees the `top_k` keys with the highest scores of its own position and
+those before; of equal scores the earlier position comes first. They are gathered in the order of
+their positions, and attention over them is that of `paged_attention.attend`: where no more than
+`top_k` keys are there, the result is that of attention to all, to the last bit.
+
+A positive factor of the scores changes no choice, so there is none. Nor does the Hadamard transform
+of DeepSeek's own code, which prepares queries and keys for FP8: it is done where the cache is
+quantized (`jinfer.ops.attention.hadamard`), and nothing is rounded otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.ops.attention.hadamard import rotate_qk
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    AttentionMetadata,
+    IndexedCache,
+    KVPool,
+    LayerCache,
+    write_vectors,
+)
+from jinfer.ops.attention.mask_rules import ScoreRules
+from jinfer.ops.attention.paged_attention import attend, extend
+from jinfer.ops.attention.xla import dequantize_for
+from jinfer.ops.matmul.dense import matmul_per_head
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+_TILE = 8  # tokens whose keys are gathered at a time
+_BLOCKS_PER_STEP = 4  # blocks of keys that are scored at a time
+
+
+class IndexQuery(NamedTuple):
+    """What an indexer computes of new tokens.
+
+    Attributes:
+        queries: of each head.
+        keys: which all heads share.
+        weights: of the heads.
+        top_k: how many keys are chosen.
+    """
+
+    queries: Float[Array, "tokens index_heads dim"]
+    keys: Float[Array, "tokens 1 dim"]
+    weights: Float[Array, "tokens index_heads"]
+    top_k: int
+
+    def taken(self, tokens: Int[Array, " places"]) -> IndexQuery:
+        """That of some of the tokens."""
+        queries, keys, weights, top_k = self
+        return IndexQuery(queries[tokens], keys[tokens], weights[tokens], top_k)
+
+
+def extend_sparse(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads value_dim"] | None,
+    index: IndexQuery,
+    cache: IndexedCache,
+    at: AttentionMetadata,
+    rules: ScoreRules,
+) -> tuple[Float[Array, "tokens heads value_dim"], IndexedCache]:
+    """`paged_attention.extend`, each token attending to the keys that are chosen for it.
+
+    Args:
+        rules: scores that do not depend on distances.
+    """
+    if at.tables.shape[1] * BLOCK <= index.top_k:  # no sequence is longer: nothing to choose
+        out, vectors = extend(q, k, v, cache.vectors, at, rules)
+        return out, cache._replace(vectors=vectors)
+    queries, own = rotate_qk(index.queries, index.keys, cache.index_keys)
+    index = index._replace(queries=queries)
+    new = k, k[..., :0] if v is None else v, own
+    keys, values, index_keys = write_vectors((*cache.vectors, cache.index_keys), new, at)
+    cache = IndexedCache(LayerCache(keys, values), index_keys)
+
+    def to_all() -> Array:
+        return attend(q, keys, None if v is None else values, at, at.positions, rules)
+
+    def to_some() -> Array:
+        return _attend_in_tiles(q, index, cache, at, rules, latent=v is None)
+
+    longest = jnp.max(jnp.where(at.rows >= 0, at.positions, -1))
+    return lax.cond(longest < index.top_k, to_all, to_some), cache
+
+
+def _attend_in_tiles(
+    q: Array,
+    index: IndexQuery,
+    cache: IndexedCache,
+    at: AttentionMetadata,
+    rules: ScoreRules,
+    *,
+    latent: bool,
+) -> Array:
+    """Attention of a few tokens after the other, whose chosen keys are gathered together."""
+    tokens = q.shape[0]
+    size = min(_TILE, tokens)
+    count = -(-tokens // size)
+
+    def tiles(x: Array, fill: int = 0) -> Array:
+        rest = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, rest, constant_values=fill).reshape(count, size, *x.shape[1:])
+
+    def one(tile: tuple[Array, ...]) -> Array:
+        q, queries, weights, rows, positions = tile
+        own = AttentionMetadata(rows, positions, at.tables)
+        chosen = choose_keys(queries, weights, index.top_k, cache.index_keys, own)
+        return _attend_chosen(q, chosen, cache.vectors, own, rules, latent=latent)
+
+    parts = (q, index.queries, index.weights, at.positions)
+    q_tiles, queries, weights, positions = (tiles(part) for part in parts)
+    out = lax.map(one, (q_tiles, queries, weights, tiles(at.rows, -1), positions))
+    return out.reshape(count * size, *out.shape[2:])[:tokens]
+
+
+def choose_keys(
+    queries: Float[Array, "tokens index_heads dim"],
+    weights: Float[Array, "tokens index_heads"],
+    top_k: int,
+    keys: KVPool,
+    at: AttentionMetadata,
+) -> Int[Array, "tokens top_k"]:
+    """The positions of the chosen keys, in rising order; there are at most top_k.
+
+    Where a token sees fewer, its own come first, and others, which it must not see, follow.
+
+    Args:
+        keys: the pool of index keys.
+    """
+    width = _BLOCKS_PER_STEP * BLOCK
+    steps = -(-at.tables.shape[1] // _BLOCKS_PER_STEP)
+    tables = at.tables.at[jnp.maximum(at.rows, 0)].get(mode="clip")
+    last = jnp.where(at.rows >= 0, at.positions, -1)
+
+    def step(number: Array, scores: Array) -> Array:
+        entries = number * _BLOCKS_PER_STEP + lax.iota(jnp.int32, _BLOCKS_PER_STEP)
+        blocks = tables.at[:, entries].get(mode="clip")
+        own = jax.tree.map(lambda pool: pool.at[blocks, 0].get(mode="clip"), keys)
+        found = _index_scores(queries, weights, dequantize_for(own, queries))
+        here = number * width + lax.iota(jnp.int32, width)
+        found = jnp.where(here[None] <= last[:, None], found, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(scores, found, number * width, axis=1)
+
+    nothing = jnp.full((queries.shape[0], steps * width), -jnp.inf, jnp.float32)
+    scores = lax.fori_loop(0, jnp.max(last) // width + 1, step, nothing)
+    return jnp.sort(lax.top_k(scores, top_k)[1].astype(jnp.int32), axis=1)
+
+
+def _index_scores(
+    queries: Float[Array, "tokens index_heads dim"],
+    weights: Float[Array, "tokens index_heads"],
+    blocks: Float[Array, "tokens blocks size dim"],
+) -> Float[Array, "tokens keys"]:
+    """The scores of each token's own keys; batch-invariant."""
+    keys = blocks.reshape(blocks.shape[0], -1, blocks.shape[3])
+    products = matmul_per_head(queries.swapaxes(0, 1), keys, slice(None))
+    positive = jnp.maximum(products, 0.0).swapaxes(0, 1)
+    scores = matmul_per_head(weights[None], positive, slice(None), transposed=True)[0]
+    # The order of numbers has -0 before 0 and NaN at either end: they are no less than any.
+    scores = jnp.where(scores == 0, 0.0, scores)
+    return jnp.where(jnp.isnan(scores), jnp.inf, scores)
+
+
+def _attend_chosen(
+    q: Float[Array, "tokens heads head_dim"],
+    chosen: Int[Array, "tokens top_k"],
+    cache: LayerCache,
+    at: AttentionMetadata,
+    rules: ScoreRules,
+    *,
+    latent: bool,
+) -> Float[Array, "tokens heads value_dim"]:
+    """Attention to the keys at these positions, as if they were all of each token's sequence."""
+    tokens, top_k = chosen.shape
+    blocks = -(-top_k // BLOCK)
+    chosen = jnp.pad(chosen, ((0, 0), (0, blocks * BLOCK - top_k)))
+    tables = at.tables.at[jnp.maximum(at.rows, 0)].get(mode="clip")
+    block = jnp.take_along_axis(tables, chosen // BLOCK, axis=1, mode="clip")
+
+    def gathered(pool: Array) -> Array:
+        own = pool.at[block, :, chosen % BLOCK].get(mode="clip")  # [tokens, keys, kv_heads, ...]
+        own = own.reshape(tokens * blocks, BLOCK, *own.shape[2:])
+        return own.swapaxes(1, 2)
+
+    keys = jax.tree.map(gathered, cache.keys)
+    values = None if latent else jax.tree.map(gathered, cache.values)
+    rows = jnp.where(at.rows >= 0, lax.iota(jnp.int32, tokens), -1)
+    last = jnp.clip(at.positions, 0, top_k - 1)
+    own_tables = lax.iota(jnp.int32, tokens * blocks).reshape(tokens, blocks)
+    return attend(q, keys, values, AttentionMetadata(rows, last, own_tables), last, rules)

@@ -1,0 +1,87 @@
+"""Models with sparse attention in the engine: in company, in pieces, with drafts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jinfer import LLM, SamplingParams
+from jinfer.modelspec.spec_errors import SpecError
+
+from .test_schedules import ALL, schedules
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "deepseek_v32"  # 12 keys for each query
+BEAMS: dict[str, Any] = {"strategy": "beam", "beams": 3}
+IDS = np.random.default_rng(7).integers(3, 250, 200).tolist()
+
+
+def open_model(**overrides: Any) -> LLM:
+    keys = {name.replace("__", "."): value for name, value in overrides.items()}
+    return LLM(GOLDEN, **{"dtype": "float32", **keys})
+
+
+def test_company() -> None:
+    """Many in a pool that is too small for them, some with a beginning in common, some in beams."""
+    common = [IDS[:70], []]
+    prompts = [common[n % 2] + IDS[n * 9 : n * 9 + 12 * n + 3] for n in range(8)]
+    greedy: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    params = [SamplingParams(**greedy, **({} if n % 4 else BEAMS)) for n in range(8)]
+    with open_model(engine__slots=1) as llm:
+        asked = zip(prompts, params, strict=True)
+        alone = [llm.generate([prompt], each)[0].token_ids for prompt, each in asked]
+    pool = {"engine__slots": 7, "engine__kv_tokens": 768, "engine__prefill_chunk": 50}
+    with open_model(**pool) as llm:
+        together = [answer.token_ids for answer in llm.generate(prompts, params)]
+        stats = llm.stats()
+    assert together == alone
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    assert stats.blocks_held == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["f32", "q8", "q3"])
+def test_many_random_schedules(kind: str) -> None:
+    schedules(GOLDEN, 256, 3, 5, ALL, dtype="float32", **{"quantization.kv_cache": kind})
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4"])
+def test_bits_do_not_depend_on_chunks(kind: str) -> None:
+    results = []
+    for chunk in (512, 7, 1):
+        keys = {"engine__prefill_chunk": chunk, "quantization__kv_cache": kind}
+        with open_model(**keys) as llm:
+            results.append(llm.logits([IDS[:90]])[0])
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)
+
+
+def test_all_keys_chosen() -> None:
+    """Chosen and gathered, or not looked for because no text of the engine is longer."""
+    results = []
+    for top_k in (12, 191, 192):
+        chosen = {"decoder.modules.attn.indexer.top_k": top_k, "trust_config": "warn"}
+        with open_model(**chosen, engine__context=192) as llm:
+            results.append(llm.logits([IDS[:191]])[0])
+    assert np.array_equal(results[1], results[2])
+    assert np.array_equal(results[0][:12], results[2][:12])
+    assert np.abs(results[0][12:] - results[2][12:]).max() > 0.1
+
+
+def test_drafts() -> None:
+    """Trees of a draft with an indexer of its own: the same tokens."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = [IDS[:70], IDS[100:110] * 5]
+    with open_model() as llm:
+        alone = [answer.token_ids for answer in llm.generate(prompts, params)]
+    trees = {"speculation__nodes": 8, "speculation__expansion": [2, 2, 1]}
+    with open_model(speculation__draft=[{"weights": "q4"}], **trees) as llm:
+        drafted = llm.generate(prompts, params)
+        assert [answer.token_ids for answer in drafted] == alone
+        assert llm.stats().drafts > llm.stats().accepted_tokens > 0
+
+
+def test_a_cache_on_the_host_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"partition\.host_kv_cache: an indexer chooses"):
+        open_model(partition__host_kv_cache=0.5)
