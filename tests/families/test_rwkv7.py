@@ -11,13 +11,14 @@ from tests.reference.numpy_tensors import Floats, Tensors, centre, dense, heads,
 from .tiny import DIM, HEADS, HIDDEN, INNER, TEXTS, VOCAB, Shapes, close, linear, norm, served
 
 RANKS = {"w": 6, "a": 5, "v": 3, "g": 7}
+LAYERS = 3
 CONFIG = {
     "architectures": ["RWKV7ForCausalLM"],
     "model_type": "rwkv7",
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": LAYERS,
     "head_dim": DIM,
     "num_heads": None,
     "decay_low_rank_dim": RANKS["w"],
@@ -41,7 +42,7 @@ def shapes() -> Shapes:
         **norm("model.norm"),
         **norm("model.layers.0.pre_norm"),
     }
-    for i in range(CONFIG["num_hidden_layers"]):  # type: ignore[call-overload]
+    for i in range(LAYERS):
         layer = f"model.layers.{i}"
         found |= norm(f"{layer}.attn_norm") | norm(f"{layer}.ffn_norm")
         found |= norm(f"{layer}.attn.g_norm")
@@ -66,8 +67,9 @@ def before(x: Floats) -> Floats:
 
 
 def low_rank(x: Floats, t: Tensors, name: str) -> Floats:
-    between = {"w": np.tanh, "g": sigmoid}.get(name, lambda x: x)
-    return dense(between(dense(x, t, f"attn.{name}_lora.lora.0")), t, f"attn.{name}_lora.lora.2")
+    y = dense(x, t, f"attn.{name}_lora.lora.0")
+    y = np.tanh(y) if name == "w" else sigmoid(y) if name == "g" else y
+    return dense(y, t, f"attn.{name}_lora.lora.2")
 
 
 def time_mixing(x: Floats, t: Tensors, first: Floats | None) -> tuple[Floats, Floats]:
