@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
@@ -26,12 +26,27 @@ from .run_main import run
 # Weights of a row of random numbers, quantized once and used for all rows.
 _MADE_UP_ROWS = 64
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+_SMALLEST = 32  # rows and columns of a matrix that is quantized
 _WORDS = "smollm2_135m_instruct"  # whose tokenizer a made-up model has
+
+
+class Shape(Protocol):
+    """Sizes of a model, as GGUF has them."""
+
+    architecture: str
+
+    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and shapes."""
+
+    def metadata(self) -> dict[str, Any]:
+        """GGUF metadata of these sizes."""
 
 
 @dataclass(frozen=True)
 class LlamaShape:
     """Sizes of a Llama-like decoder (gated MLP, GQA)."""
+
+    architecture = "llama"
 
     layers: int
     hidden: int
@@ -72,10 +87,65 @@ class LlamaShape:
         }
 
 
-# The sizes of TinyLlama-1.1B and of Llama-3-8B.
-SHAPES = {
+@dataclass(frozen=True)
+class Lfm2Shape:
+    """Sizes of an LFM2: short convolutions, attention (GQA) in some layers, gated MLPs."""
+
+    architecture = "lfm2"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    attention: tuple[int, ...]
+    kernel: int = 3
+    context: int = 4096
+
+    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and shapes."""
+        head = self.hidden // self.heads
+        kv = head * self.kv_heads
+        yield "token_embd.weight", (vocab, self.hidden)
+        yield "token_embd_norm.weight", (self.hidden,)
+        for i in range(self.layers):
+            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
+            if i in self.attention:
+                yield f"blk.{i}.attn_q.weight", (self.hidden, self.hidden)
+                yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
+                yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
+                yield f"blk.{i}.attn_output.weight", (self.hidden, self.hidden)
+                yield f"blk.{i}.attn_q_norm.weight", (head,)
+                yield f"blk.{i}.attn_k_norm.weight", (head,)
+            else:
+                yield f"blk.{i}.shortconv.in_proj.weight", (3 * self.hidden, self.hidden)
+                yield f"blk.{i}.shortconv.conv.weight", (self.hidden, self.kernel)
+                yield f"blk.{i}.shortconv.out_proj.weight", (self.hidden, self.hidden)
+            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
+            yield f"blk.{i}.ffn_gate.weight", (self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_up.weight", (self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_down.weight", (self.hidden, self.intermediate)
+
+    def metadata(self) -> dict[str, Any]:
+        """GGUF metadata of these sizes."""
+        counts = [self.kv_heads if i in self.attention else 0 for i in range(self.layers)]
+        return {
+            "lfm2.block_count": self.layers,
+            "lfm2.context_length": self.context,
+            "lfm2.embedding_length": self.hidden,
+            "lfm2.feed_forward_length": self.intermediate,
+            "lfm2.attention.head_count": self.heads,
+            "lfm2.attention.head_count_kv": counts,
+            "lfm2.attention.layer_norm_rms_epsilon": 1e-5,
+            "lfm2.rope.freq_base": 1e6,
+            "lfm2.shortconv.l_cache": self.kernel,
+        }
+
+
+# The sizes of TinyLlama-1.1B, of Llama-3-8B and of LFM2-1.2B.
+SHAPES: Mapping[str, Shape] = {
     "1.1b": LlamaShape(22, 2048, 32, 4, 5632),
     "8b": LlamaShape(32, 4096, 32, 8, 14336),
+    "lfm2-1.2b": Lfm2Shape(16, 2048, 32, 8, 8192, attention=(2, 5, 8, 10, 12, 14)),
 }
 
 
@@ -89,15 +159,15 @@ def convert(source: Path, out: Path, type_name: str) -> None:
     finish(writer)
 
 
-def make_up(shape: LlamaShape, tokenizer: Path, out: Path, type_name: str) -> None:
+def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
     """Writes a model of random weights, with the tokenizer of another GGUF file."""
     metadata = open_checkpoint(tokenizer).metadata
-    writer = gguf.GGUFWriter(out, "llama")
+    writer = gguf.GGUFWriter(out, shape.architecture)
     words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     copy_metadata(writer, {**words, **shape.metadata()})
     rng = np.random.default_rng(0)
     for name, size in shape.tensors(len(metadata["tokenizer.ggml.tokens"])):
-        if len(size) == 1:
+        if len(size) == 1 or min(size) < _SMALLEST:  # a vector, or the taps of a convolution
             writer.add_tensor(name, np.ones(size, np.float32))
             continue
         rows = rng.standard_normal((_MADE_UP_ROWS, size[1]), np.float32) / np.sqrt(size[1])
@@ -170,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("out", type=Path, help="the .gguf to write")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--source", help="real weights: a .gguf, or a model whose weights are one")
-    which.add_argument("--shape", choices=SHAPES, help="made-up weights of a Llama of this size")
+    which.add_argument("--shape", choices=SHAPES, help="made-up weights of this size")
     add("--type", choices=TYPES, default="Q4_0", help="of all matrices (Q4_0)")
     add("--tokenizer", metavar="SOURCE", help=f"of made-up weights: a .gguf's ({_WORDS})")
     return run(_run, parser.parse_args(arguments))
