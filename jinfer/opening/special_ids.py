@@ -49,7 +49,9 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _checked_ids(files: ModelFiles, vocab: int, key: str) -> tuple[int, ...]:
     """The token ids at a key of config.json, or of GGUF metadata. Raises `SourceError`."""
-    ids = files.config.get(key, files.config.get(f"tokenizer.ggml.{key}"))
+    architecture = files.config.get("general.architecture")
+    names = (key, f"tokenizer.ggml.{key}", f"{architecture}.{key}")  # GGUF has T5's under the last
+    ids = next((files.config[name] for name in names if name in files.config), None)
     listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
     for id in listed:
         if type(id) is not int or not 0 <= id < vocab:
