@@ -117,6 +117,7 @@ def roberta(h: Floats, t: Tensors) -> Floats:
 
 
 TWO_LAYERS = {"classifier.dense": (64, 64), "classifier.out_proj": (3, 64)}
+EURO = {"dense": (64, 64), "classifier": (3, 64)}
 FORMS = [
     Form(
         "bert", "BertForSequenceClassification", ("cls.",), {"classifier": (3, 64)},
@@ -137,6 +138,16 @@ FORMS = [
     Form(
         "roformer", "RoFormerForSequenceClassification", ("cls.",), TWO_LAYERS,
         lambda h, t: dense(gelu(dense(h[0], t, "classifier.dense")), t, "classifier.out_proj"), {},
+    ),
+    Form(
+        "eurobert", "EuroBertForSequenceClassification", ("lm_head",), EURO,
+        lambda h, t: dense(gelu(dense(h, t, "dense")), t, "classifier").mean(axis=0),
+        {"classifier_pooling": "late"},
+    ),
+    Form(
+        "eurobert", "EuroBertForSequenceClassification", ("lm_head",), EURO,
+        lambda h, t: dense(gelu(dense(h.mean(axis=0), t, "dense")), t, "classifier"),
+        {"classifier_pooling": "mean"},
     ),
     Form("llama2", "LlamaForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
     Form("mistral", "MistralForSequenceClassification", ("lm_head",), {"score": (3, 64)}, last, {}),
