@@ -63,7 +63,7 @@ class Formula:
     def run(
         self, inputs: Mapping[str, Any], call: Callable[[str, list[Any]], Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Evaluates the formula; returns its value and every name it assigned.
+        """Evaluates the formula; returns its value and its results by name.
 
         Args:
             inputs: values of its inputs ("x", "tokens", "positions", ...).
@@ -71,7 +71,7 @@ class Formula:
         """
         scope = _EvaluationScope({**dict(self.constants), **inputs}, call)
         value = _run(self.text, scope)
-        return value, {name: scope.variables[name] for name in self.assigned}
+        return value, {name: scope.variables[name] for name in self.results}
 
 
 @dataclass(frozen=True)
