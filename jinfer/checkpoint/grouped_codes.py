@@ -39,6 +39,7 @@ class GroupedCodes:
         zeros, biases: of each group, as `scales`.
         values: of the codes, if they are not evenly spaced.
         order: the group of each input, where that is not input // group.
+        unit: what the scales of a matrix are floats of few bits times, float32 [*stack, 1, 1].
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class GroupedCodes:
     biases: Callable[[], Float[np.ndarray, "*stack outputs groups"]] | None = None
     values: tuple[float, ...] | None = None
     order: Callable[[], Int[np.ndarray, " inputs"]] | None = None
+    unit: Callable[[], Float[np.ndarray, "*stack 1 1"]] | None = None
 
     @property
     def groups(self) -> int:

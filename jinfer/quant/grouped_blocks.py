@@ -7,7 +7,8 @@ numbers
     scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with one
                          more bit, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
-    scale * values[q]    a codebook: the values times a factor, rounded to integers
+    scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
+                         with two-level scales (`two_level_scales`)
 
 Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). What is lost
 is measured in steps, the distance between two levels; where that is too much, or groups are of
@@ -29,11 +30,13 @@ from jinfer.checkpoint.grouped_codes import GroupedCodes
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import QuantizedTensor, empty_tensor, from_codes
 from jinfer.quant.reordered_tensor import ReorderedTensor
+from jinfer.quant.two_level_scales import split_error, split_scales
 
 if TYPE_CHECKING:
     from jaxtyping import Float16, Int
 
 _BLOCKS = (128, 64, 32)
+_SMALL = 16  # of NVFP4
 _MOST_LOST = 0.125  # steps
 _MOST_VALUE = 127  # of a codebook
 _any_value = np.errstate(all="ignore")  # NaN and infinity are values like others
@@ -135,7 +138,12 @@ def _blocks_of(
 ) -> QuantizedTensor:
     grouped = file.codes
     assert grouped is not None, "the file has such codes"
-    codes, numbers = grouped.codes(), _numbers(grouped, format)
+    codes, steps = grouped.codes(), None
+    if format.two_level:
+        integers, factors = split_scales(_exact(grouped, format)[0], _unit(grouped), format.block)
+        numbers, steps = integers[..., None], factors[..., None]
+    else:
+        numbers = _numbers(grouped, format)
     if grouped.order is not None:
         codes = np.take(codes, _sorted_inputs(grouped), axis=-1)
     if _is_wider(grouped, format):
@@ -144,7 +152,8 @@ def _blocks_of(
         codes = (codes - zeros + format.zero).astype(np.uint8)
     if rows is not None:
         codes, numbers = codes[..., rows, :], numbers[..., rows, :, :]
-    return from_codes(codes, numbers, format, columns=columns)
+        steps = None if steps is None else steps[..., rows, :, :]
+    return from_codes(codes, numbers, format, steps=steps, columns=columns)
 
 
 def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
@@ -152,12 +161,15 @@ def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
     whole = codes.groups == 1
     group = codes.shape[-1] if whole else codes.group
     block = next((size for size in _BLOCKS if group % size == 0), _BLOCKS[-1] if whole else None)
-    if block is None or 0 in codes.shape or not _is_regular(codes):
+    small = codes.group == _SMALL and codes.values is not None
+    if (block is None and not small) or 0 in codes.shape or not _is_regular(codes):
         return ()
     if codes.values is not None:
         book = _codebook(codes.values)
         if book is None or codes.bits != 4:
             return ()
+        if small:
+            return (QuantFormat("4", _SMALL, True, two_level=True, codebook=book.integers),)
         return (QuantFormat("4", block, symmetric=True, codebook=book.integers),)
     named = [(str(codes.bits), codes.zero == 1 << codes.bits - 1)]
     if codes.zeros is not None:
@@ -250,10 +262,22 @@ def _numbers(
     return np.repeat(numbers, times, axis=-2)[..., :count, :] if times > 1 else numbers
 
 
+def _unit(codes: GroupedCodes) -> np.ndarray:
+    """What scales before rounding are floats of few bits times."""
+    return np.ones((1, 1), np.float32) if codes.unit is None else codes.unit()
+
+
 @_any_value
 def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
-    """How far off a weight may be, in steps; infinite where it is not known."""
+    """How far off a weight may be, in steps; infinite where it is not known.
+
+    With two-level scales, in the largest step of 256 weights.
+    """
     scales, bases = _exact(codes, format)
+    if format.two_level:
+        if not np.isfinite(scales).all():
+            return float("inf")
+        return split_error(scales, _unit(codes), format.block) * _largest(format)
     if _is_wider(codes, format) and codes.zeros is not None:
         zeros = codes.zeros()
         if not (zeros == np.rint(zeros)).all():

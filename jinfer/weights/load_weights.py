@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from jinfer.progress import line
@@ -43,12 +43,19 @@ def load(
 
 
 def tell_losses(plan: WeightPlan) -> None:
-    """Says on standard error which weights keep a file's codes with scales or bases rounded."""
+    """Says on standard error which weights of a quantized checkpoint are rounded, or decoded."""
     losses = defaultdict[tuple[str, str], list[float]](list)
     for name, storage in plan.storages.items():
         origin = plan.origins[name]
         if storage.lost and isinstance(origin, Origin):
             losses[origin.files[0].type, described(storage.format)].append(storage.lost)
+    decoded = Counter[str]()
+    for name, parameter in zip(plan.plain.names, plan.plain.parameters, strict=True):
+        origin = plan.origins[name]
+        if isinstance(origin, Origin) and origin.files[0].sources and name not in plan.storages:
+            decoded[f"{origin.files[0].type} are decoded to {parameter.dtype}"] += 1
+    for what, count in decoded.items():
+        line(f'jinfer: {count} matrices in {what} (quantization.weights = "q8" takes less memory)')
     for (stored, format), lost in losses.items():
         line(
             f"jinfer: {len(lost)} matrices in {stored} keep their codes, as {format}; the numbers "

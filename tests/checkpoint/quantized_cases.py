@@ -149,7 +149,7 @@ CASES: dict[str, Case] = {
     ),
     "nvfp4_packed": Case(
         _compressed("nvfp4-pack-quantized", type="float", group_size=16),
-        settled(w.nvfp4, divided=True),
+        settled(w.nvfp4, divided=True), "table", 0.1,
     ),
     "mxfp4_packed": Case(
         _compressed("mxfp4-pack-quantized", type="float"), settled(w.mxfp4), "table"
@@ -178,11 +178,15 @@ CASES: dict[str, Case] = {
         {"quant_method": "modelopt", "quant_algo": "FP8"}, settled(w.fp8, per="scalar")
     ),
     "modelopt_nvfp4": Case(
-        {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, settled(w.nvfp4)
+        {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, settled(w.nvfp4), "table", 0.1
     ),
     "modelopt_nvfp4_awq": Case(
         {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         settled(w.nvfp4, inputs_scaled=True),
+    ),
+    "modelopt_mxfp8": Case(
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        settled(w.fp8, per="group", dtype="power"),
     ),
     "quark_fp8": Case({"quant_method": "quark"}, settled(w.fp8, per="row")),
     "quark_int8": Case({"quant_method": "quark"}, settled(w.int8), "q8_b128", 0.0626),

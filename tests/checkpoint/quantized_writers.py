@@ -164,7 +164,9 @@ def fp8(
 ) -> Module:
     values = rng.normal(0, 60, (o, k)).astype(FP8)
     blocks = (-(-o // block[0]), -(-k // block[1]))
-    shape = {"scalar": (), "tensor": (1,), "row": (o, 1), "block": blocks}[per]
+    if per == "group":
+        block, blocks = (1, 32), (o, k // 32)
+    shape = {"scalar": (), "tensor": (1,), "row": (o, 1)}.get(per, blocks)
     size = 1 / 60 / np.sqrt(k)
     if dtype == "power":
         exponents = rng.integers(118, 121, shape).astype(np.uint8)
@@ -173,7 +175,7 @@ def fp8(
         scales = np.asarray(rng.uniform(0.7, 1.3, shape) * size).astype(dtype)
         factors = scales.astype(np.float64)
     wide = factors
-    if per == "block":
+    if per in ("block", "group"):
         wide = np.repeat(np.repeat(factors, block[0], 0)[:o], block[1], 1)[:, :k]
     return {"weight": values, leaf: scales}, values.astype(np.float64) * wide
 

@@ -140,8 +140,8 @@ def test_two_level_formats(width: Width, block: int, symmetric: bool) -> None:
 
 
 def test_codebook() -> None:
-    for two_level in (False, True):
-        format = QuantFormat("4", 32, True, two_level, CODEBOOK)
+    for block, two_level in ((32, False), (64, False), (32, True), (16, True)):
+        format = QuantFormat("4", block, True, two_level, CODEBOOK)
         tensor = matrix(format, 19, 512)
         assert supports(coded(tensor))
         check(tensor, 13)

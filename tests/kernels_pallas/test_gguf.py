@@ -50,8 +50,10 @@ def test_every_format_and_size(name: str, rows: int) -> None:
     assert_near(y, x, values, 2e-4)
 
 
-def test_any_values() -> None:
-    matrix, values = random_blocks(QuantFormat("4", symmetric=True, codebook=TABLE), (16, 1024))
+@pytest.mark.parametrize("block", [32, 64, 16])  # the latter are NF4's and NVFP4's
+def test_any_values(block: int) -> None:
+    format = QuantFormat("4", block, True, two_level=block == 16, codebook=TABLE)
+    matrix, values = random_blocks(format, (16, 1024))
     x = random_rows(2, 1024)
     assert_near(interpret(on_device(x), [matrix])[0], x, values, 2e-4)
 

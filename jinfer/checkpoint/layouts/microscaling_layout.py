@@ -128,14 +128,18 @@ def join_nvfp4(module: ModuleTensors, weight_leaf: str, global_leaf: str, *, div
         raise module.fail(global_leaf, f"is {list(whole.shape)}, but one number is wanted")
     before = module.find("pre_quant_scale", FLOATS, (shape[-1],))
 
-    def read_scales() -> np.ndarray:
-        factor = as_float32(whole).reshape(
-            *(stack if whole.shape[: len(stack)] == stack else ()), 1, 1
-        )
-        values = as_float32(scales)
-        return values / factor if divide else values * factor
+    def factor() -> np.ndarray:
+        each = stack if whole.shape[: len(stack)] == stack else ()
+        return as_float32(whole).reshape(*each, 1, 1)
 
-    found = _codes(shape, _NV, weight.read, read_scales)
+    def unit() -> np.ndarray:
+        return np.float32(1) / factor() if divide else factor()
+
+    def read_scales() -> np.ndarray:
+        values = as_float32(scales)
+        return values / factor() if divide else values * factor()
+
+    found = _codes(shape, _NV, weight.read, read_scales, unit)
     if before is None:
         module.join("NVFP4", (weight, scales, whole), found)
         return
@@ -160,6 +164,7 @@ def _codes(
     block: int,
     halves: Callable[[], np.ndarray],
     scales: Callable[[], np.ndarray],
+    unit: Callable[[], np.ndarray] | None = None,
 ) -> GroupedCodes:
     """Of bytes [..., inputs / 2]."""
 
@@ -170,7 +175,7 @@ def _codes(
         np.right_shift(pairs, 4, out=result[..., 1])
         return result.reshape(shape)
 
-    return GroupedCodes(shape, 4, block, codes, scales, values=E2M1)
+    return GroupedCodes(shape, 4, block, codes, scales, values=E2M1, unit=unit)
 
 
 def powers(tensor: Tensor) -> np.ndarray:

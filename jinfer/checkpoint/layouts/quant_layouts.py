@@ -20,7 +20,15 @@ from jinfer.checkpoint.layouts.scaled_layout import join_int8
 
 type Layout = Callable[[TensorTable, QuantSettings], None]
 
-_MODELOPT = ("fp8", "nvfp4", "w4a16_nvfp4", "nvfp4_awq", "mixed_precision")
+_MODELOPT: tuple[str, ...] = (
+    "fp8",
+    "fp8_per_channel_per_token",
+    "mxfp8",
+    "nvfp4",
+    "w4a16_nvfp4",
+    "nvfp4_awq",
+)
+_MODELOPT += ("mixed_precision",)
 
 
 def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> Checkpoint:
@@ -101,6 +109,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "gptq": read_gptq,
         "awq": read_awq,
         "auto-round": _read_auto_round,
+        "intel/auto-round": _read_auto_round,
         "compressed-tensors": read_compressed,
         "sparseml": read_compressed,
         "fp8": read_fp8,

@@ -2,8 +2,8 @@
 
 `X.weight` [*stack, o, k] beside a tensor of scales, whose shape says what they are for: one number,
 [o, 1] or [o] rows, [ceil(o / B), ceil(k / C)] blocks of B x C (arXiv 2412.19437, section 3.3),
-[o, k / g] groups. Weights are multiplied by them, also where the name ends in "inv". Scales may be
-powers of two (E8M0), 2^(e - 127).
+[o, k / g] groups (MXFP8). Weights are multiplied by them, also where the name ends in "inv". Scales
+may be powers of two (E8M0), 2^(e - 127).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jinfer.checkpoint.layouts.module_tensors import FLOATS, ModuleTensors, as_f
 type Block = tuple[int, int]
 
 FP8 = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2")
+_LEAST_GROUP = 16  # inputs that share a scale, where nothing says how many
 SCALES = (*FLOATS, "F8_E8M0", "U8")
 
 
@@ -34,6 +35,7 @@ def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Bl
     """
     weight = module.need(weight_leaf, FP8)
     scales = module.need(scale_leaf, SCALES)
+    block = block or _group_block(weight.shape, scales.shape)
     wide = _scale_shape(module, scale_leaf, weight.shape, scales.shape, block)
     is_block = block is not None and wide == _blocks(weight.shape, block)
     sizes = block if is_block else None
@@ -85,6 +87,15 @@ def read_scale(tensor: Tensor) -> np.ndarray:
 def _blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     *stack, outputs, inputs = shape
     return (*stack, -(-outputs // block[0]), -(-inputs // block[1]))
+
+
+def _group_block(weight: tuple[int, ...], scales: tuple[int, ...]) -> Block | None:
+    """The block that a group of inputs of a row is, if scales are of such."""
+    if len(weight) < 2 or len(scales) != len(weight) or scales[:-1] != weight[:-1]:
+        return None
+    groups = scales[-1]
+    whole = groups > 1 and weight[-1] % groups == 0 and weight[-1] // groups >= _LEAST_GROUP
+    return (1, weight[-1] // groups) if whole else None
 
 
 def _scale_shape(

@@ -260,6 +260,7 @@ Gemv gemv_of(const MatmulPlan& plan) {
       if (plan.parts == 2) {
         if (m.bits == 2) return multiply_gemv<2, 8, count, 2, false>;
         if (m.bits == 3) return multiply_gemv<3, 8, count, 2, false>;
+        if (m.bits == 4 && coded) return multiply_gemv<4, 8, count, 2, true>;
         if (m.bits == 6) return multiply_gemv<6, 8, count, 2, false>;
       } else {
         if (m.bits == 4)
