@@ -92,7 +92,7 @@ class Origin:
         """Whether each row of the parameter is a row of the tensors, as it stands there."""
         dimensions = len(self.files[0].shape)
         return (
-            not self.place.transpose
+            not self._is_turned(self.files[0])
             and self.place.pieces == 1
             and dimensions + self.stacked == len(shapes[self.parameter])
             and (not self.place.parts or self.place.axis == dimensions - 2)
@@ -125,7 +125,7 @@ class Origin:
         if pieces > 1 and values.ndim and values.shape[0] % pieces == 0:
             values = values.reshape(pieces, -1, *values.shape[1:])
         # An entry for a module is for its bias as well, which has no inputs to change places with.
-        if self.place.transpose and values.ndim > 1 and not self.parameter.endswith(".bias"):
+        if self._is_turned(file) and values.ndim > 1 and not self.parameter.endswith(".bias"):
             values = values.swapaxes(-1, -2)
         if self.place.parts:
             values = self._part(file, values, shapes)
@@ -140,6 +140,10 @@ class Origin:
                 f"correct [dims], or how [{self.place.table}] maps it"
             )
         return values
+
+    def _is_turned(self, file: Tensor) -> bool:
+        """Whether a tensor has inputs first; codes of quantized checkpoints never have."""
+        return self.place.transpose and file.codes is None
 
     def _part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """The parameter's part of a fused tensor."""

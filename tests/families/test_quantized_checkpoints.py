@@ -73,12 +73,18 @@ def written(
         if kept and kept in name:
             leaves = {"weight": whole[f"{name}.weight"]}
         arrays |= {f"{name}.{leaf}": np.ascontiguousarray(a) for leaf, a in leaves.items()}
-    for place, tensors, said in (("q", arrays, {case.key: case.config}), ("plain", whole, {})):
+    save_both(folder, arrays, whole, CONFIG | dict(config or {}), {case.key: case.config})
+    return folder / "q"
+
+
+def save_both(
+    folder: Path, arrays: Arrays, whole: Arrays, config: dict[str, Any], said: dict[str, Any]
+) -> None:
+    """Writes tensors with what is said of their quantization, and the dequantized ones."""
+    for place, tensors, more in (("q", arrays, said), ("plain", whole, {})):
         (folder / place).mkdir()
         save_file(tensors, folder / place / "model.safetensors")
-        written_config = json.dumps(CONFIG | dict(config or {}) | said)
-        (folder / place / "config.json").write_text(written_config)
-    return folder / "q"
+        (folder / place / "config.json").write_text(json.dumps(config | more))
 
 
 def logits(source: Path) -> np.ndarray:
@@ -141,6 +147,30 @@ def test_experts(tmp_path: Path, name: str) -> None:
     check(tmp_path)
 
 
+def test_matrices_that_lie_the_other_way_round(tmp_path: Path) -> None:
+    """GPT-2: plain matrices have inputs first, quantized ones never."""
+    rng = np.random.default_rng(8)
+    wide = {"attn.c_attn": 3 * HIDDEN, "attn.c_proj": HIDDEN, "mlp.c_fc": 4 * HIDDEN}
+    arrays = {"wte.weight": rng.normal(0, 0.1, (VOCAB, HIDDEN))}
+    arrays["wpe.weight"] = rng.normal(0, 0.1, (64, HIDDEN))
+    for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
+        arrays |= {f"{norm}.weight": np.ones(HIDDEN), f"{norm}.bias": np.zeros(HIDDEN)}
+    arrays = {name: values.astype(np.float32) for name, values in arrays.items()}
+    whole = dict(arrays)
+    for name, outputs in (wide | {"mlp.c_proj": HIDDEN}).items():
+        inputs = 4 * HIDDEN if name == "mlp.c_proj" else HIDDEN
+        leaves, weights = CASES["gptq_128"].write(rng, outputs, inputs)
+        bias = {f"h.0.{name}.bias": rng.normal(0, 0.1, outputs).astype(np.float32)}
+        whole |= {f"h.0.{name}.weight": np.ascontiguousarray(weights.T.astype(np.float32)), **bias}
+        arrays |= {f"h.0.{name}.{leaf}": array for leaf, array in leaves.items()} | bias
+    config = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCAB,
+        "n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 64, "n_ctx": 64,
+    }  # fmt: skip
+    save_both(tmp_path, arrays, whole, config, {"quantization_config": CASES["gptq_128"].config})
+    check(tmp_path)
+
+
 def planned(source: Path, **overrides: Any) -> dict[str, Any]:
     """A model's parameters by name, as they will be in memory."""
     opened = open_model(source, overrides)
@@ -186,11 +216,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         arrays[f"{name}_blocks"] = leaves["weight_packed"].reshape(*shape, 16)
         arrays[f"{name}_scales"] = leaves["weight_scale"].reshape(shape)
     config = json.loads((golden / "config.json").read_text())
-    for place, tensors in (("q", arrays), ("plain", whole)):
-        (tmp_path / place).mkdir()
-        save_file(tensors, tmp_path / place / "model.safetensors")
-        said = {"quantization_config": {"quant_method": "mxfp4"}} if place == "q" else {}
-        (tmp_path / place / "config.json").write_text(json.dumps(config | said))
+    save_both(tmp_path, arrays, whole, config, {"quantization_config": {"quant_method": "mxfp4"}})
     gate = planned(tmp_path / "q")["decoder.0.ffn.experts.gate.weight"]
     assert gate.format.codebook is not None
     check(tmp_path)
