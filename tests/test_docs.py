@@ -37,7 +37,7 @@ from tests.server.running import serving
 from tools.bench_models import LlamaShape, make_up
 from tools.match_checkpoint import describe
 
-from .test_worked_example import SCRIPT, sessions
+from .test_worked_example import COMPARED, HYBRID, SCRIPT, sessions
 
 # Most commands open the same tiny model.
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -92,8 +92,9 @@ SLOW = {
     "jinfer quality SOURCE --text text.txt",
 }
 ELSEWHERE = {
-    **{command: "tests/test_worked_example.py" for command, _ in sessions()},
+    **{c: "tests/test_worked_example.py" for c, _ in [*sessions(), *sessions(HYBRID)]},
     SCRIPT: "tests/test_worked_example.py",
+    COMPARED: "tests/test_worked_example.py",
     "make demo": "test_the_demonstration, below",
 }
 # Blocks of Python with one of these lines, and what they need.

@@ -22,21 +22,24 @@ from .families.tiny import close
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "specs.md").read_text(encoding="utf-8")
 _, _, EXAMPLE = PAGE.partition("## From a checkpoint to a specification\n")
+EXAMPLE, _, HYBRID = EXAMPLE.partition("## A hybrid, from its checkpoint to equal logits\n")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, text: str = EXAMPLE) -> list[str]:
     """The example's blocks in a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", EXAMPLE, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def sessions() -> list[tuple[str, str]]:
+def sessions(text: str = EXAMPLE) -> list[tuple[str, str]]:
     """Every command of the example, and what it prints."""
-    parts = [re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE) for block in blocks("console")]
+    blocks_of = blocks("console", text)
+    parts = [re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE) for block in blocks_of]
     return [pair for part in parts for pair in zip(part[1::2], part[2::2], strict=True)]
 
 
 (SCRIPT,) = (block for block in blocks("python") if "from jinfer" in block)
 (FAMILY,) = blocks("toml")
+(COMPARED,) = blocks("python", HYBRID)
 
 
 @pytest.fixture
@@ -52,13 +55,13 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def printed(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """What a command of the page prints."""
-    program, _, rest = command.partition(" gptj")
-    if program == "jinfer inspect":
-        assert main(f"gptj{rest}".split()) == 0
-    elif command == "python compare.py":
-        runpy.run_path("compare.py")
+    program, _, rest = command.partition(" ")
+    if program == "jinfer":
+        assert main(rest.removeprefix("inspect ").split()) == 0
+    elif program == "python":
+        runpy.run_path(rest)
     else:
-        assert command == "tail -n 3 gptj.toml"
+        assert program in ("tail", "grep")
         return subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout
     return capsys.readouterr().out
 
@@ -79,6 +82,18 @@ def test_every_command_prints_what_the_page_shows(
         holds(printed(command, capsys), wanted)
     (newcomer / "specs" / "families" / "gptj.toml").write_text(FAMILY)
     holds(printed(last, capsys), shown)
+
+
+def test_the_hybrid_is_drafted_compared_and_corrected(
+    newcomer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (newcomer / "specs" / "families" / "nemotron_h.toml").unlink()
+    shutil.copytree(ROOT / "tests" / "goldens" / "nemotron_h", "hybrid")
+    Path("compare_hybrid.py").write_text(COMPARED)
+    commands = sessions(HYBRID)
+    assert len(commands) == 5
+    for command, wanted in commands:
+        holds(printed(command, capsys), wanted)
 
 
 def holds(text: str, wanted: str) -> None:
