@@ -32,6 +32,9 @@ from tests.families.test_scaled_families import (
     latent_block,
     latent_shapes,
 )
+from tests.families.test_sparse_families import CONFIG as SPARSE
+from tests.families.test_sparse_families import shapes as sparse_shapes
+from tests.families.test_sparse_families import sparse_attention
 from tests.families.tiny import DIM, HEADS, HIDDEN, INNER, VOCAB, Shapes, written
 from tests.reference import numpy_moe
 from tests.reference.numpy_blocks import attention, rms_norm
@@ -110,22 +113,28 @@ class Case:
     logits: Floats
 
 
-def deepseek_case(folder: Path) -> Case:
+def deepseek_case(
+    folder: Path,
+    family: str = "deepseek_v3_head",
+    config: dict[str, Any] = LATENT,
+    shapes: Shapes | None = None,
+    attended: Callable[[Floats, Tensors, int], Floats] = latent_attention,
+) -> Case:
     """The layer after the last one, with its own copies of the embedding and the head."""
-    shapes, layer = latent_shapes(), "model.layers.2."
+    shapes, layer = shapes or latent_shapes(), "model.layers.2."
     copied = {n: s for n, s in shapes.items() if n.startswith("model.layers.1.")}
     shapes |= {n.replace(".1.", ".2.", 1): s for n, s in copied.items()}
     shapes |= affine(f"{layer}eh_proj", HIDDEN, 2 * HIDDEN) | norm(f"{layer}shared_head.norm")
     shapes |= norm(f"{layer}enorm") | norm(f"{layer}hnorm")
     for name in ("embed_tokens", "shared_head.head"):
         shapes |= {f"{layer}{name}.weight": (VOCAB, HIDDEN)}
-    tensors = written(folder, LATENT, shapes)
+    tensors = written(folder, config, shapes)
 
     def normed(x: Floats, t: Tensors, name: str) -> Floats:
-        return rms_norm(x, t[f"{name}.weight"], LATENT["rms_norm_eps"])
+        return rms_norm(x, t[f"{name}.weight"], config["rms_norm_eps"])
 
     def through(x: Floats, t: Tensors, number: int) -> Floats:
-        x = x + latent_attention(normed(x, t, "input_layernorm"), t, number)
+        x = x + attended(normed(x, t, "input_layernorm"), t, number)
         return x + latent_block(normed(x, t, "post_attention_layernorm"), t)
 
     *layers, head = layers_of(tensors)
@@ -136,7 +145,12 @@ def deepseek_case(folder: Path) -> Case:
     token = normed(tensors["model.embed_tokens.weight"][AHEAD], head, "enorm")
     y = through(dense(np.concatenate([token, given], axis=-1), head, "eh_proj"), head, 2)
     logits = dense(normed(y, head, "shared_head.norm"), tensors, "lm_head")
-    return Case(folder, "head", "deepseek_v3_head", x, logits)
+    return Case(folder, "head", family, x, logits)
+
+
+def sparse_case(folder: Path) -> Case:
+    """DeepSeek's with an indexer, in GLM-5 (`glm_moe_dsa_head`, over "deepseek_v32_head")."""
+    return deepseek_case(folder, "glm_moe_dsa_head", SPARSE, sparse_shapes(), sparse_attention)
 
 
 MIMO = LLAMA | {"architectures": ["MiMoForCausalLM"], "use_sliding_window": False}
@@ -310,6 +324,7 @@ CASES: dict[str, Callable[[Path], Case]] = {
     "eagle": eagle_case,
     "named": named_case,
     "deepseek": deepseek_case,
+    "sparse": sparse_case,
     "mimo": mimo_case,
     "glm": glm_case,
     "gguf": gguf_case,
