@@ -116,12 +116,16 @@ class AsyncLLM(BaseLLM):
         *,
         priority: int = 0,
         timeout: float | None = None,
+        adapter: str | None = None,
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """As `LLM.chat`."""
         ids, resolved = self.session.chat(messages, params, keywords)
-        return (await self.generate(ids, resolved, priority=priority, timeout=timeout))[0]
+        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return (await self.generate(ids, resolved, **asked))[0]
 
+    load_adapter = _in_thread(LLM.load_adapter)
+    unload_adapter = _in_thread(LLM.unload_adapter)
     logits = _in_thread(LLM.logits)
     score = _in_thread(LLM.score)
     hidden = _in_thread(LLM.hidden)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jinfer.distributed.process_group import current_group
@@ -20,6 +22,7 @@ from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.nn.lora import is_adapter
 from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.progress import line
@@ -81,13 +84,41 @@ def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
     programs: Any = engine.programs
     stages = getattr(programs, "stages", None)
     if stages is None:
-        engine.parameters = load_weights.load(plan, progress=progress)
+        loaded = load_weights.load(plan, progress=progress)
+        known = dict(zip(plan.plain.names, loaded, strict=True)) | empty_adapters(engine.model)
+        engine.parameters = tuple(known[name] for name in engine.model.names)
         return
     from jinfer.parallel.sharded_loading import load_stages
 
     if progress and programs.memory:
         line(str(programs.memory))
     engine.leaves = load_stages(plan, stages, progress=progress)
+
+
+def empty_adapters(model: AbstractModel) -> dict[str, Any]:
+    """The stacks of a model's adapters before any is loaded."""
+    shapes = zip(model.names, model.parameters, strict=True)
+    found = {name: np.zeros(one.shape, one.dtype) for name, one in shapes if is_adapter(name)}
+    return {name: jax.device_put(values) for name, values in found.items()}
+
+
+def place_parameters(engine: Engine, values: Mapping[str, np.ndarray]) -> None:
+    """Puts other values of some parameters in place of what an engine has of them.
+
+    Calls that are in flight keep those that they were given. Nothing is compiled.
+
+    Args:
+        values: name of each parameter, none of them quantized -> its values, of the same shape.
+    """
+    programs: Any = engine.programs
+    if (stages := getattr(programs, "stages", None)) is None:
+        changed = {name: jax.device_put(each) for name, each in values.items()}
+        known = zip(engine.model.names, engine.parameters, strict=True)
+        engine.parameters = tuple(changed.get(name, old) for name, old in known)
+        return
+    from jinfer.parallel.sharded_loading import replaced_leaves
+
+    engine.leaves = replaced_leaves(stages, engine.leaves, values)
 
 
 def _on_one_device(
@@ -100,7 +131,7 @@ def _on_one_device(
         opened.context,
         used=nbytes(model.parameters),
     )
-    return CompiledPrograms(model, _sizes(opened, blocks), shelf)
+    return CompiledPrograms(model, _sizes(opened, model, blocks), shelf)
 
 
 def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
@@ -120,7 +151,7 @@ def _in_stages(opened: Opened, model: AbstractModel) -> PipelinePrograms:
         raise SpecError(spec.path, "partition", memory.problem)
     return PipelinePrograms(
         model=model,
-        sizes=_sizes(opened, dict(memory.blocks.total)),
+        sizes=_sizes(opened, model, dict(memory.blocks.total)),
         stages=make_stages(plan, whole),
         lanes=MicroBatches(plan.lanes, spec.engine.slots),
         hosted=memory.blocks.hosted,
@@ -133,12 +164,13 @@ def _in_processes(opened: Opened, model: AbstractModel) -> DistributedPrograms:
 
     group = current_group()
     assert group is not None, "the process has joined a job"
-    return build_distributed_programs(group, model, opened, partial(_sizes, opened))
+    return build_distributed_programs(group, model, opened, partial(_sizes, opened, model))
 
 
-def _sizes(opened: Opened, blocks: dict[str, int]) -> Sizes:
-    vocab = opened.spec.dims.get("vocab", 0)
-    return Sizes(opened.spec.engine.slots, opened.context, vocab, blocks, opened.kv_cache)
+def _sizes(opened: Opened, model: AbstractModel, blocks: dict[str, int]) -> Sizes:
+    vocab, room = opened.spec.dims.get("vocab", 0), model.modules.adapters
+    slots, adapters = opened.spec.engine.slots, 0 if room is None else room.count
+    return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters)
 
 
 def first_shapes(engine: Engine, prompt: int) -> list[StepKey]:

@@ -20,6 +20,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     special: bool | None
     priority: int
     timeout: float | None
+    adapter: str | None
 
 
 def build_requests(
@@ -33,6 +34,7 @@ def build_requests(
     special: bool | None = None,
     priority: int = 0,
     timeout: float | None = None,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> list[tuple[list[PreparedRequest], SamplingParams]]:
     """The requests of each prompt, and its parameters; arguments as `LLM.generate`.
@@ -55,6 +57,7 @@ def build_requests(
             "decoder_prefix and language are for a model with an encoder and a decoder; "
             "leave them out"
         )
+    use = None if adapter is None else session.adapters.find(adapter)
     resolved = [session.sampling(one, sampling) for one in listed]
     prefix = session.prefix(decoder_prefix, language)
     return [
@@ -65,6 +68,7 @@ def build_requests(
                 prefix,
                 priority=priority,
                 timeout=timeout,
+                adapter=use,
             ),
             prompt_params,
         )

@@ -124,7 +124,8 @@ class LLM(BaseLLM):
                 language: target language of a translation model; its token joins the prefix;
                 special: as `encode`;
                 priority: requests with lower numbers go first, those without one have 0;
-                timeout: seconds after which the requests fail with a `DeadlineError`.
+                timeout: seconds after which the requests fail with a `DeadlineError`;
+                adapter: name of the LoRA adapter to compute with.
 
         Returns:
             `params.n` completions per prompt (default one), in the prompts' order; those of a
@@ -169,6 +170,7 @@ class LLM(BaseLLM):
         *,
         priority: int = 0,
         timeout: float | None = None,
+        adapter: str | None = None,
         **keywords: Unpack[ChatKeywords],
     ) -> Completion:
         """Answers a conversation.
@@ -176,7 +178,7 @@ class LLM(BaseLLM):
         Args:
             messages: `{"role": "user", "content": "..."}` and so on; content may be a list of
                 parts `{"type": "text", "text": "..."}`. A text is a message of the user.
-            params, priority, timeout: as `generate`.
+            params, priority, timeout, adapter: as `generate`.
             **keywords: fields of `SamplingParams`; variables of the chat template, such as
                 `tools`, or all of them in `variables`; and `special=True` to recognize special
                 tokens that are written in messages.
@@ -186,7 +188,32 @@ class LLM(BaseLLM):
             TemplateError: there is no chat template, or it rejects the conversation.
         """
         ids, resolved = self.session.chat(messages, params, keywords)
-        return self.generate(ids, resolved, priority=priority, timeout=timeout)[0]
+        asked: RequestKeywords = {"priority": priority, "timeout": timeout, "adapter": adapter}
+        return self.generate(ids, resolved, **asked)[0]
+
+    def load_adapter(self, name: str, source: str | Path) -> None:
+        """Loads a LoRA adapter beside the model, for requests with `adapter=name`.
+
+        Nothing is compiled. `engine.max_adapters` says how many there can be at a time.
+
+        Args:
+            source: PEFT's folder (adapter_config.json and adapter_model.safetensors or .bin), or
+                a GGUF file.
+
+        Raises:
+            RequestError: the name is taken, or there is no room.
+            SourceError, CheckpointError, LoadError: there is no such adapter, or it is damaged, or
+                of another model, or of too high a rank.
+        """
+        self.session.adapters.load(name, source, self.session.engine, self.session.thread)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that are computed with it are finished.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        self.session.adapters.unload(name)
 
     def logits(
         self,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from jinfer.api.adapters import Adapters, with_merged_adapters
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.prompt_inputs import (
     Ids,
@@ -28,6 +29,7 @@ from jinfer.api.prompt_inputs import (
 )
 from jinfer.distributed.process_group import refuse_on_worker
 from jinfer.engine import fork_guard
+from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
@@ -107,15 +109,19 @@ class Session:
         opened = open_model(source, overrides)
         asked = _drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened
+        model = build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf)
+        opened = with_merged_adapters(opened, model)
+        self.adapters = Adapters.of(opened)
         plan = plan_weights(
-            build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf),
+            model,
             opened.spec,
             opened.checkpoint,
             opened.activations,
-            kv_cache=opened.kv_cache,
+            # Equalization would move channels from keys to queries under the adapters.
+            kv_cache=opened.kv_cache if self.adapters.slots is None else None,
             free_memory=free_memory,
         )
-        self.engine = build_engine(opened, plan.model, shelf)
+        self.engine = build_engine(opened, self.adapters.room_in(plan.model), shelf)
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
@@ -129,6 +135,7 @@ class Session:
         load(self.engine, plan, progress=progress)
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
+        self.adapters.load_listed(self.engine, self.thread)
         self.load_seconds = time.perf_counter() - begun
         # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
         # a hundred thousand strings, of which the tokenizer has copies.
@@ -257,6 +264,7 @@ class Session:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        adapter: AdapterUse | None = None,
     ) -> list[PreparedRequest]:
         """The requests that answer a prompt: `best_of` or `n` of them.
 
@@ -264,6 +272,7 @@ class Session:
             prefix: the tokens that the answer of an encoder-decoder starts from.
             priority: lower ones go first.
             timeout: seconds after which they are aborted.
+            adapter: the LoRA adapter that they are computed with.
 
         Raises:
             RequestError: it cannot be run.
@@ -297,6 +306,7 @@ class Session:
             encoder,
             priority,
             None if timeout is None else time.monotonic() + timeout,
+            adapter=adapter,
         )
         self._check_room(request)
         return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]

@@ -73,9 +73,11 @@ class Checkpoint:
         tensors: name -> tensor, in the file's order.
         metadata: what the file says besides tensors: GGUF's key-value pairs, llama2.c's header,
             safetensors' `__metadata__`.
+        merged: digests of the adapters that are merged into its tensors as they are read.
     """
 
     path: Path
     format: Format
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
+    merged: tuple[bytes, ...] = field(default=(), kw_only=True)

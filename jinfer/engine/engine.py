@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import Failed, Request, Token
+from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.in_flight import CallInFlight, any_involves
 from jinfer.engine.runner.model_runner import make_token
@@ -43,11 +43,13 @@ class Engine(EngineCore):
         speculator: speculative decoding, if it is on.
         interrupt: ends decoding calls early, also those that have not begun; any thread may set it.
         guides: guided decoding: the requests' grammars.
+        adapters: slot of each LoRA adapter -> the digest of what is there.
     """
 
     speculator: Speculator | None = None
     interrupt: Flag = field(default_factory=Flag)
     guides: Guides = field(default_factory=Guides)
+    adapters: dict[int, bytes] = field(default_factory=dict)
     _drivers: dict[int, SearchDriver] = field(default_factory=dict)
     _in_step: list[int] = field(default_factory=list)
     _arrivals: int = 0
@@ -88,6 +90,9 @@ class Engine(EngineCore):
             driver: of a request whose search the host drives.
             matcher: the grammar of a guided request.
         """
+        use = request.adapter
+        if use is not None and self.adapters.get(use.slot) != use.digest:
+            raise RequestError(f"the adapter {use.name!r} was unloaded meanwhile")
         sequence = RunningSequence(
             request,
             self._arrivals,
@@ -105,6 +110,11 @@ class Engine(EngineCore):
         if matcher is not None:
             never = self.model.never
             self.guides.add(sequence, matcher, choice, never, self.programs.words)
+
+    def adapter_slots_used(self) -> set[int]:
+        """Slots of LoRA adapters that requests are computed with, waiting or running."""
+        uses = (sequence.request.adapter for sequence in self._sequences.values())
+        return {use.slot for use in uses if use is not None}
 
     def finish(self, request: int) -> RunningSequence | None:
         """Ends a request, waiting or running; its blocks and its slot are free at once."""

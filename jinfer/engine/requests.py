@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from jinfer.engine.adapter_use import AdapterUse
 from jinfer.sampling.request_errors import RequestError as RequestError
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -45,6 +46,7 @@ class Request:
         deadline: when the request is given up, in seconds of `time.monotonic`.
         reuse: whether the prefix cache may be used.
         shown: special tokens that appear in the text, though others are left out.
+        adapter: the LoRA adapter that it is computed with; None: none.
     """
 
     id: int
@@ -57,6 +59,7 @@ class Request:
     deadline: float | None = None
     reuse: bool = True
     shown: tuple[int, ...] = ()
+    adapter: AdapterUse | None = None
 
     def seed(self, steady: int | None) -> bytes:
         """What the content of its blocks depends on besides the tokens.
@@ -66,9 +69,10 @@ class Request:
         """
         length = len(self.prompt)
         stretched = length if steady is not None and length > steady else 0
+        adapter = b"" if self.adapter is None else self.adapter.seed
         if not self.encoder and not stretched:
-            return b""
-        return np.array([stretched, *self.encoder], np.int64).tobytes()
+            return adapter
+        return adapter + np.array([stretched, *self.encoder], np.int64).tobytes()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinfer.modelspec.adapters_table import AdapterSpec
 from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
 from jinfer.modelspec.bounded_types import Count, Size
 from jinfer.modelspec.classification_table import ClassificationSpec
@@ -31,6 +32,10 @@ class EngineSpec:
         mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
         warm_up: whether all programs are compiled at start, rather than on first use.
+        max_adapters: LoRA adapters that may be loaded at a time beside the model, those of
+            `[adapters]` included; 0: those alone.
+        max_adapter_rank: the highest rank that they may have; none: that of those of `[adapters]`,
+            at least 16.
     """
 
     slots: Size = 8
@@ -41,6 +46,8 @@ class EngineSpec:
     mixed_chunk: Size = 96
     queue: Size | None = None
     warm_up: bool = False
+    max_adapters: Count = 0
+    max_adapter_rank: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class ModelSpec:
         trust_config: what to do about keys of the checkpoint that change the computation and that
             the specification does not follow: "refuse" the model, or only "warn".
         generation: defaults of `SamplingParams`.
+        adapters: LoRA adapters that are loaded with the model.
     """
 
     path: str
@@ -94,6 +102,7 @@ class ModelSpec:
     speculation: SpeculationSpec = field(default_factory=SpeculationSpec)
     classification: ClassificationSpec = field(default_factory=ClassificationSpec)
     generation: Mapping[str, Any] = field(default_factory=dict)
+    adapters: tuple[AdapterSpec, ...] = ()
 
     @property
     def decoder(self) -> StackSpec | None:

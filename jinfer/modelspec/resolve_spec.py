@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jinfer.modelspec.adapters_table import read_adapters
 from jinfer.modelspec.blocks import AnyBlock
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.classification_table import read_classification
@@ -43,7 +44,7 @@ _MODEL_TABLES = ("dims", "modules", *STACKS)  # tables that define the model
 _TEXTS = ("family", "weights", "tokenizer", "description")
 _SETTINGS = (
     *("dtype", "prompt", "engine", "quantization", "partition", "speculation"),
-    *("classification", "generation"),
+    *("classification", "generation", "adapters"),
 )
 _TRUST = ("trust", "trust_config")
 TOP_KEYS = (
@@ -145,6 +146,7 @@ def resolve(
         speculation=read_speculation(whole.get("speculation", {}), values),
         classification=read_classification(whole.get("classification", {}), values),
         generation=whole.get("generation", {}),
+        adapters=read_adapters(whole.get("adapters", {}), path),
     )
     check_lost_keys(lost, whole, spec, values)
     return spec

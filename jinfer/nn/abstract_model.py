@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from jinfer.guard.disk_cache import DiskCache
+    from jinfer.nn.lora import AdapterSlots
     from jinfer.nn.transformer import Model
 
 # Results per token; of an encoder "pooled" and "classes" per text.
@@ -35,10 +36,15 @@ Want = Literal["logits", "hidden", "pooled", "classes"]
 
 @dataclass(eq=False)
 class ModelModules:
-    """The Flax modules of a specification, without parameters; built on first use."""
+    """The Flax modules of a specification, without parameters; built on first use.
+
+    Attributes:
+        adapters: the room that they have for LoRA adapters.
+    """
 
     spec: ModelSpec
     dtype: DTypeLike
+    adapters: AdapterSlots | None = None
 
     def make(self) -> None:
         """Builds the modules now: modules built inside a trace cannot be used in the next one."""
@@ -51,7 +57,7 @@ class ModelModules:
 
         from jinfer.nn.transformer import Model
 
-        definition, state = nnx.split(Model(self.spec, self.dtype))
+        definition, state = nnx.split(Model(self.spec, self.dtype, self.adapters))
         return definition, state
 
     def merged(self, leaves: tuple[Array, ...], rounded: bool) -> Model:
@@ -125,19 +131,24 @@ class AbstractModel:
         """The cache key of programs compiled for this model, except for the code version."""
         spec = self.modules.spec
         here = (self.modules.dtype, self.parameters, self.caches)
+        here += () if self.modules.adapters is None else (self.modules.adapters,)
         return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
 
 
 def build_abstract_model(
-    spec: ModelSpec, dtype: DTypeLike, kept: DiskCache | None = None
+    spec: ModelSpec,
+    dtype: DTypeLike,
+    kept: DiskCache | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> AbstractModel:
     """Builds the abstract model of a specification.
 
     Args:
         dtype: of the weights and of the computation; norms are float32.
         kept: cache of the modules' parameter descriptions, so that the next start needs no modules.
+        adapters: the room that it has for LoRA adapters, which are parameters of it.
     """
-    modules = ModelModules(spec, dtype)
+    modules = ModelModules(spec, dtype, adapters)
     found = _cached_parameters(modules, kept) if kept is not None else _parameters(modules)
     return AbstractModel(
         modules=modules,
@@ -153,6 +164,17 @@ def build_abstract_model(
     )
 
 
+def with_adapters(model: AbstractModel, adapters: AdapterSlots) -> AbstractModel:
+    """The same model with room for LoRA adapters beside its matrices."""
+    known = dict(zip(model.names, model.parameters, strict=True))
+    built = build_abstract_model(model.modules.spec, model.modules.dtype, adapters=adapters)
+    parameters = (
+        known.get(name, own) for name, own in zip(built.names, built.parameters, strict=True)
+    )
+    kept = {"never": model.never, "vocab": model.vocab, "rounded": model.rounded}
+    return replace(built, parameters=tuple(parameters), **kept)
+
+
 class _Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -164,6 +186,7 @@ class _Parameter(NamedTuple):
 
 def _cached_parameters(modules: ModelModules, kept: DiskCache) -> list[_Parameter]:
     key = repr(("parameters", modules.spec.shared, modules.spec.stacks, modules.dtype))
+    key += "" if modules.adapters is None else repr(modules.adapters)
     if (content := kept.get(key)) is not None:
         return [_Parameter(*one) for one in json.loads(content)]
     found = _parameters(modules)

@@ -95,7 +95,7 @@ class GatedMLP(nnx.Module):
         if self.sparsity:
             gate, up = project(x, (self.gate, self.up))
             return self.down(self.gating(gaussian_sparsity(gate, self.sparsity), up))
-        if self.gate.bias is None and self.up.bias is None:
+        if self.gate.is_plain and self.up.is_plain:
             gate, up = self.gate.weight[...], self.up.weight[...]
             if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:
                 return self.down(y)

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jinfer.nn.positions import CosSin, Rotary
 from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
+    ADAPTER,
     STATE,
     AttentionMetadata,
     IndexedCache,
@@ -21,6 +22,7 @@ from jinfer.ops.attention.kv_cache import (
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend_cached, extend
 from jinfer.ops.attention.sparse import IndexQuery, extend_sparse
+from jinfer.ops.matmul.lora import RowAdapters, row_adapters
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, sequence_runs
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class ForwardBatch(NamedTuple):
         cos_sin: RoPE angles, if precomputed, by `str` of their block.
         copies: flat batch: tree branches in which tokens occur.
         runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
+        adapters: flat batch: each token's adapter, where there may be any.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -87,6 +90,7 @@ class ForwardBatch(NamedTuple):
     cos_sin: dict[str, CosSin] | None = None
     copies: TreeCopies | None = None
     runs: SequenceRuns | None = None
+    adapters: RowAdapters | None = None
 
     @classmethod
     def of_texts(
@@ -110,9 +114,14 @@ class ForwardBatch(NamedTuple):
 
         Args:
             prompts: prompt length of each sequence, all of which was known from the start.
+            tables: the block tables, and the sequences' adapters if there may be any.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
-        return cls(positions[None], totals[None], rows=rows, tables=dict(tables), encoded=encoded)
+        blocks, adapters = dict(tables), None
+        if (slots := blocks.pop(ADAPTER, None)) is not None:
+            adapters = row_adapters(slots, rows)
+        batch = cls(positions[None], totals[None], rows=rows, tables=blocks, encoded=encoded)
+        return batch._replace(adapters=adapters)
 
     def attention_metadata(self, group: str) -> AttentionMetadata:
         """Positions and block tables for a group of attentions."""

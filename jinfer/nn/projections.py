@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
+from jinfer.nn.lora import adapted_rows, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
+from jinfer.ops.matmul.lora import add_lora
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Linear(nnx.Module):
-    """A linear projection with weight [outputs, inputs]."""
+    """A linear projection with weight [outputs, inputs], and the stacks of adapters if any."""
 
     def __init__(
         self,
@@ -35,6 +37,11 @@ class Linear(nnx.Module):
     ) -> None:
         self.weight = parameter((outputs, inputs), axes, dtype, role=role)
         self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
+        slots = slots_to_build() if role == "matrix" else None
+        n, rank = (0, 0) if slots is None else (slots.count, slots.rank)
+        a, b = ("slots", "rank", axes[1]), ("slots", axes[0], "rank")
+        self.lora_a = parameter((n, rank, inputs), a, dtype) if slots else None
+        self.lora_b = parameter((n, outputs, rank), b, dtype) if slots else None
 
     @classmethod
     def of(cls, block: blocks.LinearSpec, dtype: DTypeLike) -> Linear:
@@ -42,8 +49,20 @@ class Linear(nnx.Module):
         return cls(block.inputs, block.outputs, block.bias, dtype)
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """x @ weight.T + bias."""
-        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        """x @ weight.T + bias, and the terms of the rows' adapters."""
+        return project(x, (self,))[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the product with its weight and nothing else."""
+        return self.bias is None and (self.lora_a is None or adapted_rows() is None)
+
+    def adapted(self, y: Float[Array, "*rows outputs"], x: Float[Array, "*rows inputs"]) -> Array:
+        """A product in float32 with the terms of the rows' adapters."""
+        rows = adapted_rows()
+        if rows is None or self.lora_a is None or self.lora_b is None:
+            return y
+        return add_lora(y, x, self.lora_a[...], self.lora_b[...], rows)
 
 
 class BlockLinear(nnx.Module):
@@ -69,7 +88,13 @@ def project(
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """Several projections of the same vectors, which may be one operation."""
     biases = [None if each.bias is None else each.bias[...] for each in projections]
-    return linears(x, [each.weight[...] for each in projections], biases)
+    weights = [each.weight[...] for each in projections]
+    if adapted_rows() is None or all(each.lora_a is None for each in projections):
+        return linears(x, weights, biases)
+    # In float32 until all terms are added: rows without an adapter are rounded as without any.
+    wide = linears(x, weights, biases, jnp.float32)
+    each_with = zip(projections, wide, strict=True)
+    return tuple(each.adapted(y, x).astype(x.dtype) for each, y in each_with)
 
 
 class Embedding(nnx.Module):

@@ -18,6 +18,7 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.lora import AdapterSlots, building_with
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
@@ -91,14 +92,17 @@ class _LayerCall(NamedTuple):
 class Stack(nnx.Module):
     """A stem, layers and a head."""
 
-    def __init__(self, spec: StackSpec, dtype: DTypeLike) -> None:
+    def __init__(
+        self, spec: StackSpec, dtype: DTypeLike, adapters: AdapterSlots | None = None
+    ) -> None:
         self.name = spec.name
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
         self.carried = spec.carried
         self.sent = spec.values_before(len(spec.layers))
-        self.layers = nnx.List([Layer(layer, dtype, spec.carried) for layer in spec.layers])
+        with building_with(adapters):
+            self.layers = nnx.List([Layer(layer, dtype, spec.carried) for layer in spec.layers])
         self.modules = nnx.Dict({name: build_module(b, dtype) for name, b in spec.modules})
 
     def embed(
@@ -294,10 +298,12 @@ class Stack(nnx.Module):
 class Model(nnx.Module):
     """A whole model. Parameters are named `embed.weight`, `decoder.3.attn.q.weight`, ..."""
 
-    def __init__(self, spec: ModelSpec, dtype: DTypeLike) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: DTypeLike, adapters: AdapterSlots | None = None
+    ) -> None:
         self.dtype = jnp.dtype(dtype)
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
-        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype) for stack in spec.stacks})
+        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype, adapters) for stack in spec.stacks})
 
     def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
         """A draft head's projection of the target's hidden states, in its own dtype."""

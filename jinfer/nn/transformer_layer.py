@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jinfer.modelspec.layer_spec import LayerSpec, shared_keys
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.lora import rows_adapted_by
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
 from jinfer.ops.attention.kv_cache import Cache
 
@@ -75,7 +76,8 @@ class Layer(nnx.Module):
             return DeferredAllReduce(out, self.axis)
 
         inputs = {"tokens": tokens, "positions": batch.positions, "encoded": None}
-        x, assigned = self.wiring.run({**inputs, **state.values, "x": state.x}, call)
+        with rows_adapted_by(batch.adapters):
+            x, assigned = self.wiring.run({**inputs, **state.values, "x": state.x}, call)
         given = {name: resolve_all_reduce(assigned[name]) for name in self.gives}
         return HiddenState(resolve_all_reduce(x), given), cache
 

@@ -13,6 +13,7 @@ from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.opening.adapter_files import AdapterFile, adapter_files
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.classification_config import ClassificationConfig, find_classification
 from jinfer.opening.compute_settings import (
@@ -55,6 +56,7 @@ class Opened:
         kv_cache: what numbers of the cache are kept as.
         end_ids: ends of sequence.
         decoder_prefix: what the answer of an encoder-decoder starts from.
+        adapters: LoRA adapters that are loaded with it.
     """
 
     spec: ModelSpec
@@ -70,6 +72,7 @@ class Opened:
     kv_cache: Kind
     end_ids: tuple[int, ...]
     decoder_prefix: tuple[int, ...]
+    adapters: tuple[AdapterFile, ...] = ()
 
 
 def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool = True) -> Opened:
@@ -111,6 +114,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         kv_cache=kv_cache_type(spec),
         end_ids=end_ids(files, vocab, tokenizer, said),
         decoder_prefix=decoder_prefix(files, vocab, said),
+        adapters=adapter_files(spec, files, tables),
     )
 
 

@@ -62,8 +62,13 @@ def load_stages(
     rows = {
         name: local_rows([(stages[n], stages[n].model.sources[i]) for n, i in users])
         for name, users in wanted.items()
+        if name in plan.plain.names
     }
     load(plan, put, rows, progress=progress)
+    for name in wanted.keys() - set(plan.plain.names):  # adapters, of which none is loaded yet
+        number, index = wanted[name][0]
+        dtype = stages[number].model.model.parameters[index].dtype
+        put([name], np.zeros(stages[number].model.sources[index].shape, dtype))
     gc.collect(0)  # releases the whole arrays that JAX still refers to
     trim()
     absent = [stage.device_group.abstract_shards(stage.model.model.parameters) for stage in stages]
@@ -73,6 +78,26 @@ def load_stages(
         for index in range(len(stage.model.sources))
         for leaf in jax.tree.leaves(loaded.get((number, index), absent[number][index]))
     )
+
+
+def replaced_leaves(
+    stages: Sequence[PipelineStage], leaves: Sequence[Array], values: Mapping[str, np.ndarray]
+) -> tuple[Array, ...]:
+    """The leaves of all stages with other values of some parameters, none of them quantized.
+
+    Args:
+        leaves: as of `load_stages`.
+        values: name of each parameter in the whole model -> its values.
+    """
+    changed, at = list(leaves), 0
+    for stage in stages:
+        for source, parameter in zip(
+            stage.model.sources, stage.model.model.parameters, strict=True
+        ):
+            if source.name in values and stage.device_group.local:
+                changed[at] = _put_on_devices(stage, source, values[source.name])
+            at += len(jax.tree.leaves(parameter))
+    return tuple(changed)
 
 
 def _sharding_key(shares: Mapping[int, Any]) -> Any:

@@ -75,7 +75,7 @@ def make_stage_model(
         return max(quant_block(weight) for weight in weights if weight is not None)
 
     local_spec, shares = shard_spec(stage_spec(spec, part), devices, unit)
-    model = build_abstract_model(local_spec, dtype)
+    model = build_abstract_model(local_spec, dtype, adapters=whole.modules.adapters)
     modules = {name: _sharded_module(name, shares) for name in model.names}
     axes = dict(zip(model.names, model.axes, strict=True))
     sources, parameters = list[ParameterSource](), list[Any]()

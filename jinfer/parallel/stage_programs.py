@@ -145,7 +145,7 @@ class StageCompiler:
             drafted: as of `stage_forward.decoder_forward`.
         """
         made, x = list[CompiledStage](), None
-        tables = {group: int32(rows[0], self.sizes.table) for group in self.sizes.blocks}
+        tables = self.tables(rows[0])
         batch = abstract_flat_batch(tokens, rows[1], tables, copies)
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
@@ -178,7 +178,7 @@ class StageCompiler:
 
         def make() -> CompiledStage:
             count = shape.tokens
-            tables = {group: int32(count, self.sizes.table) for group in self.sizes.blocks}
+            tables = self.tables(count)
             batch = abstract_flat_batch(count, count, tables)
             sampled = int32(shape.chosen), int32(count, shape.chosen)
             own = stage.device_group.as_shards(forward.out[0])
@@ -237,8 +237,7 @@ class StageCompiler:
 
         def make() -> CompiledStage:
             cache, sizes = self._cache(stage), self.sizes
-            tables = {group: int32(sizes.slots, sizes.table) for group in sizes.blocks}
-            batch = int32(tokens), int32(tokens), tables
+            batch = int32(tokens), int32(tokens), self.tables(sizes.slots)
             own = (tuple(cache[name] for name in names),)
             return self.compile_stage(stage, head_steps.gather_taps, (), own, batch, False)
 

@@ -47,7 +47,8 @@ def key_of(checkpoint: Checkpoint, *depends: Any) -> str:
         depends: all that its numbers depend on beside the checkpoint's files, each of which has a
             `repr` that says all of it.
     """
-    said = [_identity(path) for path in _files(checkpoint.path)]
+    said: list[Any] = [_identity(path) for path in _files(checkpoint.path)]
+    said += checkpoint.merged
     return hashlib.sha256(repr((said, depends)).encode()).hexdigest()[:40]
 
 

@@ -104,7 +104,7 @@ class Origin:
             return None
         file = self.files[0]
         numbers = np.arange(file.shape[-2]).reshape(*(1,) * (len(file.shape) - 2), -1, 1)
-        return self._part(file, numbers, shapes).reshape(-1)
+        return self.part(file, numbers, shapes).reshape(-1)
 
     def check(self, shapes: Shapes) -> None:
         """Raises `LoadError` if a tensor cannot be read, or has another shape than is said."""
@@ -128,7 +128,7 @@ class Origin:
         if self._is_turned(file) and values.ndim > 1 and not self.parameter.endswith(".bias"):
             values = values.swapaxes(-1, -2)
         if self.place.parts:
-            values = self._part(file, values, shapes)
+            values = self.part(file, values, shapes)
         wanted = shapes[self.parameter][self.stacked :]
         is_vector = len(wanted) == 1 and values.size == wanted[0]  # some have it in rows of groups
         if is_vector or _without_ones(values.shape) == _without_ones(wanted):
@@ -145,7 +145,7 @@ class Origin:
         """Whether a tensor has inputs first; codes of quantized checkpoints never have."""
         return self.place.transpose and file.codes is None
 
-    def _part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
+    def part(self, file: Tensor, values: np.ndarray, shapes: Shapes) -> np.ndarray:
         """The parameter's part of a fused tensor."""
         parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
         # Each layer's part is as large; the model may have fewer layers than the file.

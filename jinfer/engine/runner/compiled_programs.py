@@ -212,8 +212,8 @@ class CompiledPrograms:
 
     def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract block tables."""
-        shape = (rows, self.sizes.table)
-        return {group: jax.ShapeDtypeStruct(shape, np.int32) for group in self.sizes.blocks}
+        shapes = self.sizes.table_shapes(rows)
+        return {group: jax.ShapeDtypeStruct(shape, np.int32) for group, shape in shapes.items()}
 
     def step_function(self, key: StepKey) -> StepFunction:
         """What a step is compiled from."""

@@ -18,7 +18,7 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import STATE, Cache
+from jinfer.ops.attention.kv_cache import ADAPTER, STATE, Cache
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -124,19 +124,23 @@ class ModelRunner:
     ) -> dict[str, np.ndarray]:
         """Block tables as programs take them: an array [rows, blocks] of each group.
 
+        Where there may be adapters, also each row's (`AdapterUse.entry`).
+
         Args:
             sequences: (row, block tables); the other rows are zero.
         """
         sizes = self.programs.sizes
-        tables = {group: np.zeros((rows, sizes.table), np.int32) for group in sizes.blocks}
+        tables = {n: np.zeros(shape, np.int32) for n, shape in sizes.table_shapes(rows).items()}
         for row, of_row in sequences:
             for group, blocks in (*of_row.by_group.items(), ("encoder", of_row.encoder)):
                 if blocks:
                     tables[group][row, : len(blocks)] = blocks
             if of_row.state is not None:
                 tables[STATE][row, 0] = of_row.state
-        for table in tables.values():
-            table[table == RELEASED] = 0
+            if of_row.adapter is not None:
+                tables[ADAPTER][row] = of_row.adapter.entry
+        for group in sizes.blocks:
+            tables[group][tables[group] == RELEASED] = 0
         return tables
 
     def sampled_rows(self, size: int, chosen: int) -> int:

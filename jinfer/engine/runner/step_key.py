@@ -8,7 +8,7 @@ from typing import Literal
 
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import Want
-from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
 
 # Kinds of steps, each of which has a line in `jinfer.engine.runner.step_table`.
 StepKind = Literal[
@@ -61,6 +61,7 @@ class Sizes:
         vocab: size of the vocabulary.
         blocks: KV-cache blocks of each attention group.
         kv_cache: number format of the KV cache.
+        adapters: slots of LoRA adapters.
     """
 
     slots: int
@@ -68,6 +69,12 @@ class Sizes:
     vocab: int
     blocks: Mapping[str, int]
     kv_cache: Kind
+    adapters: int = 0
+
+    def table_shapes(self, rows: int) -> dict[str, tuple[int, int]]:
+        """Shapes of the block tables of some sequences, and of that of their adapters if any."""
+        shapes = dict.fromkeys(self.blocks, (rows, self.table))
+        return shapes | ({ADAPTER: (rows, 2)} if self.adapters else {})
 
     @property
     def table(self) -> int:

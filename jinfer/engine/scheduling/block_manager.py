@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
 from jinfer.engine.scheduling.state_pool import StatePool
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
@@ -40,6 +41,7 @@ class BlockTables:
         encoder: blocks of the encoder's output, for cross-attention.
         encoder_filled: whether the encoder's output has been written to these.
         state: block of its recurrent states.
+        adapter: the LoRA adapter that they are computed with; None: none.
     """
 
     seed: bytes
@@ -48,6 +50,7 @@ class BlockTables:
     encoder: list[int] = field(default_factory=list)
     encoder_filled: bool = True
     state: int | None = None
+    adapter: AdapterUse | None = None
 
     def __post_init__(self) -> None:
         self.digests = self.digests or [self.seed]
@@ -320,6 +323,7 @@ class BlockManager:
         """
         full, rest = divmod(length, BLOCK)
         other = BlockTables(tables.seed, {}, tables.digests[: full + 1], list(tables.encoder))
+        other.adapter = tables.adapter
         for block in tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
             self.encoder.add_reference(block)

@@ -216,6 +216,7 @@ class Scheduler:
                 self.blocks.free(tables)
                 break
             heapq.heappop(self._waiting)
+            tables.adapter = sequence.request.adapter
             sequence.block_tables, sequence.slot = tables, self._free_slot()
             sequence.computed = cached
             if sequence.cached is None:

@@ -117,6 +117,8 @@ class StateShape(NamedTuple):
 type CacheShapes = Mapping[str, CacheShape | StateShape]  # by module name
 
 ENCODER = "encoder"  # the group of cross-attention
+# among block tables: the slot and the scale of each sequence's adapter, which is no block
+ADAPTER = "adapter"
 STATE = "state"  # the group of recurrent blocks, whose table has one block a sequence
 
 

@@ -1,0 +1,102 @@
+"""LoRA: low-rank terms of several adapters beside one product, each row with its own adapter's.
+
+y = x W^T + scale (x A^T) B^T (Hu et al. 2021, arXiv 2106.09685), where A and B are those of the
+row's adapter. The adapters of an engine are stacked, each in a slot, padded with zeros to one rank;
+rows are sorted by slot for one grouped product with each stack (Punica's SGMV, arXiv 2310.18547),
+so only slots that have rows are read. W may be of any format: nothing of it is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jinfer.ops.matmul.dense import dense_matmul
+from jinfer.ops.matmul.matmul import grouped_linears, supports_grouped
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class RowAdapters(NamedTuple):
+    """The adapter of each row of a batch.
+
+    Attributes:
+        slots: slot of its adapter, from 1; 0: none.
+        scales: what its low-rank term is multiplied by.
+        order: the rows sorted by slot, those without an adapter last.
+        places: where each row stands in that order.
+    """
+
+    slots: Int[Array, " rows"]
+    scales: Float[Array, " rows"]
+    order: Int[Array, " rows"]
+    places: Int[Array, " rows"]
+
+    def offsets(self, count: int) -> Int[Array, " slots_1"]:
+        """Where the rows of each of `count` slots begin in `order`, and where the last ones end."""
+        upto = jnp.arange(1, count + 1, dtype=jnp.int32)
+        before = (self.slots[None] < upto[:, None]) & (self.slots[None] > 0)
+        counts = jnp.sum(before, axis=1, dtype=jnp.int32)
+        last = jnp.sum(self.slots > 0, dtype=jnp.int32)
+        return jnp.concatenate([counts, last[None]])
+
+
+def row_adapters(table: Int[Array, "sequences 2"], rows: Int[Array, " rows"]) -> RowAdapters:
+    """The adapters of the rows of a flat batch.
+
+    Args:
+        table: of each sequence the slot, from 1, and the bits of the float32 scale.
+        rows: the sequence of each row; -1: padding.
+    """
+    own = table[jnp.maximum(rows, 0)]
+    slots = jnp.where(rows >= 0, own[:, 0], 0)
+    scales = lax.bitcast_convert_type(own[:, 1], jnp.float32)
+    last = jnp.iinfo(jnp.int32).max
+    order = jnp.argsort(jnp.where(slots > 0, slots, last), stable=True).astype(jnp.int32)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
+    return RowAdapters(slots, scales, order, places)
+
+
+def add_lora(
+    y: Float[Array, "*rows outputs"],
+    x: Float[Array, "*rows inputs"],
+    a: Float[Array, "slots rank inputs"],
+    b: Float[Array, "slots outputs rank"],
+    at: RowAdapters,
+) -> Float[Array, "*rows outputs"]:
+    """`y` with the low-rank terms of the rows' adapters; the other rows keep their bits.
+
+    Args:
+        y: the product without adapters, float32.
+        x: its left factor.
+        a, b: the stacked adapters.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    assert flat.shape[0] == at.slots.shape[0], "each row is a token"
+    terms = _grouped(flat, a, b, at) if supports_grouped(a) else _masked(flat, a, b, at)
+    terms = terms.reshape(y.shape)
+    # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.
+    own = (at.slots > 0).reshape(*y.shape[:-1], 1)
+    return jnp.where(own, y + terms, y)
+
+
+def _grouped(x: Array, a: Array, b: Array, at: RowAdapters) -> Array:
+    offsets = at.offsets(a.shape[0])
+    (inner,) = grouped_linears(x[at.order], [a], offsets)
+    inner = inner * at.scales[at.order][:, None]
+    (terms,) = grouped_linears(inner.astype(x.dtype), [b], offsets)
+    return terms[at.places]
+
+
+def _masked(x: Array, a: Array, b: Array, at: RowAdapters) -> Array:
+    """Two products with all slots, of which each row keeps its own."""
+    slots, rank, inputs = a.shape
+    (inner,) = dense_matmul(x, [a.reshape(slots * rank, inputs)])
+    inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]
+    own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)
+    inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
+    (terms,) = dense_matmul(inner, [b.transpose(1, 0, 2).reshape(b.shape[1], slots * rank)])
+    return terms

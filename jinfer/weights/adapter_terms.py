@@ -1,0 +1,163 @@
+"""Adapter terms: the low-rank matrices of a LoRA adapter for each projection of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.nn.lora import LORA_A, LORA_B, AdapterSlots
+from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
+from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, by_name, parameter_shapes
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from jinfer.nn.abstract_model import AbstractModel
+
+
+@dataclass(frozen=True)
+class AdapterTerm:
+    """The low-rank term b @ a of one projection; b has the adapter's factor in it."""
+
+    a: Float[np.ndarray, "rank inputs"]
+    b: Float[np.ndarray, "outputs rank"]
+
+
+def check_names(adapter: LoraAdapter, format: str) -> None:
+    """Raises `LoadError` if the model's file has other names, and other orders of rows."""
+    if (adapter.format == "gguf") != (format == "gguf"):
+        own, other = ("GGUF", "Hugging Face's") if format == "gguf" else ("Hugging Face's", "GGUF")
+        raise LoadError(
+            f"{adapter.path}: the adapter has {other} names of tensors, and the model's weights "
+            f"have {own}; take an adapter or weights of the other format"
+        )
+
+
+def adapter_terms(
+    adapter: LoraAdapter, model: AbstractModel, tensors: TensorMap, format: str
+) -> dict[str, AdapterTerm]:
+    """Name of each projection that an adapter changes, such as "decoder.3.attn.q" -> its term.
+
+    Args:
+        model: with room for adapters.
+        tensors, format: the names of the model's file, and its format.
+
+    Raises:
+        LoadError: a module or a shape that the model does not have, too high a rank, or what can
+            only be merged.
+        CheckpointError: the adapter's file is broken.
+    """
+    slots = model.modules.adapters
+    assert slots is not None, "it has room for adapters"
+    check_names(adapter, format)
+    _check_terms(adapter, slots)
+    files = named_modules(adapter, tensors)
+    shapes, used, terms = parameter_shapes(model), set[str](), dict[str, AdapterTerm]()
+    for parameter in model.names:
+        projection, _, leaf = parameter.rpartition(".")
+        if leaf != LORA_A:
+            continue
+        found = _origin(f"{projection}.weight", tensors, files, adapter)
+        if found is None:
+            continue
+        name = found.files[0].name.removesuffix(".weight")
+        used.add(name)
+        terms[projection] = _term(adapter, name, found, shapes)
+    if left := sorted(adapter.modules.keys() - used):
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise LoadError(
+            f"{adapter.path}: {left[0]}{more} is no projection of a layer that takes an adapter "
+            "beside others; see whether it belongs to this model, or merge it (merge = true)"
+        )
+    return terms
+
+
+def _check_terms(adapter: LoraAdapter, slots: AdapterSlots) -> None:
+    if adapter.rank > slots.rank:
+        raise LoadError(
+            f"{adapter.path}: its rank is {adapter.rank}, and there is room for {slots.rank}; "
+            "set engine.max_adapter_rank"
+        )
+    merge = "can only be merged into the weights: set merge = true"
+    if adapter.saved:
+        raise LoadError(f"{adapter.path}: {min(adapter.saved)} (modules_to_save) {merge}")
+    if any(module.magnitude is not None for module in adapter.modules.values()):
+        raise LoadError(f"{adapter.path}: an adapter with magnitudes (DoRA) {merge}")
+
+
+def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]:
+    """The matrices that an adapter changes, by all names that they may have in a model's file."""
+    matrices = {}
+    for name, module in adapter.modules.items():
+        each = f"{name}.weight"
+        matrices[each] = Tensor(each, module.shape, "F32", 0, module.b.read, module.b.raw)
+    return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), tensors)
+
+
+def _origin(
+    weight: str, tensors: TensorMap, files: Mapping[str, Tensor], adapter: LoraAdapter
+) -> Origin | None:
+    """Where the adapter has a projection's term."""
+    place = tensors.source_of(weight)
+    for choice in () if place is None else place.candidates():
+        for name in choice.names:
+            if name in files:
+                return Origin(weight, (files[name],), False, choice, adapter.path)
+    return None
+
+
+def _term(adapter: LoraAdapter, name: str, found: Origin, shapes: Shapes) -> AdapterTerm:
+    module, place = adapter.modules[name], found.place
+    a, b = read_pair(adapter, name, module)
+    if place.axis or place.pieces > 1 or place.layers:
+        raise LoadError(
+            f"{adapter.path}: {name} holds several matrices of the model side by side; merge the "
+            "adapter (merge = true)"
+        )
+    if place.parts:
+        b = found.part(found.files[0], b, shapes)
+    wanted = shapes[found.parameter]
+    if (b.shape[0], a.shape[1]) != tuple(wanted):
+        raise LoadError(
+            f"{adapter.path}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, and "
+            f"{found.parameter} is {list(wanted)}: it belongs to another model"
+        )
+    return AdapterTerm(a, b * np.float32(module.scale))
+
+
+def read_pair(
+    adapter: LoraAdapter, name: str, module: LoraModule
+) -> tuple[Float[np.ndarray, "rank inputs"], Float[np.ndarray, "outputs rank"]]:
+    """A module's matrices in float32. Raises `LoadError` if they are not finite."""
+    a, b = (each.read().astype(np.float32) for each in (module.a, module.b))
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise LoadError(f"{adapter.path}: {name} has numbers that are not finite")
+    return a, b
+
+
+def stacked(
+    terms: Mapping[str, AdapterTerm], slot: int, stacks: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The stacks of all projections with an adapter in a slot, from 0; others' are zeros there.
+
+    Args:
+        stacks: name of each parameter of adapters -> its values.
+    """
+    changed = {}
+    for name, before in stacks.items():
+        projection, _, leaf = name.rpartition(".")
+        after = before.copy()
+        after[slot] = 0
+        if (term := terms.get(projection)) is not None:
+            rank = len(term.a)
+            if leaf == LORA_B:
+                after[slot, :, :rank] = term.b.astype(after.dtype)
+            else:
+                after[slot, :rank] = term.a.astype(after.dtype)
+        changed[name] = after
+    return changed

@@ -1,0 +1,102 @@
+"""Merging a LoRA adapter: a checkpoint whose tensors have its terms in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from jinfer.checkpoint import Checkpoint, Tensor
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.nn.abstract_model import AbstractModel
+from jinfer.weights.adapter_terms import check_names, named_modules, read_pair
+from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
+from jinfer.weights.tensor_mapping import LoadError, by_name
+
+
+def merged(
+    checkpoint: Checkpoint, adapter: LoraAdapter, model: AbstractModel, tensors: TensorMap
+) -> Checkpoint:
+    """The checkpoint with an adapter merged into its weights as they are read.
+
+    W + scale B A of LoRA; DoRA's is that with rows of the magnitudes' lengths (arXiv 2402.09353).
+    `modules_to_save` of the embedding and of the head stand in place of the model's.
+
+    Args:
+        model: whose parameters say which tensors are transposed, and which are tables and heads.
+
+    Raises:
+        LoadError: the adapter has a module or a shape that the checkpoint does not have.
+    """
+    if isinstance(checkpoint, NativeCheckpoint):
+        raise LoadError(f"{checkpoint.path}: is quantized already; merge into what it was made of")
+    check_names(adapter, checkpoint.format)
+    files = by_name(checkpoint, tensors)
+    transposed, tables = set[str](), set[str]()
+    for name, role in zip(model.names, model.roles, strict=True):
+        place = tensors.source_of(name)
+        for choice in () if place is None else place.candidates():
+            transposed |= set(choice.names) if choice.transpose else set()
+            tables |= set(choice.names) if role in ("table", "head") else set()
+    if "logits.weight" not in model.names and (place := tensors.source_of("logits.weight")):
+        tables |= {name for choice in place.candidates() for name in choice.names}
+    changed = dict[str, Tensor]()
+    own = named_modules(adapter, tensors)
+    for name, module in adapter.modules.items():
+        known = [each for each, tensor in own.items() if tensor.name == f"{name}.weight"]
+        found = next((each for each in known if each in files), None)
+        if found is None:
+            raise LoadError(f"{adapter.path}: {name} is no matrix of {checkpoint.path}")
+        turn = found in transposed
+        shape = module.shape[::-1] if turn else module.shape
+        if files[found].shape != shape:
+            raise LoadError(
+                f"{adapter.path}: {name} is for a matrix {list(module.shape)}, and that of "
+                f"{checkpoint.path} is {list(files[found].shape)}: it belongs to another model"
+            )
+        read = partial(_merged_values, adapter, name, module, files[found].read, turn)
+        changed[files[found].name] = _computed(files[found], read)
+    for name, tensor in adapter.saved.items():
+        if name not in tables or name not in files:
+            raise LoadError(
+                f"{adapter.path}: {name} (modules_to_save) is neither the embedding nor the head; "
+                "only these are read"
+            )
+        if tensor.shape != files[name].shape:
+            raise LoadError(
+                f"{adapter.path}: {name} is {list(tensor.shape)}, and that of {checkpoint.path} "
+                f"is {list(files[name].shape)}"
+            )
+        changed[files[name].name] = replace(tensor, name=files[name].name)
+    digests = (*checkpoint.merged, adapter.digest)
+    return replace(checkpoint, tensors={**checkpoint.tensors, **changed}, merged=digests)
+
+
+def _computed(tensor: Tensor, read: Callable[[], np.ndarray]) -> Tensor:
+    """A tensor of the same name and shape with other values, in float32."""
+
+    def raw() -> np.ndarray:
+        return np.ascontiguousarray(read()).reshape(-1).view(np.uint8)
+
+    size = 4 * int(np.prod(tensor.shape))
+    return replace(tensor, type="F32", nbytes=size, read=read, raw=raw, codes=None)
+
+
+def _merged_values(
+    adapter: LoraAdapter,
+    name: str,
+    module: LoraModule,
+    read: Callable[[], np.ndarray],
+    transposed: bool,
+) -> np.ndarray:
+    a, b = read_pair(adapter, name, module)
+    weight = read().astype(np.float32)
+    weight = weight.T if transposed else weight
+    weight = weight + np.float32(module.scale) * (b @ a)
+    if module.magnitude is not None:
+        length = np.linalg.norm(weight, axis=1, keepdims=True)
+        weight *= module.magnitude.read().astype(np.float32).reshape(-1, 1) / length
+    return weight.T if transposed else weight
