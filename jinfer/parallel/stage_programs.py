@@ -24,7 +24,13 @@ from jinfer.engine.runner.flat_batch import FlatBatch, make_flat_batch
 from jinfer.engine.runner.program_cache import compiled
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey
-from jinfer.engine.runner.step_table import abstract_flat_batch, abstract_nodes, float32, int32
+from jinfer.engine.runner.step_table import (
+    abstract_flat_batch,
+    abstract_nodes,
+    abstract_tables,
+    float32,
+    int32,
+)
 from jinfer.engine.runner.verify import accept_states, sample_along_trees, tree_flat_batch
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
@@ -145,7 +151,7 @@ class StageCompiler:
             drafted: as of `stage_forward.decoder_forward`.
         """
         made, x = list[CompiledStage](), None
-        tables = self.tables(rows[0])
+        tables = abstract_tables(self.sizes, rows[0])
         batch = abstract_flat_batch(tokens, rows[1], tables, copies)
         for stage in self.stages:
             which, named = (chosen, wants) if stage.last else (None, ())
@@ -178,7 +184,7 @@ class StageCompiler:
 
         def make() -> CompiledStage:
             count = shape.tokens
-            tables = self.tables(count)
+            tables = abstract_tables(self.sizes, count)
             batch = abstract_flat_batch(count, count, tables)
             sampled = int32(shape.chosen), int32(count, shape.chosen)
             own = stage.device_group.as_shards(forward.out[0])
@@ -237,7 +243,7 @@ class StageCompiler:
 
         def make() -> CompiledStage:
             cache, sizes = self._cache(stage), self.sizes
-            batch = int32(tokens), int32(tokens), self.tables(sizes.slots)
+            batch = int32(tokens), int32(tokens), abstract_tables(sizes, sizes.slots)
             own = (tuple(cache[name] for name in names),)
             return self.compile_stage(stage, head_steps.gather_taps, (), own, batch, False)
 

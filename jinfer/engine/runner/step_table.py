@@ -216,6 +216,11 @@ def abstract_flat_batch(tokens: int, rows: int, tables: Any, places: int = 0) ->
     return FlatBatch(token, token, token, row, row, tables, abstract_copies(places, tokens))
 
 
+def abstract_tables(sizes: Sizes, rows: int) -> dict[str, Any]:
+    """Abstract block tables, and that of adapters if there may be any."""
+    return {group: int32(*shape) for group, shape in sizes.table_shapes(rows).items()}
+
+
 def abstract_nodes(key: StepKey) -> Nodes:
     """Abstract draft trees for a "verify"."""
     each, copies = int32(key.tokens), abstract_copies(key.rows, key.tokens)
