@@ -13,9 +13,10 @@ from tests.engine.test_schedules import GOLDENS, STORIES, STRATEGIES
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 from tests.test_goldens import CAUSAL
 
-# Latents and experts here; ALiBi, windows, soft caps and sinks with the caches below; and what is
-# asked of a Llama's structure on `STORIES`. The others are among what takes minutes.
-USUAL = ("deepseek_v2",)
+# Latents, experts, streams and keys of other layers here; ALiBi, windows, soft caps and sinks with
+# the caches below; and what is asked of a Llama's structure on `STORIES`. The others are among what
+# takes minutes.
+USUAL = ("deepseek_v2", "gemma3n")
 CACHES = [
     *[("bloom", "q8"), ("gemma2", "f16"), ("gpt_oss", "q3")],
     *(
