@@ -116,6 +116,12 @@ class _Builder:
                 operand = self.read(expression.operand)
                 if _is_node(operand):
                     return self._add("number", "× -1", [operand])
+            case ast.Subscript(value=whole, slice=ast.Slice(lower=lower, upper=upper) as part):
+                ends = [None if end is None else self.read(end) for end in (lower, upper)]
+                label = ":".join("" if end is None else f"{end:.0f}" for end in ends)
+                text = ast.unparse(part)
+                detail = "" if _is_literal(text.replace(":", "")) else text
+                return self._add("number", f"[{label}]", [self.read(whole)], detail)
         return float(evaluate(expression, _Numbers(self.names)))
 
     def _arithmetic(self, expression: ast.BinOp, sign: str) -> int | float:
