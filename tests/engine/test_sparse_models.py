@@ -12,7 +12,6 @@ from jinfer.modelspec.spec_errors import SpecError
 from .test_schedules import ALL, schedules
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "deepseek_v32"  # 12 keys for each query
-BEAMS: dict[str, Any] = {"strategy": "beam", "beams": 3}
 IDS = np.random.default_rng(7).integers(3, 250, 200).tolist()
 
 
@@ -22,15 +21,13 @@ def open_model(**overrides: Any) -> LLM:
 
 
 def test_company() -> None:
-    """Many in a pool that is too small for them, some with a beginning in common, some in beams."""
-    common = [IDS[:70], []]
-    prompts = [common[n % 2] + IDS[n * 9 : n * 9 + 12 * n + 3] for n in range(8)]
-    greedy: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
-    params = [SamplingParams(**greedy, **({} if n % 4 else BEAMS)) for n in range(8)]
+    """Several in a pool that is too small for them, some with a beginning in common."""
+    alike = [IDS[:70] + IDS[n : n + 7] for n in (80, 90)]
+    prompts = [*alike, *(IDS[n : n + 62] for n in (5, 31, 77, 100))]
+    params = SamplingParams(max_tokens=90, ignore_eos=True)
     with open_model(engine__slots=1) as llm:
-        asked = zip(prompts, params, strict=True)
-        alone = [llm.generate([prompt], each)[0].token_ids for prompt, each in asked]
-    pool = {"engine__slots": 7, "engine__kv_tokens": 768, "engine__prefill_chunk": 50}
+        alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    pool = {"engine__slots": 5, "engine__kv_tokens": 448, "engine__prefill_chunk": 50}
     with open_model(**pool) as llm:
         together = [answer.token_ids for answer in llm.generate(prompts, params)]
         stats = llm.stats()
@@ -71,11 +68,11 @@ def test_all_keys_chosen() -> None:
 
 def test_drafts() -> None:
     """Trees of a draft with an indexer of its own: the same tokens."""
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     prompts = [IDS[:70], IDS[100:110] * 5]
     with open_model() as llm:
         alone = [answer.token_ids for answer in llm.generate(prompts, params)]
-    trees = {"speculation__nodes": 8, "speculation__expansion": [2, 2, 1]}
+    trees = {"speculation__nodes": 6, "speculation__expansion": [2, 1]}
     with open_model(speculation__draft=[{"weights": "q4"}], **trees) as llm:
         drafted = llm.generate(prompts, params)
         assert [answer.token_ids for answer in drafted] == alone
