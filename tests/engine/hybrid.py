@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -170,4 +171,4 @@ def check_company(one: LLM, many: LLM) -> None:
     assert stats.blocks_held == 0
 
 
-MANY = {"engine.slots": 8, "engine.kv_tokens": 512}
+MANY: dict[str, Any] = {"engine.slots": 8, "engine.kv_tokens": 512}

@@ -53,7 +53,7 @@ def test_a_common_prompt_is_computed_once(weights: str) -> None:
     common = tokens(150)
     prompts = [common + tokens(20) for _ in range(8)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    bits = {} if weights == "f32" else {"quantization.weights": weights}
+    bits: dict[str, Any] = {} if weights == "f32" else {"quantization.weights": weights}
     alone = []
     for prompt in prompts[:3]:
         with open_model("qwen3_5", **bits) as llm:
@@ -69,7 +69,7 @@ def test_a_common_prompt_is_computed_once(weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["f32", "q4"])
 def test_a_hybrid_that_nobody_ships(tmp_path: Path, weights: str) -> None:
-    bits = {} if weights == "f32" else {"quantization.weights": weights}
+    bits: dict[str, Any] = {} if weights == "f32" else {"quantization.weights": weights}
     spec = write_hybrid(tmp_path)
     with LLM(spec, **bits) as one, LLM(spec, **bits, **MANY) as many:
         check_company(one, many)
@@ -77,11 +77,15 @@ def test_a_hybrid_that_nobody_ships(tmp_path: Path, weights: str) -> None:
 
 def test_memory_of_states() -> None:
     """Blocks for twice the slots, and for snapshots."""
-    keys = {"engine.slots": 5, "engine.state_snapshots": 3, "partition.devices": "0"}
+    keys: dict[str, Any] = {
+        "engine.slots": 5,
+        "engine.state_snapshots": 3,
+        "partition.devices": "0",
+    }
     with open_model("mamba2", **keys) as llm:
         programs: Any = llm.session.engine.programs
         assert programs.sizes.blocks == {"state": 13}
-        shapes = llm.session.engine.model.caches.values()
+        shapes: Any = llm.session.engine.model.caches.values()
         bytes_ = 4 * sum(math.prod(each) for shape in shapes for _, each in shape.arrays)
         assert f"room for 13 recurrent states of {bytes_text(bytes_)}" in programs.memory
         llm.generate([tokens(40)], max_tokens=2)
