@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from jinfer.modelspec.block import Block
 from jinfer.modelspec.blocks import MODULES
 from jinfer.modelspec.draft_head import TapSpec
-from jinfer.nn.tensor_parallel import ShardedEmbeddingBlock, ShardedHeadBlock
+from jinfer.nn.tensor_parallel import (
+    ColumnLinearBlock,
+    RowLinearBlock,
+    ShardedEmbeddingBlock,
+    ShardedHeadBlock,
+    ShardedRMSBlock,
+)
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -20,6 +26,9 @@ _MODULES = MODULES | {
     TapSpec: "hidden_tap.HiddenTap",
     ShardedEmbeddingBlock: "tensor_parallel.ShardedEmbedding",
     ShardedHeadBlock: "tensor_parallel.ShardedHead",
+    ShardedRMSBlock: "tensor_parallel.ShardedRMSNorm",
+    ColumnLinearBlock: "tensor_parallel.column_linear",
+    RowLinearBlock: "tensor_parallel.row_linear",
 }
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
-from jinfer.nn.projections import Embedding, Head
+from jinfer.nn.norm_modules import RMSNorm
+from jinfer.nn.projections import Embedding, Head, Linear
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -51,6 +53,59 @@ class ShardedAlibi(blocks.AlibiSpec):
 
     axis: str
     slopes: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnLinearBlock(blocks.LinearSpec):
+    """A projection of whole vectors to this device's part of its outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLinearBlock(blocks.LinearSpec):
+    """A projection of this device's part of the inputs, whose outputs are partial sums."""
+
+    def gives_partial_sums(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedRMSBlock(blocks.RMSNormSpec):
+    """An RMS norm over the channels of all devices, of which each has `size`.
+
+    axis: of the mesh.
+    whole: channels of all devices.
+    """
+
+    axis: str
+    whole: int
+
+
+class ShardedRMSNorm(RMSNorm):
+    """This device's part of an RMSNorm."""
+
+    def __init__(self, block: ShardedRMSBlock, dtype: DTypeLike) -> None:
+        super().__init__(block, dtype)
+        self.axis, self.whole = block.axis, block.whole
+
+    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """x / sqrt(mean(x^2) + eps) * weight, with the mean over all devices' channels."""
+        wide = x.astype(jnp.float32)
+        squares = lax.psum(jnp.sum(wide * wide, axis=-1, keepdims=True), self.axis)
+        y = wide * lax.rsqrt(squares / self.whole + self.block.eps)
+        if self.block.weight:
+            factor = self.weight[...] + (1.0 if self.block.plus_one else 0.0)
+            y = y * factor.reshape((1,) * (x.ndim - 1) + (-1,))
+        return y.astype(x.dtype)
+
+
+def column_linear(block: ColumnLinearBlock, dtype: DTypeLike) -> Linear:
+    """The projection of a block, divided by its outputs."""
+    return Linear(block.inputs, block.outputs, block.bias, dtype, ("part", "hidden"))
+
+
+def row_linear(block: RowLinearBlock, dtype: DTypeLike) -> Linear:
+    """The projection of a block, divided by its inputs."""
+    return Linear(block.inputs, block.outputs, block.bias, dtype, ("hidden", "part"))
 
 
 class ShardedEmbedding(Embedding):

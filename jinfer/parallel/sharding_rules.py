@@ -18,6 +18,7 @@ from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, some_layers
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.nn.positions import alibi_slopes
 from jinfer.nn.tensor_parallel import ShardedAlibi, ShardedEmbeddingBlock, ShardedHeadBlock
+from jinfer.parallel.shard_recurrences import divided_modules
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly, shard_heads
 
 TENSOR_AXIS = "tensor"  # the mesh axis over which tensor parallelism divides
@@ -92,7 +93,8 @@ def shard_spec(
     """Tensor parallelism: the specification of one device's shard, equal for all devices.
 
     Args:
-        unit: the name of a feed-forward -> how many of its columns have to stay together.
+        unit: the name of a feed-forward, or of a linear projection by its inputs -> how many of its
+            columns have to stay together.
 
     Returns:
         The specification, and how each module's logical axes are divided.
@@ -112,7 +114,7 @@ def shard_spec(
             layers=tuple(
                 LayerSpec(
                     layer.wiring,
-                    divide.modules(f"{stack.name}.{i}.", layer.modules),
+                    divide.modules_of_layer(f"{stack.name}.{i}.", layer, stack.carried),
                     axis=TENSOR_AXIS,
                 )
                 for i, layer in enumerate(stack.layers)
@@ -142,6 +144,20 @@ class _SpecSharder:
         return tuple(
             (name, self._block(prefix + name, block, name in outside)) for name, block in modules
         )
+
+    def modules_of_layer(
+        self, prefix: str, layer: LayerSpec, carried: Collection[str]
+    ) -> tuple[tuple[str, Block], ...]:
+        """A layer's modules as one device has them; `carried` as of `divided_modules`."""
+        own = divided_modules(
+            layer, self.devices, TENSOR_AXIS, lambda name: self.unit(prefix + name), carried
+        )
+        for name, (_, shares) in own.items():
+            if shares:
+                self.shares[prefix + name] = shares
+        rest = [module for module in layer.modules if module[0] not in own]
+        others = dict(self.modules(prefix, rest))
+        return tuple((n, own[n][0] if n in own else others[n]) for n, _ in layer.modules)
 
     def _block(self, name: str, block: Block, outside: bool) -> Any:
         if outside and block.gives_partial_sums():

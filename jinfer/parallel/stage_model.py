@@ -71,7 +71,8 @@ def make_stage_model(
 
     def unit(module: str) -> int:
         name = whole_name(module, shift)
-        weights = (stored.get(f"{name}.{down}.weight") for down in ("down", "experts.down"))
+        own = ("weight", "down.weight", "experts.down.weight")
+        weights = (stored.get(f"{name}.{weight}") for weight in own)
         return max(quant_block(weight) for weight in weights if weight is not None)
 
     local_spec, shares = shard_spec(stage_spec(spec, part), devices, unit)
