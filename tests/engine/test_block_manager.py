@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockManager, BlockTables
 from jinfer.engine.scheduling.block_pool import BlockPool
-from jinfer.ops.attention.kv_cache import BLOCK
+from jinfer.engine.scheduling.cache_size import cache_blocks
+from jinfer.modelspec.model_spec import EngineSpec
+from jinfer.ops.attention.kv_cache import BLOCK, CacheShape
 
 RNG = np.random.default_rng(1)
 TEXT = RNG.integers(0, 1000, 1000).tolist()
@@ -212,3 +214,10 @@ def test_against_counting(data: st.DataObject) -> None:
     for held, _ in live:
         blocks.free(held)
     assert blocks.used == 0
+
+
+def test_a_window_alone_has_room_for_beams() -> None:
+    """Of one slot; where no layer looks back farther, all blocks are the window's."""
+    shapes = {"decoder.0.attn": CacheShape(1, 8, 8, "window 24", 24)}
+    one = cache_blocks(shapes, np.float32, EngineSpec(slots=1), 256, free=1 << 30)
+    assert one == cache_blocks(shapes, np.float32, EngineSpec(slots=4), 256, free=1 << 30)

@@ -193,6 +193,8 @@ def schedules(
     rng = random.Random(seed)
     with LLM(source, **{"engine.context": most, "engine.slots": 1, **overrides}) as alone:
         vocab = alone.spec.dims["vocab"]
+        # A model of windows and states has enough blocks for all slots, whatever `kv_tokens` says.
+        limited = "all" in alone.session.engine.programs.sizes.blocks
         common = [rng.randrange(3, vocab) for _ in range(100)]
         strategies = STRATEGIES + (GRAMMARS if alone.tokenizer else [])
         every = [request(rng, vocab, most, common, strategies) for _ in range(24)]
@@ -209,7 +211,7 @@ def schedules(
             ]
             check(llm, 1000 * seed + number, asked, rng, pauses)
         preempted += llm.stats().preemptions
-    assert preempted > 0, "the small pools were meant to be too small"
+    assert preempted > 0 or not limited, "the small pools were meant to be too small"
 
 
 @pytest.mark.parametrize(
