@@ -49,6 +49,10 @@ class Block:
     kind: str
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",)
 
+    def arguments(self) -> tuple[ArrayKind, ...]:
+        """The kinds of its arguments, where its fields decide."""
+        return self.takes
+
     def cached(self) -> CachedVectors | CachedState | None:
         """What it caches; None: nothing."""
         return None

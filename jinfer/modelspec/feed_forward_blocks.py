@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jinfer.modelspec.block import Block
+from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
@@ -104,6 +104,8 @@ class MoESpec(Block):
     scale: factor of the weights.
     correction_bias: a bias of the scores, `router.correction`, that counts for the selection but
         not for the weights (arXiv 2408.15664); "logits": a bias of the router's logits likewise.
+    expert_scale: whether a learned factor of each expert, `router.scale`, multiplies the weights.
+    routed: "apart": the router is given vectors of its own, `moe(x, for_router)`.
     weighted: whether the weights multiply the experts' outputs or, "input", what they are given.
     identity_experts: further experts that the router can select, whose output is their input.
     groups: number of groups of equal size that the experts form.
@@ -127,6 +129,8 @@ class MoESpec(Block):
     renormalize: bool = False
     scale: Positive = 1.0
     correction_bias: bool | Literal["logits"] = False
+    expert_scale: bool = False
+    routed: Literal["together", "apart"] = "together"
     weighted: Literal["output", "input"] = "output"
     identity_experts: Count = 0
     groups: Size = 1
@@ -151,6 +155,9 @@ class MoESpec(Block):
         if self.scoring == "sparsemixer" and (self.correction_bias or self.groups > 1):
             return "scoring", "sparsemixer has neither a correction_bias nor groups"
         return _unused_clamp(self)
+
+    def arguments(self) -> tuple[ArrayKind, ...]:
+        return ("vectors", "vectors") if self.routed == "apart" else ("vectors",)
 
     def undividable(self) -> str:
         whole = "has identity experts, whose output every device has whole; divide by layers"

@@ -282,7 +282,7 @@ class _FormulaScope:
             inputs={**_INPUTS[part], **self.inputs},
             before=self.before,
             modules=[*self.shared, *self.own],
-            argument_kinds=lambda name: known[name].takes,
+            argument_kinds=lambda name: known[name].arguments(),
             constant=lambda name: self._constant(name, key),
             sizes={"layers", *self.values.dims},
             absent=absent,

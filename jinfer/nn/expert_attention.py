@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class StackedProjection(nnx.Module):
     """A projection of every expert, weight [experts, outputs, inputs]; one bias for all of them."""
 
-    def __init__(self, shape: tuple[int, int, int], bias: bool, dtype: DTypeLike) -> None:
-        self.weight = parameter(shape, ("experts", "hidden", "hidden"), dtype, role="matrix")
+    def __init__(
+        self, shape: tuple[int, int, int], axes: tuple[str, str], bias: bool, dtype: DTypeLike
+    ) -> None:
+        self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
         self.bias = parameter(shape[1:2], ("hidden",), dtype) if bias else None
 
     def projection(self) -> moe.ExpertProjection:
@@ -45,8 +47,8 @@ class ExpertAttention(Attention):
         inner, width = block.kv_heads * block.head_dim, block.kv_heads * block.value_width
         self.router = Router(block.routing)
         shapes = (block.experts, inner, block.inputs), (block.experts, block.outputs, width)
-        self.q = StackedProjection(shapes[0], False, dtype)
-        self.o = StackedProjection(shapes[1], block.has_bias("o"), dtype)
+        self.q = StackedProjection(shapes[0], ("heads", "hidden"), False, dtype)
+        self.o = StackedProjection(shapes[1], ("hidden", "heads"), block.has_bias("o"), dtype)
 
     def __call__(
         self,

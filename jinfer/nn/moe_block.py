@@ -63,10 +63,16 @@ class MixtureOfExperts(nnx.Module):
         self.router = Router(block)
         self.experts = Experts(block, dtype)
 
-    def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
-        """The block's output, to be added to the residual stream."""
+    def __call__(
+        self, x: Float[Array, "*rows hidden"], routed: Float[Array, "*rows hidden"] | None = None
+    ) -> Float[Array, "*rows hidden"]:
+        """The block's output, to be added to the residual stream.
+
+        Args:
+            routed: what the router is given; None: x.
+        """
         rows, block = x.reshape(-1, x.shape[-1]), self.router.block
-        chosen, weights = self.router(rows)
+        chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape))
         experts = self.experts.arrays()
         if block.weighted == "input":
             return moe.mixture_of_weighted_inputs(rows, chosen, weights, experts).reshape(x.shape)

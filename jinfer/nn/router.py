@@ -26,6 +26,7 @@ class Router(nnx.Module):
         self.weight = parameter((count, block.inputs), ("experts", "hidden"), jnp.float32)
         self.bias = _vector(count) if block.router_bias else None
         self.correction = _vector(count) if block.correction_bias else None
+        self.scale = _vector(count) if block.expert_scale else None
 
     def __call__(
         self, x: Float[Array, "rows hidden"]
@@ -34,7 +35,8 @@ class Router(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         logits = linear(x.astype(jnp.float32), self.weight[...], bias)
         correction = None if self.correction is None else self.correction[...]
-        return route(logits, correction, self.block)
+        chosen, weights = route(logits, correction, self.block)
+        return chosen, weights if self.scale is None else weights * self.scale[...][chosen]
 
 
 def _vector(size: int) -> nnx.Param:

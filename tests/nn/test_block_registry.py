@@ -40,6 +40,9 @@ DIMS = {
 # Keys without a default.
 GIVEN: dict[str, dict[str, Any]] = {
     "latent_attention": {"position": {"kind": "rope", "dim": 4}},
+    "mix": {"inputs": 2, "outputs": 3},
+    "repeat": {"times": 2},
+    "sum": {"parts": 2},
 }
 
 
