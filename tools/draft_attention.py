@@ -115,6 +115,8 @@ def _heads(own: Mapping[str, Part], facts: DraftFacts, width: int, rows: Mapping
     for dim in dims:
         if isinstance(dim, int) and dim and width % dim == 0 and (not fits or width // dim in fits):
             return width // dim
+    if not fits:
+        facts.note("heads: no key says how many there are; one is a guess")
     return fits[0] if fits else 1
 
 
@@ -192,14 +194,15 @@ def _scores(table: dict[str, Any], facts: DraftFacts, head_dim: int) -> None:
     types = facts.get("layer_types")
     if isinstance(types, list) and "chunked_attention" in types:
         table["chunk"] = (
-            "($attention_chunk_size if $layer_types[i] == 'chunked_attention' else none)"
+            f"($attention_chunk_size if ${facts.key('layer_types')}[i] == 'chunked_attention' "
+            "else none)"
         )
     if facts.key("key_multiplier"):
         table["scale"] = "$key_multiplier / sqrt(head_dim)"
     elif key := facts.key("attention_multiplier", "attn_config.softmax_scale", "attention.scale"):
         table["scale"] = f"${key}"
-    elif facts.get("query_pre_attn_scalar"):
-        table["scale"] = "1 / sqrt($query_pre_attn_scalar)"
+    elif key := facts.key("query_pre_attn_scalar"):
+        table["scale"] = f"1 / sqrt(${key})"
     elif facts.get("scale_attn_weights") is False:
         table["scale"] = "1 if not $scale_attn_weights else none"
     if key := facts.key("attn_logit_softcapping"):
@@ -225,7 +228,7 @@ def windows(facts: DraftFacts) -> str:
         )
         if not local:
             return ""
-        return f"(${key} if $layer_types[i] == '{local[0]}' else none)"
+        return f"(${key} if ${facts.key('layer_types')}[i] == '{local[0]}' else none)"
     every = facts.key("sliding_window_pattern", "_sliding_window_pattern")
     if every and isinstance(facts.get(every), int):
         return f"(none if (i + 1) % ${every} == 0 else ${key})"

@@ -100,12 +100,16 @@ class DraftFacts:
     def __post_init__(self) -> None:
         config = self.opened.config
         self.gguf = self.opened.checkpoint.format == "gguf"
+        self._tables: tuple[str, ...] = ("",)
         if self.gguf:
             arch = f"{config.get('general.architecture', '')}."
             flat = {key.removeprefix(arch): value for key, value in config.items()}
             self._get = lambda key: flat.get(key)
             return
         text = config.get("text_config")
+        # Where each stack has a table of its own, the decoder's counts.
+        own = (name for name in ("decoder", "encoder") if isinstance(config.get(name), Mapping))
+        self._tables = ("", *(f"{name}." for name in own))
         lookup = lookup_in({**config, **text} if isinstance(text, Mapping) else config)
 
         def get(key: str) -> Any:
@@ -120,15 +124,18 @@ class DraftFacts:
 
     def get(self, *keys: str) -> Any:
         """The value of the first of these keys that has one; None if none has."""
-        return next((value for key in keys if (value := self._get(key)) is not None), None)
+        key = self.key(*keys)
+        return self._get(key) if key else None
 
     def key(self, *keys: str) -> str:
         """The first of these keys that has a value; "" if none has."""
-        return next((key for key in keys if self._get(key) is not None), "")
+        names = (f"{table}{key}" for table in self._tables for key in keys)
+        return next((name for name in names if self._get(name) is not None), "")
 
     def size(self, value: float, *keys: str) -> Value:
         """A size as `$key` where one of these keys says the same, else as a number."""
-        found = next((k for k in keys if _same(self._get(k), value)), "")
+        names = (f"{table}{key}" for table in self._tables for key in keys)
+        found = next((name for name in names if _same(self._get(name), value)), "")
         return f"${found}" if found else value
 
     def note(self, text: str) -> None:

@@ -76,9 +76,8 @@ def rotary(facts: DraftFacts, head_dim: int) -> dict[str, Any]:
         table["theta"] = "rope_theta"
         if local := facts.key("rope_local_base_freq"):
             if isinstance(types, list) and "sliding_attention" in types:
-                table["theta"] = (
-                    f"(${local} if $layer_types[i] == 'sliding_attention' else rope_theta)"
-                )
+                of_type = f"${facts.key('layer_types')}[i] == 'sliding_attention'"
+                table["theta"] = f"(${local} if {of_type} else rope_theta)"
             else:
                 facts.note(f"{local}: theta of which layers?")
         scaling = facts.get("rope_scaling")
@@ -114,18 +113,19 @@ def rotary(facts: DraftFacts, head_dim: int) -> dict[str, Any]:
 
 def _by_type(facts: DraftFacts, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Theta and scaling of each type of layer, from config.json's tables."""
+    at, types = facts.key("rope_parameters"), facts.key("layer_types")
     table: dict[str, Any] = {}
     if any("partial_rotary_factor" in v for v in tables.values()):
         text = "head_dim"
         for t, v in tables.items():
             if "partial_rotary_factor" in v:
-                at = f"floor(head_dim * $rope_parameters.{t}.partial_rotary_factor)"
-                text = f"{at} if $layer_types[i] == '{t}' else {text}"
+                share = f"floor(head_dim * ${at}.{t}.partial_rotary_factor)"
+                text = f"{share} if ${types}[i] == '{t}' else {text}"
         table["dim"] = f"({text})"
     for key, name, default in (("rope_theta", "theta", "10000"), ("rope_type", "scaling", "none")):
         values = {t: v.get(key, default) for t, v in tables.items()}
         places = {
-            t: f"$rope_parameters.{t}.rope_theta" if name == "theta" else f"$rope_parameters.{t}"
+            t: f"${at}.{t}.rope_theta" if name == "theta" else f"${at}.{t}"
             for t, v in values.items()
             if name != "scaling" or v in _SCALINGS
         }
@@ -136,7 +136,7 @@ def _by_type(facts: DraftFacts, tables: Mapping[str, Mapping[str, Any]]) -> dict
             table[name] = next(iter(places.values()))
             continue
         for t, place in places.items():
-            text = f"{place} if $layer_types[i] == '{t}' else {text}"
+            text = f"{place} if ${types}[i] == '{t}' else {text}"
         table[name] = f"({text})"
     return table
 
