@@ -11,7 +11,13 @@ from .draft_facts import KEYS, DraftFacts
 from .draft_positions import rotary
 
 _FUSED = "{q,k,v}"
-_WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention.sliding_window")
+_WINDOWS = (
+    "sliding_window",
+    "attention_window_size",
+    "window_size",
+    "attention.sliding_window",
+    "local_attention",
+)
 
 
 def attention(
@@ -221,6 +227,10 @@ def windows(facts: DraftFacts) -> str:
     key = facts.key(*_WINDOWS)
     if not key or facts.get("use_sliding_window") is False or not isinstance(facts.get(key), int):
         return ""
+    reach = f"${key}"
+    if key == "local_attention":  # half of it before a token, half behind
+        reach = f"{reach} // 2 + 1"
+        facts.note(f"{key}: read as a window of half of it on each side")
     types = facts.get("layer_types")
     if isinstance(types, list) and types:
         local = sorted(
@@ -228,12 +238,14 @@ def windows(facts: DraftFacts) -> str:
         )
         if not local:
             return ""
-        return f"(${key} if ${facts.key('layer_types')}[i] == '{local[0]}' else none)"
+        return f"({reach} if ${facts.key('layer_types')}[i] == '{local[0]}' else none)"
     every = facts.key("sliding_window_pattern", "_sliding_window_pattern")
     if every and isinstance(facts.get(every), int):
-        return f"(none if (i + 1) % ${every} == 0 else ${key})"
+        return f"(none if (i + 1) % ${every} == 0 else {reach})"
+    if every := facts.key("global_attn_every_n_layers"):
+        return f"(none if i % ${every} == 0 else {reach})"
     facts.note(f"{key}: taken for a window of every layer")
-    return f"${key} | none"
+    return f"{reach} | none"
 
 
 def _latent(own: Mapping[str, Part], facts: DraftFacts) -> Branch | None:

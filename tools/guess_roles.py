@@ -105,7 +105,8 @@ _NORMS = {
     r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|norm_mlp|norm_ffn|pre_ffw_norm|post_ln|ln",
 }
 _OUTSIDE = {
-    "position": r"wpe|embed_positions|position_embeddings|position_embd|pos_emb.*|position_embed",
+    "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd|pos_emb.*"
+    r"|position_embed",
     "token_type": r"token_type_embeddings|token_types",
     "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm|emb_ln"
     r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|pre_ln",
@@ -113,8 +114,8 @@ _OUTSIDE = {
     "project_out": r"project_out",
     "logits": r"lm_head|embed_out|output|head|proj_out|output_layer",
     "norm": r".*norm.*|ln_f|ln_out|final_ln|ln",
-    "embed": r"embed_tokens|wte|word_embeddings|tok_embeddings|token_embd|embed_in|shared|embed.*"
-    r"|word_embedding",
+    "embed": r"embed_tokens|tokens_embed|wte|word_embeddings|tok_embeddings|token_embd|embed_in"
+    r"|shared|embed.*|word_embedding",
 }
 
 _LEAF = re.compile(r"\.(weight|bias|gamma|beta)$")
