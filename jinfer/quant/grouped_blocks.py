@@ -161,16 +161,15 @@ def _formats(codes: GroupedCodes) -> tuple[QuantFormat, ...]:
     whole = codes.groups == 1
     group = codes.shape[-1] if whole else codes.group
     block = next((size for size in _BLOCKS if group % size == 0), _BLOCKS[-1] if whole else None)
-    small = codes.group == _SMALL and codes.values is not None
-    if (block is None and not small) or 0 in codes.shape or not _is_regular(codes):
+    two_level = codes.group == _SMALL and codes.values is not None
+    block = _SMALL if two_level else block
+    if block is None or 0 in codes.shape or not _is_regular(codes):
         return ()
     if codes.values is not None:
         book = _codebook(codes.values)
         if book is None or codes.bits != 4:
             return ()
-        if small:
-            return (QuantFormat("4", _SMALL, True, two_level=True, codebook=book.integers),)
-        return (QuantFormat("4", block, symmetric=True, codebook=book.integers),)
+        return (QuantFormat("4", block, True, two_level, book.integers),)
     named = [(str(codes.bits), codes.zero == 1 << codes.bits - 1)]
     if codes.zeros is not None:
         named.append((str(codes.bits + 1), True))

@@ -151,7 +151,7 @@ def test_matrices_that_lie_the_other_way_round(tmp_path: Path) -> None:
     """GPT-2: plain matrices have inputs first, quantized ones never."""
     rng = np.random.default_rng(8)
     wide = {"attn.c_attn": 3 * HIDDEN, "attn.c_proj": HIDDEN, "mlp.c_fc": 4 * HIDDEN}
-    arrays = {"wte.weight": rng.normal(0, 0.1, (VOCAB, HIDDEN))}
+    arrays: Arrays = {"wte.weight": rng.normal(0, 0.1, (VOCAB, HIDDEN))}
     arrays["wpe.weight"] = rng.normal(0, 0.1, (64, HIDDEN))
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
         arrays |= {f"{norm}.weight": np.ones(HIDDEN), f"{norm}.bias": np.zeros(HIDDEN)}

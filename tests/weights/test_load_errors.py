@@ -112,9 +112,9 @@ CASES: dict[str, tuple[Callable[[Config, Arrays], None], Config, list[str]]] = {
         ["no family is known for OddForCausalLM; write a specification (jinfer docs specs)"],
     ),
     "weights quantized in another way": (
-        config(quantization_config={"quant_method": "awq"}),
+        config(quantization_config={"quant_method": "vptq"}),
         {},
-        ["config.json: quantization_config says", "by awq", "use the original weights, or"],
+        ["config.json: quantization_config says", "by vptq", "use the original weights, or"],
     ),
 }
 

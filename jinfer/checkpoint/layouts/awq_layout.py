@@ -32,9 +32,9 @@ def read_awq(table: TensorTable, settings: QuantSettings) -> None:
     version = settings.text("version", "gemm")
     if version != "gemm":
         raise settings.refused(f"version {version[:40]!r}")
-    key = "bits" if settings.value("bits") is not None else "w_bit"
+    key = "bits" if settings.value("w_bit") is None else "w_bit"
     settings.number(key, among=(4,))
-    key = "group_size" if settings.value("group_size") is not None else "q_group_size"
+    key = "group_size" if settings.value("q_group_size") is None else "q_group_size"
     group = settings.number(key, default=128)
     for module in table.modules("qweight"):
         _join(module, group)
