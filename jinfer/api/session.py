@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jinfer.api.adapters import Adapters, with_merged_adapters
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
+from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.prompt_inputs import (
     Ids,
     Params,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from jinfer.guard.disk_cache import DiskCache
-    from jinfer.nn.lora import AdapterSlots
+    from jinfer.nn.adapted_rows import AdapterSlots
     from jinfer.nn.transformer import Model
 
 # Results per token; of an encoder "pooled" and "classes" per text.
@@ -130,7 +130,7 @@ class AbstractModel:
     def described(self) -> str:
         """The cache key of programs compiled for this model, except for the code version."""
         spec = self.modules.spec
-        here = (self.modules.dtype, self.parameters, self.caches)
+        here: tuple[Any, ...] = (self.modules.dtype, self.parameters, self.caches)
         here += () if self.modules.adapters is None else (self.modules.adapters,)
         return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
 
@@ -171,8 +171,7 @@ def with_adapters(model: AbstractModel, adapters: AdapterSlots) -> AbstractModel
     parameters = (
         known.get(name, own) for name, own in zip(built.names, built.parameters, strict=True)
     )
-    kept = {"never": model.never, "vocab": model.vocab, "rounded": model.rounded}
-    return replace(built, parameters=tuple(parameters), **kept)
+    return replace(built, parameters=tuple(parameters), never=model.never, rounded=model.rounded)
 
 
 class _Parameter(NamedTuple):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
 from jinfer.modelspec.quantization_table import Role
-from jinfer.nn.lora import adapted_rows, slots_to_build
+from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
 from jinfer.ops.matmul.lora import add_lora

@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.adapted_rows import AdapterSlots, building_with
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.nn.lora import AdapterSlots, building_with
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head

@@ -10,9 +10,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec.layer_spec import LayerSpec, shared_keys
+from jinfer.nn.adapted_rows import rows_adapted_by
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
-from jinfer.nn.lora import rows_adapted_by
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
 from jinfer.ops.attention.kv_cache import Cache
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 
 _STRUCTURE = "json_schema, regex, choice or grammar says what the answer has to be"
-LORA = "there are no adapters (LoRA): merge them into the weights"
+LORA = (
+    'LoRA adapters are loaded by adapters={"name": source} of LLM or by load_adapter, and '
+    'generate(..., adapter="name") computes with one'
+)
 LOGITS = (
     "no function of yours sees the logits; logit_bias, banned_token_ids, allowed_token_ids, "
     f"bad_words and the samplers change them, and {_STRUCTURE}"
@@ -28,7 +31,6 @@ ABSENT: Mapping[str, str] = {
     "streamer": _PIECES,
     "lora": LORA,
     "lora_request": LORA,
-    "adapter": LORA,
     "do_sample": "temperature=0 is greedy, any other temperature draws",
     "use_beam_search": 'strategy="beam" searches with beams',
     "num_return_sequences": "n is the number of answers",

@@ -35,13 +35,24 @@ async def metrics(call: RequestContext[Any]) -> HttpResponse:
 
 async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    listed = [model_card(one) for one in call.service.models.models]
+    listed = []
+    for one in call.service.models.models:
+        listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
     return HttpResponse({"object": "list", "data": listed})
 
 
 async def model(call: RequestContext[Any]) -> HttpResponse:
     """Describes one model."""
-    return HttpResponse(model_card(call.service.models.by_name(call.request.path_params["model"])))
+    name = call.request.path_params["model"]
+    one = call.service.models.by_name(name)
+    return HttpResponse(adapter_card(one, name) if name in one.adapters else model_card(one))
+
+
+def adapter_card(one: ServedModel, name: str) -> dict[str, Any]:
+    """A LoRA adapter of a model as in `/v1/models`."""
+    shared = {key: model_card(one)[key] for key in ("object", "created", "owned_by", "status")}
+    root = one.session.adapters.sources.get(name, "")
+    return {"id": name, **shared, "root": root, "parent": one.name}
 
 
 def model_card(one: ServedModel) -> dict[str, Any]:

@@ -64,6 +64,11 @@ class ServedModel:
         return self._llm
 
     @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that are loaded beside it, which are names of models too."""
+        return [*self.session.adapters.loaded] if self.state == "ready" else []
+
+    @property
     def session(self) -> Session:
         """The engine session of the loaded model."""
         return self.llm.session
@@ -160,6 +165,9 @@ class ModelManager:
         for one in self.models:
             if name in (one.name, one.source.path):
                 return one
+        for one in self.models:
+            if name in one.adapters:
+                return one
         raise http_errors.unknown_model(name, [one.name for one in self.models])
 
     def find(self, name: str | None) -> ServedModel:
@@ -169,7 +177,7 @@ class ModelManager:
     def answers_to(self, name: str) -> bool:
         """Whether the only model answers requests for another name."""
         one = self.models[0]
-        return self._any_name and name not in (one.name, one.source.path)
+        return self._any_name and name not in (one.name, one.source.path, *one.adapters)
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:

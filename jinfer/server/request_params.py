@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.api.session import Session
+from jinfer.engine.adapter_use import AdapterUse
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.sampling_params import (
@@ -16,6 +17,7 @@ from jinfer.sampling.sampling_params import (
     SamplingParams,
     canonical_names,
 )
+from jinfer.server.adapter_choice import adapter_of
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.schemas.parameter_groups import parameter_of
 from jinfer.server.schemas.sampling_fields import (
@@ -30,6 +32,7 @@ _ELSEWHERE = frozenset(
     {
         *("truncate_prompt_tokens", "prompt_logprobs", "priority", "return_token_ids"),
         *("cache_prompt", "timings_per_token", "return_progress", "id_slot", "verbose", "logprobs"),
+        "lora",
     }
 )
 
@@ -60,6 +63,7 @@ class RequestOptions:
         token_ids: whether the answer has ids beside its text.
         timings, progress: whether chunks have timings; whether progress of a prompt is reported.
         names: a parameter of the engine -> the field of the request that set it.
+        adapter: the LoRA adapter that it is computed with.
     """
 
     params: SamplingParams
@@ -71,6 +75,7 @@ class RequestOptions:
     timings: bool = False
     progress: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    adapter: AdapterUse | None = None
 
 
 def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
@@ -161,6 +166,7 @@ def request_options(
         bool(body.timings_per_token),
         bool(body.return_progress),
         names,
+        adapter_of(body, session),
     )
 
 

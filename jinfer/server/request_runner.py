@@ -73,7 +73,8 @@ def prepare_prompt(
     if not ids and not session.engine.model.has_cross_attention:
         raise invalid_request("the prompt is empty; give at least one token", param)
     try:
-        prepared = session.prepare(ids, asked.params, priority=asked.priority, timeout=timeout)
+        options: dict[str, Any] = {"priority": asked.priority, "timeout": timeout}
+        prepared = session.prepare(ids, asked.params, adapter=asked.adapter, **options)
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
     prepared = [

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from jinfer.server import (
+    adapters,
     embeddings,
     inferflow_api,
     info,
@@ -21,6 +22,7 @@ from jinfer.server.endpoint import Endpoint
 from jinfer.server.http_responses import SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
 from jinfer.server.responses import create_response
+from jinfer.server.schemas import adapters as lora
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
 from jinfer.server.schemas import pooling_routes as pools
@@ -145,6 +147,24 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     _llama("GET /props", llamacpp_api.props, "What a server says of a model", about.Props),
     _llama("GET /slots", llamacpp_api.slots, "What each slot of a model does", about.SlotStates),
+    _llama(
+        "GET /lora-adapters",
+        adapters.list_adapters,
+        "The LoRA adapters of the first model",
+        lora.AdapterStates,
+    ),
+    _openai(
+        "POST /v1/load_lora_adapter",
+        adapters.load_adapter,
+        "Loads a LoRA adapter",
+        lora.AdapterChange,
+    ),
+    _openai(
+        "POST /v1/unload_lora_adapter",
+        adapters.unload_adapter,
+        "Unloads a LoRA adapter",
+        lora.AdapterChange,
+    ),
     Endpoint(
         "POST /",
         inferflow_api.inferflow,

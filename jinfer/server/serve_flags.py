@@ -169,6 +169,22 @@ FLAGS: tuple[ServeFlag, ...] = (
     ServeFlag(
         ("--ping",), "seconds of silence until a stream has a comment", float, ServerSettings.ping
     ),
+    ServeFlag(
+        ("--adapter", "--lora-modules"),
+        "NAME=SOURCE: a LoRA adapter, which requests name as their model",
+        list,
+    ),
+    ServeFlag(
+        ("--max-adapters", "--max-loras"),
+        "LoRA adapters that may be loaded at a time (engine.max_adapters)",
+        _size,
+    ),
+    ServeFlag(
+        ("--max-adapter-rank", "--max-lora-rank"),
+        "the highest rank that they may have (engine.max_adapter_rank)",
+        _count,
+    ),
+    ServeFlag(("--runtime-adapters",), "requests may load and unload LoRA adapters", bool),
     ServeFlag(("--request-chat-templates",), "requests may bring chat templates along", bool),
     ServeFlag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
     ServeFlag(("--log-prompts",), "log what requests say, too", bool),
@@ -279,6 +295,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         warm_up=flags["warm_up"] == "background",
         cors=tuple(flags["cors"]),
         page=flags["page"],
+        runtime_adapters=bool(flags["runtime_adapters"]),
     )
 
 
@@ -312,6 +329,8 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     given = {
         "engine.context": flags["ctx_size"],
         "engine.slots": flags["parallel"],
+        "engine.max_adapters": flags["max_adapters"],
+        "engine.max_adapter_rank": flags["max_adapter_rank"],
         "quantization.kv_cache": flags["kv_cache"],
         "prompt.tool_calls": flags["tool_call_parser"],
         "prompt.reasoning": flags["reasoning_parser"],
@@ -320,6 +339,10 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if value is not None:
             overrides = merge(overrides, nested(key, value))
+    for text in flags["adapter"]:
+        if (named := _ALIAS.fullmatch(text)) is None:
+            raise SourceError(f"--adapter {text[:200]}: write NAME=SOURCE")
+        overrides = merge(overrides, {"adapters": {named[1]: named[2]}})
     if flags["warm_up"] == "before":
         overrides = merge(overrides, {"engine": {"warm_up": True}})
     if flags["chat_template"]:

@@ -43,6 +43,7 @@ class ServerSettings:
         warm_up: whether all programs are compiled in the background.
         cors: origins that browsers may call from (CORS); "*" for any.
         page: whether the web page at / is served.
+        runtime_adapters: whether requests may load and unload LoRA adapters.
     """
 
     keys: tuple[str, ...] = ()
@@ -60,3 +61,4 @@ class ServerSettings:
     warm_up: bool = True
     cors: tuple[str, ...] = ()
     page: bool = True
+    runtime_adapters: bool = False

@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap
-from jinfer.nn.lora import LORA_A, LORA_B, AdapterSlots
+from jinfer.nn.adapted_rows import LORA_A, LORA_B, AdapterSlots
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, by_name, parameter_shapes
 

@@ -68,7 +68,11 @@ def test_several_in_one_batch(llm: LLM, adapters: dict[str, Path], tmp_path: Pat
 
 def test_loading_compiles_nothing(llm: LLM, tmp_path: Path) -> None:
     events = list[str]()
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
+
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
     prompt = [*PROMPTS[3], *PROMPTS[6]]
     first = answer(llm, prompt, "r4"), answer(llm, prompt, "r4")  # whole, and its end alone
     programs, compiled = llm.compilations, len(events)

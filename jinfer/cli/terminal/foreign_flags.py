@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jinfer.sampling.unknown_params import LORA
-
 _DEVICES = "--set partition.devices=... says which device computes what (jinfer docs partition)"
 _MAPPED = "leave it out: files are mapped, and what is read of them let go"
 
@@ -69,7 +67,9 @@ SERVER_FLAG_HINTS: Mapping[tuple[str, ...], str] = {
         "leave it out: /v1/embeddings gives vectors of any model, pooled as its files say, "
         "/rerank and /classify what its head says"
     ),
-    ("--lora", "--lora-modules", "--enable-lora"): LORA,
+    ("--lora", "--lora-scaled", "--enable-lora"): (
+        "--adapter NAME=SOURCE loads an adapter, and --max-adapters makes room for others"
+    ),
     ("-v", "--verbose", "-lv", "--log-verbosity"): "--log-level debug",
     ("--log-disable", "--disable-log-requests", "--disable-log-stats"): "--log-level warning",
     ("--no-webui",): "--no-page",

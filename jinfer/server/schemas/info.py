@@ -39,6 +39,7 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     root: str | None = None
+    parent: str | None = None
     max_model_len: int | None = None
     meta: dict[str, int] | None = None
 

@@ -44,6 +44,13 @@ class StructuredOutputs(RequestModel):
     grammar: str | None = None
 
 
+class LoraScale(RequestModel):
+    """A LoRA adapter, by its number in /lora-adapters, and what its term is multiplied by."""
+
+    id: int
+    scale: float = Field(1.0, allow_inf_nan=False, ge=-1e6, le=1e6)
+
+
 def _json_type(annotation: Any) -> Any:
     """A parameter's type in JSON: lists only, where Python takes tuples too; null is nothing."""
     arms = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
@@ -95,6 +102,7 @@ class SamplingFields(_TableFields):
     return_token_ids: bool | None = None
     # llama.cpp
     cache_prompt: bool | None = Field(None, description="false: the whole prompt is computed")
+    lora: list[LoraScale] | None = Field(None, description="the LoRA adapter to compute with")
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     id_slot: Annotated[int | None, Ignored("slots are chosen by what they hold", (-1,))] = None

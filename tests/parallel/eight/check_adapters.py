@@ -31,7 +31,7 @@ def test_as_on_one_device(mesh: dict[str, int], tmp_path: Path) -> None:
         whole.load_adapter("b", paths[1])
         wanted = answers(whole)
     assert wanted[0][0] != wanted[1][0] != wanted[2][0]
-    with LLM(GOLDEN, **keys, **{"partition.mesh": mesh}) as split:
+    with LLM(GOLDEN, **(keys | {"partition.mesh": mesh})) as split:
         split.load_adapter("b", paths[1])
         for (tokens, logprobs), (ids, numbers) in zip(answers(split), wanted, strict=True):
             assert tokens == ids

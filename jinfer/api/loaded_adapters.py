@@ -19,7 +19,7 @@ from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
-from jinfer.nn.lora import AdapterSlots, is_adapter
+from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import locate
 from jinfer.weights.adapter_terms import adapter_terms, stacked
