@@ -290,7 +290,7 @@ class Bonus(nnx.Module):
 
     def __init__(self, block: BonusSpec, dtype: DTypeLike) -> None:
         shape = block.heads, block.key_dim
-        self.weight = parameter(shape, ("heads", "head_dim"), jnp.float32)
+        self.weight = parameter(shape, ("channels", "head_dim"), jnp.float32)
 
     def __call__(
         self,

@@ -42,6 +42,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "latent_attention": {"position": {"kind": "rope", "dim": 4}},
     "mix": {"inputs": 2, "outputs": 3},
     "repeat": {"times": 2},
+    "select": {"indices": [0, 2]},
     "sum": {"parts": 2},
 }
 
