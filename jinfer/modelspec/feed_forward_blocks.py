@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
@@ -61,6 +62,7 @@ class GatedMLPSpec(Block):
     limit: limit of clamped_swiglu.
     sparsity: share of the gate's numbers that become 0, were they normally distributed: what is
         below mean + deviation * quantile(sparsity) does, and the rest is reduced by it (Gemma 3n).
+    threshold: that quantile itself, instead of the share; none: as `sparsity` says.
     """
 
     kind: Literal["gated"]
@@ -71,14 +73,26 @@ class GatedMLPSpec(Block):
     alpha: Positive = SWIGLU_ALPHA
     limit: Positive = SWIGLU_LIMIT
     sparsity: Fraction = 0.0
+    threshold: float | None = None
 
     def check(self) -> tuple[str, str] | None:
         if self.sparsity == 1:
             return "sparsity", "1 would leave nothing"
+        if self.sparsity and self.threshold is not None:
+            return "threshold", "says the same as sparsity; leave one of them out"
         return _unused_clamp(self)
 
     def undividable(self) -> str:
-        return "its sparsity depends on all of its width; divide by layers" if self.sparsity else ""
+        if self.deviations is None:
+            return ""
+        return "its sparsity depends on all of its width; divide by layers"
+
+    @property
+    def deviations(self) -> float | None:
+        """How many above the mean a number of the gate has to be; None: all count."""
+        if self.threshold is not None or not self.sparsity:
+            return self.threshold
+        return NormalDist().inv_cdf(self.sparsity)
 
 
 @dataclass(frozen=True, kw_only=True)

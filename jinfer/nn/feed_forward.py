@@ -84,7 +84,7 @@ class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, block: blocks.GatedMLPSpec, dtype: DTypeLike) -> None:
-        self.gating, self.sparsity = Gating.of(block), block.sparsity
+        self.gating, self.threshold = Gating.of(block), block.deviations
         inner = block.bias is True
         self.gate = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
         self.up = Linear(block.inputs, block.width, inner, dtype, ("mlp", "hidden"))
@@ -92,9 +92,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
-        if self.sparsity:
+        if self.threshold is not None:
             gate, up = project(x, (self.gate, self.up))
-            return self.down(self.gating(gaussian_sparsity(gate, self.sparsity), up))
+            return self.down(self.gating(gaussian_sparsity(gate, self.threshold), up))
         if self.gate.is_plain and self.up.is_plain:
             gate, up = self.gate.weight[...], self.up.weight[...]
             if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from math import isfinite
 from typing import Any
 
 from jinfer.modelspec.config_lookup import lookup_in
@@ -96,7 +97,14 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
         for full in (f"{architecture}.{key}", key):
             if config.get(full) is not None:
                 looked_up.add(full)
-                return config[full]
+                return without_infinity(config[full])
         raise MissingKey(key)
 
     return CheckpointFacts("gguf", lookup, has, files.weights.name, rows)
+
+
+def without_infinity(value: Any) -> Any:
+    """A value of GGUF's metadata; in a list, a layer that has no number has none."""
+    if not isinstance(value, list):
+        return value
+    return [None if isinstance(each, float) and not isfinite(each) else each for each in value]

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jinfer.modelspec.blocks import GatedMLPSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.opening.model_files import ModelFiles
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_model import family_of, resolve_model
 from jinfer.opening.unused_config import check_followed
@@ -18,11 +20,16 @@ from .gguf_files import write_gguf
 from .gguf_headers import Header, headers
 
 
-def used(folder: Path, header: Header) -> set[str]:
-    """The tensors that a model has a place for, in a file of zeros with this header."""
+def opened(folder: Path, header: Header) -> ModelFiles:
+    """A file of zeros with this header."""
     tensors = {name: np.zeros(shape, np.float32) for name, shape in header.shapes.items()}
     write_gguf(folder / "m.gguf", header.architecture, header.keys, tensors)
-    files = open_files(str(folder / "m.gguf"), {})
+    return open_files(str(folder / "m.gguf"), {})
+
+
+def used(folder: Path, header: Header) -> set[str]:
+    """The tensors that a model has a place for."""
+    files = opened(folder, header)
     assert Path(family_of(files)).stem == header.family
     spec, unread = resolve_model(files, {})
     check_followed(unread, files.config, spec)
@@ -58,3 +65,14 @@ def test_norms_of_a_state_space_that_are_not_built(tmp_path: Path) -> None:
     normed = replace(header, keys={**header.keys, "ssm.dt_b_c_rms": True})
     with pytest.raises(SpecError, match=r"mamba\.ssm\.dt_b_c_rms: True is not followed"):
         used(tmp_path, normed)
+
+
+def test_layers_without_sparsity_have_no_threshold(tmp_path: Path) -> None:
+    """Gemma 3n's converter writes the quantiles of shares: of none that is minus infinity."""
+    spec, _ = resolve_model(opened(tmp_path, named("gemma3n")), {})
+    assert spec.decoder is not None
+    for layer, share in zip(spec.decoder.layers, (0.9, 0.9, 0.0, 0.0, 0.0), strict=True):
+        block = dict(layer.modules)["ffn"]
+        assert isinstance(block, GatedMLPSpec)
+        wanted = replace(block, threshold=None, sparsity=share).deviations
+        assert block.deviations == (wanted if wanted is None else pytest.approx(wanted, 1e-5))

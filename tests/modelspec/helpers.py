@@ -16,6 +16,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import format_table, with_families
 from jinfer.modelspec.spec_values import MissingKey, SpecValues, row_counter
 from jinfer.modelspec.toml_tables import merge, nested
+from jinfer.opening.resolve_model import without_infinity
 
 PATH = "made-up.toml"
 
@@ -67,7 +68,7 @@ def gguf_facts(
     def lookup(key: str) -> Any:
         if key not in known:
             raise MissingKey(key)
-        return known[key]
+        return without_infinity(known[key])
 
     def has(pattern: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in tensors)
