@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.progress import line
 from jinfer.quant.grouped_blocks import described
 from jinfer.weights.plan_weights import WeightPlan
@@ -52,13 +53,14 @@ def tell_losses(plan: WeightPlan) -> None:
     decoded = Counter[str]()
     for name, parameter in zip(plan.plain.names, plan.plain.parameters, strict=True):
         origin = plan.origins[name]
-        if isinstance(origin, Origin) and origin.files[0].sources and name not in plan.storages:
-            decoded[f"{origin.files[0].type} are decoded to {parameter.dtype}"] += 1
+        stored = origin.files[0] if isinstance(origin, Origin) else None
+        if stored and stored.sources and stored.type not in DTYPES and name not in plan.storages:
+            decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
     for what, count in decoded.items():
         line(f'jinfer: {count} matrices in {what} (quantization.weights = "q8" takes less memory)')
-    for (stored, format), lost in losses.items():
+    for (kind, format), lost in losses.items():
         line(
-            f"jinfer: {len(lost)} matrices in {stored} keep their codes, as {format}; the numbers "
+            f"jinfer: {len(lost)} matrices in {kind} keep their codes, as {format}; the numbers "
             f"of their blocks are rounded, which moves weights by up to {max(lost):.1%} of a step "
             '(by nothing with dtype = "float32")'
         )

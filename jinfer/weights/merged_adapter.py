@@ -52,13 +52,14 @@ def merged(
             raise LoadError(f"{adapter.path}: {name} is no matrix of {checkpoint.path}")
         turn = found in transposed
         shape = module.shape[::-1] if turn else module.shape
-        if files[found].shape != shape:
+        tensor = _as_plain(files[found]) if turn else files[found]
+        if tensor.shape != shape:
             raise LoadError(
                 f"{adapter.path}: {name} is for a matrix {list(module.shape)}, and that of "
-                f"{checkpoint.path} is {list(files[found].shape)}: it belongs to another model"
+                f"{checkpoint.path} is {list(tensor.shape)}: it belongs to another model"
             )
-        read = partial(_merged_values, adapter, name, module, files[found].read, turn)
-        changed[files[found].name] = _computed(files[found], read)
+        read = partial(_merged_values, adapter, name, module, tensor.read, turn)
+        changed[tensor.name] = _computed(tensor, read)
     for name, tensor in adapter.saved.items():
         if name not in tables or name not in files:
             raise LoadError(
@@ -73,6 +74,13 @@ def merged(
         changed[files[name].name] = replace(tensor, name=files[name].name)
     digests = (*checkpoint.merged, adapter.digest)
     return replace(checkpoint, tensors={**checkpoint.tensors, **changed}, merged=digests)
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """A matrix whose plain ones have inputs first, as they are: codes have outputs first."""
+    if tensor.codes is None:
+        return tensor
+    return replace(tensor, shape=tensor.shape[::-1], read=lambda: tensor.read().T, codes=None)
 
 
 def _computed(tensor: Tensor, read: Callable[[], np.ndarray]) -> Tensor:

@@ -16,6 +16,7 @@ from jinfer.quant import ReorderedTensor
 from jinfer.weights.plan_weights import plan_weights
 from tests.checkpoint.quantized_cases import CASES, Case
 from tests.checkpoint.quantized_writers import Arrays, mxfp4
+from tests.engine.adapters import write_adapter
 from tools.quantize import convert
 
 type Shapes = dict[str, tuple[int, int]]
@@ -87,13 +88,13 @@ def save_both(
         (folder / place / "config.json").write_text(json.dumps(config | more))
 
 
-def logits(source: Path) -> np.ndarray:
-    return LLM(source, dtype="float32").logits([TOKENS])[0]
+def logits(source: Path, **overrides: Any) -> np.ndarray:
+    return LLM(source, dtype="float32", **overrides).logits([TOKENS])[0]
 
 
-def check(folder: Path) -> None:
+def check(folder: Path, **overrides: Any) -> None:
     """Raises unless both checkpoints in a folder have the same logits."""
-    got, wanted = logits(folder / "q"), logits(folder / "plain")
+    got, wanted = (logits(folder / place, **overrides) for place in ("q", "plain"))
     assert wanted.std() > 0.1
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-4)
 
@@ -169,6 +170,15 @@ def test_matrices_that_lie_the_other_way_round(tmp_path: Path) -> None:
     }  # fmt: skip
     save_both(tmp_path, arrays, whole, config, {"quantization_config": CASES["gptq_128"].config})
     check(tmp_path)
+    targets = ("attn.c_proj",)  # it is square
+    adapter = write_adapter(tmp_path / "a", 2, 5, targets=targets, base=tmp_path / "plain")
+    check(tmp_path, adapters={"a": {"source": str(adapter), "merge": True}})
+
+
+def test_an_adapter_is_merged_into_quantized_weights(tmp_path: Path) -> None:
+    written(tmp_path, CASES["gptq_128"])
+    adapter = write_adapter(tmp_path / "a", 2, 5, base=tmp_path / "plain")
+    check(tmp_path, adapters={"a": {"source": str(adapter), "merge": True}})
 
 
 def planned(source: Path, **overrides: Any) -> dict[str, Any]:
