@@ -55,6 +55,9 @@ CASES: dict[str, Case] = {
     "gptq_sym": Case(_gptq(sym=True, desc_act=False), settled(w.gptq, sym=True), "q4_sym"),
     # Some say the first version and hold the second: half of the levels all the same.
     "gptq_sym_as_v2": Case(_gptq(sym=True), settled(w.gptq, sym=True, version=2), "q4_sym"),
+    "gptq_unsaid": Case(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32}, settled(w.gptq), "q4", 0.0074
+    ),
     "gptq_no_index": Case(_gptq(), settled(w.gptq, with_index=False), "q4", 0.0074),
     "gptq_128": Case(
         _gptq(group_size=128, sym=True), settled(w.gptq, group=128, sym=True), "q4_b128_sym"
@@ -131,6 +134,10 @@ CASES: dict[str, Case] = {
     ),
     "int8_bf16": Case(
         _compressed("int-quantized", num_bits=8), settled(w.int8, dtype=BF16), "q8_b128"
+    ),
+    "int8_asym": Case(
+        _compressed("int-quantized", num_bits=8, symmetric=False),
+        settled(w.int8, dtype=BF16, symmetric=False), "q8_b128_affine", 0.1246,
     ),
     "int8_tensor": Case(
         _compressed("int-quantized", num_bits=8, strategy="tensor"), settled(w.int8, rows=False),

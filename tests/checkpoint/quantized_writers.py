@@ -144,12 +144,23 @@ def packed_integers(
 
 
 def int8(
-    rng: np.random.Generator, o: int, k: int, *, rows: bool = True, dtype: Any = np.float32
+    rng: np.random.Generator,
+    o: int,
+    k: int,
+    *,
+    rows: bool = True,
+    dtype: Any = np.float32,
+    symmetric: bool = True,
 ) -> Module:
     """int-quantized of compressed-tensors, and Quark's."""
     integers = rng.integers(-127, 128, (o, k)).astype(np.int8)
     scales = random_scales(rng, *((o, 1) if rows else (1,)), bits=8, width=k, dtype=dtype)
-    return {"weight": integers, "weight_scale": scales}, integers * scales.astype(np.float64)
+    arrays = {"weight": integers, "weight_scale": scales}
+    if symmetric:
+        return arrays, integers * scales.astype(np.float64)
+    zeros = rng.integers(-60, 60, scales.shape).astype(np.int8)
+    shifted = integers.astype(np.float64) - zeros
+    return arrays | {"weight_zero_point": zeros}, shifted * scales.astype(np.float64)
 
 
 def fp8(

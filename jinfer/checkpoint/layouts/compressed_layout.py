@@ -55,8 +55,6 @@ def read_compressed(table: TensorTable, settings: QuantSettings) -> None:
         else:
             join_mxfp4(module, "weight_packed")
     for module in table.modules("weight", ("I8",)):
-        if module.has("weight_zero_point"):
-            _check_zero(module)
         join_int8(module, "weight_scale")
     block = next((found for each in weights if (found := _block(each)) is not None), None)
     for module in table.modules("weight", FP8):
@@ -86,10 +84,10 @@ def _block(weights: QuantSettings) -> Block | None:
 
 
 def _check_zero(module: ModuleTensors) -> None:
-    """Removes zero points, which symmetric weights have all 0."""
+    """Removes zero points, which floats have all 0."""
     zeros = module.need("weight_zero_point", ("I8", *WORDS, *INDICES, *FP8, *FLOATS))
     if zeros.read().astype(np.float32).any():
-        reason = "is not 0: zero points of unpacked weights are not read"
+        reason = "is not 0: zero points of weights in FP8 are not read"
         raise module.fail("weight_zero_point", reason)
     module.table.take(zeros.name)
 

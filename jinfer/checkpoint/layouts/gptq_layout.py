@@ -9,6 +9,7 @@ Of a matrix of o outputs and k inputs, in groups of g inputs and with b bits a c
 
 In the first version of the format the zero points are stored less 1 and wrap around; in the second
 (`gptq_v2`) as they are. With `sym` they are half of the levels, whatever is stored: writers differ.
+Where nothing is said of `sym`, the zero points count.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def read_gptq_modules(table: TensorTable, settings: QuantSettings, lacking: int)
     group = settings.number("group_size", default=-1)
     if group < 1 and group != -1:
         raise settings.wrong("group_size", f"is {group}, but a size or -1 is wanted")
-    symmetric = settings.flag("sym", True)
+    symmetric = settings.flag("sym", False)
     has_rules = bool(settings.value("dynamic")) or bool(settings.value("extra_config"))
     for module in table.modules("qweight"):
         _join(module, bits, group, symmetric, lacking, has_rules)
@@ -72,7 +73,7 @@ def _join(
     groups = scales.shape[0]
     qzeros = module.find("qzeros", WORDS, (groups, None))
     if qzeros is None and not symmetric:
-        raise module.fail("qzeros", "is missing, and zero points are not symmetric")
+        raise module.fail("qzeros", "is missing, and config.json does not say sym = true")
     if has_rules and qzeros is not None and outputs:  # rules give some modules other bits
         bits = next((b for b in _BITS if outputs * b == 32 * qzeros.shape[1]), bits)
     inputs = packed * 32 // bits

@@ -71,7 +71,7 @@ def method_of(settings: QuantSettings) -> str:
 
 def _read_auto_round(table: TensorTable, settings: QuantSettings) -> None:
     packing = settings.text("packing_format", "auto_round:auto_gptq").partition(":")[2]
-    if packing == "auto_gptq" or (packing == "" and settings.flag("sym", True)):
+    if packing == "auto_gptq" or (packing == "" and settings.flag("sym", False)):
         read_gptq_modules(table, settings, 1)
     elif packing == "auto_awq":
         read_awq(table, settings)

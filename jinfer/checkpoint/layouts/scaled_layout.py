@@ -49,7 +49,7 @@ def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Bl
 
 
 def join_int8(module: ModuleTensors, scale_leaf: str, divided_by: float = 1.0) -> None:
-    """Joins a matrix in INT8 with its scales: codes that are kept.
+    """Joins a matrix in INT8 with its scales, and zero points if it has some: codes that are kept.
 
     Args:
         divided_by: what scales are divided by first.
@@ -66,15 +66,29 @@ def join_int8(module: ModuleTensors, scale_leaf: str, divided_by: float = 1.0) -
     else:
         wide, group = _scale_shape(module, scale_leaf, weight.shape, scales.shape, None), inputs
 
+    zeros = module.find("weight_zero_point", ("I8", "I32", "I64"), scales.shape)
+
     def read_scales() -> np.ndarray:
         values = as_float32(scales).reshape(wide) / np.float32(divided_by)
         return np.broadcast_to(values, (outputs, groups))
 
+    def read_zeros() -> np.ndarray:
+        assert zeros is not None
+        return np.broadcast_to(as_float32(zeros).reshape(wide) + 128, (outputs, groups))
+
     def codes() -> np.ndarray:
         return np.asarray(weight.read()).view(np.uint8) ^ np.uint8(0x80)
 
-    found = GroupedCodes(weight.shape, 8, max(1, group), codes, read_scales, zero=128)
-    module.join("INT8 scaled", (weight, scales), found)
+    found = GroupedCodes(
+        weight.shape,
+        8,
+        max(1, group),
+        codes,
+        read_scales,
+        zero=128 if zeros is None else None,
+        zeros=None if zeros is None else read_zeros,
+    )
+    module.join("INT8 scaled", (weight, scales, zeros), found)
 
 
 def read_scale(tensor: Tensor) -> np.ndarray:
