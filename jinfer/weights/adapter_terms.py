@@ -147,6 +147,9 @@ def stacked(
 
     Args:
         stacks: name of each parameter of adapters -> its values.
+
+    Raises:
+        LoadError: numbers that are too large for the parameters' type.
     """
     changed = {}
     for name, before in stacks.items():
@@ -159,5 +162,10 @@ def stacked(
                 after[slot, :, :rank] = term.b.astype(after.dtype)
             else:
                 after[slot, :rank] = term.a.astype(after.dtype)
+            # Other rows multiply this slot by zeros where there is no grouped product.
+            if not np.isfinite(after[slot].astype(np.float32)).all():
+                raise LoadError(
+                    f"{projection}: an adapter's numbers are too large for {after.dtype}"
+                )
         changed[name] = after
     return changed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -44,13 +45,13 @@ def merged(
     if "logits.weight" not in model.names and (place := tensors.source_of("logits.weight")):
         tables |= {name for choice in place.candidates() for name in choice.names}
     changed = dict[str, Tensor]()
-    own = named_modules(adapter, tensors)
+    matrices = named_modules(adapter, tensors)
     for name, module in adapter.modules.items():
-        known = [each for each, tensor in own.items() if tensor.name == f"{name}.weight"]
+        known = [each for each, tensor in matrices.items() if tensor.name == f"{name}.weight"]
         found = next((each for each in known if each in files), None)
         if found is None:
             raise LoadError(f"{adapter.path}: {name} is no matrix of {checkpoint.path}")
-        turn = found in transposed
+        turn = not transposed.isdisjoint(known)
         shape = module.shape[::-1] if turn else module.shape
         tensor = _as_plain(files[found]) if turn else files[found]
         if tensor.shape != shape:
@@ -61,17 +62,19 @@ def merged(
         read = partial(_merged_values, adapter, name, module, tensor.read, turn)
         changed[tensor.name] = _computed(tensor, read)
     for name, tensor in adapter.saved.items():
-        if name not in tables or name not in files:
+        known = [n for n in by_name(_only(adapter.path, name, tensor), tensors) if n in files]
+        if tables.isdisjoint(known):
             raise LoadError(
                 f"{adapter.path}: {name} (modules_to_save) is neither the embedding nor the head; "
                 "only these are read"
             )
-        if tensor.shape != files[name].shape:
+        own = files[known[0]]
+        if tensor.shape != own.shape:
             raise LoadError(
                 f"{adapter.path}: {name} is {list(tensor.shape)}, and that of {checkpoint.path} "
-                f"is {list(files[name].shape)}"
+                f"is {list(own.shape)}"
             )
-        changed[files[name].name] = replace(tensor, name=files[name].name)
+        changed[own.name] = replace(tensor, name=own.name)
     digests = (*checkpoint.merged, adapter.digest)
     return replace(checkpoint, tensors={**checkpoint.tensors, **changed}, merged=digests)
 
@@ -81,6 +84,10 @@ def _as_plain(tensor: Tensor) -> Tensor:
     if tensor.codes is None:
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], read=lambda: tensor.read().T, codes=None)
+
+
+def _only(path: Path, name: str, tensor: Tensor) -> Checkpoint:
+    return Checkpoint(path, "safetensors", {name: replace(tensor, name=name)}, {})
 
 
 def _computed(tensor: Tensor, read: Callable[[], np.ndarray]) -> Tensor:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -23,15 +24,16 @@ def write_adapter(
     tensors: dict[str, np.ndarray] | None = None,
     base: Path = GOLDEN,
     dora: bool = False,
+    turned: bool = False,
     **config: Any,
 ) -> Path:
-    """An adapter of random matrices for modules of a checkpoint of Llama's names."""
+    """An adapter of random matrices for modules of a checkpoint; `turned` ones are [in, out]."""
     folder.mkdir(exist_ok=True)
     rng, found = np.random.default_rng(seed), {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith(targets):
-            outputs, inputs = weight.shape
+        if name.endswith(".weight") and module.endswith(targets):
+            outputs, inputs = weight.shape[::-1] if turned else weight.shape
             place = f"base_model.model.{module}"
             found[f"{place}.lora_A.weight"] = rng.normal(0, 0.1, (rank, inputs))
             found[f"{place}.lora_B.weight"] = rng.normal(0, 0.1, (outputs, rank))
@@ -68,3 +70,21 @@ def merge_by_hand(adapter: Path, into: Path, base: Path = GOLDEN) -> Path:
     said = json.loads((base / "config.json").read_text()) | {"torch_dtype": "float32"}
     (into / "config.json").write_text(json.dumps(said))
     return into
+
+
+def write_gguf_adapter(path: Path, matrices: dict[str, tuple[int, int]], rank: int) -> Path:
+    """An adapter of random matrices in llama.cpp's file: `[outputs, inputs]` by tensor."""
+    rng = np.random.default_rng(rank)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 2.0 * rank)
+    for name, (outputs, inputs) in matrices.items():
+        a, b = rng.normal(0, 0.1, (rank, inputs)), rng.normal(0, 0.1, (outputs, rank))
+        writer.add_tensor(f"{name}.lora_a", a.astype(np.float32))
+        writer.add_tensor(f"{name}.lora_b", b.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -96,7 +96,7 @@ def _masked(x: Array, a: Array, b: Array, at: RowAdapters) -> Array:
     slots, rank, inputs = a.shape
     (inner,) = dense_matmul(x, [a.reshape(slots * rank, inputs)])
     inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]
-    own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)
+    own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
     inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
     (terms,) = dense_matmul(inner, [b.transpose(1, 0, 2).reshape(b.shape[1], slots * rank)])
     return terms

@@ -1,0 +1,61 @@
+"""Adapters of models whose files fuse or transpose matrices, and those of GGUF."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jinfer import LLM
+from jinfer.checkpoint import open_checkpoint
+from jinfer.weights.tensor_mapping import LoadError
+from tests.engine.adapters import write_adapter, write_gguf_adapter
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+PROMPT = [5, 9, 11, 30, 7, 8, 100, 4]
+
+
+def last_logprobs(llm: LLM, adapter: str | None) -> np.ndarray:
+    (answer,) = llm.generate([PROMPT], adapter=adapter, max_tokens=1, logprobs=10)
+    assert answer.logprobs is not None
+    best = {top.id: top.logprob for top in answer.logprobs[0].top}
+    return np.array([best[id] for id in sorted(best)])
+
+
+@pytest.mark.parametrize(
+    ("golden", "targets"),
+    [
+        ("phi3_mini_4k", ("qkv_proj", "gate_up_proj", "down_proj")),
+        ("gpt2", ("attn.c_attn", "mlp.c_fc")),
+        ("bloom", ("query_key_value",)),
+    ],
+)
+def test_beside_is_as_merged(golden: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """In the fused tensor, in whose own order of rows the adapter is."""
+    base = GOLDENS / golden
+    turned = golden == "gpt2"
+    path = write_adapter(tmp_path / "a", 4, 3, targets=targets, base=base, turned=turned)
+    with LLM(base, dtype="float32", **{"adapters.a": str(path)}) as llm:
+        beside, without = last_logprobs(llm, "a"), last_logprobs(llm, None)
+    merge = {"adapters": {"a": {"source": str(path), "merge": True}}}
+    with LLM(base, dtype="float32", **merge) as llm:
+        merged = last_logprobs(llm, None)
+    np.testing.assert_allclose(beside, merged, atol=2e-4)
+    assert not np.allclose(without, merged, atol=1e-2)
+
+
+def test_of_gguf(tmp_path: Path) -> None:
+    base = GOLDENS / "gguf_llama2" / "model.gguf"
+    tensors = open_checkpoint(base).tensors
+    names = [f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_q", "ffn_down")]
+    shapes = {name: tensors[name].shape for name in names}
+    path = write_gguf_adapter(tmp_path / "a.gguf", {n: (s[0], s[1]) for n, s in shapes.items()}, 4)
+    with LLM(base, dtype="float32", **{"adapters.a": str(path)}) as llm:
+        beside, without = last_logprobs(llm, "a"), last_logprobs(llm, None)
+        peft = write_adapter(tmp_path / "peft", 4, 3)
+        with pytest.raises(LoadError, match=r"Hugging Face's names of tensors, and the model's"):
+            llm.session.adapters.load("b", peft, llm.session.engine, llm.session.thread)
+    plain = {"adapters": {"a": {"source": str(path), "merge": True}}, "dtype": "float32"}
+    with LLM(base, **plain, **{"quantization.weights": "plain"}) as llm:
+        merged = last_logprobs(llm, None)
+    np.testing.assert_allclose(beside, merged, atol=2e-4)
+    assert not np.allclose(without, merged, atol=1e-2)
