@@ -28,6 +28,7 @@ from jinfer.weights.merged_adapter import merged
 
 _RANKS = (16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to
 _USUAL_RANK = 64
+_MOST = 1024
 _MOST_SCALE = 1e6
 
 
@@ -79,6 +80,8 @@ class Adapters:
         if not count:
             return cls(opened, {}, None)
         key = "engine.max_adapters" if engine.max_adapters else "adapters"
+        if count > _MOST:
+            raise SpecError(path, key, f"{count} adapters are too many; at most {_MOST} have room")
         if opened.spec.type != "decoder-only":
             reason = "adapters beside each other need a decoder alone; merge them (merge = true)"
             raise SpecError(path, key, reason)

@@ -34,8 +34,8 @@ class EngineSpec:
         warm_up: whether all programs are compiled at start, rather than on first use.
         max_adapters: LoRA adapters that may be loaded at a time beside the model, those of
             `[adapters]` included; 0: those alone.
-        max_adapter_rank: the highest rank that they may have; none: that of those of `[adapters]`,
-            at least 16.
+        max_adapter_rank: the highest rank that they may have; none: as high as those of
+            `[adapters]` need, or 64.
     """
 
     slots: Size = 8

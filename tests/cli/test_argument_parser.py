@@ -67,7 +67,7 @@ def test_mistakes_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ("--metrics", "leave it out"),
         ("--embedding", "/v1/embeddings"),
         ("--task embed", "/v1/embeddings"),
-        ("--lora-modules a=b", "merge them"),
+        ("--enable-lora", "--max-adapters makes room"),
         ("--verbose", "--log-level debug"),
         ("--chat-template-kwargs {}", "each request"),
         ("--temp 0.3", "each request"),

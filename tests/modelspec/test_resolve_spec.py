@@ -44,7 +44,7 @@ def test_settings_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"decodr": {}}, "decodr: unknown key; did you mean 'decoder'? allowed: classification, "),
+        ({"decodr": {}}, "decodr: unknown key; did you mean 'decoder'? allowed: adapters, "),
         ({"dim": {}}, "dim: unknown key; did you mean 'dims'?"),
         ({"dims": 3}, "dims: 3 is not a table"),
         ({"dims__x": {}}, "dims.x: {} is not a number or the text of an expression"),

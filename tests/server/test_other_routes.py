@@ -152,7 +152,7 @@ def test_prompts_of_llama_cpp(smol: Running) -> None:
             "prompt.multimodal_data",
         ),
         ("/completion", {"prompt": "a", "n_keep": 5}, "n_keep"),
-        ("/completion", {"prompt": "a", "lora": []}, "lora"),
+        ("/completion", {"prompt": "a", "lora": [{"id": 0}]}, "lora"),
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "post_sampling_probs": 0}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "min_keep": False}, "min_keep"),

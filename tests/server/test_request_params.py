@@ -108,7 +108,8 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
 
 def session(**defaults: Any) -> Session:
     """What `request_options` reads of a model."""
-    return cast(Session, SimpleNamespace(opened=SimpleNamespace(defaults=defaults)))
+    opened, adapters = SimpleNamespace(defaults=defaults), SimpleNamespace(loaded={})
+    return cast(Session, SimpleNamespace(opened=opened, adapters=adapters))
 
 
 def sent(**fields: Any) -> SamplingFields:
