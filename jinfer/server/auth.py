@@ -34,10 +34,10 @@ def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None
         api_key: value of the X-Api-Key header.
     """
     scheme, _, key = authorization.partition(" ")
-    given = key.strip() if scheme.lower() == "bearer" else api_key
+    given = [key.strip() if scheme.lower() == "bearer" else "", api_key]
     # Every key is compared, so that the time does not reveal which one nearly matches.
-    sent = given.encode("latin-1", "replace")  # headers are decoded as latin-1
-    found = [hmac.compare_digest(sent, known.encode()) for known in keys]
+    sent = [one.encode("latin-1", "replace") for one in given]  # headers are decoded as latin-1
+    found = [hmac.compare_digest(one, known.encode()) for one in sent for known in keys]
     if keys and not any(found):
         message = "a valid API key is needed: send the header Authorization: Bearer KEY"
         headers = {"www-authenticate": "Bearer"}

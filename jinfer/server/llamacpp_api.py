@@ -92,7 +92,7 @@ class _LlamaAnswers:
     def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
         job, used, tokenizer = self.run.jobs[prompt], answer.usage, self.hosted.llm.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
-        kind, word = self._stopped(job, answer)
+        kind, word = self._stopped(answer)
         return {
             "id_slot": -1,
             "stop": True,
@@ -109,19 +109,11 @@ class _LlamaAnswers:
             "timings": usage.llamacpp_timings(used),
         }
 
-    def _stopped(self, job: PromptRequests, answer: Completion) -> tuple[str, str]:
+    def _stopped(self, answer: Completion) -> tuple[str, str]:
         """The stop type of an answer, and the stop text that it ended with."""
         if answer.finish_reason == "length":
             return "limit", ""
-        params = job.sampling.params
-        ends = {*self.hosted.session.opened.end_ids, *params.stop_token_ids}
-        if answer.token_ids[-1] in ends or not params.stop:
-            return "eos", ""
-        tokenizer = self.hosted.session.tokenizer
-        text = tokenizer.decode(answer.token_ids)
-        found = [(text.find(stop, max(0, len(answer.text) - 1)), stop) for stop in params.stop]
-        words = [stop for at, stop in sorted(found) if at >= 0]
-        return ("word", words[0]) if words else ("eos", "")
+        return "word" if answer.stop_string else "eos", answer.stop_string
 
     def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Only the requested response fields."""

@@ -11,6 +11,7 @@ def test_each_of_several_keys_is_enough() -> None:
     for key in keys:
         check_api_key(keys, f"Bearer {key}", "")
         check_api_key(keys, "", key)
+        check_api_key(keys, "Bearer of-another-service", key)
     with pytest.raises(ApiError):
         check_api_key(keys, "Bearer fourth", "")
 

@@ -68,6 +68,7 @@ class Chunk:
         logprobs: of the new tokens, if requested.
         finish_reason: on the last chunk: "stop" (end of sequence, stop string or id) or "length".
         origin: draft source of its tokens; "": not drafted.
+        stop_string: on the last chunk: the stop string that ended the answer; "": none did.
     """
 
     text: str
@@ -75,6 +76,7 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     origin: str = ""
+    stop_string: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Completion:
         logprobs: one per token if requested, else None.
         finish_reason: "stop" or "length".
         usage: tokens and seconds.
+        stop_string: the stop string that ended it; "": none did.
     """
 
     text: str
@@ -94,6 +97,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason
     usage: Usage
+    stop_string: str = ""
 
     @property
     def speculation(self) -> Steps | None:
@@ -178,7 +182,9 @@ class Generation:
         if self.finish_reason is not None:
             text += self._rest()
         logprobs = (self._logprob(token),) if token.logprob is not None else ()
-        chunk = Chunk(text, (token.id,), logprobs, self.finish_reason, token.origin)
+        chunk = Chunk(
+            text, (token.id,), logprobs, self.finish_reason, token.origin, self._stops.found
+        )
         self.chunks.append(chunk)
         return self.ended
 
@@ -230,4 +236,5 @@ def completion(chunks: Sequence[Chunk], usage: Usage) -> Completion:
         logprobs=logprobs or None,
         finish_reason=chunks[-1].finish_reason,
         usage=usage,
+        stop_string=chunks[-1].stop_string,
     )

@@ -16,12 +16,12 @@ class StopStrings:
     Attributes:
         stops: the stop strings.
         included: whether the answer includes the stop string that ends it.
-        found: whether one was found.
+        found: the one that was found; "": none yet.
     """
 
     stops: tuple[str, ...]
     included: bool = False
-    found: bool = False
+    found: str = ""
     _held: str = ""
 
     def push(self, text: str, early: bool = False) -> str:
@@ -37,8 +37,8 @@ class StopStrings:
         matches = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self.stops)
         ends = [(at + len(stop), at) for at, stop in matches if at >= 0]
         if ends and not early:
-            self.found, self._held = True, ""
             end, at = min(ends)
+            self.found, self._held = text[at:end], ""
             return text[: end if self.included else at]
         keep = max(_overlap(text, stop) for stop in self.stops)
         self._held = text[len(text) - keep :]
