@@ -27,6 +27,7 @@ from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.parameter import parameter
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.kv_cache import StateCache
+from jinfer.ops.norm import normalize_l2
 from jinfer.ops.recurrence.gated_delta import gated_delta
 from jinfer.ops.recurrence.linear_attention import linear_attention
 from jinfer.ops.recurrence.rg_lru import rg_lru
@@ -35,6 +36,7 @@ from jinfer.ops.recurrence.rwkv7 import rwkv7
 from jinfer.ops.recurrence.selective_scan import selective_scan
 from jinfer.ops.recurrence.short_conv import short_conv
 from jinfer.ops.recurrence.ssd import ssd, step_size
+from jinfer.ops.row_sums import mean_of_row
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -301,7 +303,7 @@ class Bonus(nnx.Module):
         """Each head's value times the sum of r k weight."""
         heads = self.weight.shape[0]
         products = _heads(r, heads) * _heads(k, heads) * self.weight[...][None]
-        factors = jnp.sum(products, axis=-1, keepdims=True)
+        factors = mean_of_row(products) * products.shape[-1]
         return (factors * _heads(v, heads)).reshape(v.shape).astype(v.dtype)
 
 
@@ -319,7 +321,7 @@ def _tiled(x: Float[Array, "tokens heads dim"], times: int) -> Float[Array, "tok
 
 
 def _unit(x: Float[Array, "*rows dim"], eps: float = _L2_EPS) -> Float[Array, "*rows dim"]:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+    return normalize_l2(x, None, eps=eps)
 
 
 def _decay_rate(a_log: Array, stored: str) -> Array:
