@@ -153,8 +153,8 @@ class Delta(nnx.Module):
         block = self.block
         times = block.heads // block.key_heads if block.repeat == "tile" else 1
         y, table = gated_delta(
-            _tiled(_unit(_heads(q, block.key_heads)), times) / math.sqrt(block.key_dim),
-            _tiled(_unit(_heads(k, block.key_heads)), times),
+            _tiled(unit_length(_heads(q, block.key_heads)), times) / math.sqrt(block.key_dim),
+            _tiled(unit_length(_heads(k, block.key_heads)), times),
             _heads(v, block.heads),
             self._log_decay(_rows(decay) + self.dt_bias[...][None]),
             block.beta_scale * jax.nn.sigmoid(_rows(beta)),
@@ -279,7 +279,7 @@ class WKV7(nnx.Module):
             -math.exp(-0.5) * jax.nn.sigmoid(_heads(decay, heads)),
             _heads(k, heads),
             _heads(v, heads),
-            _unit(_heads(removal, heads), eps=1e-24),
+            unit_length(_heads(removal, heads), eps=1e-24),
             _heads(rate, heads),
             cache["state"],
             batch.sequence_runs(),
@@ -320,7 +320,8 @@ def _tiled(x: Float[Array, "tokens heads dim"], times: int) -> Float[Array, "tok
     return x if times == 1 else jnp.tile(x, (1, times, 1))
 
 
-def _unit(x: Float[Array, "*rows dim"], eps: float = _L2_EPS) -> Float[Array, "*rows dim"]:
+def unit_length(x: Float[Array, "*rows dim"], eps: float = _L2_EPS) -> Float[Array, "*rows dim"]:
+    """x / sqrt(sum(x^2) + eps)."""
     return normalize_l2(x, None, eps=eps)
 
 
