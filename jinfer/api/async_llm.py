@@ -126,6 +126,7 @@ class AsyncLLM(BaseLLM):
 
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)
+    update_weights = _in_thread(LLM.update_weights)
     logits = _in_thread(LLM.logits)
     score = _in_thread(LLM.score)
     hidden = _in_thread(LLM.hidden)

@@ -13,6 +13,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jinfer.api.model_weights import ModelWeights
     from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
     from jinfer.engine.output.generation import Usage
@@ -40,6 +41,11 @@ class BaseLLM:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None where the checkpoint has none, and prompts are token ids."""
         return self.session.opened.tokenizer
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights by name: `llm.weights["decoder.3.attn.q"].values`."""
+        return self.session.weights
 
     @property
     def context(self) -> int:

@@ -102,13 +102,14 @@ def empty_adapters(model: AbstractModel) -> dict[str, Any]:
     return {name: jax.device_put(values) for name, values in found.items()}
 
 
-def place_parameters(engine: Engine, values: Mapping[str, np.ndarray]) -> None:
+def place_parameters(engine: Engine, values: Mapping[str, Any]) -> None:
     """Puts other values of some parameters in place of what an engine has of them.
 
     Calls that are in flight keep those that they were given. Nothing is compiled.
 
     Args:
-        values: name of each parameter, none of them quantized -> its values, of the same shape.
+        values: name of each parameter -> its values in NumPy, stored as it is; of a model on
+            several devices none of a quantized one.
     """
     programs: Any = engine.programs
     if (stages := getattr(programs, "stages", None)) is None:

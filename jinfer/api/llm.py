@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
@@ -206,6 +206,19 @@ class LLM(BaseLLM):
                 of another model, or of too high a rank.
         """
         self.session.adapters.load(name, source, self.session.engine, self.session.thread)
+
+    def update_weights(self, values: Mapping[str, Any]) -> None:
+        """Puts other values in place of some weights; what the cache has is forgotten.
+
+        Args:
+            values: by the names of `weights`: arrays of the same shapes. Those of quantized
+                weights are rounded to nearest in the same format.
+
+        Raises:
+            RequestError: a name or a shape that there is not, or requests run.
+            EngineError: the weights are in parts on several devices.
+        """
+        self.session.weights.update(values)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; requests that are computed with it are finished.

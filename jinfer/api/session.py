@@ -16,6 +16,7 @@ import numpy as np
 
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
+from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prompt_inputs import (
     Ids,
     Params,
@@ -136,6 +137,7 @@ class Session:
         for load_draft in drafts.load if drafts else ():
             load_draft(progress)
         self.adapters.load_listed(self.engine, self.thread)
+        self.weights = ModelWeights.of(self.engine, self.thread, plan)
         self.load_seconds = time.perf_counter() - begun
         # A file stays mapped as long as its tensors are referenced, and a GGUF file's metadata are
         # a hundred thousand strings, of which the tokenizer has copies.

@@ -17,8 +17,8 @@ TABLE = np.stack([np.array([2, 0, 1, 0, 2], np.int32), SCALES.view(np.int32)], a
 
 def added(x: np.ndarray, y: np.ndarray, rows: np.ndarray, b: np.ndarray = B) -> np.ndarray:
     at = row_adapters(jnp.asarray(TABLE), jnp.asarray(rows))
-    given = (jnp.asarray(each) for each in (y[None], x[None], A, b))
-    return np.asarray(add_lora(*given, at)[0])
+    a, stack = jnp.asarray(A), jnp.asarray(b)
+    return np.asarray(add_lora(jnp.asarray(y)[None], jnp.asarray(x)[None], a, stack, at)[0])
 
 
 @pytest.mark.parametrize("grouped", [True, False])

@@ -1,6 +1,7 @@
 """Adapters of models whose files fuse or transpose matrices, and those of GGUF."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,11 @@ def test_beside_is_as_merged(golden: str, targets: tuple[str, ...], tmp_path: Pa
     base = GOLDENS / golden
     turned = golden == "gpt2"
     path = write_adapter(tmp_path / "a", 4, 3, targets=targets, base=base, turned=turned)
-    with LLM(base, dtype="float32", **{"adapters.a": str(path)}) as llm:
+    keys: dict[str, Any] = {"adapters.a": str(path), "dtype": "float32"}
+    with LLM(base, **keys) as llm:
         beside, without = last_logprobs(llm, "a"), last_logprobs(llm, None)
-    merge = {"adapters": {"a": {"source": str(path), "merge": True}}}
-    with LLM(base, dtype="float32", **merge) as llm:
+    merge: dict[str, Any] = {"adapters": {"a": {"source": str(path), "merge": True}}}
+    with LLM(base, **merge, dtype="float32") as llm:
         merged = last_logprobs(llm, None)
     np.testing.assert_allclose(beside, merged, atol=2e-4)
     assert not np.allclose(without, merged, atol=1e-2)
@@ -49,13 +51,15 @@ def test_of_gguf(tmp_path: Path) -> None:
     names = [f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_q", "ffn_down")]
     shapes = {name: tensors[name].shape for name in names}
     path = write_gguf_adapter(tmp_path / "a.gguf", {n: (s[0], s[1]) for n, s in shapes.items()}, 4)
-    with LLM(base, dtype="float32", **{"adapters.a": str(path)}) as llm:
+    keys: dict[str, Any] = {"adapters.a": str(path), "dtype": "float32"}
+    with LLM(base, **keys) as llm:
         beside, without = last_logprobs(llm, "a"), last_logprobs(llm, None)
         peft = write_adapter(tmp_path / "peft", 4, 3)
         with pytest.raises(LoadError, match=r"Hugging Face's names of tensors, and the model's"):
             llm.session.adapters.load("b", peft, llm.session.engine, llm.session.thread)
-    plain = {"adapters": {"a": {"source": str(path), "merge": True}}, "dtype": "float32"}
-    with LLM(base, **plain, **{"quantization.weights": "plain"}) as llm:
+    merge: dict[str, Any] = {"adapters": {"a": {"source": str(path), "merge": True}}}
+    merge |= {"dtype": "float32", "quantization.weights": "plain"}
+    with LLM(base, **merge) as llm:
         merged = last_logprobs(llm, None)
     np.testing.assert_allclose(beside, merged, atol=2e-4)
     assert not np.allclose(without, merged, atol=1e-2)
