@@ -22,6 +22,7 @@ from jinfer.guard.safe_files import FileRefusedError, read_regular_file
 CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_CONFIG = 1 << 20
+_MOST_ALPHA = 1e6
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[\w-]+)?")
@@ -172,7 +173,7 @@ def _not_empty(adapter: LoraAdapter) -> LoraAdapter:
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(path, f"peft_type is {kind!r}; only LORA is read")
+        raise CheckpointError(path, f"peft_type is {kind!r:.100}; only LORA is read")
     for key, (plain, advice) in _PLAIN_KEYS.items():
         value = config.get(key)
         # True and 1 are equal, and only the first is a switch.
@@ -185,17 +186,24 @@ def _peft_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
     """alpha / rank, or alpha / sqrt(rank) of rsLoRA (arXiv 2312.03732)."""
     stated = _of_module(path, config, "rank_pattern", module, config.get("r"))
     if stated is not None and stated != rank:
-        reason = f"{module} has rank {rank}, but its configuration says {stated!r}"
+        reason = f"{module} has rank {rank}, but its configuration says {stated!r:.100}"
         raise CheckpointError(path, f"{reason}: it belongs to other weights")
     alpha = _of_module(path, config, "alpha_pattern", module, config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e6:
-        raise CheckpointError(path, f"lora_alpha is {alpha!r}, which is no factor")
+    if (
+        isinstance(alpha, bool)
+        or not isinstance(alpha, int | float)
+        or not abs(alpha) < _MOST_ALPHA
+    ):
+        raise CheckpointError(path, f"lora_alpha is {alpha!r:.100}, which is no factor")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _of_module(path: Path, config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
     """A module's value of `rank_pattern` or `alpha_pattern`, whose keys are ends of names."""
-    for pattern, value in (config.get(key) or {}).items():
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise CheckpointError(path, f"{key} is {patterns!r}"[:200] + ", not a table of modules")
+    for pattern, value in patterns.items():
         whole = pattern.startswith("^")
         name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not _NAME.fullmatch(name):
@@ -214,7 +222,9 @@ def _open_gguf(path: Path) -> LoraAdapter:
         raise CheckpointError(path, reason)
     if "adapter.alora.invocation_tokens" in said:
         raise CheckpointError(path, "is an activated LoRA, which is not read")
-    alpha = float(said.get("adapter.lora.alpha", 0.0))
+    alpha = said.get("adapter.lora.alpha", 0.0)
+    if not isinstance(alpha, int | float) or not abs(alpha) < _MOST_ALPHA:
+        raise CheckpointError(path, f"adapter.lora.alpha is {alpha!r:.100}, which is no factor")
     pairs = dict[str, dict[str, Tensor]]()
     for name, tensor in checkpoint.tensors.items():
         module, _, part = name.rpartition(".lora_")
