@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.process_group import current_group
 from jinfer.server import ignored_fields
 from jinfer.server.endpoint import Endpoint, EndpointApp
-from jinfer.server.http_errors import ApiError, process_lost
+from jinfer.server.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
 from jinfer.server.http_responses import dumps
 from jinfer.server.metrics import Metrics
 from jinfer.server.middleware import RequestMiddleware
@@ -75,14 +75,15 @@ def build_app(
             await models.close()
 
     endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
+    errors = {path: one.errors for one in endpoints for path in one.paths}
     app = Starlette(
         routes=_routes(endpoints, service),
         lifespan=lifespan,
-        exception_handlers={HTTPException: _routing_error},
+        exception_handlers={HTTPException: partial(_routing_error, errors)},
     )
     app.state.service = service
     public = [(one.method, path) for one in endpoints if one.public for path in one.paths]
-    gated: ASGIApp = RequestMiddleware(app, settings, metrics, public)
+    gated: ASGIApp = RequestMiddleware(app, settings, metrics, public, errors)
     if settings.cors:
         gated = CORSMiddleware(
             gated,
@@ -142,12 +143,14 @@ class _MethodDispatch:
         await endpoint(scope, receive, send)
 
 
-async def _routing_error(request: Request, error: Exception) -> Response:
-    """Answers routing errors (404, 405) in the error format of all routes."""
+async def _routing_error(
+    errors: Mapping[str, ErrorFormat], request: Request, error: Exception
+) -> Response:
+    """Answers routing errors (404, 405) in the error format of the path."""
     assert isinstance(error, HTTPException)
     known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return Response(
-        dumps(known.body()),
+        dumps(errors.get(request.url.path, OPENAI_ERRORS).body(known)),
         error.status_code,
         headers=dict(error.headers or {}),
         media_type="application/json",

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jinfer.server import request_body
-from jinfer.server.http_errors import as_api_error, cancel_reason
+from jinfer.server.http_errors import OPENAI_ERRORS, ErrorFormat, as_api_error, cancel_reason
 from jinfer.server.http_responses import (
     JSON_MEDIA_TYPE,
     HttpResponse,
@@ -45,6 +45,7 @@ class Endpoint:
         tag: OpenAPI tag.
         public: whether it needs no API key.
         media_type: media type of a whole response.
+        errors: how it writes errors.
     """
 
     route: str
@@ -55,6 +56,7 @@ class Endpoint:
     tag: str = "jinfer"
     public: bool = False
     media_type: str = JSON_MEDIA_TYPE
+    errors: ErrorFormat = OPENAI_ERRORS
 
     @property
     def method(self) -> str:
@@ -148,7 +150,8 @@ class EndpointApp:
         if known.status == 500:
             _note(error)
         with contextlib.suppress(TimeoutError):
-            await error_response(known).send(send, self.service.settings.send_seconds)
+            reply = error_response(known, self.endpoint.errors)
+            await reply.send(send, self.service.settings.send_seconds)
 
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:

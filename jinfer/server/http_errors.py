@@ -1,13 +1,17 @@
-"""HTTP errors: every error response, in OpenAI's format."""
+"""HTTP errors: every error response, in OpenAI's format or in the one of a route's API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import ClosedError, DeadlineError, EngineError, QueueFullError
+from jinfer.server.schemas.schema_base import ErrorResponse
 
 ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -50,6 +54,26 @@ class ApiError(Exception):
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+@dataclass(frozen=True)
+class ErrorFormat:
+    """How the routes of an API write errors.
+
+    Attributes:
+        body: the JSON body.
+        schema: its schema.
+        status: the HTTP status.
+        more: statuses that other APIs do not have, and what they mean.
+    """
+
+    body: Callable[[ApiError], dict[str, Any]]
+    schema: type[BaseModel]
+    status: Callable[[ApiError], int]
+    more: tuple[tuple[str, str], ...] = ()
+
+
+OPENAI_ERRORS = ErrorFormat(ApiError.body, ErrorResponse, lambda error: error.status)
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -11,7 +11,13 @@ from typing import Any
 import orjson
 from starlette.types import Send
 
-from jinfer.server.http_errors import ApiError, as_api_error, cancel_reason
+from jinfer.server.http_errors import (
+    OPENAI_ERRORS,
+    ApiError,
+    ErrorFormat,
+    as_api_error,
+    cancel_reason,
+)
 
 JSON_MEDIA_TYPE = "application/json"
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
@@ -69,9 +75,9 @@ class HttpResponse:
             await send({"type": "http.response.body", "body": data})
 
 
-def error_response(error: ApiError) -> HttpResponse:
+def error_response(error: ApiError, format: ErrorFormat = OPENAI_ERRORS) -> HttpResponse:
     """The response for an error."""
-    return HttpResponse(error.body(), error.status, error.headers)
+    return HttpResponse(format.body(error), format.status(error), error.headers)
 
 
 def sse_error(error: ApiError) -> bytes:

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jinfer.server import auth, ignored_fields
-from jinfer.server.http_errors import ApiError
+from jinfer.server.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat
 from jinfer.server.http_responses import error_response
 from jinfer.server.metrics import Metrics
 from jinfer.server.server_settings import ServerSettings
@@ -33,13 +33,16 @@ class RequestMiddleware:
         settings: ServerSettings,
         metrics: Metrics,
         public: Iterable[tuple[str, str]],
+        errors: Mapping[str, ErrorFormat],
     ) -> None:
         """Wraps an application.
 
         Args:
             public: methods and paths that need no API key.
+            errors: how each path writes errors.
         """
         self.app, self.settings, self.metrics = app, settings, metrics
+        self._errors = errors
         self._public = [(method, compile_path(path)[0]) for method, path in public]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +76,8 @@ class RequestMiddleware:
                     auth.check_api_key(self.settings.keys, *given)
             except ApiError as error:
                 notes["error"] = error.code
-                await error_response(error).send(noted, self.settings.send_seconds)
+                reply = error_response(error, self._errors.get(scope["path"], OPENAI_ERRORS))
+                await reply.send(noted, self.settings.send_seconds)
             else:
                 await self.app(scope, receive, noted)
         # Health checks come every few seconds, and page assets by the dozen.

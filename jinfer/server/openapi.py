@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jinfer.server.endpoint import EmptyBody, Endpoint
-from jinfer.server.schemas.schema_base import ErrorResponse
 from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
@@ -71,7 +70,7 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
 def _models(endpoints: Sequence[Endpoint]) -> list[type[BaseModel]]:
     models = (model for one in endpoints for model in (one.request_model, one.response_model))
     used = [model for model in models if model is not None and model is not EmptyBody]
-    return list(dict.fromkeys([ErrorResponse, *used]))
+    return list(dict.fromkeys([*(one.errors.schema for one in endpoints), *used]))
 
 
 def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
@@ -80,9 +79,9 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     content: dict[str, Any] = {endpoint.media_type: {"schema": schema}}
     if endpoint.stream_media_type:
         content.setdefault(endpoint.stream_media_type.partition(";")[0], {"schema": {}})
-    error = {"application/json": {"schema": reference(ErrorResponse)}}
+    error = {"application/json": {"schema": reference(endpoint.errors.schema)}}
     responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
-    for status, text in _ERRORS.items():
+    for status, text in (*_ERRORS.items(), *endpoint.errors.more):
         responses[status] = {"description": text, "content": error}
     operation: dict[str, Any] = {
         "operationId": f"{endpoint.method.lower()}{path.translate(_NO_SIGNS)}",

@@ -11,11 +11,13 @@ from jinfer.server import (
     inferflow_api,
     info,
     llamacpp_api,
+    messages,
     openapi,
     pooling_routes,
     ranking,
     tokenize,
 )
+from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
@@ -31,6 +33,7 @@ from jinfer.server.schemas import tokenize as tokens
 from jinfer.server.schemas.chat import ChatResponse
 from jinfer.server.schemas.completions import CompletionResponse
 from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
+from jinfer.server.schemas.messages import MessageObject, TokenCount
 from jinfer.server.schemas.responses import ResponseObject
 from jinfer.server.service import RequestContext
 
@@ -48,6 +51,7 @@ async def _docs(call: RequestContext[Any]) -> HttpResponse:
 _about = partial(Endpoint, tag="about")
 _openai = partial(Endpoint, tag="OpenAI")
 _openai_stream = partial(_openai, stream_media_type=SSE_MEDIA_TYPE)
+_anthropic = partial(Endpoint, tag="Anthropic", errors=ANTHROPIC_ERRORS)
 _vectors = partial(Endpoint, tag="vectors")
 _tokens = partial(Endpoint, tag="tokens")
 _llama = partial(Endpoint, tag="llama.cpp")
@@ -80,6 +84,19 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     _openai_stream(
         "POST /v1/responses /responses", create_response, "Answers a conversation", ResponseObject
+    ),
+    _anthropic(
+        "POST /v1/messages",
+        messages.create_message,
+        "Answers a conversation",
+        MessageObject,
+        SSE_MEDIA_TYPE,
+    ),
+    _anthropic(
+        "POST /v1/messages/count_tokens",
+        messages.count_tokens,
+        "Counts the tokens of a conversation",
+        TokenCount,
     ),
     _openai(
         "POST /v1/embeddings /embeddings",
