@@ -28,6 +28,7 @@ from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.opening.adapter_files import adapter_files, merged_checkpoint
 from jinfer.opening.model_files import tokenizer_path
 from jinfer.opening.open_model import open_files, open_model
 from jinfer.opening.resolve_model import resolve_model
@@ -100,6 +101,8 @@ def convert(
         check_followed(left, files.config, spec)
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build_abstract_model(spec, "float32" if spec.dtype == "auto" else spec.dtype)
+        adapters = adapter_files(spec, files, overrides)
+        checkpoint = merged_checkpoint(checkpoint, adapters, model, spec.tensors)
         origins = find_origins(model, checkpoint, spec.tensors)
         model = with_types(model, stored_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)

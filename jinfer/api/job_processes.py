@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jinfer.api.build_engine import build_engine, load
+from jinfer.api.loaded_adapters import with_merged_adapters
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.distributed_programs import DistributedPrograms
 from jinfer.distributed.initialize import join_job
@@ -42,6 +43,7 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     shelf = use_persistent_cache()
     opened = open_model(source, overrides)
     model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype), shelf)
+    opened = with_merged_adapters(opened, model)
     plan = plan_weights(
         model, opened.spec, opened.checkpoint, opened.activations, kv_cache=opened.kv_cache
     )

@@ -20,11 +20,11 @@ from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
 from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
+from jinfer.opening.adapter_files import merged_checkpoint
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import locate
 from jinfer.weights.adapter_terms import adapter_terms, stacked
 from jinfer.weights.lora_adapter import LoraAdapter, open_adapter
-from jinfer.weights.merged_adapter import merged
 
 _RANKS = (16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to
 _USUAL_RANK = 64
@@ -38,11 +38,8 @@ def with_merged_adapters(opened: Opened, model: AbstractModel) -> Opened:
     Raises:
         CheckpointError, LoadError: an adapter is damaged, or of another model.
     """
-    checkpoint = opened.checkpoint
-    for each in opened.adapters:
-        if each.spec.merge:
-            adapter = open_adapter(each.path)
-            checkpoint = merged(checkpoint, adapter, model, opened.spec.tensors)
+    tensors = opened.spec.tensors
+    checkpoint = merged_checkpoint(opened.checkpoint, opened.adapters, model, tensors)
     return replace(opened, checkpoint=checkpoint)
 
 

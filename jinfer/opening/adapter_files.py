@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinfer.checkpoint import Checkpoint
 from jinfer.modelspec.adapters_table import AdapterSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.model_files import ModelFiles, check_enclosed
 from jinfer.opening.sources import locate
+from jinfer.weights.lora_adapter import open_adapter
+from jinfer.weights.merged_adapter import merged
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,20 @@ def adapter_files(
                 check_enclosed(files.path, f"adapters.{each.name}", each.source)
         found.append(AdapterFile(each, locate(each.source, beside)))
     return tuple(found)
+
+
+def merged_checkpoint(
+    checkpoint: Checkpoint,
+    adapters: Iterable[AdapterFile],
+    model: AbstractModel,
+    tensors: TensorMap,
+) -> Checkpoint:
+    """The checkpoint with those of a specification's adapters in its tensors that it merges.
+
+    Raises:
+        CheckpointError, LoadError: an adapter is damaged, or of another model.
+    """
+    for each in adapters:
+        if each.spec.merge:
+            checkpoint = merged(checkpoint, open_adapter(each.path), model, tensors)
+    return checkpoint
