@@ -77,6 +77,7 @@ class Session:
 
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
+        family, stored_as: of the model, in a word each (`jinfer.opening.describe`).
         thread: runs its engine.
         load_seconds: time that loading the weights took.
         closed: whether it was closed.
@@ -126,7 +127,7 @@ class Session:
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
-        self._family, self._stored = family(opened), stored_as(opened)
+        self.family, self.stored_as = family(opened), stored_as(opened)
         self._ids = count()
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
@@ -165,11 +166,9 @@ class Session:
     def described(self) -> str:
         """A few words: name, family, size, format of weights, context."""
         spec, model = self.opened.spec, self.engine.model
-        words = [title(self.opened)]
-        if self._family:
-            words.append(self._family)
+        words = [title(self.opened), *([self.family] if self.family else [])]
         words.append(f"{count_text(sizes_of(spec, model).parameters)} parameters")
-        words += [self._stored, f"context {self.opened.context}"]
+        words += [self.stored_as, f"context {self.opened.context}"]
         return ", ".join([*words, "closed"] if self.closed else words)
 
     def cache_report(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -28,7 +28,8 @@ from jinfer.server.service import RequestContext, Service
 from jinfer.server.tool_calls import output_parsing
 from jinfer.template import TemplateError
 
-_ROUTE = frozenset(ChatRequest.model_fields) - frozenset(SamplingFields.model_fields)
+# Fields that are no sampling parameters.
+CHAT_FIELDS = frozenset(ChatRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
 async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
@@ -64,12 +65,20 @@ def _prepare(call: RequestContext[ChatRequest], hosted: ServedModel) -> list[Pro
 
 
 def prepare_chat(
-    service: Service, body: ChatRequest, hosted: ServedModel, ignore: Ignore
+    service: Service,
+    body: ChatRequest,
+    hosted: ServedModel,
+    ignore: Ignore,
+    *,
+    base: Mapping[str, Any] = CHAT,
+    before: Sequence[int] = (),
 ) -> PromptRequests:
     """Builds a conversation's prompt and output parser. Slow: call it in a worker thread.
 
     Args:
         ignore: records fields that have no effect.
+        base: the route's defaults, below the model's.
+        before: the tokens of an earlier prompt and its answer, which the conversation follows.
 
     Raises:
         ApiError: the request cannot be answered.
@@ -79,6 +88,10 @@ def prepare_chat(
         ids = chat_prompt_ids(body, session, settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
+    if before:
+        # One BOS is enough; in ChatML it is not that, but the beginning of each message.
+        alone = ids[0] == session.tokenizer.bos_id and ids[0] not in ids[1:]
+        ids = [*before, *ids[alone:]]
     parsing = output_parsing(body, body.parallel_tool_calls is not False, session, ids, ignore)
     if (
         parsing.param_changes
@@ -91,7 +104,7 @@ def prepare_chat(
     changes: dict[str, Any] = dict(parsing.param_changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
-    sampling = request_options(body, session, CHAT, changes, _ROUTE)
+    sampling = request_options(body, session, base, changes, CHAT_FIELDS)
     if parsing.param_changes:
         sampling = replace(
             sampling, names={**sampling.names, **dict.fromkeys(parsing.param_changes, "tools")}
@@ -130,7 +143,7 @@ class _ChatAnswer(OpenAIAnswer):
     def __post_init__(self) -> None:
         super().__post_init__()
         (self.job,) = self.run.jobs
-        self.parsed = [_ParsedAnswer(self.job.parsing.parser()) for _ in self.run.prepared]
+        self.parsed = [ParsedAnswer(self.job.parsing.parser()) for _ in self.run.prepared]
 
     def whole(self, answers: list[Completion]) -> dict[str, Any]:
         """The response body with all choices."""
@@ -139,7 +152,7 @@ class _ChatAnswer(OpenAIAnswer):
         return self.body(choices, answers[0].usage) | more
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        reading = _ParsedAnswer(self.job.parsing.parser())
+        reading = ParsedAnswer(self.job.parsing.parser())
         reading.push(answer.text)
         reading.finish(answer.finish_reason)
         message: dict[str, Any] = {
@@ -169,7 +182,7 @@ class _ChatAnswer(OpenAIAnswer):
         as_ids = self.call.body.return_tokens_as_token_ids
         return usage.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
 
-    def _reason(self, reading: _ParsedAnswer, reason: str) -> str:
+    def _reason(self, reading: ParsedAnswer, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
@@ -210,7 +223,7 @@ class _ChatAnswer(OpenAIAnswer):
 
 
 @dataclass
-class _ParsedAnswer:
+class ParsedAnswer:
     """One answer, parsed incrementally into content, reasoning and tool calls."""
 
     parser: OutputParser

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from jinfer.server.http_errors import invalid_request, unsupported_field
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import StreamOptions
@@ -20,7 +22,7 @@ def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptio
             raise invalid_request("it needs stream: true", name)
 
 
-def reject_fields(body: SamplingFields, **reasons: str) -> None:
+def reject_fields(body: BaseModel, **reasons: str) -> None:
     """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():
         if getattr(body, name):

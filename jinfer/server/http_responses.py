@@ -20,6 +20,7 @@ from jinfer.server.http_errors import (
 )
 
 JSON_MEDIA_TYPE = "application/json"
+NDJSON_MEDIA_TYPE = "application/x-ndjson"
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_PING = b": ping\n\n"

@@ -11,7 +11,12 @@ from typing import Any
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
-from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
+from jinfer.server.http_responses import (
+    NDJSON_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    dumps,
+)
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_params import INFERFLOW, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
@@ -19,7 +24,6 @@ from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext
 
-LINES = "application/x-ndjson"
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
@@ -43,7 +47,7 @@ async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | St
     user = (body.header or {}).get("user")
     call.note(user=user if isinstance(user, str) else None)
     if stream:
-        return StreamedResponse(_stream_events(call), media_type=LINES, failed=_failed)
+        return StreamedResponse(_stream_events(call), media_type=NDJSON_MEDIA_TYPE, failed=_failed)
     begun = time.perf_counter()
     async with call.running(_prepare) as (_, run):
         ((one,),) = await run.completions()

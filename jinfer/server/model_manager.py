@@ -58,6 +58,11 @@ class ServedModel:
         return self.source.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call it: its path too, and its name with Ollama's default tag."""
+        return self.name, self.source.path, f"{self.name}:latest"
+
+    @property
     def llm(self) -> LLM:
         """The loaded model."""
         assert self._llm is not None, f"{self.name} is not loaded"
@@ -163,7 +168,7 @@ class ModelManager:
         if name is None:
             return self.models[0]
         for one in self.models:
-            if name in (one.name, one.source.path):
+            if name in one.names:
                 return one
         for one in self.models:
             if name in one.adapters:
@@ -177,7 +182,7 @@ class ModelManager:
     def answers_to(self, name: str) -> bool:
         """Whether the only model answers requests for another name."""
         one = self.models[0]
-        return self._any_name and name not in (one.name, one.source.path, *one.adapters)
+        return self._any_name and name not in (*one.names, *one.adapters)
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:

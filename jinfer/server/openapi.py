@@ -93,7 +93,9 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
         operation["security"] = []
     if endpoint.request_model is not EmptyBody:
         body = {"application/json": {"schema": reference(endpoint.request_model)}}
-        operation["requestBody"] = {"required": True, "content": body}
+        fields = endpoint.request_model.model_fields.values()
+        needed = any(one.is_required() for one in fields)  # else no body is an empty object
+        operation["requestBody"] = {"required": needed, "content": body}
     if (inner := re.search(r"{(\w+)", path)) is not None:
         named = {"name": inner[1], "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [named]

@@ -36,7 +36,7 @@ _ELSEWHERE = frozenset(
     }
 )
 
-# Defaults of routes, below the model's: OpenAI's, and llama.cpp's.
+# Defaults of routes, below the model's: OpenAI's, Inferflow's, llama.cpp's and Ollama's.
 _ALL = {"max_tokens": None}
 CHAT: Mapping[str, Any] = {**_ALL, "temperature": 1.0}
 COMPLETIONS: Mapping[str, Any] = {"max_tokens": 16, "temperature": 1.0}
@@ -47,6 +47,14 @@ LLAMA_CPP: Mapping[str, Any] = {
     "top_k": 40,
     "top_p": 0.95,
     "min_p": 0.05,
+}
+OLLAMA: Mapping[str, Any] = {
+    **_ALL,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "penalty_last_n": 64,
 }
 
 

@@ -12,6 +12,9 @@ from jinfer.server import (
     info,
     llamacpp_api,
     messages,
+    ollama_api,
+    ollama_embeddings,
+    ollama_models,
     openapi,
     pooling_routes,
     ranking,
@@ -21,12 +24,13 @@ from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
-from jinfer.server.http_responses import SSE_MEDIA_TYPE, HttpResponse
+from jinfer.server.http_responses import NDJSON_MEDIA_TYPE, SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
 from jinfer.server.responses import create_response
 from jinfer.server.schemas import adapters as lora
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
+from jinfer.server.schemas import ollama_api as ollama
 from jinfer.server.schemas import pooling_routes as pools
 from jinfer.server.schemas import ranking as ranks
 from jinfer.server.schemas import tokenize as tokens
@@ -55,6 +59,8 @@ _anthropic = partial(Endpoint, tag="Anthropic", errors=ANTHROPIC_ERRORS)
 _vectors = partial(Endpoint, tag="vectors")
 _tokens = partial(Endpoint, tag="tokens")
 _llama = partial(Endpoint, tag="llama.cpp")
+_ollama = partial(Endpoint, tag="Ollama", errors=ollama_api.OLLAMA_ERRORS)
+_ollama_stream = partial(_ollama, stream_media_type=NDJSON_MEDIA_TYPE)
 _page = partial(Endpoint, tag=PAGE, public=True)
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -182,12 +188,52 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Unloads a LoRA adapter",
         lora.AdapterChange,
     ),
+    _ollama_stream(
+        "POST /api/chat", ollama_api.chat, "Answers a conversation", ollama.OllamaChatResponse
+    ),
+    _ollama_stream(
+        "POST /api/generate",
+        ollama_api.generate,
+        "Answers a prompt, or continues it",
+        ollama.OllamaGenerateResponse,
+    ),
+    _ollama(
+        "POST /api/embed",
+        ollama_embeddings.embed,
+        "The vectors of texts",
+        ollama.OllamaEmbedResponse,
+    ),
+    _ollama(
+        "POST /api/embeddings",
+        ollama_embeddings.embeddings,
+        "The vector of a text",
+        ollama.OllamaEmbeddingsResponse,
+    ),
+    _ollama("GET /api/tags", ollama_models.tags, "What is served", ollama.OllamaModels),
+    _ollama("GET /api/ps", ollama_models.running, "What is in memory", ollama.OllamaModels),
+    _ollama("POST /api/show", ollama_models.show, "One of the models", ollama.OllamaShowResponse),
+    _ollama(
+        "GET /api/version",
+        ollama_models.version,
+        "The version of Ollama's API",
+        ollama.OllamaVersion,
+    ),
+    _ollama(
+        "POST /api/pull /api/push /api/create /api/copy",
+        ollama_models.refuse,
+        "Refused: models are not changed by requests",
+    ),
+    _ollama(
+        "DELETE /api/delete",
+        ollama_models.refuse,
+        "Refused: models are not changed by requests",
+    ),
     Endpoint(
         "POST /",
         inferflow_api.inferflow,
         "Answers a text",
         InferflowResponse,
-        inferflow_api.LINES,
+        NDJSON_MEDIA_TYPE,
         "Inferflow",
     ),
     _page(

@@ -24,7 +24,7 @@ from jinfer.server.server_settings import ServerSettings
 _GRAMMARS = frozenset(
     {
         *("json_schema", "regex", "choice", "grammar", "structured_outputs"),
-        *("response_format", "text", "tool_choice", "output_config", "output_format"),
+        *("response_format", "format", "text", "tool_choice", "output_config", "output_format"),
     }
 )
 
