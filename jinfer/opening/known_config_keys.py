@@ -3,7 +3,13 @@ a model that was built without reading one does as it says all the same."""
 
 from __future__ import annotations
 
-from jinfer.modelspec.blocks import AlibiSpec, DisentangledSpec, MoESpec, RopeSpec
+from jinfer.modelspec.blocks import (
+    AlibiSpec,
+    DisentangledSpec,
+    MoESpec,
+    RMSNormSpec,
+    RopeSpec,
+)
 from jinfer.opening import config_key_rules as rules
 from jinfer.opening import moe_key_rules as moe_rules
 from jinfer.opening.config_key_rules import Rule
@@ -144,7 +150,11 @@ KNOWN: dict[str, tuple[str, Rule]] = {
         rules.off_or_built("chunk"),
     ),
     **_all(TEMPERATURE, "attn_temperature_tuning", "attention.temperature_scale"),
-    "ssm.dt_b_c_rms": ("inputs of the state space are normed", rules.usual()),
+    "ssm.dt_b_c_rms": (
+        "inputs of the state space are normed",
+        rules.if_on(lambda spec: False in rules.values_of(spec, "weight", of=RMSNormSpec)),
+    ),
+    "use_long_context": ("positions are stretched", rules.usual()),
     "layer_rope_theta": ("each layer has a theta", rules.usual()),
     "attention_value_scale": FACTOR,
     **_all(SHARED, "num_kv_shared_layers", "hidden_size_per_layer_input"),

@@ -61,10 +61,19 @@ def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
 
 def test_norms_of_a_state_space_that_are_not_built(tmp_path: Path) -> None:
     """Falcon-Mamba has them, without weights, and no other name than Mamba."""
-    header = named("mamba")
-    normed = replace(header, keys={**header.keys, "ssm.dt_b_c_rms": True})
+    plain, _ = resolve_model(opened(tmp_path, named("mamba")), {})
+    files = opened(tmp_path, named("falcon_mamba"))
+    _, unread = resolve_model(files, {})
     with pytest.raises(SpecError, match=r"mamba\.ssm\.dt_b_c_rms: True is not followed"):
-        used(tmp_path, normed)
+        check_followed(unread, files.config, plain)
+
+
+def test_rotated_halves_whose_rows_were_reordered(tmp_path: Path) -> None:
+    """Bamba's converter takes the pairs of a whole head, of which the model rotates a part."""
+    header = named("granite4_h_tiny")
+    half = {"rope.dimension_count": header.keys["rope.dimension_count"] // 2}
+    with pytest.raises(SpecError, match="no family is known for granitehybrid"):
+        used(tmp_path, replace(header, keys={**header.keys, **half}))
 
 
 def test_layers_without_sparsity_have_no_threshold(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ BART = {
     "decoder_ffn_dim": 128, "max_position_embeddings": 256, "scale_embedding": True,
 }  # fmt: skip
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
+HYBRID = ["linear_attention", "full_attention"] * 2
+MAMBA2 = {"mamba_d_state": 16, "mamba_expand": 2, "mamba_d_conv": 4}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 # Keys of a config.json for families of which there is no golden.
 MADE_UP: dict[str, dict[str, Any]] = {
     "afmoe": LLAMA | MOE | {
@@ -43,6 +49,37 @@ MADE_UP: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "apertus": LLAMA,
+    "bamba": LLAMA | MAMBA2 | {
+        "mamba_n_heads": 8, "mamba_n_groups": 1, "attn_layer_indices": [1], "attn_rotary_emb": 8,
+    },
+    "falcon_mamba": {
+        "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
+        "state_size": 8, "time_step_rank": 4, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
+        "model_type": "falcon_mamba",
+    },
+    "glm4_moe_lite": LLAMA | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 24, "kv_lora_rank": 16, "q_lora_rank": 24,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    },
+    "jamba": LLAMA | MOE | MAMBA2 | {
+        "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_dt_rank": 4,
+    },
+    "lfm2_moe": LLAMA | MOE | {
+        "norm_eps": 1e-5, "moe_intermediate_size": 24, "num_dense_layers": 1, "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
+    "olmo_hybrid": LLAMA | DELTA | {"layer_types": HYBRID, "linear_allow_neg_eigval": True},
+    "qwen3_5_moe": LLAMA | MOE | DELTA | {
+        "head_dim": 16, "layer_types": HYBRID, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.25,
+    },
+    "zamba2": LLAMA | MAMBA2 | {
+        "n_mamba_heads": 8, "mamba_ngroups": 1, "num_mem_blocks": 2, "adapter_rank": 4,
+        "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"], "num_key_value_heads": 4,
+        "hybrid_layer_ids": [1, 2, 3], "use_mem_rope": True,
+    },
     "arcee": LLAMA | {"hidden_act": "relu2"},
     "bitnet": LLAMA | {"hidden_act": "relu2"},
     "dots1": LLAMA | MOE | {

@@ -1,0 +1,42 @@
+"""Families whose logits are those of transformers 5.24, for weights drawn by name.
+
+`transformers_logits.npz` has, under each name, config.json, the shapes of the tensors and the
+logits that transformers' modelling code gave for them in float32.
+"""
+
+import json
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jinfer import LLM
+
+FILE = Path(__file__).with_name("transformers_logits.npz")
+FAMILIES = (
+    *("bamba", "falcon_mamba", "glm4_moe_lite", "jamba", "lfm2_moe", "olmo_hybrid"),
+    *("qwen3_5_moe", "zamba2"),
+)
+TEXT = [5, 17, 3, 64, 90, 17, 8, 33, 2, 71, 44, 29]
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that only the tensor's name and shape decide, of a usual size."""
+    values = np.random.default_rng(crc32(name.encode())).standard_normal(shape)
+    if len(shape) < 2:
+        return (0.2 * values + ("norm" in name or name.endswith(".D"))).astype(np.float32)
+    return (values * (0.5 if "embed" in name else shape[-1] ** -0.5)).astype(np.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    with np.load(FILE) as stored:
+        made = json.loads(str(stored[f"{family}.made"]))
+        wanted = stored[f"{family}.logits"]
+    (tmp_path / "config.json").write_text(json.dumps(made["config"]))
+    tensors = {name: drawn(name, tuple(shape)) for name, shape in made["shapes"].items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    llm = LLM(tmp_path, dtype="float32")
+    assert np.max(np.abs(np.asarray(llm.logits(TEXT)) - wanted)) < 2e-4
