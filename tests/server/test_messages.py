@@ -175,6 +175,44 @@ def test_calls(client: anthropic.Anthropic, running: Running) -> None:
     assert cut.stop_reason == "max_tokens"
 
 
+def turn(city: str) -> list[Any]:
+    """A question that was answered with a call."""
+    call = {"type": "tool_use", "id": city, "name": "weather", "input": {"city": city}}
+    result = {"type": "tool_result", "tool_use_id": city, "content": "Sunny."}
+    return [
+        {"role": "user", "content": f"What is the weather like in {city}?"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+
+
+def test_calls_that_nothing_binds_come_whole(running: Running) -> None:
+    """Clients would run what was no call after all; until that is known, events tell of life."""
+    asked = [*turn("Paris"), *turn("Rome"), *turn("Paris"), *turn("Rome")[:1]]
+    given = {"messages": asked, "tools": [WEATHER, NOW], "max_tokens": 60, "temperature": 0}
+    settings = running.service.settings
+    usual, pieces = settings.ping, []
+    object.__setattr__(settings, "ping", 1e-4)
+    try:
+        for eager in (False, True):
+            tools = [{**WEATHER, "eager_input_streaming": eager}, NOW]
+            events = events_of(post(running, **{**given, "tools": tools}, stream=True).text)
+            deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
+            pieces.append([one["partial_json"] for one in deltas])
+            assert events[-2]["delta"]["stop_reason"] == "tool_use"
+            kinds = [one["type"] for one in events]
+            begun, ended = map(kinds.index, ("content_block_start", "content_block_stop"))
+            assert ("ping" in kinds[begun:ended]) == eager
+            assert "ping" in kinds[:begun]
+    finally:
+        object.__setattr__(settings, "ping", usual)
+    assert "".join(pieces[0]) == "".join(pieces[1])
+    assert json.loads("".join(pieces[0])) == {"city": "Rome"}
+    call = post(running, **given).json()["content"][-1]
+    assert (call["type"], call["input"]) == ("tool_use", {"city": "Rome"})
+
+
 def test_thoughts(client: anthropic.Anthropic) -> None:
     given: dict[str, Any] = {
         "model": "tiny",
