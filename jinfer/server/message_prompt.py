@@ -51,7 +51,7 @@ def chat_request(body: ConversationFields, hosted: ServedModel, ignore: Ignore) 
         for name, one in body.given_fields().items()
         if name in SamplingFields.model_fields
     }
-    chat["messages"] = messages.done
+    chat |= {"model": body.model, "messages": messages.done}  # it may be the name of an adapter
     if isinstance(body.messages[-1], AssistantMessage):
         if messages.done[-1].get("tool_calls"):
             raise invalid_request(

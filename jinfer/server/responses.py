@@ -129,6 +129,7 @@ def to_chat_request(body: ResponseRequest) -> ChatRequest:
             for name, one in body.given_fields().items()
             if name in SamplingFields.model_fields
         },
+        "model": body.model,  # which may be the name of an adapter
         "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,

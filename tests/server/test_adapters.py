@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from jinfer.server.responses import to_chat_request
+from jinfer.server.schemas.responses import ResponseRequest
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.engine.adapters import write_adapter
 from tests.engine.tiny import GOLDEN, PROMPTS
@@ -88,3 +90,7 @@ def test_routes_are_off_unless_asked_for(running: Running) -> None:
         answer = post(running, f"/v1/{name}_lora_adapter", lora_name="a", **body)
         assert (answer.status_code, "--runtime-adapters" in answer.text) == (403, True)
     object.__setattr__(running.service, "settings", settings)
+
+
+def test_responses_name_their_adapter() -> None:
+    assert to_chat_request(ResponseRequest(model="a", input="hello")).model == "a"
