@@ -152,6 +152,8 @@ class Origin:
         same = shapes[self.parameter] if self.place.layers else ()
         of_all = [shapes.get(part, same)[self.stacked :] for part in parts]
         sizes = [shape[axis] for shape in of_all if len(shape) > axis]
+        if values.shape[:1] == (len(parts),) and all(len(shape) == 1 for shape in of_all):
+            values = values.reshape(-1)  # vectors, a row each
         if (
             len(sizes) < len(parts)
             or values.shape[axis : axis + 1] != (sum(sizes),)

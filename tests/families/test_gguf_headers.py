@@ -19,6 +19,8 @@ from jinfer.weights.tensor_mapping import find_origins
 from .gguf_files import write_gguf
 from .gguf_headers import Header, headers
 
+UNUSED = {"rwkv7": {f"blk.0.time_mix_v{i}.weight" for i in range(3)}}
+
 
 def opened(folder: Path, header: Header) -> ModelFiles:
     """A file of zeros with this header."""
@@ -43,7 +45,8 @@ def named(name: str) -> Header:
 
 @pytest.mark.parametrize("header", headers(), ids=lambda header: header.name)
 def test_a_file_of_llama_cpp_resolves(tmp_path: Path, header: Header) -> None:
-    assert header.shapes.keys() <= used(tmp_path, header)  # none of them is ignored
+    # None is ignored but what llama.cpp wants to be there and does not use.
+    assert header.shapes.keys() - UNUSED.get(header.name, set()) <= used(tmp_path, header)
 
 
 def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
