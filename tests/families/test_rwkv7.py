@@ -4,14 +4,25 @@ from pathlib import Path
 
 import numpy as np
 
+from jinfer import LLM
 from tests.reference.numpy_blocks import layer_norm, relu_squared, sigmoid
 from tests.reference.numpy_recurrences import wkv7
 from tests.reference.numpy_tensors import Floats, Tensors, centre, dense, heads, layers_of, merged
 
+from .gguf_files import write_gguf
+from .gguf_headers import headers
 from .tiny import DIM, HEADS, HIDDEN, INNER, TEXTS, VOCAB, Shapes, close, linear, norm, served
 
 RANKS = {"w": 6, "a": 5, "v": 3, "g": 7}
 LAYERS = 3
+GGUF_NAMES = {
+    "model.embeddings": "token_embd", "lm_head": "output", "model.norm": "output_norm",
+    "model.layers.0.pre_norm": "token_embd_norm", "model.layers": "blk", "ffn_norm": "attn_norm_2",
+    "attn.g_norm": "time_mix_ln", "attn.k_k": "time_mix_k_k", "attn.k_a": "time_mix_k_a",
+    "attn.r_k": "time_mix_r_k", "attn.r_proj": "time_mix_receptance", "ffn.key": "channel_mix_key",
+    "attn.k_proj": "time_mix_key", "attn.v_proj": "time_mix_value", "ffn.x_k": "channel_mix_lerp_k",
+    "attn.o_proj": "time_mix_output", "ffn.value": "channel_mix_value",
+}  # fmt: skip
 CONFIG = {
     "architectures": ["RWKV7ForCausalLM"],
     "model_type": "rwkv7",
@@ -107,3 +118,27 @@ def test_rwkv7(tmp_path: Path) -> None:
     llm, tensors = served(tmp_path, CONFIG, shapes())
     for got, text in zip(llm.logits(TEXTS), TEXTS, strict=True):
         close(got, logits(text, tensors))
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    for c in RANKS:
+        for part, place in (("0.weight", 1), ("2.weight", 2), ("2.bias", 0)):
+            name = name.replace(f"attn.{c}_lora.lora.{part}", f"time_mix_{c}{place}.weight")
+    for ours, theirs in GGUF_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+
+
+def test_rwkv7_of_llama_cpp(tmp_path: Path) -> None:
+    _, tensors = served(tmp_path, CONFIG, shapes())
+    file = {gguf_name(name): t for name, t in tensors.items() if ".attn.x_" not in name}
+    for i in range(LAYERS):
+        mixed = [tensors[f"model.layers.{i}.attn.x_{c}"].reshape(1, 1, -1) for c in "rwkvag"]
+        file[f"blk.{i}.time_mix_lerp_fused.weight"] = np.stack(mixed)
+        file[f"blk.{i}.time_mix_r_k.weight"] = file[f"blk.{i}.time_mix_r_k.weight"].reshape(-1)
+    keys = next(header.keys for header in headers() if header.name == "rwkv7")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "rwkv7", keys, {n: t.astype(np.float32) for n, t in file.items()})
+    got = LLM(path, dtype="float32").logits(TEXTS[:1])[0]
+    close(got, logits(TEXTS[0], tensors))
