@@ -190,7 +190,12 @@ def turn(city: str) -> list[Any]:
 def test_calls_that_nothing_binds_come_whole(running: Running) -> None:
     """Clients would run what was no call after all; until that is known, events tell of life."""
     asked = [*turn("Paris"), *turn("Rome"), *turn("Paris"), *turn("Rome")[:1]]
-    given = {"messages": asked, "tools": [WEATHER, NOW], "max_tokens": 60, "temperature": 0}
+    given: dict[str, Any] = {
+        "messages": asked,
+        "tools": [WEATHER, NOW],
+        "max_tokens": 60,
+        "temperature": 0,
+    }
     settings = running.service.settings
     usual, pieces = settings.ping, []
     object.__setattr__(settings, "ping", 1e-4)
