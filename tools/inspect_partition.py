@@ -20,6 +20,7 @@ from jinfer.modelspec.partition_table import CPU
 from jinfer.modelspec.toml_tables import merge
 from jinfer.modelspec.view.model_svg import CHARACTER
 from jinfer.nn.abstract_model import build_abstract_model
+from jinfer.nn.transformer_layer import HiddenState
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
 from jinfer.parallel import stage_forward
@@ -130,7 +131,9 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     ints: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
     leaves = tuple(jax.tree.leaves(stage.model.parameters))
     tree = jax.tree.structure(stage.model.parameters)
-    x = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
+    vectors = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
+    carried = opened.spec.stacks[-1].carried
+    x = HiddenState(vectors, dict.fromkeys(carried, vectors))
     given: tuple[Any, ...]
     if opened.spec.decoder is None:
         texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)

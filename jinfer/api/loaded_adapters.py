@@ -18,6 +18,7 @@ from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
+from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
 from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
 from jinfer.opening.adapter_files import merged_checkpoint
@@ -48,13 +49,15 @@ class Adapters:
     """The LoRA adapters of a model.
 
     Attributes:
-        opened: the model.
+        names: how the model's checkpoint names its tensors.
+        form: the checkpoint's format.
         listed: name -> adapter of the specification, which is loaded with the model.
         slots: how many there can be, and of which rank; None: none.
         loaded: name -> where each is.
     """
 
-    opened: Opened
+    names: TensorMap
+    form: str
     listed: Mapping[str, LoraAdapter]
     slots: AdapterSlots | None
     loaded: dict[str, AdapterUse] = field(default_factory=dict)
@@ -73,9 +76,10 @@ class Adapters:
         beside = [each for each in opened.adapters if not each.spec.merge]
         listed = {each.spec.name: open_adapter(each.path) for each in beside}
         engine, path = opened.spec.engine, opened.spec.path
+        model = opened.spec.tensors, opened.checkpoint.format
         count = max(engine.max_adapters, len(listed))
         if not count:
-            return cls(opened, {}, None)
+            return cls(*model, {}, None)
         key = "engine.max_adapters" if engine.max_adapters else "adapters"
         if count > _MOST:
             raise SpecError(path, key, f"{count} adapters are too many; at most {_MOST} have room")
@@ -87,7 +91,7 @@ class Adapters:
         highest = max((one.rank for one in listed.values()), default=0)
         usual = next((rank for rank in _RANKS if rank >= highest), highest)
         rank = engine.max_adapter_rank or (usual if listed else _USUAL_RANK)
-        adapters = cls(opened, listed, AdapterSlots(count, rank))
+        adapters = cls(*model, listed, AdapterSlots(count, rank))
         adapters.sources |= {each.spec.name: str(each.path) for each in beside}
         return adapters
 
@@ -119,9 +123,7 @@ class Adapters:
         self.sources[name] = str(path)
 
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
-        opened = self.opened
-        form = opened.checkpoint.format
-        terms = adapter_terms(adapter, engine.model, opened.spec.tensors, form)
+        terms = adapter_terms(adapter, engine.model, self.names, self.form)
         with self._changing:
             if name in self.loaded:
                 raise RequestError(f"there is an adapter {name!r} already; unload it first")

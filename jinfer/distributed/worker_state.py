@@ -26,6 +26,7 @@ from jinfer.distributed.named_threads import NamedThreads
 from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.wire_format import ResultRef
 from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.nn.transformer_layer import HiddenState
 from jinfer.parallel.device_groups import first_replica
 from jinfer.parallel.microbatches import MicroBatches
 from jinfer.parallel.pipeline_stage import PipelineStage
@@ -212,7 +213,8 @@ class WorkerState:
         self, call: int, number: int, coming: ResultFuture | None, run: Callable[[int, Any], Any]
     ) -> None:
         """Runs a stage, and delivers the result to the ranks of the next one."""
-        out = run(number, None if coming is None else coming.result())
+        # A message has lists for tuples.
+        out = run(number, None if coming is None else HiddenState(*coming.result()))
         owners, sender = self.owners(number), f"stage {number}"
         if self.stages[number].last:
             if self.samples_here:
@@ -224,7 +226,7 @@ class WorkerState:
         to = following & {self.group.rank}
         if self.group.rank == min(owners):
             to = to | (following - owners)
-        value = out if to <= {self.group.rank} else first_replica(out)
+        value = out if to <= {self.group.rank} else jax.tree.map(first_replica, out)
         if to:
             self.deliver(call, HIDDEN.format(number + 1), value, to, sender)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
 
+# Keys of the table of scaling that are for other parts of a specification.
+_SAID_ELSEWHERE = (
+    *("rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"),
+    "llama_4_scaling_beta",
+)
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
 
@@ -58,19 +63,18 @@ class RopeScalingSpec:
     length: Size | None = field(default=None, metadata={"served": True})
 
     ALIASES: ClassVar[dict[str, str]] = {"type": "rope_type"}
-    # Keys that config files have in the same table, but specifications elsewhere.
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("rope_theta", "finetuned", "max_position_embeddings"),
-            "llama_4_scaling_beta",
-        }
-    )
 
     def __post_init__(self) -> None:
         if self.rope_type != "longrope":
             object.__setattr__(self, "length", None)
-        if self.rope_type != "proportional":  # the family says it as `dim`
-            object.__setattr__(self, "partial_rotary_factor", 1.0)
+
+    @classmethod
+    def ignored(cls, table: Mapping[str, Any]) -> frozenset[str]:
+        """Keys that config files have in the same table, but specifications elsewhere."""
+        elsewhere = {*_SAID_ELSEWHERE}
+        if table.get("rope_type", table.get("type")) == "proportional":
+            elsewhere.remove("partial_rotary_factor")
+        return frozenset(elsewhere)
 
     def check(self) -> tuple[str, str] | None:
         if self.high_freq_factor <= self.low_freq_factor:

@@ -128,7 +128,8 @@ def fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 
 def _read_table(cls: Any, table: Mapping[str, Any], values: SpecValues, key: str) -> Any:
     known = fields(cls)
-    aliases, ignored = getattr(cls, "ALIASES", {}), getattr(cls, "IGNORED", ())
+    aliases = getattr(cls, "ALIASES", {})
+    ignored = cls.ignored(table) if hasattr(cls, "ignored") else ()
     names = [name for name in table if name not in ignored]  # ignored keys are read elsewhere
     names.sort(key=lambda name: name not in aliases)  # the name precedes its alias
     given = {aliases.get(name, name): table[name] for name in names}

@@ -255,6 +255,7 @@ def same_share(value: Any, spec: ModelSpec) -> bool:
     shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, RopeSpec)]
     usual = value == 1 or not isinstance(value, int | float)
     scalings = [rope.scaling for rope in _ropes(spec) if rope.scaling is not None]
+    scalings = [each for each in scalings if each.rope_type == "proportional"]
     return (
         (usual and value is not False)
         or any(int(size * value) == dim for dim, size in shares)

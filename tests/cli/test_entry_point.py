@@ -16,7 +16,7 @@ from jinfer.cli.entry_point import provide_tools
 ROOT = Path(__file__).parents[2]
 TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py") if "\ndef main(" in path.read_text()}
 # Run by another tool in a Python without jinfer, and by `make gpu`, as it needs the tests.
-NOT_RUN_BY_USERS = {"llama_peer", "gpu_check"}
+NOT_RUN_BY_USERS = {"llama_peer", "gpu_check", "measure_drafts"}
 BENCHMARKS = [one.name.removeprefix("bench ") for one in COMMANDS if one.name[:6] == "bench "]
 SOON = 1.0  # seconds; JAX alone takes as long to import, on a machine with nothing else to do
 

@@ -33,7 +33,9 @@ def traced(spec: ModelSpec, model: AbstractModel) -> str:
     tables: Any = {"all": jax.ShapeDtypeStruct((4, 2), jnp.int32)}
     leaves = tuple(stage.model.parameters)
     given = (leaves, cache, None, FlatBatch(ints, ints, ints, ints, ints, tables), None)
-    return str(jax.make_jaxpr(lambda *rest: decoder_forward(stage, ("logits",), *rest))(*given))
+    return str(
+        jax.make_jaxpr(lambda *rest: decoder_forward(stage, ("logits",), False, *rest))(*given)
+    )
 
 
 @pytest.mark.skipif(not half_precision.reads_16_bit_weights(), reason="there are no custom calls")

@@ -54,7 +54,7 @@ def test_every_product_of_a_model(inputs: list[Any]) -> None:
         step = ForwardBatch.of_texts(tokens, on_device([tokens.shape[1]], jnp.int32))
         stack = module.stacks["decoder"]
         x = stack.embed(tokens, jnp.zeros_like(tokens), step, module.shared)
-        return stack.run_layers(x, tokens, step, {}, module.shared)[0]
+        return stack.run_layers(x, tokens, step, {}, module.shared)[0].x
 
     program = jax.jit(run)
     for tokens in TOKENS:

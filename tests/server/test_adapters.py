@@ -93,4 +93,7 @@ def test_routes_are_off_unless_asked_for(running: Running) -> None:
 
 
 def test_responses_name_their_adapter() -> None:
-    assert to_chat_request(ResponseRequest.model_validate({"model": "a", "input": "hello"})).model == "a"
+    assert (
+        to_chat_request(ResponseRequest.model_validate({"model": "a", "input": "hello"})).model
+        == "a"
+    )
