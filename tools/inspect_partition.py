@@ -131,7 +131,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     ints: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
     leaves = tuple(jax.tree.leaves(stage.model.parameters))
     tree = jax.tree.structure(stage.model.parameters)
-    vectors = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
+    vectors: Any = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
     carried = opened.spec.stacks[-1].carried
     x = HiddenState(vectors, dict.fromkeys(carried, vectors))
     given: tuple[Any, ...]
