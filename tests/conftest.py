@@ -79,6 +79,7 @@ ONE_IN = {
     "tests/parallel/eight/": 16,
     "tests/test_docs.py::test_a_command_runs": 3,
     "tests/test_goldens.py::test_hidden_states": 4,
+    "tests/test_goldens.py::test_greedy_tokens": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant")},
     **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
     "tests/families/": 2,
