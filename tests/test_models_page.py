@@ -6,7 +6,9 @@ from pathlib import Path
 from jinfer.modelspec.spec_files import families, read_toml
 
 ROOT = Path(__file__).parents[1]
-ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\| (golden: (.*)|NumPy|transformers) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\| (golden: (.*)|NumPy|transformers) \|$", re.MULTILINE
+)
 
 
 def found() -> list[re.Match[str]]:
