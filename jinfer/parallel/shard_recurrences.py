@@ -74,6 +74,10 @@ class _Value:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _with
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _with
 
+    def __getitem__(self, part: Any) -> _Value:
+        """A part of a vector, which is not that of a device."""
+        return _Value(self.modules, whole=True)
+
     def __neg__(self) -> _Value:
         return self
 

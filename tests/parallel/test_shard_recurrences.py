@@ -1,6 +1,7 @@
 """Which modules of a layer with a state tensor parallelism divides."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,11 @@ WHOLE = {
 }
 
 
-def divided(name: str, devices: int, unit: int = 1) -> tuple[dict[str, Block], set[str]]:
+def divided(
+    name: str, devices: int, unit: int = 1, overrides: dict[str, Any] | None = None
+) -> tuple[dict[str, Block], set[str]]:
     """The divided blocks of a golden's first layer, and the names of the others."""
-    stack = open_model(GOLDENS / name, {}).spec.decoder
+    stack = open_model(GOLDENS / name, overrides or {}).spec.decoder
     assert stack is not None
     found = divided_modules(stack.layers[0], devices, "t", lambda _: unit, stack.carried)
     rest = {name for name, _ in stack.layers[0].modules if name not in found}
@@ -57,3 +60,13 @@ def test_what_does_not_divide() -> None:
     assert divided("recurrent_gemma", 3)[0] == {}
     assert divided("qwen3_5", 2, unit=4096)[0] == {}, "quantization blocks would be split"
     assert divided("minimax", 2)[0] == {}, "a decay of its own for each head"
+
+
+def test_a_part_of_a_vector_needs_the_whole() -> None:
+    layer = """
+    n = attn_norm(x)
+    x = x + conv_out(conv_c(n) * conv(conv_b(n)[:hidden] * conv_x(n)))
+    x = x + ffn(ffn_norm(x))
+    """
+    overrides = {"decoder": {"variants": {"conv": {"layer": layer}}}}
+    assert divided("lfm2", 2, overrides=overrides)[0] == {}
