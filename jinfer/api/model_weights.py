@@ -17,7 +17,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.nn.adapted_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
-from jinfer.quant import OutlierTensor, QuantizedTensor
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.grouped_blocks import described
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.weights.plan_weights import WeightPlan
@@ -93,12 +93,11 @@ class ModelWeights:
         full = self._full(name)
         stored = self._stored(full)
         host = jax.tree.map(np.asarray, stored)
-        quantized = isinstance(host, QuantizedTensor | OutlierTensor)
-        format = host.rounded.format if isinstance(host, OutlierTensor) else None
-        format = host.format if isinstance(host, QuantizedTensor) else format
+        codes = host.rounded if isinstance(host, OutlierTensor | ReorderedTensor) else host
+        format = codes.format if isinstance(codes, QuantizedTensor) else None
         return Weight(
             full,
-            host.dequantize() if quantized else host,
+            host if format is None else host.dequantize(),
             str(host.dtype) if format is None else described(format),
             nbytes(stored),
             self.tensors.get(full, ()),
@@ -138,6 +137,10 @@ def _stored_as(name: str, old: Any, given: Any) -> Any:
         raise RequestError(f"{name} is {list(old.shape)}, and the values are {list(values.shape)}")
     if isinstance(old, OutlierTensor):
         raise RequestError(f"{name} keeps outliers beside its codes, which are not updated")
+    if isinstance(old, ReorderedTensor):
+        order = np.asarray(old.order)
+        ordered = np.take_along_axis(values, order[..., None, :], axis=-1)
+        return ReorderedTensor(order, _stored_as(name, old.rounded, ordered))
     if not isinstance(old, QuantizedTensor):
         return np.ascontiguousarray(values, old.dtype)
     try:

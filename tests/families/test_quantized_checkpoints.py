@@ -46,6 +46,23 @@ def plain(rng: np.random.Generator) -> Arrays:
     return {name: values.astype(np.float32) for name, values in arrays.items()}
 
 
+def test_reordered_weights_by_name(tmp_path: Path) -> None:
+    """Their inputs as the model has them, whatever order they are stored in."""
+    path = written(tmp_path, CASES["gptq_reordered_sym"])
+    name, file = "decoder.1.ffn.up", "model.layers.1.mlp.up_proj.weight"
+    wanted = load_file(tmp_path / "plain" / "model.safetensors")[file]
+    with LLM(path) as llm:
+        assert isinstance(
+            llm._engine.parameters[llm._engine.model.names.index(f"{name}.weight")], ReorderedTensor
+        )
+        weight = llm.weights[name]
+        np.testing.assert_allclose(weight.values, wanted, atol=1e-6)
+        assert weight.format.startswith("q4")
+        llm.update_weights({name: -weight.values})
+        # Its 16 levels reach one step further down than up.
+        np.testing.assert_allclose(llm.weights[name].values, -wanted, atol=0.02)
+
+
 def written(
     folder: Path,
     case: Case,
