@@ -22,6 +22,15 @@ def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptio
             raise invalid_request("it needs stream: true", name)
 
 
+# Fields about tokens, for which answers in parts (messages, responses) have no place.
+TOKEN_FIELDS = {
+    "prompt_logprobs": "they are given by /v1/completions",
+    "return_token_ids": "no ids are given here",
+    "timings_per_token": "no timings are given here",
+    "return_progress": "nothing is told of the prompt here",
+}
+
+
 def reject_fields(body: BaseModel, **reasons: str) -> None:
     """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():

@@ -13,7 +13,7 @@ from jinfer.engine.output.generation import Chunk, Usage
 from jinfer.engine.requests import RequestError
 from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
 from jinfer.server.chat import prepare_chat
-from jinfer.server.field_checks import reject_fields
+from jinfer.server.field_checks import TOKEN_FIELDS, reject_fields
 from jinfer.server.http_errors import ApiError, as_api_error, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_event
 from jinfer.server.ignored_fields import Ignore
@@ -36,10 +36,7 @@ _PING = sse_event({"type": "ping"}, "ping")
 # Fields of other routes that this API does not support.
 _ELSEWHERE = {
     "n_probs": "a message has no log-probabilities",
-    "prompt_logprobs": "they are given by /v1/completions",
-    "return_token_ids": "no ids are given here",
-    "timings_per_token": "no timings are given here",
-    "return_progress": "nothing is told of the prompt here",
+    **TOKEN_FIELDS,
 }
 
 

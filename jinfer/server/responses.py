@@ -12,7 +12,7 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk
 from jinfer.server import usage
 from jinfer.server.chat import prepare_chat
-from jinfer.server.field_checks import reject_fields
+from jinfer.server.field_checks import TOKEN_FIELDS, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
@@ -47,10 +47,7 @@ _NAMES: Mapping[str, str] = {
 _ELSEWHERE: Mapping[str, str] = {
     "response_format": "text.format says it",
     "n_probs": f"log-probabilities are given with include: [{LOGPROBS}]",
-    "prompt_logprobs": "they are given by /v1/completions",
-    "return_token_ids": "no ids are given here",
-    "timings_per_token": "no timings are given here",
-    "return_progress": "nothing is told of the prompt here",
+    **TOKEN_FIELDS,
 }
 
 
