@@ -221,3 +221,5 @@ def test_a_window_alone_has_room_for_beams() -> None:
     shapes = {"decoder.0.attn": CacheShape(1, 8, 8, "window 24", 24)}
     one = cache_blocks(shapes, np.float32, EngineSpec(slots=1), 256, free=1 << 30)
     assert one == cache_blocks(shapes, np.float32, EngineSpec(slots=4), 256, free=1 << 30)
+    little = cache_blocks(shapes, np.float32, EngineSpec(slots=1), 256, free=1 << 10)
+    assert 4 * little["window 24"] == one["window 24"]

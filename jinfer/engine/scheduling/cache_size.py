@@ -50,8 +50,8 @@ def cache_blocks(
 ) -> dict[str, int]:
     """Number of blocks of each group.
 
-    A sliding-window group gets as many as all slots can use at a time, or a few beams of one slot:
-    a window and a chunk each. The others get room for `engine.kv_tokens`, or for the context of
+    A sliding-window group gets as many as all slots can use at a time, a window and a chunk each, or
+    a few beams of one slot as far as memory allows. The others get room for `engine.kv_tokens`, or for the context of
     every slot as far as memory allows, and at least for one whole context. Recurrent states get
     twice as many as there are slots, as beams need more than one each, and `engine.state_snapshots`
     more, or as many as memory allows.
@@ -72,9 +72,14 @@ def cache_blocks(
         elif group == STATE:
             blocks[group] = 2 * max(slots, _SEQUENCES)
         elif window is not None:
-            most = min(whole + 1, -(-(window + engine.prefill_chunk) // BLOCK) + 2)
-            blocks[group] = max(slots, _SEQUENCES) * most
+            blocks[group] = min(whole + 1, -(-(window + engine.prefill_chunk) // BLOCK) + 2) * slots
     sizes = block_bytes(shapes, kind)
+    in_windows = [group for group in blocks if windows[group] is not None]
+    if in_windows and slots < _SEQUENCES:
+        free = free_memory() if free is None else free
+        more = {group: blocks[group] // slots * _SEQUENCES for group in in_windows}
+        if sum(sizes[group] * count for group, count in more.items()) <= SHARE * (free - used):
+            blocks |= more
     if STATE in blocks and engine.state_snapshots is not None:
         blocks[STATE] += engine.state_snapshots
     elif STATE in blocks:
