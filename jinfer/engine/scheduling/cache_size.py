@@ -50,11 +50,11 @@ def cache_blocks(
 ) -> dict[str, int]:
     """Number of blocks of each group.
 
-    A sliding-window group gets as many as all slots can use at a time, a window and a chunk each, or
-    a few beams of one slot as far as memory allows. The others get room for `engine.kv_tokens`, or for the context of
-    every slot as far as memory allows, and at least for one whole context. Recurrent states get
-    twice as many as there are slots, as beams need more than one each, and `engine.state_snapshots`
-    more, or as many as memory allows.
+    A sliding-window group gets as many as all slots can use at a time, a window and a chunk each,
+    or a few beams of one slot as far as memory allows. The others get room for `engine.kv_tokens`,
+    or for the context of every slot as far as memory allows, and at least for one whole context.
+    Recurrent states get twice as many as there are slots, as beams need more than one each, and
+    `engine.state_snapshots` more, or as many as memory allows.
 
     Args:
         shapes: the attentions' parts of a block.
