@@ -76,20 +76,38 @@ LONGEST = (
 SEED = "JINFER_TEST_VARIANTS"
 os.environ.setdefault(SEED, str(date.today().toordinal()))
 ONE_IN = {
-    "tests/parallel/eight/": 16,
-    "tests/test_docs.py::test_a_command_runs": 3,
+    "tests/parallel/eight/": 24,
+    "tests/test_docs.py::test_a_command_runs": 4,
     "tests/test_goldens.py::test_hidden_states": 4,
     "tests/test_goldens.py::test_greedy_tokens": 2,
-    **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant")},
-    **{f"tests/{folder}/": 3 for folder in ("server", "speculate", "tools", "weights")},
-    "tests/families/": 2,
+    **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
+    "tests/families/": 3,
+    "tests/server/": 4,
+    **{f"tests/{folder}/": 5 for folder in ("speculate", "weights")},
     "tests/test_classification.py": 2,
-    "tests/engine/": 5,
     "tests/template/test_bounds.py": 3,
-    "tests/ops/": 5,
-    "tests/sampling/": 5,
-    "tests/kernels_pallas/": 12,
+    **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
+    "tests/kernels_pallas/": 16,
 }
+# Of tests that take longest and have no variants, or few, `make test` runs one of each of these rows.
+IN_TURN = (
+    (
+        "tests/engine/test_sparse_models.py::test_drafts",
+        "tests/engine/test_sparse_models.py::test_company",
+        "tests/engine/test_recurrent_models.py::test_random_schedules",
+        "tests/engine/test_recurrent_models.py::test_a_hybrid_that_nobody_ships",
+    ),
+    (
+        "tests/test_inputs.py::test_mypy_finds_mistakes",
+        "tests/weights/test_memory.py::test_loading_takes_little_more_than_the_file",
+        "tests/weights/test_gptq_weights.py::test_the_second_start_maps_what_was_kept",
+        "tests/sampling/test_structured_models.py::test_smollm2",
+    ),
+    (
+        "tests/distributed/test_hosts.py::test_by_tensors_with_strangers",
+        "tests/distributed/test_answers.py::test_both_ways_with_two_devices_each",
+    ),
+)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -127,6 +145,10 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         one_in = next((n for folder, n in ONE_IN.items() if name.startswith(folder)), 1)
         first = (zlib.crc32(name.encode()) + seed) % min(one_in, len(each))
         left_out += [item for n, item in enumerate(each) if n % one_in != first]
+    for row in IN_TURN:
+        there = [name for name in row if name in variants]
+        for n, name in enumerate(there):
+            left_out += variants[name] if n != seed % len(there) else []
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
