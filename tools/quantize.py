@@ -1,7 +1,8 @@
 """Quantize a model offline: `python -m tools.quantize SOURCE OUT --weights q3.5`.
 
 OUT is a folder that loads instantly: its files are memory-mapped and used as they are. With
-`--orbax` its arrays are in an Orbax folder, of which every process reads its devices' shards.
+`--orbax` its arrays are in an Orbax folder, of which every process reads its devices' shards. With
+`--layout` it is what other engines read: `gptq`, `compressed-tensors` or `gguf`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from jinfer.opening.adapter_files import adapter_files, merged_checkpoint
 from jinfer.opening.model_files import tokenizer_path
 from jinfer.opening.open_model import open_files, open_model
 from jinfer.opening.resolve_model import resolve_model
+from jinfer.opening.sources import SourceError
 from jinfer.opening.unused_config import check_followed
 from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
@@ -55,6 +57,13 @@ from jinfer.weights.storage_plan import choose_storages, stored_types, with_type
 from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 
 from .calibration_text import text_windows
+from .export_checkpoint import (
+    LAYOUTS,
+    check_layout,
+    export,
+    exported_quantization,
+    exported_storages,
+)
 from .quantize_table import ErrorSums, FormatRow, WrittenParameter, done, summary, to_text, total
 from .run_main import check_writable, overrides_of, run, width, write_json
 from .write_native import OrbaxWriter, copy_companions, new_folder, write_specification
@@ -70,6 +79,7 @@ def convert(
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
     orbax: bool = False,
+    layout: str | None = None,
 ) -> list[FormatRow]:
     """Writes a native checkpoint; returns one row for each format.
 
@@ -85,6 +95,7 @@ def convert(
         progress: show a bar.
         shard_bytes: size of a file.
         orbax: write the arrays with Orbax, instead of to safetensors files.
+        layout: write another engine's checkpoint, one of `LAYOUTS`.
 
     Raises:
         SourceError, SpecError, CheckpointError, LoadError: one line each.
@@ -97,8 +108,11 @@ def convert(
         if isinstance(checkpoint, NativeCheckpoint):
             reason = "is converted already; give the checkpoint that it was made from"
             raise CheckpointError(checkpoint.path, reason)
+        if layout is not None:
+            check_layout(layout, files)
         spec, left = resolve_model(files, overrides)
         check_followed(left, files.config, spec)
+        spec = replace(spec, quantization=exported_quantization(layout, spec.quantization))
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build_abstract_model(spec, "float32" if spec.dtype == "auto" else spec.dtype)
         adapters = adapter_files(spec, files, overrides)
@@ -106,6 +120,9 @@ def convert(
         origins = find_origins(model, checkpoint, spec.tensors)
         model = with_types(model, stored_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
+        if layout is not None:
+            plan = WeightPlan(model, spec, checkpoint, origins, storages)
+            storages = exported_storages(layout, plan)
         storages = with_gptq(model, spec, origins, storages)
         free = free_memory()
         hindered = gptq_names(storages) and obstacle(model, spec, storages, tokens, free)
@@ -127,8 +144,14 @@ def convert(
             )  # fmt: skip
         else:
             parameters = _separately(plan, origins, measured, progress)
-        writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
         packed, rows = dict[str, PackedFormat](), list[WrittenParameter]()
+        if layout is not None:
+            copy_companions(folder, files, tokenizer_path(files, overrides))
+            for name, tensor in export(layout, folder, files, plan, parameters):
+                rows.append(done(tensor, storages.get(name), origins[name], measured[name]))
+                origins[name].release()
+            return summary(rows)
+        writer = OrbaxWriter(folder, shard_bytes) if orbax else Writer(folder, shard_bytes)
         for name, tensor in parameters:
             writer.add({part: np.asarray(array) for part, array in part_names(name, tensor)})
             if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor):
@@ -225,6 +248,8 @@ def _parser() -> argparse.ArgumentParser:
         "Without one, the model reads what it writes itself")  # fmt: skip
     add("--tokens", type=int, default=TOKENS, help=f"read to learn that ({TOKENS})")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
+    add("--layout", choices=LAYOUTS, help="write a GPTQ or compressed-tensors folder for "
+        "transformers and vLLM, or of a GGUF file another one for llama.cpp")  # fmt: skip
     add("--orbax", action="store_true", help="write the arrays with Orbax, to be read in shards")
     add("--json", metavar="FILE", help="write the table as JSON too")
     return parser
@@ -232,6 +257,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     check_writable(options.json)
+    if options.orbax and options.layout:
+        raise SourceError("--layout and --orbax: give one of them")
     overrides = overrides_of(options.set)
     for key, value in (("weights", options.weights), ("method", options.method)):
         if value is not None:
@@ -246,6 +273,7 @@ def _run(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         progress=sys.stderr.isatty(),
         orbax=options.orbax,
+        layout=options.layout,
     )
     seconds = time.perf_counter() - begun
     print(to_text(rows))

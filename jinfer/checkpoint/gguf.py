@@ -142,6 +142,26 @@ def _read_file(path: Path) -> _File:
     return _File(path, metadata, tensors)
 
 
+def raw_metadata(path: Path) -> dict[str, bytes]:
+    """The type and value of each key of a file, as its bytes: to be written again.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has its numbers in big-endian order.
+    """
+    cursor = Cursor(path, MappedFile(path))
+    _, count = _header(cursor)
+    if cursor.order != "<":
+        raise cursor.error("has big-endian numbers; convert it to little-endian", 4)
+    found = {}
+    for number in range(count):
+        key, begin = cursor.string(f"key {number}"), cursor.at
+        what = f"value of {_show(key)}"
+        _value(cursor, cursor.number("I", what), what)
+        end, cursor.at = cursor.at, begin
+        found[key] = cursor.take(end - begin, what)
+    return found
+
+
 def _show(value: object) -> str:
     """`value` for an error message: short and printable, whatever the file put there."""
     text = ascii(value[:64] if isinstance(value, str | list) else value)

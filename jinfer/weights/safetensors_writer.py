@@ -19,9 +19,15 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Writer:
     """Writes named arrays to `model.safetensors`, or to several files with an index."""
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        """No more than `shard_bytes` are held in memory, and the arrays last added."""
-        self._folder, self._most = folder, shard_bytes
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, *, aligned: bool = True
+    ) -> None:
+        """No more than `shard_bytes` are held in memory, and the arrays last added.
+
+        Args:
+            aligned: whether files are those of a native checkpoint; others know no padding.
+        """
+        self._folder, self._most, self._aligned = folder, shard_bytes, aligned
         self._held: dict[str, np.ndarray] = {}
         self._shards: list[list[str]] = []
         self.nbytes = 0
@@ -31,7 +37,7 @@ class Writer:
         size = sum(array.nbytes for array in arrays.values())
         held = sum(array.nbytes for array in self._held.values())
         if self._held and size + held > self._most:
-            self._flush(marks())
+            self._flush(marks() if self._aligned else {"format": "pt"})
         self._held |= arrays
         self.nbytes += size
 
@@ -55,17 +61,24 @@ class Writer:
         return self._folder / f"shard-{number}"
 
     def _flush(self, metadata: Mapping[str, str]) -> None:
-        write_safetensors(self._shard(len(self._shards)), self._held, metadata)
+        path, aligned = self._shard(len(self._shards)), self._aligned
+        write_safetensors(path, self._held, metadata, aligned=aligned)
         self._shards.append(list(self._held))
         self._held = {}
 
 
 def write_safetensors(
-    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+    *,
+    aligned: bool = True,
 ) -> None:
-    """Writes a file in which every array begins at a multiple of `ALIGNMENT`.
+    """Writes a file.
 
-    The format has no holes, so what fills the gaps are tensors as well.
+    Args:
+        aligned: whether every array begins at a multiple of `ALIGNMENT`. The format has no holes,
+            so what fills the gaps are tensors as well.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -74,7 +87,7 @@ def write_safetensors(
         begin, end = end, end + array.nbytes
         kind = NAMES[array.dtype]
         header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [begin, end]}
-        if gap := -end % ALIGNMENT:
+        if aligned and (gap := -end % ALIGNMENT):
             gaps[name] = gap
             begin, end = end, end + gap
             padding = {"dtype": "U8", "shape": [gap], "data_offsets": [begin, end]}

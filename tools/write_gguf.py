@@ -1,0 +1,85 @@
+"""GGUF writer: a file's metadata with other tensors."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from jinfer.checkpoint.ggml_types import BLOCKS
+
+_VERSION = 3
+_UINT32 = 4  # type of a metadata value
+_ALIGNMENT = 32
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the file.
+
+    Attributes:
+        shape: outermost dimension first.
+        type: ggml's name of it.
+    """
+
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        block = BLOCKS[self.type]
+        return math.prod(self.shape) // block.values * block.bytes
+
+
+class GGUFWriter:
+    """Writes tensors, in any order, to a file that has room for all of them."""
+
+    def __init__(
+        self, path: Path, metadata: Mapping[str, bytes], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        """Writes the header.
+
+        Args:
+            metadata: key -> type and value, as bytes of the file.
+            tensors: every tensor's name.
+        """
+        self._offsets: dict[str, int] = {}
+        infos, end = [], 0
+        for name, tensor in tensors.items():
+            self._offsets[name] = end
+            shape = tensor.shape[::-1]
+            type_id = BLOCKS[tensor.type].type_id
+            fields = struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, type_id, end)
+            infos.append(_text(name) + fields)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pairs = b"".join(_text(key) + value for key, value in metadata.items())
+        counts = struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))
+        header = b"GGUF" + counts + pairs + b"".join(infos)
+        header += bytes(-len(header) % _ALIGNMENT)
+        self._begin = len(header)
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(header)
+        self._file.truncate(self._begin + end)
+
+    def write(self, name: str, raw: np.ndarray) -> None:
+        """Writes a tensor's bytes."""
+        self._file.seek(self._begin + self._offsets[name])
+        np.ascontiguousarray(raw).tofile(self._file)
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
+
+
+def uint32(value: int) -> bytes:
+    """A metadata value."""
+    return struct.pack("<II", _UINT32, value)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(raw)) + raw
