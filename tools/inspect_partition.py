@@ -133,7 +133,7 @@ def collectives(stage: StageModel, opened: Opened) -> dict[str, int]:
     tree = jax.tree.structure(stage.model.parameters)
     vectors: Any = jax.ShapeDtypeStruct((1, 1, opened.spec.dims["hidden"]), jnp.dtype(opened.dtype))
     carried = opened.spec.stacks[-1].carried
-    x = HiddenState(vectors, dict.fromkeys(carried, vectors))
+    x = HiddenState(vectors, dict.fromkeys(carried, vectors), {})
     given: tuple[Any, ...]
     if opened.spec.decoder is None:
         texts = jax.ShapeDtypeStruct((1, 1), jnp.int32)

@@ -8,9 +8,10 @@ evaluating it once on abstract arrays, so errors show before any array is comput
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 from jinfer.modelspec.block import ArrayKind
@@ -24,6 +25,7 @@ from jinfer.modelspec.expressions import (
     syntax_tree,
 )
 from jinfer.modelspec.feed_forward_blocks import Activation
+from jinfer.modelspec.formula_taps import FormulaTaps, ValueNames, value_names
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
@@ -61,15 +63,23 @@ class Formula:
         return frozenset(target for target, _ in _statements(self.text) if target)
 
     def run(
-        self, inputs: Mapping[str, Any], call: Callable[[str, list[Any]], Any]
+        self,
+        inputs: Mapping[str, Any],
+        call: Callable[[str, list[Any]], Any],
+        taps: FormulaTaps | None = None,
+        value_name: str = "x",
     ) -> tuple[Any, dict[str, Any]]:
         """Evaluates the formula; returns its value and its results by name.
 
         Args:
             inputs: values of its inputs ("x", "tokens", "positions", ...).
             call: `call(module, arguments)` applies a module.
+            taps: sees every assigned value and every call, and may change them.
+            value_name: what `taps` calls the value of a line that assigns none.
         """
         scope = _EvaluationScope({**dict(self.constants), **inputs}, call)
+        if taps is not None:
+            scope = _TappedScope(scope.variables, call, taps, _names_of(self.text, value_name))
         value = _run(self.text, scope)
         return value, {name: scope.variables[name] for name in self.results}
 
@@ -84,6 +94,32 @@ class _EvaluationScope:
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         return FUNCTIONS[name](*arguments) if name in FUNCTIONS else self.module(name, arguments)
+
+    def assign(self, number: int, value: Any) -> Any:
+        """The value of a line, by the line's number."""
+        return value
+
+
+@dataclass(frozen=True)
+class _TappedScope(_EvaluationScope):
+    taps: FormulaTaps
+    names: ValueNames
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        if name in FUNCTIONS:
+            return FUNCTIONS[name](*arguments)
+        self.seen[name] += 1
+        called = self.names.of_call(name, self.seen[name])
+        return self.taps.called(called, partial(self.module, name), arguments)
+
+    def assign(self, number: int, value: Any) -> Any:
+        return self.taps.assigned(self.names.lines[number], value)
+
+
+@lru_cache(maxsize=1024)
+def _names_of(text: str, value_name: str) -> ValueNames:
+    return value_names(_statements(text), value_name)
 
 
 def modules_called(text: Any, path: object, key: str) -> list[str]:
@@ -270,6 +306,9 @@ class _CheckingScope:
                 raise ExpressionError(f"{name} takes {_EXAMPLES[sort]}, not {given}")
         return _AbstractArray(f"{name}(...)", "vectors")
 
+    def assign(self, number: int, value: Any) -> Any:
+        return value
+
 
 class _AbstractArray:
     """An abstract array."""
@@ -305,8 +344,8 @@ class _AbstractArray:
 def _run(text: str, scope: _EvaluationScope | _CheckingScope) -> Any:
     """Evaluates a formula's lines in `scope`, assigning its variables; returns the last value."""
     value = None
-    for target, expression in _statements(text):
-        value = evaluate(expression, scope)
+    for number, (target, expression) in enumerate(_statements(text)):
+        value = scope.assign(number, evaluate(expression, scope))
         scope.variables[target or "logits"] = value
     return value
 

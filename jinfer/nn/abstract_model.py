@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from jinfer.guard.disk_cache import DiskCache
+    from jinfer.nn.activation_shapes import ActivationShape
     from jinfer.nn.adapted_rows import AdapterSlots
     from jinfer.nn.transformer import Model
 
@@ -121,6 +122,13 @@ class AbstractModel:
                 assert first.stop == begin, f"{name} is not beside the others of its layer"
                 found[layer[0]] = slice(first.start, end)
         return found
+
+    @cached_property
+    def activations(self) -> dict[str, ActivationShape]:
+        """The values that can be captured by name, with their shapes and axes."""
+        from jinfer.nn.activation_shapes import activation_shapes
+
+        return activation_shapes(self)
 
     @property
     def has_cross_attention(self) -> bool:

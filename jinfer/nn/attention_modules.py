@@ -11,6 +11,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.activation_taps import tapped
+from jinfer.nn.attention_taps import tap_cached_pattern, tap_text_pattern
 from jinfer.nn.differential_heads import DifferentialHeads, paired_values
 from jinfer.nn.disentangled_attention import DisentangledBias
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
@@ -80,13 +82,16 @@ class Attention(nnx.Module):
         another layer's keys is given that layer's cache, with the new tokens, and leaves it.
         """
         if self.block.kv_layer is not None:
-            q = split_heads(self._queries(self.q(x), batch), self.block.heads)
+            q = tapped("q", split_heads(self._queries(self.q(x), batch), self.block.heads))
             rules = self._rules(q, q, batch.positions, causal=True)
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
-            return self.o(self._gated(flat[None], x).reshape(*x.shape[:2], -1)), cache
+            flat = tap_cached_pattern(flat, q[0], cache, batch, rules)
+            heads = tapped("heads", self._gated(flat[None], x))
+            return self.o(heads.reshape(*x.shape[:2], -1)), cache
         out, cache = self._attended(x, *self._project(x, batch), batch, cache)
-        return self.o(self._gated(out, x).reshape(*x.shape[:2], -1)), cache
+        heads = tapped("heads", self._gated(out, x))
+        return self.o(heads.reshape(*x.shape[:2], -1)), cache
 
     def _attended(
         self,
@@ -98,13 +103,15 @@ class Attention(nnx.Module):
         cache: AttentionCache | None,
     ) -> tuple[Array, AttentionCache | None]:
         """The heads' outputs [batch, tokens, heads, value_dim], and the cache with new tokens."""
+        q, k, v = tapped("q", q), tapped("k", k), tapped("v", v)
         rules = self._rules(q, k, batch.positions, causal=cache is not None)
         if cache is None:
             assert batch.lengths is not None, "whole texts need lengths"
-            return attend_text(q, k, v, batch.lengths, rules), None
+            out = attend_text(q, k, v, batch.lengths, rules)
+            return tap_text_pattern(out, q, k, v, batch.lengths, rules), None
         index = None if self.block.indexer is None else self.indexer(x, x, batch)
         flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules, index)
-        return flat[None], cache
+        return tap_cached_pattern(flat, q[0], cache, batch, rules)[None], cache
 
     def _gated(self, out: Array, x: Array) -> Array:
         """The heads' outputs [batch, tokens, heads, value_dim] as `o` takes them."""
@@ -228,7 +235,9 @@ class CrossAttention(nnx.Module):
             block.scale if block.scale is not None else 1 / math.sqrt(block.head_dim),
             block.softcap,
         )
-        q, at = split_heads(self.q(x), block.heads)[0], batch.attention_metadata(ENCODER)
-        q = rotate_queries(q, cache.keys)
-        out = attend(q, cache.keys, cache.values, at, batch.encoded_last(), rules)
-        return self.o(out.reshape(*x.shape[:2], -1)), cache
+        q = tapped("q", split_heads(self.q(x), block.heads))[0]
+        at, rotated = batch.attention_metadata(ENCODER), rotate_queries(q, cache.keys)
+        out = attend(rotated, cache.keys, cache.values, at, batch.encoded_last(), rules)
+        out = tap_cached_pattern(out, q, cache, batch, rules, encoded=True)
+        heads = tapped("heads", out.reshape(*x.shape[:2], *out.shape[1:]))
+        return self.o(heads.reshape(*x.shape[:2], -1)), cache

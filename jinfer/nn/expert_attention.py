@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.activation_taps import tapped
 from jinfer.nn.attention_modules import Attention
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.parameter import parameter
@@ -69,6 +70,7 @@ class ExpertAttention(Attention):
         q = split_heads(q, block.heads)
         k, v = split_heads(k, block.kv_heads), split_heads(v, block.kv_heads)
         out, cache = self._attended(x, q, k, v, batch, cache)
+        out = tapped("heads", out)
         by_key = out.reshape(len(rows), block.kv_heads, block.top_k, -1).swapaxes(1, 2)
         pairs = by_key.reshape(len(rows) * block.top_k, -1)
         y = moe.project_chosen(pairs, chosen.reshape(-1, 1), self.o.projection())

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.activation_taps import is_tapped, tapped
 from jinfer.nn.parameter import parameter
 from jinfer.nn.projections import Linear, project
 from jinfer.ops.activation import activate, xielu
@@ -75,9 +76,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
+        up = tapped("up", self.up(x))
         if self.activation == "xielu":
-            return self.down(xielu(self.up(x), self.alpha_p[...], self.alpha_n[...]))
-        return self.down(activate(self.activation, self.up(x)))
+            hidden = xielu(up, self.alpha_p[...], self.alpha_n[...])
+        else:
+            hidden = activate(self.activation, up)
+        return self.down(tapped("hidden", hidden))
 
 
 class GatedMLP(nnx.Module):
@@ -93,10 +97,15 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows hidden"]:
         """The block's output, to be added to the residual stream."""
         if self.threshold is not None:
-            gate, up = project(x, (self.gate, self.up))
-            return self.down(self.gating(gaussian_sparsity(gate, self.threshold), up))
-        if self.gate.is_plain and self.up.is_plain:
+            gate, up = self._projected(x)
+            hidden = self.gating(gaussian_sparsity(gate, self.threshold), up)
+            return self.down(tapped("hidden", hidden))
+        if self.gate.is_plain and self.up.is_plain and not is_tapped("gate", "up"):
             gate, up = self.gate.weight[...], self.up.weight[...]
             if (y := gated_linear(x, gate, up, self.gating.activation)) is not None:
-                return self.down(y)
-        return self.down(self.gating(*project(x, (self.gate, self.up))))
+                return self.down(tapped("hidden", y))
+        return self.down(tapped("hidden", self.gating(*self._projected(x))))
+
+    def _projected(self, x: Array) -> tuple[Array, Array]:
+        gate, up = project(x, (self.gate, self.up))
+        return tapped("gate", gate), tapped("up", up)

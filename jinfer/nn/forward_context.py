@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.nn.activation_taps import ActivationTaps
 from jinfer.nn.positions import CosSin, Rotary
 from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
@@ -79,6 +80,7 @@ class ForwardBatch(NamedTuple):
         copies: flat batch: tree branches in which tokens occur.
         runs: flat batch: the adjacent tokens of each sequence, for recurrent blocks.
         adapters: flat batch: each token's adapter, where there may be any.
+        taps: values to capture or edit, if any; those of the layer, inside one.
     """
 
     positions: Int[Array, "batch tokens"]
@@ -91,6 +93,7 @@ class ForwardBatch(NamedTuple):
     copies: TreeCopies | None = None
     runs: SequenceRuns | None = None
     adapters: RowAdapters | None = None
+    taps: ActivationTaps | None = None
 
     @classmethod
     def of_texts(

@@ -16,6 +16,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.activation_taps import is_tapped, observed, tapped
+from jinfer.nn.attention_taps import tap_cached_pattern
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
@@ -73,14 +75,36 @@ class LatentAttention(nnx.Module):
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
         rotated = self._rotated(rotated.reshape(*x.shape[:2], -1), batch).reshape(rotated.shape)
+        if is_tapped("q"):
+            whole = tapped("q", jnp.concatenate([nope, rotated], axis=-1))
+            nope, rotated = whole[..., : block.nope_dim], whole[..., block.nope_dim :]
+            in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True)
+            in_latent = in_latent.astype(x.dtype)[None]
         q = jnp.concatenate([in_latent, rotated], axis=-1)
         kv = self.kv_a(x)
-        shared = self.kv_a_norm(kv[..., : block.latent_rank])[:, :, None]
+        shared = tapped("latent", self.kv_a_norm(kv[..., : block.latent_rank]))[:, :, None]
         shared_key = self._rotated(kv[..., block.latent_rank :], batch)[:, :, None]
+        observed("k", lambda: self._expanded(shared, k_b, to_key, shared_key))
+        observed("v", lambda: self._expanded(shared, v_b, to_value))
         keys = jnp.concatenate([shared, shared_key], axis=-1)
-        out, cache = batch.extend(q[0], keys[0], None, cache, None, self._rules(), index)
+        rules = self._rules()
+        out, cache = batch.extend(q[0], keys[0], None, cache, None, rules, index)
+        out = tap_cached_pattern(out, q[0], cache, batch, rules)
         out = matmul_per_head(out[..., : block.latent_rank], v_b, to_value)
+        if is_tapped("heads"):
+            out = tapped("heads", out[None])[0]
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
+
+    def _expanded(self, latent: Array, matrices: Array, rows: slice, *beside: Array) -> Array:
+        """Keys or values of each head, which attention itself has no need of.
+
+        Args:
+            beside: what follows in each head: the rotated part of keys.
+        """
+        each = jnp.broadcast_to(latent[0], (latent.shape[1], self.block.heads, latent.shape[3]))
+        own = matmul_per_head(each, matrices, rows).astype(latent.dtype)[None]
+        wide = [jnp.broadcast_to(one, (*own.shape[:3], one.shape[3])) for one in beside]
+        return jnp.concatenate([own, *wide], axis=-1)
 
     def _rotated(self, x: Array, batch: ForwardBatch) -> Array:
         if self.block.position is None:

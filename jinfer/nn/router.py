@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from jinfer.modelspec import blocks
+from jinfer.nn.activation_taps import observed_rows, tapped_rows
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.matmul import linear
 from jinfer.ops.moe_routing import route
@@ -34,9 +35,12 @@ class Router(nnx.Module):
         """The experts of each row and their weights."""
         bias = None if self.bias is None else self.bias[...]
         logits = linear(x.astype(jnp.float32), self.weight[...], bias)
+        logits = tapped_rows("router", logits)
         correction = None if self.correction is None else self.correction[...]
         chosen, weights = route(logits, correction, self.block)
-        return chosen, weights if self.scale is None else weights * self.scale[...][chosen]
+        weights = weights if self.scale is None else weights * self.scale[...][chosen]
+        observed_rows("experts", lambda: chosen)
+        return chosen, tapped_rows("weights", weights)
 
 
 def _vector(size: int) -> nnx.Param:

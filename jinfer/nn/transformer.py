@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,87 +14,45 @@ from jax.typing import DTypeLike
 
 from jinfer.modelspec.layer_spec import StackSpec
 from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.nn.activation_taps import ActivationTaps, Tapping
 from jinfer.nn.adapted_rows import AdapterSlots, building_with
 from jinfer.nn.attention_modules import CrossAttention
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.layer_call import LayerCall, run_layer
 from jinfer.nn.pooling import Pool
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Head
 from jinfer.nn.transformer_layer import HiddenState, Layer, shared_modules
 from jinfer.ops.attention.kv_cache import AttentionMetadata, Cache
 from jinfer.ops.backend import backend, interpreted
-from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuse_operations, fuses_for_cpu
-from jinfer.ops.fusion.weight_pointers import (
-    PointerTable,
-    WeightPointers,
-    merge_weight_pointers,
-    weight_pointers_of,
-)
+from jinfer.ops.fusion.fuse_cpu import FusedFunction, fuses_for_cpu
+from jinfer.ops.fusion.weight_pointers import merge_weight_pointers, weight_pointers_of
 from jinfer.ops.matmul.dense import allow_bfloat16_rounding, allows_bfloat16_rounding
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_layer(
-    platform: tuple[str, bool, bool],
-    definition: Any,
-    alone: bool,
-    state: Any,
-    hidden: HiddenState,
-    tokens: Array,
-    batch: ForwardBatch,
-    cache: Cache,
-    table: PointerTable | None,
-) -> tuple[HiddenState, Cache]:
-    """A layer as a function, so that equal layers are traced and lowered once.
-
-    Args:
-        platform: target platform of the trace, whether kernels are interpreted, and whether matmuls
-            may round to bfloat16.
-        alone: whether its operations are fused here, or later with other layers'.
-        table: pointers of the layer's weights, the first of `state`.
-    """
-
-    def run(
-        state: Any, hidden: HiddenState, tokens: Array, batch: ForwardBatch, cache: Cache
-    ) -> tuple[HiddenState, Cache]:
-        layer, shared = nnx.merge(definition, state)
-        return layer(hidden, tokens, batch, cache, shared)
-
-    pointers = None if table is None else WeightPointers(table, range(len(table)))
-    given = state, hidden, tokens, batch, cache
-    return fuse_operations(run, pointers)(*given) if alone else run(*given)
-
-
-class _LayerCall(NamedTuple):
-    """A layer and the shared modules it calls, as graph definition and arrays.
-
-    Attributes:
-        name: such as "decoder.3".
-        state: the arrays, the layer's own first.
-        takes: the values beside `x` that it reads.
-        shares: its attentions to other layers' keys -> the names of the caches of these.
-        pointers: of its own weights; None: they are operands.
-    """
-
-    name: str
-    definition: Any
-    state: Any
-    takes: tuple[str, ...]
-    shares: dict[str, str]
-    pointers: WeightPointers | None
+# The results of a head that have a name of their own; other values have the head's prefix.
+_RESULTS = ("hidden", "logits", "pooled", "classes")
 
 
 class Stack(nnx.Module):
     """A stem, layers and a head."""
 
     def __init__(
-        self, spec: StackSpec, dtype: DTypeLike, adapters: AdapterSlots | None = None
+        self,
+        spec: StackSpec,
+        dtype: DTypeLike,
+        adapters: AdapterSlots | None = None,
+        beside: bool = False,
     ) -> None:
+        """Args:
+        beside: whether it is an encoder beside a decoder, which has the short names of results.
+        """
         self.name = spec.name
+        self.outer = f"{spec.name}." if beside else ""
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
@@ -116,10 +73,12 @@ class Stack(nnx.Module):
         """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
+        taps = self._tapping(batch, "stem", {"x": f"{self.outer}embed"})
         with allow_bfloat16_rounding(self.rounded):
             run = self.stem.run
-            x, assigned = run(inputs, lambda name, args: self._module(name, shared)(*args))
-        return HiddenState(x, {n: v for n, v in assigned.items() if n in self.carried})
+            x, assigned = run(inputs, lambda name, args: self._module(name, shared)(*args), taps)
+        captured = {} if taps is None else taps.captured
+        return HiddenState(x, {n: v for n, v in assigned.items() if n in self.carried}, captured)
 
     def taken(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict
@@ -142,6 +101,7 @@ class Stack(nnx.Module):
         """All layers, with their cache if any."""
         batch = batch.with_cos_sin(self._ropes()).with_runs()
         layers = [self._layer(i, shared) for i in range(len(self.layers))]
+        before, hidden = hidden.captured, hidden._replace(captured={})
         given = hidden, tokens, batch, dict(cache)
         # If two layers do not become one call, each has its own: equal layers are then traced and
         # lowered once.
@@ -149,11 +109,13 @@ class Stack(nnx.Module):
         taken = {name for layer in layers[-2:] for name in layer.takes}
         some = layers[-2:] if taken <= hidden.values.keys() else layers
         if fuses_for_cpu(states, given) and self._joined(some, given).count < 2:
-            return self._joined(layers, given).results()
-        return self._through(layers, *given, alone=True)
+            out, cache = self._joined(layers, given).results()
+        else:
+            out, cache = self._through(layers, *given, alone=True)
+        return out._replace(captured=before | out.captured), cache
 
     def _joined(
-        self, layers: Sequence[_LayerCall], given: Any
+        self, layers: Sequence[LayerCall], given: Any
     ) -> FusedFunction[tuple[HiddenState, Cache]]:
         """Consecutive layers with their operations fused."""
         trees = [jax.tree.structure(layer.state) for layer in layers]
@@ -179,7 +141,7 @@ class Stack(nnx.Module):
 
     def _through(
         self,
-        layers: Sequence[_LayerCall],
+        layers: Sequence[LayerCall],
         hidden: HiddenState,
         tokens: Array,
         batch: ForwardBatch,
@@ -188,16 +150,20 @@ class Stack(nnx.Module):
         alone: bool,
     ) -> tuple[HiddenState, Cache]:
         """Applies consecutive layers."""
-        cache, (x, values) = dict(cache), hidden
+        cache, (x, values, captured) = dict(cache), hidden
+        taps = batch.taps
         for layer in layers:
             prefix = f"{layer.name}."
             own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
             own |= {name: cache[other] for name, other in layer.shares.items()}
-            given = HiddenState(x, {name: values[name] for name in layer.takes})
-            (x, changed), own = self._run(layer, given, tokens, batch, own, alone=alone)
+            given = HiddenState(x, {name: values[name] for name in layer.takes}, {})
+            batch = batch if taps is None else batch._replace(taps=taps.of(layer.name))
+            (x, changed, seen), own = self._run(layer, given, tokens, batch, own, alone=alone)
             cache |= {prefix + name: part for name, part in own.items()}
             values = values | changed
-        return HiddenState(x, {name: values[name] for name in self.sent if name in values}), cache
+            captured = captured | {prefix + name: value for name, value in seen.items()}
+        sent = {name: values[name] for name in self.sent if name in values}
+        return HiddenState(x, sent, captured), cache
 
     def run_layer(
         self,
@@ -209,11 +175,11 @@ class Stack(nnx.Module):
         shared: nnx.Dict,
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache]:
         """One layer, with its attentions' caches by module name, where none takes other values."""
-        layer, hidden = self._layer(number, shared), HiddenState(x, {})
+        layer, hidden = self._layer(number, shared), HiddenState(x, {}, {})
         out, cache = self._run(layer, hidden, tokens, batch, cache, alone=True)
         return out.x, cache
 
-    def _layer(self, number: int, shared: nnx.Dict) -> _LayerCall:
+    def _layer(self, number: int, shared: nnx.Dict) -> LayerCall:
         layer = self.layers[number]
         definition, state = nnx.split((layer, shared_modules(layer, shared)))
         name = f"{self.name}.{number}"
@@ -221,11 +187,11 @@ class Stack(nnx.Module):
         # Weights read by pointer must be those in the table.
         assert pointers is None or len(pointers.rows) == len(jax.tree.leaves(state[0]))
         shares = {own: f"{self.name}.{other}.{own}" for own, other in layer.shares}
-        return _LayerCall(name, definition, state, layer.wiring.takes, shares, pointers)
+        return LayerCall(name, definition, state, layer.wiring.takes, shares, pointers)
 
     def _run(
         self,
-        layer: _LayerCall,
+        layer: LayerCall,
         hidden: HiddenState,
         tokens: Array,
         batch: ForwardBatch,
@@ -237,7 +203,7 @@ class Stack(nnx.Module):
         with allow_bfloat16_rounding(self.rounded):
             here = backend(), interpreted(), allows_bfloat16_rounding()
             given = layer.state, hidden, tokens, batch, cache, table
-            return _run_layer(here, layer.definition, alone, *given)
+            return run_layer(here, layer.definition, alone, *given)
 
     def run_alone(
         self,
@@ -258,7 +224,7 @@ class Stack(nnx.Module):
             called = shared_modules(layer, shared)
             out, _ = layer(hidden, tokens, batch, dict(cache), called)
         values = hidden.values | out.values
-        return HiddenState(out.x, {name: values[name] for name in self.sent})
+        return HiddenState(out.x, {name: values[name] for name in self.sent}, {})
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:
@@ -267,18 +233,22 @@ class Stack(nnx.Module):
                     if isinstance(rope := getattr(part, "rope", None), Rotary):
                         yield rope
 
-    def results(
-        self, hidden: HiddenState, batch: ForwardBatch, shared: nnx.Dict
-    ) -> dict[str, Array]:
+    def results(self, hidden: HiddenState, batch: ForwardBatch, shared: nnx.Dict) -> dict[str, Any]:
         """The head: the values it assigns by name, and its result as "logits".
 
-        "hidden" is the input of the LM head, or the result, unless the head assigns it.
+        "hidden" is the input of the LM head, or the result, unless the head assigns it. With taps,
+        "captured" has all captured values by name.
         """
         seen: dict[str, Array] = {}
+        taps = self._tapping(batch, "head", {name: self.outer + name for name in _RESULTS})
+        has_head = any(isinstance(self._module(name, shared), Head) for name in self.head.calls)
+        named = "logits" if has_head or "hidden" in self.head.assigned else "hidden"
 
         def call(name: str, arguments: list[Any]) -> Any:
             module: Any = self._module(name, shared)
             if isinstance(module, Head):
+                if taps is not None and "hidden" not in self.head.assigned:
+                    arguments = [taps.assigned("hidden", arguments[0])]
                 seen["hidden"] = arguments[0]
                 embed: Any = shared["embed"] if module.tied else None
                 return module(arguments[0], embed)
@@ -288,8 +258,18 @@ class Stack(nnx.Module):
             return module(*arguments)
 
         with allow_bfloat16_rounding(self.rounded):
-            value, assigned = self.head.run({**hidden.values, "x": hidden.x}, call)
-        return {"hidden": value, **seen, "logits": value, **assigned}
+            inputs = {**hidden.values, "x": hidden.x}
+            value, assigned = self.head.run(inputs, call, taps, named)
+        found = {"hidden": value, **seen, "logits": value, **assigned}
+        return found if taps is None else found | {"captured": hidden.captured | taps.captured}
+
+    def _tapping(
+        self, batch: ForwardBatch, part: str, results: Mapping[str, str]
+    ) -> Tapping | None:
+        """The taps of the stem or the head."""
+        if batch.taps is None:
+            return None
+        return Tapping(batch.taps, f"{self.name}.{part}.", results=results)
 
     def _module(self, name: str, shared: nnx.Dict) -> Any:
         return self.modules[name] if name in self.modules else shared[name]
@@ -303,7 +283,16 @@ class Model(nnx.Module):
     ) -> None:
         self.dtype = jnp.dtype(dtype)
         self.shared = nnx.Dict({name: build_module(b, dtype) for name, b in spec.shared})
-        self.stacks = nnx.Dict({stack.name: Stack(stack, dtype, adapters) for stack in spec.stacks})
+        self.stacks = nnx.Dict(
+            {
+                stack.name: Stack(stack, dtype, adapters, beside=self._stands_beside(stack, spec))
+                for stack in spec.stacks
+            }
+        )
+
+    @staticmethod
+    def _stands_beside(stack: StackSpec, spec: ModelSpec) -> bool:
+        return stack.name == "encoder" and spec.decoder is not None
 
     def taken(self, vectors: Float[Array, "tokens width"]) -> Float[Array, "tokens hidden"]:
         """A draft head's projection of the target's hidden states, in its own dtype."""
@@ -329,8 +318,10 @@ class Model(nnx.Module):
         cache: Cache,
         last: Int[Array, " chosen"] | None = None,
         hidden: Float[Array, "tokens hidden"] | None = None,
-    ) -> tuple[dict[str, Float[Array, "chosen width"]], Cache]:
+    ) -> tuple[dict[str, Any], Cache]:
         """The decoder's forward pass over a flat batch: "logits", "hidden", and "classes" if any.
+
+        With taps there is also "captured": by name, the values [1, tokens, ...].
 
         Args:
             tokens: new tokens of any sequences.
@@ -344,29 +335,35 @@ class Model(nnx.Module):
         state = stack.embed(tokens[None], jnp.zeros_like(tokens)[None], batch, self.shared, beside)
         state, cache = stack.run_layers(state, tokens[None], batch, cache, self.shared)
         if last is not None:
-            state = jax.tree.map(lambda each: each[:, last], state)
+            chosen = jax.tree.map(lambda each: each[:, last], state._replace(captured={}))
+            state = chosen._replace(captured=state.captured)
+            if batch.taps is not None:
+                batch = batch._replace(taps=batch.taps.taken(last))
         results = stack.results(state, batch, self.shared)
         named = ("logits", "hidden", *({"classes"} & results.keys()))
-        return {name: results[name][0] for name in named}, cache
+        captured = {} if batch.taps is None else {"captured": results["captured"]}
+        return {name: results[name][0] for name in named} | captured, cache
 
     def encode(
         self,
         tokens: Int[Array, "batch tokens"],
         types: Int[Array, "batch tokens"],
         lengths: Int[Array, " batch"],
-    ) -> dict[str, Float[Array, "batch ..."]]:
+        taps: ActivationTaps | None = None,
+    ) -> dict[str, Any]:
         """The encoder's forward pass over whole texts.
 
         Args:
             tokens: padded at the end.
             types: token type ids (first or second text).
             lengths: tokens of each text.
+            taps: values to capture or edit.
 
         Returns:
-            The head's results by name; its value is "logits".
+            The head's results by name; its value is "logits". With taps, "captured" too.
         """
         stack = self.stacks["encoder"]
-        batch = ForwardBatch.of_texts(tokens, lengths)
+        batch = ForwardBatch.of_texts(tokens, lengths)._replace(taps=taps)
         state = stack.embed(tokens, types, batch, self.shared)
         state, _ = stack.run_layers(state, tokens, batch, {}, self.shared)
         return stack.results(state, batch, self.shared)

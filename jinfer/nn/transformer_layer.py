@@ -10,11 +10,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec.layer_spec import LayerSpec, shared_keys
+from jinfer.nn.activation_taps import observed, tapping
 from jinfer.nn.adapted_rows import rows_adapted_by
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
-from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.attention.kv_cache import STATE, Cache, StateCache
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -26,10 +27,12 @@ class HiddenState(NamedTuple):
     Attributes:
         x: the hidden states.
         values: by name, those of `StackSpec.carried` that have been assigned.
+        captured: by name, those that taps have captured so far: [batch, tokens, ...].
     """
 
     x: Float[Array, "batch tokens hidden"]
     values: dict[str, Float[Array, "batch tokens width"]]
+    captured: dict[str, Array]
 
 
 class Layer(nnx.Module):
@@ -67,6 +70,8 @@ class Layer(nnx.Module):
                 out, entry = module(*arguments, batch, cache.get(name))
                 if entry is not None:
                     cache[name] = entry
+                if isinstance(entry, dict):
+                    _observe_states(entry, batch)
             elif name in others:
                 out, _ = module(*arguments, batch, others[name])
             else:
@@ -76,10 +81,19 @@ class Layer(nnx.Module):
             return DeferredAllReduce(out, self.axis)
 
         inputs = {"tokens": tokens, "positions": batch.positions, "encoded": None}
-        with rows_adapted_by(batch.adapters):
-            x, assigned = self.wiring.run({**inputs, **state.values, "x": state.x}, call)
-        given = {name: resolve_all_reduce(assigned[name]) for name in self.gives}
-        return HiddenState(resolve_all_reduce(x), given), cache
+        given = {**inputs, **state.values, "x": state.x}
+        lead = batch.positions.shape
+        with rows_adapted_by(batch.adapters), tapping(batch.taps, lead) as taps:
+            x, assigned = self.wiring.run(given, call, taps)
+        gives = {name: resolve_all_reduce(assigned[name]) for name in self.gives}
+        captured = {} if taps is None else taps.captured
+        return HiddenState(resolve_all_reduce(x), gives, captured), cache
+
+
+def _observe_states(states: StateCache, batch: ForwardBatch) -> None:
+    """Taps of a recurrent block's states after the batch: [sequences, ...]."""
+    for name, table in states.items():
+        observed(name, lambda table=table: table[batch.attention_metadata(STATE).tables[:, 0]])
 
 
 def shared_modules(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:

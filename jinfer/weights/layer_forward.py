@@ -88,7 +88,7 @@ class LayerwiseForward:
         module = self._part(leaves)
         rows, step = self._step(ids)
         flat = x.reshape(*rows.shape, -1)
-        stack, state = module.stacks[self._stack], HiddenState(flat, {})
+        stack, state = module.stacks[self._stack], HiddenState(flat, {}, {})
         return stack.results(state, step, module.shared)["hidden"]
 
     def _step(self, ids: Any) -> tuple[Array, ForwardBatch]:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import attention_call as custom
-from jinfer.matmul_precision import matmul_precision
 from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
+from jinfer.ops.attention.dense_attention import dense_pattern, dense_scores
 from jinfer.ops.attention.gpu import attend_gpu, attend_partial_gpu, kernel_supports
 from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata, KVPool, LayerCache, write_cache
-from jinfer.ops.attention.mask_rules import ScoreRules, attention_mask, modify_scores
+from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.partial_merge import PartialAttention
 from jinfer.ops.attention.write_kv import has_write_kernel, write_kv
 from jinfer.ops.attention.xla import (
@@ -260,29 +260,12 @@ def _dense_attention(
     rules: ScoreRules,
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """softmax(scores) @ values; key j has position j."""
-    group = q.shape[2] // k.shape[1]
-    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-    here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
-    distance = positions[:, :, None] - here[:, None]
-    scores = rules.scale * jnp.einsum(
-        "bthd,bhkd->bhtk",
-        q.astype(k.dtype),
-        k,
-        precision=matmul_precision(k),
-        preferred_element_type=jnp.float32,
-    )
-    visible = attention_mask(distance, last, here, rules)
-    scores = jnp.where(visible[:, None], modify_scores(scores, distance, rules), -jnp.inf)
-    if rules.sinks is not None:
-        sinks = jnp.broadcast_to(rules.sinks[None, :, None, None], (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
-    highest = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1.0, total))[..., : k.shape[2]]
+    scores = dense_scores(q, k, positions, last, rules)
+    visible = jnp.isfinite(scores)
+    weights, v = dense_pattern(scores, rules), jnp.repeat(v, q.shape[2] // k.shape[1], axis=1)
     # A masked value may be NaN.
     terms = weights[..., None] * v[:, :, None].astype(jnp.float32)
-    out = jnp.sum(jnp.where(visible[:, None, :, :, None], terms, 0.0), axis=3)
+    out = jnp.sum(jnp.where(visible[..., None], terms, 0.0), axis=3)
     return out.swapaxes(1, 2).astype(q.dtype)
 
 

@@ -1,0 +1,200 @@
+"""Activation taps: values of a forward pass that are captured or edited, by their names (hooks).
+
+Every value that a formula assigns, every module's input and output and the parts of some modules
+pass a tap. Without taps in the batch it returns the value itself, so that programs stay as they
+are. Which values are captured and which places are edited is static, and part of a program's key;
+the edits are arrays, so that other vectors and other tokens need no other program.
+
+Names, within a layer "decoder.3.", a stem "decoder.stem." or a head "decoder.head.":
+
+    x, y           what the formula assigns; of several assignments `x` is the last one, and `x@1`,
+                   `x@2` are those before, in order; a layer's result is called `x` in any case
+    attn           a module's output; of several calls `act` is the last one, as above
+    attn.input     a module's first argument
+    attn.q         a part of a module
+
+`embed`, the first layer's input, and the results `hidden`, `logits`, `pooled` and `classes` stand
+alone; those of an encoder beside a decoder are `encoder.embed` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+EVERY = ("*",)  # captures all values there are
+
+
+class TapError(ValueError):
+    """A value that cannot be edited: one line with its name."""
+
+
+class ValueEdit(Protocol):
+    """Edits of one value, row by row: a tree of arrays."""
+
+    def applied(self, value: Float[Array, "batch tokens ..."]) -> Array:
+        """The value after its edits, of the same shape and type."""
+        ...
+
+    def taken(self, rows: Int[Array, " chosen"]) -> ValueEdit:
+        """The edits of some of the rows."""
+        ...
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["edits"], meta_fields=["capture"])
+@dataclass(frozen=True)
+class ActivationTaps:
+    """What a forward pass captures and edits.
+
+    Attributes:
+        capture: names of the values that it returns.
+        edits: by the names of the values.
+    """
+
+    capture: tuple[str, ...] = ()
+    edits: Mapping[str, ValueEdit] = field(default_factory=dict)
+
+    def of(self, name: str) -> ActivationTaps | None:
+        """The part of a layer such as "decoder.3", with the names in it; None: it has none.
+
+        Equal layers with equal parts are traced once.
+        """
+        prefix = f"{name}."
+        own = tuple(n.removeprefix(prefix) for n in self.capture if n.startswith(prefix))
+        edits = {n.removeprefix(prefix): e for n, e in self.edits.items() if n.startswith(prefix)}
+        own = EVERY if self.capture == EVERY else own
+        return ActivationTaps(own, edits) if own or edits else None
+
+    def taken(self, rows: Int[Array, " chosen"]) -> ActivationTaps:
+        """The same of some rows, as those that a head computes."""
+        edits = {name: edit.taken(rows) for name, edit in self.edits.items()}
+        return ActivationTaps(self.capture, edits)
+
+
+@dataclass(frozen=True)
+class Tapping:
+    """Taps during one trace of a layer, a stem or a head.
+
+    Attributes:
+        prefix: of the names of what is computed now.
+        lead: shape of the axes of tokens; () where no module needs it.
+        results: names of assigned values that have no prefix -> their names.
+        captured: what was captured so far, by name; filled in place.
+    """
+
+    taps: ActivationTaps
+    prefix: str = ""
+    lead: tuple[int, ...] = ()
+    results: Mapping[str, str] = field(default_factory=dict)
+    captured: dict[str, Array] = field(default_factory=dict)
+
+    def wants(self, name: str) -> bool:
+        """Whether a value is captured or edited."""
+        full = self.prefix + name
+        return self.taps.capture == EVERY or full in self.taps.capture or full in self.taps.edits
+
+    def edits(self, name: str) -> bool:
+        """Whether a value is edited."""
+        return self.prefix + name in self.taps.edits
+
+    def value(self, name: str, value: Any) -> Any:
+        """A value after its edits, captured if asked for."""
+        return self._value(self.prefix + name, value)
+
+    def assigned(self, name: str, value: Any) -> Any:
+        """`value` of what a formula assigns."""
+        return self._value(self.results.get(name, self.prefix + name), value)
+
+    def called(self, name: str, module: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
+        """A module's output; its first argument, its parts and its output are tapped."""
+        if arguments:
+            arguments = [self.value(f"{name}.input", arguments[0]), *arguments[1:]]
+        token = _ACTIVE.set(replace(self, prefix=f"{self.prefix}{name}."))
+        try:
+            out = module(arguments)
+        finally:
+            _ACTIVE.reset(token)
+        return self.value(name, out)
+
+    def _value(self, full: str, value: Any) -> Any:
+        if not isinstance(value, Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+            return value  # a number, or tokens
+        if (edits := self.taps.edits.get(full)) is not None:
+            value = edits.applied(value)
+        if self.taps.capture == EVERY or full in self.taps.capture:
+            self.captured[full] = value
+        return value
+
+
+_ACTIVE: ContextVar[Tapping | None] = ContextVar("tapping", default=None)
+
+
+@contextmanager
+def tapping(taps: ActivationTaps | None, lead: tuple[int, ...]) -> Iterator[Tapping | None]:
+    """Modules called within by this thread have no taps but those of the formula they are in."""
+    token = _ACTIVE.set(None)
+    try:
+        yield None if taps is None else Tapping(taps, lead=lead)
+    finally:
+        _ACTIVE.reset(token)
+
+
+def tapped(name: str, value: Any) -> Any:
+    """A module's part, after its edits: [batch, tokens, ...]. The value itself without taps."""
+    active = _ACTIVE.get()
+    return value if active is None else active.value(name, value)
+
+
+def tapped_rows(name: str, value: Float[Array, "rows ..."]) -> Float[Array, "rows ..."]:
+    """`tapped` of a part whose axes of tokens are one."""
+    active = _ACTIVE.get()
+    if active is None or not active.wants(name):
+        return value
+    whole = value.reshape(*active.lead, *value.shape[1:])
+    return active.value(name, whole).reshape(value.shape)
+
+
+def observed(name: str, make: Callable[[], Array]) -> None:
+    """Captures what is not on the way to the result, and computed only if asked for.
+
+    Raises:
+        TapError: it is to be edited, which would change nothing.
+    """
+    active = _ACTIVE.get()
+    if active is None or not active.wants(name):
+        return
+    if active.edits(name):
+        full = active.prefix + name
+        raise TapError(f"{full} is computed beside the forward pass and cannot be edited")
+    active.captured[active.prefix + name] = make()
+
+
+def observed_rows(name: str, make: Callable[[], Array]) -> None:
+    """`observed` of a part whose axes of tokens are one."""
+    active = _ACTIVE.get()
+    if active is not None:
+        lead = active.lead
+        observed(name, lambda: (value := make()).reshape(*lead, *value.shape[1:]))
+
+
+def is_tapped(*names: str) -> bool:
+    """Whether any of these parts is captured or edited."""
+    active = _ACTIVE.get()
+    return active is not None and any(map(active.wants, names))
+
+
+def is_edited(*names: str) -> bool:
+    """Whether any of these parts is edited."""
+    active = _ACTIVE.get()
+    return active is not None and any(map(active.edits, names))
