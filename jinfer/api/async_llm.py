@@ -135,6 +135,7 @@ class AsyncLLM(BaseLLM):
     token_vectors = _in_thread(LLM.token_vectors)
     classify = _in_thread(LLM.classify)
     fill_mask = _in_thread(LLM.fill_mask)
+    trace = _in_thread(LLM.trace)
     close = _in_thread(LLM.close)
 
     async def __aenter__(self) -> AsyncLLM:

@@ -13,6 +13,7 @@ from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jinfer.api.activation_names import ActivationNames
     from jinfer.api.model_weights import ModelWeights
     from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
@@ -46,6 +47,21 @@ class BaseLLM:
     def weights(self) -> ModelWeights:
         """The weights by name: `llm.weights["decoder.3.attn.q"].values`."""
         return self.session.weights
+
+    def names(self, pattern: str = "*") -> ActivationNames:
+        """The values inside the model that can be captured and edited, with shapes and axes.
+
+        They follow from the specification; nothing is computed (docs/activations.md).
+
+        Args:
+            pattern: `*` stands for any text: "decoder.*.attn.q".
+
+        Raises:
+            RequestError: no name fits the pattern; the nearest one is named.
+        """
+        from jinfer.api.activation_tracing import names_of
+
+        return names_of(self.session, pattern)
 
     @property
     def context(self) -> int:

@@ -35,11 +35,11 @@ def forward_results(
         )
     if token_type_ids is not None and spec.decoder is not None:
         raise RequestError("token_type_ids are for an encoder; leave them out")
-    texts = _encoded(session, given)
+    texts = encoded_prompts(session, given)
     if spec.decoder is None:
         if want not in {"hidden", *spec.stacks[0].head.results}:
             raise RequestError(f"the model has no head that gives {want}")
-        types = _token_types(texts, token_type_ids, spec.dims.get("types"))
+        types = token_types(texts, token_type_ids, spec.dims.get("types"))
         job = lambda engine: encode(engine, texts, types, cast("Want", want))  # noqa: E731
         arrays = session.thread.run(job)
         return [array[-1] for array in arrays] if last else arrays
@@ -51,7 +51,7 @@ def forward_results(
         raise RequestError(no_head_error(spec))
     encoders: list[list[int]] = [[]] * len(texts)
     if session.engine.model.has_cross_attention:
-        encoders = [] if encoder_given is None else _encoded(session, encoder_given)
+        encoders = [] if encoder_given is None else encoded_prompts(session, encoder_given)
         if len(encoders) != len(texts):
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
     if want == "score" and any(len(ids) < 2 for ids in texts):
@@ -62,7 +62,7 @@ def forward_results(
     ]
 
 
-def _token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
+def token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:
     """Validates token type ids; zeros where none are passed.
 
     Args:
@@ -81,7 +81,8 @@ def _token_types(texts: list[list[int]], given: object, known: int | None) -> li
     return types
 
 
-def _encoded(session: Session, given: object) -> list[list[int]]:
+def encoded_prompts(session: Session, given: object) -> list[list[int]]:
+    """Token ids of prompts. Raises `RequestError` for one that is empty or too long."""
     encoded = [session.encode(prompt) for prompt in parse_prompts(given)]
     for ids in encoded:
         session.check_text(ids)

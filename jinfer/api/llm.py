@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jinfer.api.base_llm import BaseLLM
+from jinfer.api.activation_methods import ActivationMethods
 from jinfer.api.classification import Classes, classification_of, classify, tokenize
 from jinfer.api.forward_results import forward_results
 from jinfer.api.generation_requests import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Prompts = Prompt | Sequence[Prompt]
 
 
-class LLM(BaseLLM):
+class LLM(ActivationMethods):
     """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:

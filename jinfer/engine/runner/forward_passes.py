@@ -68,8 +68,8 @@ def forward(
     computed = len(prompt) - scores
     tokens = np.array(prompt, np.int32)
     parts: list[Any] = []
-    with _temporary_tables(engine) as block_tables:
-        yield from _reserve(engine, block_tables, prompt, encoder)
+    with temporary_tables(engine) as block_tables:
+        yield from reserve(engine, block_tables, prompt, encoder)
         for start, count, size in _chunks(engine, computed):
             if parts:
                 yield "computed"
@@ -85,7 +85,7 @@ def forward(
                 if want == "score" or want == "ranked"
                 else StepKey("forward", size, rows=1, want=want)
             )
-            program = yield from _program(engine, key)
+            program = yield from compiled_program(engine, key)
             tables = engine.block_tables(1, [(0, block_tables)])
             batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
             more = following if scores else []
@@ -100,14 +100,15 @@ def forward(
     return parts[0] if last else jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
-def _program(engine: EngineCore, key: StepKey) -> Passes[Program]:
+def compiled_program(engine: EngineCore, key: StepKey) -> Passes[Program]:
+    """A compiled program; yields until it is ready."""
     while not engine.programs.ready(key):
         yield key
     return engine.programs.get(key)
 
 
 @contextmanager
-def _temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
+def temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
     """Block tables of a sequence without a slot, empty at first."""
     blocks, scheduler = engine.scheduler.blocks, engine.scheduler
     block_tables, _, _ = blocks.share_prefix((), reuse=False)
@@ -119,7 +120,7 @@ def _temporary_tables(engine: EngineCore) -> Iterator[BlockTables]:
         blocks.free(block_tables)
 
 
-def _reserve(
+def reserve(
     engine: EngineCore, block_tables: BlockTables, prompt: Sequence[int], encoder: Sequence[int]
 ) -> Passes[None]:
     """Allocates the blocks of a whole sequence at once: partial ones could deadlock."""
@@ -169,7 +170,7 @@ def encode(
         empty: list[Sequence[int]] = [[0]] * (rows - len(batch))
         tokens, lengths = padded_texts([*batch, *empty], size)
         token_types, _ = padded_texts([*types[begin : begin + rows], *empty], size)
-        program = yield from _program(engine, StepKey("encode", size, rows=rows, want=want))
+        program = yield from compiled_program(engine, StepKey("encode", size, rows=rows, want=want))
         out = np.asarray(program(engine.leaves, {}, tokens, token_types, lengths))
         results += [
             out[i] if want in ("pooled", "classes") else out[i, : len(text)]

@@ -15,6 +15,7 @@ StepKind = Literal[
     "logits", "sample", "decode", "forward", "score", "beam", "contrastive",
     "fill_cross_attention", "encode", "copy_blocks", "set_slot", "verify", "propose",
     "gather_taps", "prefill_head", "propose_with_head", "allocate_kv_cache",
+    "trace", "trace_encoder",
 ]  # fmt: skip
 _OF_SEQUENCES: tuple[StepKind, ...] = ("decode", "propose", "propose_with_head", "beam")
 
@@ -33,6 +34,8 @@ class StepKey:
         want: the result of "forward" and "encode".
         stages: sampling stages of "sample", "decode", "propose", "propose_with_head" and "verify".
         masked: whether "verify" takes grammar masks.
+        capture: names of the values that "trace" and "trace_encoder" return.
+        blocks: length of the block tables of "trace"; 0: that of all tables.
     """
 
     kind: StepKind
@@ -42,6 +45,8 @@ class StepKey:
     want: Want = "logits"
     stages: tuple[str, ...] = ()
     masked: bool = False
+    capture: tuple[str, ...] = ()
+    blocks: int = 0
 
     @property
     def task(self) -> str:

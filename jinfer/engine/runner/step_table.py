@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps
+from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps, trace_steps
 from jinfer.engine.runner.draft_steps import propose
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
@@ -22,7 +22,7 @@ from jinfer.engine.runner.verify import Nodes, verify
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
-from jinfer.ops.attention.kv_cache import Cache, CacheShapes, uninitialized_cache
+from jinfer.ops.attention.kv_cache import ADAPTER, Cache, CacheShapes, uninitialized_cache
 
 
 class StepFunction(NamedTuple):
@@ -140,6 +140,22 @@ def _encode(inputs: StepInputs, key: StepKey) -> StepFunction:
     return StepFunction(inputs.with_leaves(encoder_steps.encode, key.want), 1, arguments)
 
 
+def _trace(inputs: StepInputs, key: StepKey) -> StepFunction:
+    tables = inputs.tables(key.rows)
+    if key.blocks:
+        narrow = int32(key.rows, key.blocks)
+        tables = {name: table if name == ADAPTER else narrow for name, table in tables.items()}
+    batch = abstract_flat_batch(key.tokens, key.rows, tables)
+    function = inputs.with_leaves(trace_steps.trace, key.capture)
+    return StepFunction(function, 1, (inputs.leaves, inputs.cache, batch))
+
+
+def _trace_encoder(inputs: StepInputs, key: StepKey) -> StepFunction:
+    texts = int32(key.rows, key.tokens)
+    function = inputs.with_leaves(trace_steps.trace_encoder, key.capture)
+    return StepFunction(function, (), (inputs.leaves, {}, texts, texts, int32(key.rows)))
+
+
 def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
     which = {group: int32(MAX_COPIES) for group in inputs.sizes.blocks}
     function = partial(steps.copy_blocks, inputs.model)
@@ -168,6 +184,8 @@ STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], StepFunction]] = {
     "forward": _forward,
     "score": _score,
     "encode": _encode,
+    "trace": _trace,
+    "trace_encoder": _trace_encoder,
     "beam": _beam,
     "contrastive": _contrastive,
     "fill_cross_attention": _fill_cross_attention,

@@ -1,0 +1,58 @@
+"""The method of `LLM` that looks inside the model: traces of its values (activations)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinfer.api.base_llm import BaseLLM
+from jinfer.api.prompt_inputs import Params, Prompt
+
+
+class ActivationMethods(BaseLLM):
+    """What `LLM` computes of activations."""
+
+    generate: Any
+
+    def trace(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        capture: str | Sequence[str],
+        *,
+        max_tokens: int = 0,
+        params: Params | None = None,
+        encoder_ids: Prompt | Sequence[Prompt] | None = None,
+        token_type_ids: Sequence[Sequence[int]] | None = None,
+    ) -> Any:
+        """Values inside the model at every token: `llm.trace(text, "decoder.*.x")["decoder.3.x"]`.
+
+        Prompts are computed by the engine, in chunks, with the weights that it has; only what is
+        captured is computed beside what it needs.
+
+        Args:
+            prompts: texts, lists of token ids, or conversations; of an encoder-decoder, the
+                decoder's.
+            capture: names of values, as `names` lists them; `*` stands for any text.
+            max_tokens: length of an answer, whose tokens are traced too; 0: none.
+            params: sampling parameters of the answer, as of `generate`.
+            encoder_ids, token_type_ids: as `logits`.
+
+        Returns:
+            A `Trace` of a single prompt, a list of them of several.
+
+        Raises:
+            RequestError: there is no such value, or memory for so many; the model is divided among
+                devices; an invalid prompt.
+        """
+        from jinfer.api.activation_tracing import trace_prompts
+
+        return trace_prompts(
+            self.session,
+            self.generate,
+            prompts,
+            capture,
+            max_tokens=max_tokens,
+            params=params,
+            encoder_given=encoder_ids,
+            token_type_ids=token_type_ids,
+        )

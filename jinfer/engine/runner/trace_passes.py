@@ -1,0 +1,166 @@
+"""Trace passes: forward passes of whole prompts that capture named values (activations).
+
+A prompt is computed in chunks, and each chunk's values go to arrays on the host, so that the device
+never holds those of a whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from jinfer.engine.adapter_use import AdapterUse
+from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.runner.flat_batch import FlatBatch
+from jinfer.engine.runner.forward_passes import (
+    Passes,
+    compiled_program,
+    padded_texts,
+    reserve,
+    temporary_tables,
+)
+from jinfer.engine.runner.model_runner import SIZES, padded, padded_length
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.nn.activation_shapes import ActivationShape
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+type Values = dict[str, Float[np.ndarray, "..."]]
+
+CHUNK_BYTES = 256 << 20  # of a chunk's values on the device, unless a token's alone are more
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """What to capture of a prompt, and the bytes that it takes.
+
+    Attributes:
+        shapes: of the values, by name.
+        tokens: of the prompt.
+        keys: of the attentions whose scores are captured, by name.
+    """
+
+    shapes: Mapping[str, ActivationShape]
+    tokens: int
+    keys: Mapping[str, int]
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """The shape of a value of the whole prompt."""
+        free = {"tokens": self.tokens, "keys": self.keys.get(name, 0)}
+        return tuple(free[s] if isinstance(s, str) else s for s in self.shapes[name].sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Of all values of the prompt, on the host."""
+        return 4 * sum(prod(self.sizes(name)) for name in self.shapes)
+
+    def empty(self) -> Values:
+        """Arrays for the values."""
+        return {name: np.zeros(self.sizes(name), np.float32) for name in self.shapes}
+
+    def put(self, into: Values, captured: Mapping[str, Any], start: int, count: int) -> None:
+        """Copies a chunk's values to their places."""
+        for name, value in captured.items():
+            part, axes, whole = np.asarray(value), self.shapes[name].axes, into[name]
+            if axes == ("heads", "tokens", "keys"):
+                keys = whole.shape[2]
+                whole[:, start : start + count] = part[:count, :, :keys].swapaxes(0, 1)
+            elif axes[0] == "tokens":
+                whole[start : start + count] = part[:count]
+            else:  # of the whole text, or after the last token so far
+                whole[...] = part
+
+
+def trace_decoder(
+    engine: EngineCore,
+    prompt: Sequence[int],
+    plan: TracePlan,
+    encoder: Sequence[int] = (),
+    adapter: AdapterUse | None = None,
+) -> Passes[Values]:
+    """Values of a decoder, of every token of a prompt.
+
+    Args:
+        encoder: token ids that the encoder reads.
+    """
+    tokens, values = np.array(prompt, np.int32), plan.empty()
+    capture, blocks = tuple(sorted(plan.shapes)), _blocks(engine, plan)
+    with temporary_tables(engine) as block_tables:
+        block_tables.adapter = adapter
+        yield from reserve(engine, block_tables, prompt, encoder)
+        for start, count, size in _chunks(engine, plan, blocks):
+            if start:
+                yield "computed"
+            while not engine.scheduler.blocks.reserve(block_tables, start + count):
+                yield "room"
+            key = StepKey("trace", size, rows=1, capture=capture, blocks=blocks)
+            program = yield from compiled_program(engine, key)
+            rows = padded([0] * count, size, -1)
+            positions = padded(np.arange(start, start + count), size)
+            total, encoded = (np.array([len(ids)], np.int32) for ids in (prompt, encoder))
+            ids = padded(tokens[start : start + count], size)
+            tables = engine.block_tables(1, [(0, block_tables)])
+            if blocks:
+                tables = {n: t if n == ADAPTER else t[:, :blocks] for n, t in tables.items()}
+            batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
+            cache, captured = program(engine.leaves, engine.cache, batch)
+            engine.set_cache(cache)
+            plan.put(values, captured, start, count)
+            engine.scheduler.blocks.slide_window(block_tables, start + count)
+    return values
+
+
+def trace_encoder(
+    engine: EngineCore, text: Sequence[int], types: Sequence[int], plan: TracePlan
+) -> Passes[Values]:
+    """Values of an encoder, of a text."""
+    values = plan.empty()
+    size = max(len(text), min(padded_length(len(text)), engine.programs.sizes.context))
+    tokens, lengths = padded_texts([text], size)
+    token_types, _ = padded_texts([types], size)
+    key = StepKey("trace_encoder", size, rows=1, capture=tuple(sorted(plan.shapes)))
+    program = yield from compiled_program(engine, key)
+    captured = program(engine.leaves, {}, tokens, token_types, lengths)
+    plan.put(values, captured, 0, len(text))
+    return values
+
+
+def _blocks(engine: EngineCore, plan: TracePlan) -> int:
+    """Length of the block tables where scores are captured, which are as wide; 0: all of it."""
+    if not plan.keys:
+        return 0
+    needed = -(-max(plan.tokens, *plan.keys.values()) // BLOCK)
+    return min(1 << (needed - 1).bit_length(), engine.programs.sizes.table)
+
+
+def _chunks(engine: EngineCore, plan: TracePlan, blocks: int) -> Iterator[tuple[int, int, int]]:
+    """As `forward_passes.chunks`, of no more tokens than `CHUNK_BYTES` has room for."""
+    free = {"keys": (blocks or engine.programs.sizes.table) * BLOCK, "tokens": 1}
+    each = 4 * sum(
+        prod(free[s] if isinstance(s, str) else s for s in shape.sizes)
+        for shape in plan.shapes.values()
+        if "tokens" in shape.axes
+    )
+    scheduler, start = engine.scheduler, 0
+    sizes = [size for size in scheduler.sizes if size * each <= CHUNK_BYTES]
+    while start < plan.tokens:
+        most = scheduler.mixed if scheduler.running else scheduler.chunk
+        most = min(most, sizes[-1] if sizes else scheduler.sizes[0])
+        count = scheduler.fit_batch(min(most, plan.tokens - start))
+        least = min(SIZES[0], sizes[-1] if sizes else count)
+        yield start, count, max(engine.batch_size(count), engine.batch_size(least))
+        start += count
+
+
+def run_each(jobs: Sequence[Callable[[], Passes[Values]]]) -> Passes[list[Values]]:
+    """Several passes, one after the other."""
+    results = []
+    for job in jobs:
+        results.append((yield from job()))
+    return results

@@ -1,0 +1,157 @@
+"""Names and traces of the values inside a model, against forward passes in NumPy."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jinfer import LLM, RequestError
+from jinfer.api import activation_tracing
+from jinfer.api.trace import Trace
+from tests.reference import numpy_activations
+from tests.reference.numpy_activations import Floats
+from tests.reference.numpy_tensors import read_safetensors
+
+GOLDENS = Path(__file__).parent / "goldens"
+TOLERANCE = 2e-4
+# Learned positions; RoPE; windows and soft-caps; a latent attention; a mixture of experts.
+FAMILIES = ("gpt2", "llama2", "gemma2", "deepseek_v2", "mixtral")
+TOKENS = np.random.default_rng(0).integers(3, 300, 40).tolist()
+
+
+@cache
+def model(name: str) -> LLM:
+    return LLM(GOLDENS / name, dtype="float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_models_go() -> Iterator[None]:
+    yield
+    model.cache_clear()
+
+
+def reference(name: str) -> Callable[..., Floats]:
+    """A golden's forward pass in NumPy, of tokens and a tap."""
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+    forward = numpy_activations.gpt2 if name == "gpt2" else numpy_activations.llama
+    tensors = read_safetensors(GOLDENS / name)
+    return lambda tokens, tap: forward(tensors, tokens, config, tap)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_value(name: str) -> None:
+    """All that NumPy has a name for: streams, norms, q, k, v, scores, patterns, heads, experts."""
+    known = dict[str, Floats]()
+
+    def record(value: str, array: Floats) -> Floats:
+        return known.setdefault(value, array)
+
+    reference(name)(TOKENS, record)
+    trace = model(name).trace(TOKENS, [*known])
+    assert isinstance(trace, Trace)
+    assert set(trace) == set(known)
+    for value, array in known.items():
+        assert trace[value].dtype == np.float32
+        assert len(trace.axes[value]) == array.ndim
+        np.testing.assert_allclose(trace[value], array, rtol=0, atol=TOLERANCE, err_msg=value)
+
+
+# Recurrent states beside attention; values of their own streams; sparse attention; shared keys and
+# experts in attention; an encoder; an encoder-decoder.
+@pytest.mark.parametrize("name", ["falcon_h1", "gemma3n", "deepseek_v32", "jetmoe", "bert", "t5"])
+def test_names_are_what_a_trace_has(name: str) -> None:
+    llm, tokens = model(name), TOKENS[:9]
+    encoder = TOKENS[:5] if name == "t5" else None
+    trace = llm.trace(tokens, "*", encoder_ids=encoder)
+    names = llm.names()
+    assert trace.names == [one.name for one in names]
+    for one in names:
+        inner = one.name.startswith("encoder.") and encoder is not None
+        count = len(tokens) if encoder is None or not inner else len(encoder)
+        keys = 5 if ".cross." in one.name else count
+        sizes = {"tokens": count, "keys": keys}
+        assert trace[one.name].shape == tuple(sizes.get(s, s) for s in one.shape), one
+        assert trace.axes[one.name] == one.axes
+        assert not np.isnan(trace[one.name]).any(), one
+        if one.name.endswith("pattern"):
+            sums = trace[one.name].sum(axis=-1)
+            np.testing.assert_allclose(sums, 1.0, rtol=0, atol=1e-5)
+    assert any(name.endswith(".state") for name in trace) == (name == "falcon_h1")
+    assert np.array_equal(
+        trace["hidden"], llm.hidden([tokens], encoder_ids=encoder and [encoder])[0]
+    )
+
+
+def test_names() -> None:
+    llm = model("llama2")
+    names = llm.names("decoder.1.attn*")
+    assert [one.name.removeprefix("decoder.1.attn") for one in names] == [
+        *("", ".heads", ".input", ".k", ".pattern", ".q", ".scores", ".v", "_norm", "_norm.input")
+    ]
+    assert str(names["decoder.1.attn.q"]) == "decoder.1.attn.q [tokens, heads 4, head_dim 16]"
+    assert names["decoder.1.attn.pattern"].shape == (4, "tokens", "keys")
+    assert "decoder.1.attn.q" in names._ipython_key_completions_()
+    order = [one.name for one in llm.names() if one.name.endswith(".x") or "." not in one.name]
+    assert order == ["embed", *(f"decoder.{i}.x" for i in range(3)), "hidden", "logits"]
+    for wrong, near in (("decoder.1.attn.Q", "attn.q"), ("decoder.9.x", "decoder.[0-2].x")):
+        with pytest.raises(RequestError, match=f"no value '{wrong}'; did you mean '.*{near}'"):
+            llm.trace([1, 2], [wrong])
+
+
+def test_chunks_give_the_values_of_the_whole() -> None:
+    """Windows, whose blocks go while later chunks are computed, and patterns over all chunks."""
+    names = ["decoder.*.x", "decoder.*.attn.pattern", "logits"]
+    tokens = np.random.default_rng(1).integers(3, 300, 150).tolist()
+    whole = model("gemma2").trace(tokens, names)
+    with LLM(GOLDENS / "gemma2", dtype="float32", **{"engine.prefill_chunk": 32}) as llm:
+        parts = llm.trace([tokens[:70], tokens], names)
+    assert [len(each.ids) for each in parts] == [70, 150]
+    for name in whole:
+        np.testing.assert_allclose(parts[1][name], whole[name], rtol=0, atol=1e-5)
+        if name.endswith("x"):
+            assert np.array_equal(parts[0][name], whole[name][:70])
+
+
+def test_a_generation_is_traced() -> None:
+    llm = model("llama2")
+    (answer,) = llm.generate([TOKENS], max_tokens=5, ignore_eos=True)
+    given = {"max_tokens": 5, "params": {"ignore_eos": True}}
+    trace = llm.trace(TOKENS, ["decoder.1.x", "logits"], **given)
+    assert trace.ids == [*TOKENS, *answer.token_ids]
+    assert (trace.prompt_tokens, len(trace.tokens)) == (40, 45)
+    again = llm.trace([trace.ids], "decoder.1.x")
+    assert np.array_equal(again[0]["decoder.1.x"], trace["decoder.1.x"])
+    assert trace["logits"][39:44].argmax(axis=-1).tolist() == answer.token_ids
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = model("llama2")
+    monkeypatch.setattr(activation_tracing, "host_memory", lambda: 30_000)
+    llm.trace(TOKENS, "decoder.1.x")
+    with pytest.raises(RequestError, match=r"3 values of 40 tokens take .* of memory are free"):
+        llm.trace(TOKENS, "decoder.*.x")
+    wrong: list[tuple[Any, str]] = [
+        ([], "capture is empty"),
+        (7, "capture is 7"),
+        ([7], "capture has 7"),
+    ]
+    for capture, said in wrong:
+        with pytest.raises(RequestError, match=said):
+            llm.trace(TOKENS, capture)
+    with pytest.raises(RequestError, match="params are for answers"):
+        llm.trace(TOKENS, "embed", params={"temperature": 1.0})
+
+
+def test_reprs() -> None:
+    trace = model("llama2").trace(TOKENS[:3], ["decoder.0.x", "decoder.0.attn.q"])
+    assert repr(trace) == "Trace(3 tokens: decoder.0.attn.q [3, 4, 16], decoder.0.x [3, 64])"
+    assert trace._ipython_key_completions_() == ["decoder.0.attn.q", "decoder.0.x"]
+    assert "<code>decoder.0.x</code>" in trace._repr_html_()
+    with pytest.raises(KeyError, match=r"'decoder\.0\.y' was not captured; did you mean"):
+        trace["decoder.0.y"]
+    frame = pytest.importorskip("pandas") and trace.to_pandas("decoder.0.x")
+    assert frame.shape == (3, 64)
