@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jinfer import LLM
@@ -331,10 +332,12 @@ def test_a_block_of_python_runs(each: Printed, folder: Path, tiny: Path) -> None
         with LLM(tiny) as llm:
             names["tokenizer"] = llm.tokenizer
     code = compile(each.text, each.id, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    if code.co_flags & inspect.CO_COROUTINE:
-        asyncio.run(eval(code, names))
-    else:
-        exec(code, names)
+    # As in a user's program, where JAX promotes types and ranks.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        if code.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(eval(code, names))
+        else:
+            exec(code, names)
 
 
 class ParsedError(Exception):

@@ -15,6 +15,7 @@ from jinfer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jinfer.api.activation_names import ActivationNames
     from jinfer.api.model_weights import ModelWeights
+    from jinfer.api.pure_function import PureFunction
     from jinfer.api.session import Session
     from jinfer.engine.engine import Engine
     from jinfer.engine.output.generation import Usage
@@ -62,6 +63,28 @@ class BaseLLM:
         from jinfer.api.activation_tracing import names_of
 
         return names_of(self.session, pattern)
+
+    def function(self, *, dequantize: bool = False) -> tuple[PureFunction, dict[str, Any]]:
+        """The model as a pure function in JAX, and its parameters by name.
+
+            apply, params = llm.function()
+            logits = jax.jit(apply)(params, tokens)
+            x = apply.embed(params, tokens)
+            jax.grad(lambda x: apply(params, tokens, embeddings=x)[-1, 42])(x)
+
+        The function is of (params, tokens), without the engine, in operations that have derivatives
+        (docs/functions.md); params are the engine's arrays, which stay as they are.
+
+        Args:
+            dequantize: quantized parameters as float32 arrays, which have derivatives; otherwise
+                params have their codes, which are dequantized where they are multiplied.
+
+        Raises:
+            RequestError: the model is divided among devices, or closed.
+        """
+        from jinfer.api.pure_function import pure_function
+
+        return pure_function(self.session, dequantize=dequantize)
 
     @property
     def context(self) -> int:

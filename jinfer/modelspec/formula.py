@@ -62,6 +62,16 @@ class Formula:
         """The names it assigns."""
         return frozenset(target for target, _ in _statements(self.text) if target)
 
+    def first_call(self, argument: str) -> str:
+        """The first module called with this input alone. Raises `LookupError` if there is none."""
+        for _, expression in self.statements:
+            for node in ast.walk(expression):
+                match node:
+                    case ast.Call(func=ast.Name(id=module), args=[ast.Name(id=name)]):
+                        if name == argument:
+                            return module
+        raise LookupError(f"no module is called with {argument}")
+
     def run(
         self,
         inputs: Mapping[str, Any],

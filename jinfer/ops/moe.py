@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
-from jinfer.ops.backend import has_cpu_calls
+from jinfer.ops.backend import has_cpu_calls, needs_derivatives
 from jinfer.ops.matmul.matmul import (
     Weight,
     fuses_activation,
@@ -183,11 +184,21 @@ def _blockwise(
     blocks = _ExpertBlocks(order.offsets, size)
     row_of = jnp.pad(order.row_of, (0, size))  # so that the last block has its full length
 
-    def run(number: Array, out: Array) -> Array:
+    def one(number: Array) -> tuple[Array, Array]:
         expert, begin, count = blocks.at(number)
         rows = lax.dynamic_slice_in_dim(row_of, begin, size)
         own = jnp.arange(size, dtype=jnp.int32) < count
-        y = apply(x[rows], expert, own)
+        return begin, apply(x[rows], expert, own)
+
+    if needs_derivatives():
+        # As many blocks as there could be, beyond the last one that again. The backward pass
+        # computes each again: otherwise all their matrices would be held until then.
+        most = jnp.arange(min(pairs, count + pairs // size), dtype=jnp.int32)
+        _, parts = lax.map(jax.checkpoint(one), jnp.minimum(most, blocks.number - 1))
+        return parts.reshape(-1, width)[blocks.places(order.expert_of)]
+
+    def run(number: Array, out: Array) -> Array:
+        begin, y = one(number)
         # Rows beyond the block's end are overwritten by the next block.
         return lax.dynamic_update_slice_in_dim(out, y, begin, 0)
 
@@ -213,6 +224,11 @@ class _ExpertBlocks:
         within = number - (self.ends[expert] - self.blocks[expert])
         begin = self.begin[expert] + within * self.size
         return expert, begin, jnp.minimum(self.end[expert] - begin, self.size)
+
+    def places(self, expert_of: Int[Array, " pairs"]) -> Int[Array, " pairs"]:
+        """Where each sorted pair stands in all blocks, one behind the other."""
+        first = (self.ends - self.blocks)[expert_of] * self.size
+        return first + jnp.arange(expert_of.shape[0], dtype=jnp.int32) - self.begin[expert_of]
 
 
 def _block_rows(pairs: int, experts: int) -> int:

@@ -31,6 +31,7 @@ from jinfer.ops.attention.kv_cache import (
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import attend, extend
 from jinfer.ops.attention.xla import dequantize_for
+from jinfer.ops.backend import needs_derivatives
 from jinfer.ops.matmul.dense import matmul_per_head
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def choose_keys(
     Args:
         keys: the pool of index keys.
     """
+    if needs_derivatives():  # a choice has none
+        queries, weights, keys = lax.stop_gradient((queries, weights, keys))
     width = _BLOCKS_PER_STEP * BLOCK
     steps = -(-at.tables.shape[1] // _BLOCKS_PER_STEP)
     tables = at.tables.at[jnp.maximum(at.rows, 0)].get(mode="clip")

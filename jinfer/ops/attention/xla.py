@@ -17,6 +17,7 @@ from jinfer.matmul_precision import matmul_precision
 from jinfer.ops.attention.kv_cache import AttentionMetadata, KVPool, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules, attention_mask, modify_scores
 from jinfer.ops.attention.partial_merge import PartialAttention
+from jinfer.ops.backend import needs_derivatives
 from jinfer.quant.kv_vectors import QuantizedVectors
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def _attend_blocks(
     last = jnp.minimum(last, at.tables.shape[1] * keys.shape[2] - 1)
     at = at._replace(rows=jnp.where(at.rows < at.tables.shape[0], at.rows, -1))
     last = jnp.where(at.rows >= 0, last, -1)
+    if needs_derivatives():
+        return _all_keys_at_once(q, keys, values, at, last, rules)
     form = _token_by_token if q.shape[0] <= FEW_TOKENS else _sequence_by_sequence
     return form(q, keys, values, at, last, rules)
 
@@ -117,6 +120,11 @@ def attend_text_xla(
     step = min(KEYS_PER_STEP, tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), q.shape[:2])
     last = jnp.where(positions < lengths[:, None], lengths[:, None] - 1, -1)
+    before = _initial_softmax(q, k.shape[1], v.shape[3], rules)
+    if needs_derivatives():
+        here, every = jnp.arange(tokens, dtype=jnp.int32)[None], jnp.ones((1, 1, 1), bool)
+        part = _partial(q, k, v, positions, last, here, every, rules)
+        return _normalized(merge_softmax(before, part), q)
 
     def walk(index: Array, so_far: PartialSoftmax) -> PartialSoftmax:
         # The last step begins earlier if the length does not divide; `fresh` masks the keys of the
@@ -128,9 +136,32 @@ def attend_text_xla(
         return merge_softmax(so_far, _partial(q, cut_k, cut_v, positions, last, here, fresh, rules))
 
     count = jnp.max(last) // step + 1
-    return _normalized(
-        lax.fori_loop(0, count, walk, _initial_softmax(q, k.shape[1], v.shape[3], rules)), q
+    return _normalized(lax.fori_loop(0, count, walk, before), q)
+
+
+def _all_keys_at_once(
+    q: Array, keys: KVPool, values: KVPool, at: AttentionMetadata, last: Array, rules: ScoreRules
+) -> tuple[PartialSoftmax, Array]:
+    """Without a loop, whose number of steps the positions decide: it can be differentiated.
+
+    The tokens of a single sequence share its keys; those of several have a copy each.
+    """
+    single = at.tables.shape[0] == 1
+    tables = at.tables if single else at.tables[jnp.maximum(at.rows, 0)]
+    positions, last, shaped = (
+        part[None] if single else part[:, None] for part in (at.positions, last, q)
     )
+
+    def whole(part: KVPool) -> Float[Array, "batch kv_heads keys dim"]:
+        taken = dequantize_for(_gather_blocks(part, tables), q).swapaxes(1, 2)
+        return taken.reshape(*taken.shape[:2], -1, taken.shape[4])
+
+    k, v = whole(keys), whole(values)
+    here = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    shown = jnp.repeat(tables >= 0, keys.shape[2], axis=1)[:, None]
+    before = _initial_softmax(shaped, keys.shape[1], values.shape[3], rules)
+    part = _partial(shaped, k, v, positions, last, here, shown, rules)
+    return merge_softmax(before, part), shaped
 
 
 def _token_by_token(

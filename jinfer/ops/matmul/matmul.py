@@ -1,4 +1,4 @@
-"""Matmul with weight matrices of any kind: plain, quantized, with outliers or reordered."""
+"""Matmul with matrices of any kind: plain, quantized, with outliers, reordered, with LoRA."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from jinfer.ops.matmul.quantized import (
 )
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import RecordedWeight, record
+from jinfer.quant.low_rank_sum import LowRankSum
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-type Weight = Array | QuantizedTensor | OutlierTensor | ReorderedTensor | RecordedWeight
+type Weight = (
+    Array | QuantizedTensor | OutlierTensor | ReorderedTensor | RecordedWeight | LowRankSum
+)
 
 
 def linear(
@@ -53,6 +56,10 @@ def linear_of_stack(
         where: rows whose results are used; None: all. The others are only excluded from
             calibration.
     """
+    if isinstance(weight, LowRankSum):
+        y = linear_of_stack(x.astype(jnp.float32), weight.weight, bias, index, where)
+        own = LowRankSum(weight, index_stack(weight.a, index), index_stack(weight.b, index))
+        return (y + own.term(x)).astype(x.dtype)
     (untapped,) = record(x, [weight], index, where)
     if isinstance(untapped, OutlierTensor):
         y = quantized_matmul(x, [untapped.rounded], index=index)[0]
@@ -116,7 +123,8 @@ def linears(
     dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """`linear` with several weights: one call for all quantized ones, one for all plain ones."""
-    weights = record(x, weights)
+    given = weights
+    weights = record(x, [one.weight if isinstance(one, LowRankSum) else one for one in given])
     codes = [weight.rounded if isinstance(weight, OutlierTensor) else weight for weight in weights]
     quantized = [weight for weight in codes if isinstance(weight, QuantizedTensor)]
     plain = [w for w in codes if not isinstance(w, QuantizedTensor | ReorderedTensor)]
@@ -125,7 +133,7 @@ def linears(
     )
     of_plain = iter(dense.dense_matmul(x, plain) if plain else ())
     results = []
-    for weight, code, bias in zip(weights, codes, biases, strict=True):
+    for whole, weight, code, bias in zip(given, weights, codes, biases, strict=True):
         if isinstance(code, ReorderedTensor):
             rows = code.sorted_inputs(x).reshape(-1, x.shape[-1])
             y = quantized_matmul(rows, [code.rounded])[0]
@@ -136,6 +144,8 @@ def linears(
             y = next(of_plain)
         if isinstance(weight, OutlierTensor):
             y = y + weight.outliers.product(x)
+        if isinstance(whole, LowRankSum):
+            y = y + whole.term(x)
         results.append(_finished(y, bias, x.dtype if dtype is None else dtype))
     return tuple(results)
 

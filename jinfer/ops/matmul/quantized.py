@@ -12,8 +12,12 @@ from jax import Array, lax
 from jinfer.cpu import quantized_matmul as cpu
 from jinfer.ops import disable_kernels, gpu_backend
 from jinfer.ops.activation import FUNCTIONS
-from jinfer.ops.backend import backend, has_cpu_calls, interpreted
-from jinfer.ops.matmul.quantized_xla import dequantized_matmul, quantized_matmul_xla
+from jinfer.ops.backend import DIFFERENTIABLE, backend, has_cpu_calls, interpreted
+from jinfer.ops.matmul.quantized_xla import (
+    dequantized_matmul,
+    differentiable_matmul,
+    quantized_matmul_xla,
+)
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantized_tensor import MAX_COLUMNS
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 # Activation functions that can be fused into the matmul with gate and up.
 FUSED_ACTIVATIONS = {name: FUNCTIONS[name] for name in ("silu", "gelu_tanh", "relu")}
+
+_XLA_PRODUCTS = {"gpu": dequantized_matmul, DIFFERENTIABLE: differentiable_matmul}
 
 
 def quantized_matmul(
@@ -70,7 +76,7 @@ def quantized_matmul(
         return _gpu_matmul(x, weights, index, offsets, activation)
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
-    product = dequantized_matmul if on_gpu else quantized_matmul_xla
+    product = _XLA_PRODUCTS.get(backend(), quantized_matmul_xla)
     return apply_activation(tuple(product(x, weight) for weight in weights), activation)
 
 

@@ -1,6 +1,7 @@
 """Quantized matmul in XLA operations: fallbacks for any machine.
 
-On a GPU without kernels a matrix is dequantized as a whole; the rest is written for XLA:CPU.
+On a GPU without kernels a matrix is dequantized as a whole, and also where derivatives are needed;
+the rest is written for XLA:CPU.
 
 All forms keep the order of the packed words. A *lane* is one of the R * G adjacent words of a tile
 and superblock; codes, block numbers and activations are brought to [tiles, superblocks, halves, 4
@@ -54,6 +55,19 @@ def dequantized_matmul(
     from kernels_pallas.matmul.round_fp16 import rounded_matmul
 
     return rounded_matmul(x, weight.dequantize(jnp.float16))
+
+
+@jax.checkpoint
+def differentiable_matmul(
+    x: Float[Array, "rows inputs"], weight: QuantizedTensor
+) -> Float[Array, "rows outputs"]:
+    """The same in float32 for any platform, with a derivative.
+
+    That of x needs the matrix again: it is dequantized a second time, so that those of all layers
+    are not held in float32 until then.
+    """
+    contracted = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight.dequantize(), contracted, precision=lax.Precision.HIGHEST)
 
 
 def _one_row(x: Float[Array, " padded"], weight: QuantizedTensor) -> Float[Array, " outputs"]:

@@ -2,7 +2,8 @@
 
 `scan_tokens` is the definition, and faster on CPUs. `scan_chunks` takes one step for every sequence
 with a single token, all at once (decoding), and passes through the others in chunks of parallel
-work (prompts); the loop runs over the chunks that there are.
+work (prompts); the loop runs over the chunks that there are. `scan_text`, for derivatives, has a
+fixed number of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jinfer.ops.backend import backend
+from jinfer.ops.backend import backend, needs_derivatives
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def ragged_scan(
         own = jnp.arange(runs.slots.shape[0], dtype=jnp.int32)
         on_copies = SequenceRuns(*runs)._replace(slots=own)
         return ragged_scan(step, chunk, size, inputs, table[runs.slots], on_copies)[0], table
+    if needs_derivatives():
+        return scan_text(chunk, size, inputs, table, runs)
     if backend() == "cpu":
         return scan_tokens(step, inputs, table, runs)
     return scan_chunks(step, chunk, size, inputs, table, runs)
@@ -106,6 +109,33 @@ def scan_chunks(
         return out.at[places].set(values, mode="drop"), table.at[slot].set(after)
 
     return lax.fori_loop(0, ends[-1], one, (out, table))
+
+
+def scan_text(
+    chunk: ChunkStep,
+    size: int,
+    inputs: Any,
+    table: Float[Array, "slots ..."],
+    runs: SequenceRuns,
+) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
+    """`ragged_scan` of a single sequence, in as many chunks as the batch has: differentiable."""
+    assert runs.slots.shape == (1,), "a whole text"
+    tokens = runs.rows.shape[0]
+    count = -(-tokens // size)
+    real = runs.rows >= 0
+
+    def cut(x: Array) -> Array:
+        more = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, more).reshape(count, size, *x.shape[1:])
+
+    def one(state: Array, part: tuple[Array, Any]) -> tuple[Array, Array]:
+        return chunk(state, part[1], part[0])
+
+    taken = jax.tree.map(lambda x: jnp.where(_as_rows(real, x), x, jnp.zeros_like(x)), inputs)
+    before = jnp.where(runs.fresh[0], 0.0, table[runs.slots[0]])
+    after, out = lax.scan(one, before, (cut(real), jax.tree.map(cut, taken)))
+    out = out.reshape(count * size, *out.shape[2:])[:tokens]
+    return jnp.where(_as_rows(real, out), out, 0.0), table.at[runs.slots].set(after[None])
 
 
 def _single_tokens(

@@ -1,0 +1,254 @@
+"""The model as a pure function of its parameters and a text, for `jax.jit`, `vmap` and `grad`.
+
+It is computed in XLA's own operations, all of which have derivatives, without the engine: no
+batches of requests, no cache that stays, no kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jinfer.api.session import Session
+from jinfer.engine.requests import RequestError
+from jinfer.modelspec.spec_errors import nearest_hint
+from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
+from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
+from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
+from jinfer.ops.backend import DIFFERENTIABLE, target_platform
+from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
+from jinfer.quant.low_rank_sum import LowRankSum
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from jinfer.nn.transformer import Model
+
+type Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PureFunction:
+    """A model's forward pass over one text: what `LLM.function` gives.
+
+    It keeps nothing and changes nothing. Attributes are what it is traced with.
+
+    Attributes:
+        model: the modules, without parameters.
+        context: how many tokens a text may have.
+        types: how many token types there are; None: unknown.
+        wants: the results that there are.
+    """
+
+    model: AbstractModel
+    context: int
+    types: int | None
+    wants: tuple[str, ...]
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[ArrayLike, " tokens"],
+        *,
+        embeddings: Float[ArrayLike, "tokens width"] | None = None,
+        length: Int[ArrayLike, ""] | None = None,
+        token_type_ids: Int[ArrayLike, " tokens"] | None = None,
+        encoder_ids: Int[ArrayLike, " source"] | None = None,
+        encoder_embeddings: Float[ArrayLike, "source width"] | None = None,
+        encoder_length: Int[ArrayLike, ""] | None = None,
+        want: Want = "logits",
+    ) -> Float[Array, "tokens width"]:
+        """Logits of every token of a text, or another result, float32.
+
+        Args:
+            params: parameters by name, as of `LLM.function`, or others of their shapes. Beside
+                "decoder.3.attn.q.weight" there may be "decoder.3.attn.q.lora_a", [rank, inputs],
+                and "decoder.3.attn.q.lora_b", [outputs, rank]: b a is added to the weight (LoRA).
+            tokens: ids of one text; of an encoder-decoder, the decoder's. Several texts of one
+                length are computed by `jax.vmap(apply, in_axes=(None, 0))`.
+            embeddings: what stands in place of the token embedding's rows; see `embed`.
+            length: tokens that are not padding, which is at the end; None: all. What is computed
+                of padding means nothing.
+            token_type_ids: of an encoder that has them.
+            encoder_ids, encoder_embeddings, encoder_length: the same for what the encoder of an
+                encoder-decoder reads.
+            want: "logits", "hidden" (the last hidden states), "classes", or "pooled", as there
+                are; of an encoder "pooled" and "classes" are of the whole text.
+
+        Raises:
+            RequestError: an argument that the model has no use for, or of a wrong shape.
+        """
+        if want not in self.wants:
+            raise RequestError(
+                f"the model gives no {want!r:.40}; want is one of {', '.join(self.wants)}"
+            )
+        if token_type_ids is not None and self._stack == "decoder":
+            raise RequestError("token_type_ids are for an encoder; leave them out")
+        text = self._text("tokens", tokens, length, embeddings)
+        if token_type_ids is not None:
+            text = text._replace(types=_ids("token_type_ids", token_type_ids, self.types))
+            _check_shape("token_type_ids", text.types, text.tokens.shape)
+        source = None
+        if self.model.has_cross_attention != (encoder_ids is not None):
+            raise RequestError(
+                "the model has an encoder and a decoder: give encoder_ids, which the encoder reads"
+                if encoder_ids is None
+                else "encoder_ids are for a model with an encoder and a decoder; leave them out"
+            )
+        if encoder_ids is not None:
+            given = encoder_ids, encoder_length, encoder_embeddings
+            source = self._text("encoder_ids", *given)
+        with target_platform(DIFFERENTIABLE):
+            module = self._module(params)
+            _check_vectors(module, self._stack, text)
+            if source is not None:
+                _check_vectors(module, "encoder", source)
+            if self._stack == "encoder":
+                results = encode_text(module, text)
+            else:
+                results = decode_text(module, self.model.caches, text, source)
+        return results[want].astype(jnp.float32)
+
+    def embed(
+        self, params: Params, tokens: Int[ArrayLike, " tokens"], *, encoder: bool = False
+    ) -> Float[Array, "tokens width"]:
+        """The rows of the token embedding: `embeddings` that give what the tokens give.
+
+        Args:
+            encoder: of an encoder-decoder: those of its encoder.
+        """
+        with target_platform(DIFFERENTIABLE):
+            table = token_embedding(self._module(params), "encoder" if encoder else self._stack)
+            return table(self._text("tokens", tokens).tokens)
+
+    def __repr__(self) -> str:
+        return f"apply(params, tokens) -> {' | '.join(self.wants)}"
+
+    @property
+    def _stack(self) -> str:
+        return "decoder" if self.model.modules.spec.decoder is not None else "encoder"
+
+    def _text(self, name: str, tokens: Any, length: Any = None, vectors: Any = None) -> Text:
+        ids = _ids(name, tokens, self.model.vocab)
+        if ids.ndim != 1:
+            raise RequestError(
+                f"{name} have {ids.ndim} axes; give those of one text, and map over several: "
+                "jax.vmap(apply, in_axes=(None, 0))"
+            )
+        count = ids.shape[0]
+        if not 1 <= count <= self.context:
+            raise RequestError(f"{name} has {count} tokens; from 1 to {self.context}")
+        vectors = None if vectors is None else jnp.asarray(vectors)
+        size = jnp.asarray(count if length is None else length, jnp.int32)
+        return Text(ids, size, vectors=vectors)
+
+    def _module(self, params: Params) -> Model:
+        """The model with these parameters."""
+        model, extra = self.model, dict(params)
+        leaves = list[Any]()
+        for name, like, role in zip(model.names, model.parameters, model.roles, strict=True):
+            if name not in params:
+                raise RequestError(f"params has no {name}; give all that llm.function() gave")
+            value = extra.pop(name)
+            value = value if hasattr(value, "shape") else jnp.asarray(value)
+            _check_shape(name, value, like.shape)
+            owner = name.removesuffix("weight")
+            a, b = extra.pop(owner + LORA_A, None), extra.pop(owner + LORA_B, None)
+            if a is not None or b is not None:
+                *stack, outputs, inputs = like.shape
+                value = _with_lora(owner, value, a, b, (*stack, outputs, inputs), role)
+            leaves.append(value)
+        for name in extra:
+            hint = nearest_hint(str(name), list(model.names))
+            raise RequestError(f"there is no parameter {str(name)!r:.200}; {hint}")
+        return model.module(tuple(leaves))
+
+
+def pure_function(
+    session: Session, *, dequantize: bool = False
+) -> tuple[PureFunction, dict[str, Any]]:
+    """As `LLM.function`."""
+    engine = session.engine
+    if getattr(engine.programs, "stages", None) is not None:
+        raise RequestError(
+            "the model is divided among devices or processes; open it without [partition]"
+        )
+    whole: tuple[Any, ...] = session.thread.run(lambda engine: engine.parameters)
+    spec = session.opened.spec
+    params = {
+        name: value
+        for name, value in zip(engine.model.names, whole, strict=True)
+        if not is_adapter(name)
+    }
+    if dequantize:
+        params = dict(_dequantized(params))
+    # Without room for the engine's adapters, and no more in it than the text needs.
+    model = build_abstract_model(spec, engine.model.modules.dtype)
+    model.modules.make()
+    stack = spec.decoder or spec.stacks[0]
+    heads = ("logits", "pooled", "classes")
+    found = tuple(name for name in heads if name in stack.head.results)
+    if spec.decoder is not None and not spec.generates:
+        found = tuple(name for name in found if name != "logits")
+    wants = (*found, "hidden")
+    return PureFunction(model, session.opened.context, spec.dims.get("types"), wants), params
+
+
+def _dequantized(params: Params) -> Iterator[tuple[str, Array]]:
+    """Quantized ones in float32; parameters that are one array stay one."""
+    known = dict[int, Array]()
+    for name, value in params.items():
+        if not isinstance(value, QuantizedTensor | OutlierTensor | ReorderedTensor):
+            yield name, value
+            continue
+        key = id(jax.tree.leaves(value)[0])
+        if key not in known:
+            known[key] = jnp.asarray(jax.tree.map(np.asarray, value).dequantize(np.float32))
+        yield name, known[key]
+
+
+def _with_lora(owner: str, weight: Any, a: Any, b: Any, shape: tuple[int, ...], role: str) -> Any:
+    """weight + b a."""
+    if a is None or b is None:
+        missing = LORA_A if a is None else LORA_B
+        raise RequestError(f"params has no {owner}{missing}, and {owner}weight has the other one")
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    *stack, outputs, inputs = shape
+    rank = a.shape[-2] if a.ndim == len(shape) else 0
+    _check_shape(owner + LORA_A, a, (*stack, rank, inputs))
+    _check_shape(owner + LORA_B, b, (*stack, outputs, rank))
+    if role in ("matrix", "head"):
+        return LowRankSum(weight, a, b)
+    whole = weight if isinstance(weight, Array) else weight.dequantize()
+    term = jnp.matmul(b.astype(jnp.float32), a.astype(jnp.float32), precision="highest")
+    return (whole.astype(jnp.float32) + term).astype(whole.dtype)
+
+
+def _check_vectors(module: Model, stack: str, text: Text) -> None:
+    if text.vectors is not None:
+        width = token_embedding(module, stack).weight[...].shape[1]
+        _check_shape("embeddings", text.vectors, (text.tokens.shape[0], width))
+
+
+def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    if tuple(value.shape) != tuple(shape):
+        raise RequestError(f"{name} is {list(value.shape)}; give {list(shape)}")
+
+
+def _ids(name: str, given: Any, known: int | None) -> Int[Array, ...]:
+    """Whole numbers below a bound, as far as they are known while the function is traced."""
+    ids = given if isinstance(given, Array) else np.asarray(given)
+    if ids.dtype.kind not in "iu":
+        raise RequestError(f"{name} are {ids.dtype.name}; give whole numbers")
+    if known and not isinstance(ids, jax.core.Tracer) and ids.size:
+        numbers = np.asarray(ids)
+        if numbers.min() < 0 or numbers.max() >= known:
+            raise RequestError(f"{name} are from 0 to {known - 1}, as many as the model has")
+    return jnp.asarray(ids, jnp.int32)

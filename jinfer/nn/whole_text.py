@@ -1,0 +1,121 @@
+"""Forward pass of one whole text, causal or bidirectional: no engine, no batch of requests.
+
+Every token is computed at once, from its first. Traced for `backend.DIFFERENTIABLE` it consists of
+operations with derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jinfer.nn.forward_context import ForwardBatch
+from jinfer.nn.projections import Embedding
+from jinfer.nn.transformer import Model
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    ENCODER,
+    AttentionMetadata,
+    CacheShapes,
+    StateShape,
+    zero_cache,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+class Text(NamedTuple):
+    """One text.
+
+    Attributes:
+        tokens: its ids, maybe with padding at the end.
+        length: tokens without padding.
+        types: token type ids, of an encoder.
+        vectors: what stands in place of the token embedding's rows; None: these.
+    """
+
+    tokens: Int[Array, " tokens"]
+    length: Int[Array, ""]
+    types: Int[Array, " tokens"] | None = None
+    vectors: Float[Array, "tokens width"] | None = None
+
+
+class _GivenRows(Embedding):
+    """A token embedding whose rows are given. A tied head still multiplies with its weight."""
+
+    def __init__(self, whole: Embedding, rows: Array) -> None:
+        self.dtype, self.weight = whole.dtype, whole.weight
+        self.rows = nnx.Variable(rows)
+
+    def __call__(self, tokens: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens width"]:
+        """The rows, whatever the tokens are."""
+        return self.rows[...].astype(self.dtype).reshape(*tokens.shape, -1)
+
+
+def token_embedding(module: Model, stack: str) -> Embedding:
+    """The embedding that a stack's stem looks tokens up in first."""
+    owner, name = _named(module, stack)
+    found: Embedding = owner[name]
+    return found
+
+
+def encode_text(module: Model, text: Text) -> dict[str, Array]:
+    """The encoder's results by name, [tokens, width]; [width] of those for a whole text."""
+    owner, name = _named(module, "encoder")
+    whole = owner[name]
+    if text.vectors is not None:
+        owner[name] = _GivenRows(whole, text.vectors)
+    types = jnp.zeros_like(text.tokens) if text.types is None else text.types
+    found = module.encode(text.tokens[None], types[None], text.length[None])
+    owner[name] = whole  # the decoder may have the same
+    return {key: value[0] for key, value in found.items()}
+
+
+def decode_text(
+    module: Model, caches: CacheShapes, text: Text, source: Text | None = None
+) -> dict[str, Float[Array, "tokens width"]]:
+    """The decoder's results by name.
+
+    Args:
+        caches: as of `AbstractModel`.
+        source: what the encoder reads, of an encoder-decoder.
+    """
+    tokens, read = text.tokens.shape[0], 0 if source is None else source.tokens.shape[0]
+    blocks = {"": -(-tokens // BLOCK), ENCODER: -(-read // BLOCK)}
+    counts = {
+        name: 1 if isinstance(shape, StateShape) else blocks.get(shape.group, blocks[""])
+        for name, shape in caches.items()
+    }
+    tables = {
+        shape.group: jnp.arange(counts[name], dtype=jnp.int32)[None]
+        for name, shape in caches.items()
+    }
+    cache = zero_cache(caches, counts, module.dtype)
+    encoded = jnp.zeros(1, jnp.int32)
+    if source is not None:
+        vectors, encoded = encode_text(module, source)["hidden"], source.length[None]
+        at = AttentionMetadata(*_places(source), tables[ENCODER])
+        cache = module.fill(vectors[None], cache, at)
+    if text.vectors is not None:
+        owner, name = _named(module, "decoder")
+        owner[name] = _GivenRows(owner[name], text.vectors)
+    batch = ForwardBatch.flat(*_places(text), text.length[None], tables, encoded)
+    results, _ = module.decode_all(text.tokens, batch, cache)
+    return results
+
+
+def _places(text: Text) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
+    """Row, -1 for padding, and position of each token."""
+    positions = jnp.arange(text.tokens.shape[0], dtype=jnp.int32)
+    return jnp.where(positions < text.length, 0, -1), positions
+
+
+def _named(module: Model, stack: str) -> tuple[nnx.Dict, str]:
+    """Where `token_embedding` is, and its name there."""
+    found = module.stacks[stack]
+    name = found.stem.first_call("tokens")
+    return (found.modules if name in found.modules else module.shared), name
