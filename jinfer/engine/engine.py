@@ -23,8 +23,8 @@ from jinfer.engine.runner.model_runner import make_token
 from jinfer.engine.runner.sampler_output import SamplerOutput, steps_that_fit
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockCopy
-from jinfer.engine.scheduling.scheduler import StepPlan
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator

@@ -9,8 +9,8 @@ from typing import Protocol
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import CallInFlight
-from jinfer.engine.scheduling.scheduler import StepPlan
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 
 

@@ -16,8 +16,8 @@ from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
-from jinfer.engine.scheduling.scheduler import StepPlan
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.backoff import Backoff

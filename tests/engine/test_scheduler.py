@@ -9,8 +9,9 @@ from jinfer.engine.requests import QueueFullError, Request
 from jinfer.engine.runner.model_runner import flat_sizes
 from jinfer.engine.scheduling.block_manager import BlockManager
 from jinfer.engine.scheduling.block_pool import BlockPool
-from jinfer.engine.scheduling.scheduler import Scheduler, StepPlan, split_budget
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import StepPlan, split_budget
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -142,6 +143,42 @@ def test_priorities_then_arrival() -> None:
     assert [one.request.id for one in s.plan(8).admitted] == [3, 1]
     s.remove(s.running[0])
     assert [one.request.id for one in s.plan(8).admitted] == [4]
+
+
+def test_one_of_a_lower_priority_gives_way() -> None:
+    """Its slot goes to a request that waits, as soon as its tokens have been read."""
+    s = scheduler(slots=2, queue=0)
+    low = [sequence(i, 10, 100, priority=9) for i in (1, 2)]
+    for one in low:
+        s.submit(one)
+    while not all(one.in_flight for one in low):
+        launch(s.plan(8), s.blocks)
+    with pytest.raises(QueueFullError):
+        s.submit(sequence(3, 10, priority=9))
+    high = sequence(4, 200)
+    s.submit(high)
+    assert s.plan(8).must_read
+    read(low)
+    plan = s.plan(8)
+    assert plan.admitted == (high,)
+    assert low[1].preempted == 1
+    assert (plan.chunks[0].count, plan.decoding) == (200, ()), "the other one waits for its prompt"
+    launch(plan, s.blocks)
+    read([high])
+    assert set(s.plan(8).decoding) == {low[0], high}
+    s.remove(high)
+    assert s.plan(8).admitted == (low[1],)
+
+
+def test_blocks_of_a_lower_priority_are_given_back() -> None:
+    s = scheduler(blocks=4, slots=2)
+    low, high = sequence(1, 3 * BLOCK, 1, priority=1), sequence(2, 3 * BLOCK, 1)
+    s.submit(low)
+    launch(s.plan(1), s.blocks)
+    s.submit(high)
+    read([low])
+    assert s.plan(1).admitted == (high,)
+    assert low.preempted == 1
 
 
 def test_the_queue_is_bounded() -> None:

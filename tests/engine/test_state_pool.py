@@ -10,9 +10,10 @@ import pytest
 from jinfer.engine.requests import Request
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockManager, BlockTables
 from jinfer.engine.scheduling.block_pool import BlockPool
-from jinfer.engine.scheduling.scheduler import Scheduler, StepPlan
+from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.state_pool import StatePool
+from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.sampling.sampling_params import SamplingParams
 

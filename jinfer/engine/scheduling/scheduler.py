@@ -3,7 +3,9 @@
 Every step has a token budget. Each decoding sequence takes one token of it. Prompts share the rest
 (chunked prefill), so that no stream waits for a long prompt, and no short prompt for a long one.
 When the KV cache runs out of blocks, the latest sequence of the lowest priority is preempted: it
-frees its blocks and is recomputed later.
+frees its blocks and is recomputed later. So is one that runs while a request of a higher priority
+waits for a slot or for blocks; and while the prompt of such a request is computed, sequences of
+lower priorities wait, so that its first token comes as soon as if they were not there.
 """
 
 from __future__ import annotations
@@ -11,58 +13,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jinfer.engine.requests import QueueFullError
 from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, BlockManager
 from jinfer.engine.scheduling.block_pool import common_prefix_length
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.engine.scheduling.step_plan import Chunk, StepPlan, split_budget
 from jinfer.ops.attention.kv_cache import BLOCK
 
 STEP = 16  # a step's fixed cost, in tokens
 SNAPSHOT_TOKENS = 256  # prompts from this length on leave a snapshot of recurrent states
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Chunked prefill: a range of a sequence's known tokens that one step computes.
-
-    Attributes:
-        start, count: position of the first token, number of tokens.
-        samples: whether a new token is sampled after the last one.
-    """
-
-    sequence: RunningSequence
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one call of the device computes.
-
-    Attributes:
-        admitted: sequences that get a slot first.
-        copies: blocks to copy first.
-        chunks: chunks of prompts.
-        decoding: sequences that get their next token.
-        steps: new tokens of each of those, at most; 1 beside chunks, or if one of them is guided
-            or has no new token yet.
-        must_read: nothing can be planned before the results of earlier calls are read.
-    """
-
-    admitted: tuple[RunningSequence, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    decoding: tuple[RunningSequence, ...] = ()
-    steps: int = 1
-    must_read: bool = False
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not (self.chunks or self.decoding)
 
 
 @dataclass
@@ -111,13 +72,20 @@ class Scheduler:
 
     def submit(self, sequence: RunningSequence) -> None:
         """Queues a sequence. Raises `QueueFullError`."""
-        # A request for which there is a free slot does not count as waiting.
-        if self.queue is not None and len(self._waiting) >= self.queue + len(self._free):
+        if self.queue is not None and self._ahead(sequence) >= self.queue:
             raise QueueFullError(
                 f"{self.queue} requests wait already, which is all that engine.queue allows; "
                 f"try again later"
             )
         heapq.heappush(self._waiting, (sequence.priority_key, sequence))
+
+    def _ahead(self, sequence: RunningSequence) -> int:
+        """Requests that wait before a new one, as far as there are no slots for them."""
+        priority = sequence.request.priority
+        waiting = sum(other.request.priority <= priority for _, other in self._waiting)
+        # Sequences of a lower priority give their slots up.
+        behind = sum(other.request.priority > priority for other in self.running)
+        return waiting - len(self._free) - behind
 
     def remove(self, sequence: RunningSequence) -> None:
         """Removes a sequence, waiting or running; its blocks and its slot are free at once."""
@@ -139,22 +107,39 @@ class Scheduler:
         Args:
             steps: new tokens that the call may compute for each decoding sequence.
         """
-        admitted, copies = self._admit()
+        admitted, copies, must_read = self._admit()
+        begun = StepPlan(tuple(admitted), tuple(copies), must_read=must_read)
+        if must_read:
+            return begun
         lane = self._next_lane()
-        prompts = [s for s in lane if s.prefilling]
-        decoding = [s for s in lane if not s.prefilling]
+        plan = self._step(begun, *_first_prompts(lane), steps)
+        if plan.empty and not plan.must_read:
+            # The prompts wait for blocks that sequences of lower priorities have.
+            prompts = [s for s in lane if s.prefilling]
+            plan = self._step(begun, prompts, [s for s in lane if s not in prompts], steps)
+        return plan
+
+    def _step(
+        self,
+        begun: StepPlan,
+        prompts: Sequence[RunningSequence],
+        decoding: Sequence[RunningSequence],
+        steps: int,
+    ) -> StepPlan:
+        """A plan that computes of some prompts and decoding sequences what there is room for."""
         one = prompts or any(s.guided or s.awaits_first_token for s in decoding)
         steps = 1 if one else min(steps, max((s.remaining for s in decoding), default=1))
         for sequence in sorted(decoding, key=lambda s: s.priority_key):
             if sequence.block_tables is not None and not self.make_room(sequence, steps):
-                return StepPlan(tuple(admitted), tuple(copies), must_read=True)
+                return replace(begun, must_read=True)
         # Making room may have preempted some of them.
         prompts, decoding, admitted = (
             [s for s in group if s.block_tables is not None]
-            for group in (prompts, decoding, admitted)
+            for group in (prompts, decoding, begun.admitted)
         )
         chunks = self._chunks(prompts, len(decoding))
-        return StepPlan(tuple(admitted), tuple(copies), tuple(chunks), tuple(decoding), steps)
+        plan = replace(begun, admitted=tuple(admitted), chunks=tuple(chunks))
+        return replace(plan, decoding=tuple(decoding), steps=steps)
 
     def upcoming(self) -> list[RunningSequence]:
         """The sequences that the next call may compute: those of the lane whose turn it is.
@@ -193,13 +178,22 @@ class Scheduler:
         self._free.remove(slot)
         return slot
 
-    def _admit(self) -> tuple[list[RunningSequence], list[BlockCopy]]:
-        """Admits waiting sequences: a slot, cached blocks of the prefix, blocks for the rest."""
+    def _admit(self) -> tuple[list[RunningSequence], list[BlockCopy], bool]:
+        """Admits waiting sequences: a slot, cached blocks of the prefix, blocks for the rest.
+
+        Returns:
+            The sequences, blocks to copy, and whether calls in flight must be read before a
+            sequence of a lower priority can be preempted.
+        """
         admitted: list[RunningSequence] = []
         copies: list[BlockCopy] = []
         later: list[tuple[tuple[int, int], RunningSequence]] = []
-        while self._waiting and self._free and not self.admission_paused:
+        must_read = False
+        while self._waiting and not self.admission_paused:
             sequence = self._waiting[0][1]
+            lower = self._lower_priority(sequence)
+            if not self._free and lower is None:
+                break
             tables, cached, made = self.blocks.share_prefix(
                 sequence.tokens, sequence.seed, reuse=sequence.request.reuse
             )
@@ -209,12 +203,22 @@ class Scheduler:
                 continue
             # One block more for each running sequence, or one would be preempted at once.
             spare = len(self.running)
-            if not self.blocks.reserve_all(tables, len(sequence.tokens), spare) or (
-                sequence.request.encoder
-                and not self.blocks.reserve_encoder(tables, sequence.request.encoder)
+            if (
+                not self._free
+                or not self.blocks.reserve_all(tables, len(sequence.tokens), spare)
+                or (
+                    sequence.request.encoder
+                    and not self.blocks.reserve_encoder(tables, sequence.request.encoder)
+                )
             ):
                 self.blocks.free(tables)
-                break
+                if lower is None:
+                    break
+                if any(s.in_flight for s in self.running):
+                    must_read = True
+                    break
+                self.preempt(lower)
+                continue
             heapq.heappop(self._waiting)
             tables.adapter = sequence.request.adapter
             sequence.block_tables, sequence.slot = tables, self._free_slot()
@@ -228,7 +232,14 @@ class Scheduler:
             copies += made
         for entry in later:
             heapq.heappush(self._waiting, entry)
-        return admitted, copies
+        return admitted, copies, must_read
+
+    def _lower_priority(self, sequence: RunningSequence) -> RunningSequence | None:
+        """The running sequence that gives way to a waiting one; None if all are as important."""
+        last = max(self.running, key=lambda s: s.priority_key, default=None)
+        if last is None or last.request.priority <= sequence.request.priority:
+            return None
+        return last
 
     def _comes_soon(self, sequence: RunningSequence, cached: int) -> bool:
         """Whether a running sequence is about to compute a longer prefix of this one."""
@@ -236,6 +247,8 @@ class Scheduler:
             return False
         here = slice(cached, min(cached + BLOCK, len(sequence.tokens) - 1))
         for other in self.running:
+            if other.request.priority > sequence.request.priority:
+                continue  # its prompt may have to wait
             if other.prefilling and other.request.reuse and other.seed == sequence.seed:
                 if self.blocks.states is not None:
                     if _wants_snapshot(other, sequence, cached):
@@ -331,6 +344,20 @@ class Scheduler:
         return next((size for size in self.sizes if size >= count), self.sizes[-1])
 
 
+def _first_prompts(
+    lane: Sequence[RunningSequence],
+) -> tuple[list[RunningSequence], list[RunningSequence]]:
+    """The prompts to compute, and the decoding sequences that do not wait for them.
+
+    Of the prompts those of the highest priority, and of the decoding sequences none below it.
+    """
+    first = min((s.request.priority for s in lane if s.prefilling), default=None)
+    if first is None:
+        return [], list(lane)
+    prompts = [s for s in lane if s.prefilling and s.request.priority == first]
+    return prompts, [s for s in lane if not s.prefilling and s.request.priority <= first]
+
+
 def _computable(sequence: RunningSequence) -> bool:
     """Whether the next call can compute tokens of it."""
     wanted = sequence.prefilling or (not sequence.host_driven and sequence.remaining > 0)
@@ -345,24 +372,3 @@ def _wants_snapshot(other: RunningSequence, sequence: RunningSequence, cached: i
         return False
     other.snapshots.add(same)
     return True
-
-
-def split_budget[T](wanted: Sequence[tuple[T, int]], budget: int) -> list[tuple[T, int]]:
-    """Divides a token budget: half to the first prompt, the rest to those that want least.
-
-    Prompts of equal lengths are finished one after the other, which halves the mean time to first
-    token of prompts that came together. A short prompt does not wait for a long one, and the oldest
-    does not starve.
-
-    Args:
-        wanted: (prompt, tokens that it still wants), the first in line first.
-    """
-    counts = dict.fromkeys(range(len(wanted)), 0)
-    if wanted and budget > 0:
-        counts[0] = min(wanted[0][1], -(-budget // 2))
-        budget -= counts[0]
-    for i in sorted(counts, key=lambda i: wanted[i][1] - counts[i]):
-        more = min(wanted[i][1] - counts[i], budget)
-        counts[i] += more
-        budget -= more
-    return [(one, counts[i]) for i, (one, _) in enumerate(wanted) if counts[i]]
