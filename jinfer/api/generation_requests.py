@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from jinfer.api.prompt_inputs import Ids, Params, Prompt, parse_prompts
+from jinfer.api.prompt_inputs import (
+    Ids,
+    Params,
+    Prompt,
+    is_conversation,
+    parse_prompt,
+    parse_prompts,
+)
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
+from jinfer.sampling.param_ranges import MAX_STOP_IDS
 from jinfer.sampling.sampling_params import SamplingKeywords, SamplingParams
+from jinfer.tokenizer.fill_in_middle import infill_prompt
 
 
 class RequestKeywords(SamplingKeywords, total=False):
@@ -21,6 +31,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     priority: int
     timeout: float | None
     adapter: str | None
+    suffix: str | None
 
 
 def build_requests(
@@ -35,6 +46,7 @@ def build_requests(
     priority: int = 0,
     timeout: float | None = None,
     adapter: str | None = None,
+    suffix: str | None = None,
     **sampling: Any,
 ) -> list[tuple[list[PreparedRequest], SamplingParams]]:
     """The requests of each prompt, and its parameters; arguments as `LLM.generate`.
@@ -59,6 +71,9 @@ def build_requests(
         )
     use = None if adapter is None else session.adapters.find(adapter)
     resolved = [session.sampling(one, sampling) for one in listed]
+    if suffix is not None:
+        every = [_infill_ids(session, prompt, suffix) for prompt in every]
+        resolved = [with_fim_ends(session, one) for one in resolved]
     prefix = session.prefix(decoder_prefix, language)
     return [
         (
@@ -76,6 +91,25 @@ def build_requests(
     ]
 
 
+def _infill_ids(session: Session, prompt: str | Sequence[Any], suffix: object) -> list[int]:
+    """The tokens of a fill-in-the-middle prompt. Raises `RequestError`, `TokenizerError`."""
+    if not isinstance(suffix, str):
+        raise RequestError(f"suffix is {show_value(suffix)}; give the text after the gap, or None")
+    if not isinstance(prompt, str) and is_conversation(list(prompt)):
+        raise RequestError("a suffix goes with a text, not with a conversation; leave one out")
+    given = prompt if isinstance(prompt, str) else session.encode(prompt)
+    return infill_prompt(session.tokenizer, given, suffix)
+
+
+def with_fim_ends(session: Session, params: SamplingParams) -> SamplingParams:
+    """Parameters with which a filled-in text ends where the FIM tokens say so."""
+    tokens = session.tokenizer.fim
+    own = [*params.stop_token_ids]
+    known = {*own, *session.opened.end_ids}
+    more = [id for id in (tokens.ends if tokens else ()) if id not in known]
+    return replace(params, stop_token_ids=(*own, *more)[:MAX_STOP_IDS])
+
+
 def build_stream_request(
     session: Session, prompt: Prompt, params: Params | None, /, **keywords: Any
 ) -> PreparedRequest:
@@ -84,8 +118,10 @@ def build_stream_request(
     Raises:
         RequestError: the request is not possible, or its answer cannot be streamed.
     """
-    ids = [session.encode(prompt, special=keywords.get("special"))]
-    ((prepared, resolved),) = build_requests(session, ids, params, **keywords)
+    given: Any = parse_prompt(prompt)
+    if keywords.get("suffix") is None:
+        given = session.encode(given, special=keywords.get("special"))
+    ((prepared, resolved),) = build_requests(session, [given], params, **keywords)
     if resolved.strategy == "beam":
         raise RequestError("a beam search knows its answer only at the end; use generate")
     if len(prepared) > 1:

@@ -125,7 +125,8 @@ class LLM(ActivationMethods):
                 special: as `encode`;
                 priority: requests with lower numbers go first, those without one have 0;
                 timeout: seconds after which the requests fail with a `DeadlineError`;
-                adapter: name of the LoRA adapter to compute with.
+                adapter: name of the LoRA adapter to compute with;
+                suffix: what follows a gap after each prompt, which is filled in (FIM).
 
         Returns:
             `params.n` completions per prompt (default one), in the prompts' order; those of a

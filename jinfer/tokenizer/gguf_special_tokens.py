@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from jinfer.tokenizer import fim_tokens
 from jinfer.tokenizer.sentencepiece_model import PieceType
 
 # Names of tokens that end a turn or a text. Files often have only one of them in eos_token_id.
@@ -39,23 +40,15 @@ ENDS = (
 )
 # Fill-in-the-middle (FIM) tokens, by the key that may name them instead.
 _FIM = {
-    "fim_pre": (
-        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>"),
-        *("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    ),
-    "fim_suf": (
-        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim▁hole\uff5c>"),
-        *("<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    ),
-    "fim_mid": (
-        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim▁end\uff5c>"),
-        *("<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
-    ),
+    "fim_pre": tuple(row[0] for row in fim_tokens.NAMES),
+    "fim_suf": tuple(row[1] for row in fim_tokens.NAMES),
+    "fim_mid": tuple(row[2] for row in fim_tokens.NAMES if row[2]),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+OLD_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+FIM_KEYS = (*OLD_KEYS, "fim_pad", "fim_rep", "fim_sep")  # of `tokenizer.ggml.<key>_token_id`
 _FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # padding and file separators also end an answer
 END_KEYS = ("eos", "eot", "eom", *_FIM_ENDS)  # of `tokenizer.ggml.<key>_token_id`
 # An HTML tag: Qwen's vocabularies have it as ordinary text, as the token's type can say.
@@ -120,5 +113,5 @@ def stripping_names(
 
 
 def _has(metadata: Mapping[str, Any], key: str) -> bool:
-    keys = (key, _OLD_KEYS.get(key, key))
+    keys = (key, OLD_KEYS.get(key, key))
     return any(metadata.get(f"{_KEY}{each}_token_id") is not None for each in keys)

@@ -18,6 +18,8 @@ from tokenizers import decoders, models, normalizers
 
 from jinfer.tokenizer.gguf_special_tokens import (
     END_KEYS,
+    FIM_KEYS,
+    OLD_KEYS,
     control_ids,
     end_names,
     message_end_name,
@@ -150,6 +152,7 @@ class _Vocabulary:
         control = self.of_type(PieceType.CONTROL)
         parsed = self.of_type(PieceType.USER_DEFINED, PieceType.UNKNOWN)
         lstrip, rstrip = stripping_names(self.metadata, {*control, *parsed})
+        fim = {key: self.id(key, OLD_KEYS.get(key, key)) for key in FIM_KEYS}
         return SpecialTokens(
             bos=self.id("bos"),
             eos=self.ends(),
@@ -162,6 +165,7 @@ class _Vocabulary:
             rstrip=rstrip,
             prefix=tuple(id for id in prefix if id is not None),
             suffix=tuple(id for id in suffix if id is not None),
+            fim={key: id for key, id in fim.items() if id is not None},
         )
 
 

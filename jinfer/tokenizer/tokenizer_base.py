@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from jinfer.guard import sanitize
 from jinfer.tokenizer import piece_bytes
 from jinfer.tokenizer.detokenizer import Detokenizer
+from jinfer.tokenizer.fim_tokens import FimTokens, find_fim_tokens
 from jinfer.tokenizer.piece_bytes import PieceBytes
 
 # Special tokens that are searched for in a text; speech models have one for each of 65,536 sounds.
@@ -78,6 +80,7 @@ class SpecialTokens:
         prefix, suffix: ids that `encode` adds around a text.
         languages: language name -> id of its token. The default language's token is in `prefix` or
             `suffix`; `encode(..., language=...)` replaces it.
+        fim: ids of FIM tokens that a file names, by GGUF's keys (`find_fim_tokens`).
     """
 
     bos: int | None = None
@@ -94,6 +97,7 @@ class SpecialTokens:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     languages: Mapping[str, int] = field(default_factory=dict)
+    fim: Mapping[str, int] = field(default_factory=dict)
 
 
 def pattern_of(names: Iterable[str]) -> re.Pattern[str] | None:
@@ -145,6 +149,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def id(self, token: str) -> int | None:
         """The id of a token's name; None if there is none."""
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        """The tokens for fill-in-the-middle; None if the vocabulary has none."""
+        return find_fim_tokens(self.id, self.token, self.special.fim)
 
     @abstractmethod
     def _encode(self, text: str, parse_special: bool) -> list[int]: ...
