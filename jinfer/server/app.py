@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.process_group import current_group
 from jinfer.server import ignored_fields
+from jinfer.server.batch_runner import BatchRunner
 from jinfer.server.endpoint import Endpoint, EndpointApp
 from jinfer.server.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
 from jinfer.server.http_responses import dumps
@@ -28,6 +29,7 @@ from jinfer.server.model_manager import ModelManager
 from jinfer.server.routes import ENDPOINTS, PAGE
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
+from jinfer.server.stores import open_stores
 
 _NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for what one was sent
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
@@ -55,7 +57,7 @@ def build_app(
         unloaded=metrics.keep_totals,
     )
     metrics.stats = models.stats
-    service = Service(settings, models, metrics)
+    service = Service(settings, models, metrics, **open_stores(settings))
     on_service(service)
 
     @contextlib.asynccontextmanager
@@ -66,12 +68,18 @@ def build_app(
             asyncio.ensure_future(_load_models(models, on_load_error)),
             asyncio.ensure_future(metrics.watch_loop()),
         }
+        if service.batches is not None:
+            runner = BatchRunner(service, service.batches)
+            tasks.add(asyncio.ensure_future(runner.run()))
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            await service.response_jobs.close()
+            if service.files is not None:
+                service.files.close()
             await models.close()
 
     endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
@@ -88,7 +96,7 @@ def build_app(
         gated = CORSMiddleware(
             gated,
             allow_origins=settings.cors,
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["x-request-id", ignored_fields.HEADER],
         )

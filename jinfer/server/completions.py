@@ -11,6 +11,7 @@ from jinfer.server import usage
 from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
+from jinfer.server.infill import fim_options, infill_ids
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.prompt_builder import prompt_ids
@@ -29,11 +30,11 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
     """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
-    reject_fields(
-        body,
-        suffix="a text is continued, not filled in",
-        n_probs="log-probabilities are given with logprobs",
-    )
+    reject_fields(body, n_probs="log-probabilities are given with logprobs")
+    if body.suffix and body.echo:
+        raise unsupported_field(
+            "what is filled in stands inside of the text; leave one out", "echo"
+        )
     call.note(user=body.user)
     if body.stream:
         if body.echo and body.logprobs is not None:
@@ -60,9 +61,13 @@ def _prepare_prompts(
     body, session, settings = call.body, hosted.session, call.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
     sampling = request_options(body, session, COMPLETIONS, changes, _ROUTE)
-    prompts = prompt_ids(
-        body.prompt, session, settings.max_prompts, special=body.add_special_tokens
-    )
+    if body.suffix:
+        prompts = infill_ids(body.prompt, body.suffix, session, settings.max_prompts)
+        sampling = fim_options(session, sampling)
+    else:
+        prompts = prompt_ids(
+            body.prompt, session, settings.max_prompts, special=body.add_special_tokens
+        )
     return [
         prepare_prompt(session, ids, sampling, param="prompt", timeout=settings.timeout)
         for ids in prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args, get_type_hints
@@ -46,6 +47,9 @@ class Endpoint:
         public: whether it needs no API key.
         media_type: media type of a whole response.
         errors: how it writes errors.
+        query: names of its query parameters, of `QUERY_PARAMETERS`.
+        reader: reads and parses the body itself, where it is not JSON.
+        body_media_type: media type of the body.
     """
 
     route: str
@@ -57,6 +61,9 @@ class Endpoint:
     public: bool = False
     media_type: str = JSON_MEDIA_TYPE
     errors: ErrorFormat = OPENAI_ERRORS
+    query: tuple[str, ...] = ()
+    reader: Callable[[Request, Service], Awaitable[BaseModel]] | None = None
+    body_media_type: str = JSON_MEDIA_TYPE
 
     @property
     def method(self) -> str:
@@ -86,8 +93,13 @@ class EndpointApp:
         notes["route"] = self.endpoint.paths[0]
         settings = self.service.settings
         request = Request(scope, receive)
+        read = self.endpoint.reader
+        data: bytes | BaseModel
         try:
-            data = await request_body.read_body(request, settings)
+            if read is None:
+                data = await request_body.read_body(request, settings)
+            else:
+                data = await read(request, self.service)
         except ClientDisconnect:
             notes["gone"] = True
             return
@@ -110,16 +122,19 @@ class EndpointApp:
             work.result()
 
     async def _answer(
-        self, request: Request, data: bytes, notes: dict[str, Any], send: Send
+        self, request: Request, data: bytes | BaseModel, notes: dict[str, Any], send: Send
     ) -> None:
         settings = self.service.settings
         try:
-            given = data or b"{}", self.endpoint.request_model
-            if len(data) > _LARGE:
+            unread: list[tuple[str, str]] = []
+            if isinstance(data, BaseModel):
+                parsed = data
+            elif len(data) > _LARGE:
+                given = data, self.endpoint.request_model
                 parsed, unread = await self.service.in_thread(_read, *given)
             else:
-                parsed, unread = _read(*given)
-            if settings.log_prompts and data:
+                parsed, unread = _read(data or b"{}", self.endpoint.request_model)
+            if settings.log_prompts and isinstance(data, bytes) and data:
                 notes["body"] = data.decode("utf-8", "replace")
             call = RequestContext(self.service, parsed, request, notes.get("id", ""), notes)
             for field, why in unread:

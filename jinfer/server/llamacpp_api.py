@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jinfer.api.session import Session
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.sampling.sampling_params import SamplingParams
@@ -16,11 +17,11 @@ from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
-from jinfer.server.request_params import LLAMA_CPP, request_options
+from jinfer.server.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling_fields import SamplingFields
-from jinfer.server.service import RequestContext
+from jinfer.server.service import Prepare, RequestContext
 from jinfer.version import __version__
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
@@ -28,14 +29,21 @@ _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_f
 
 async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
+    return await answer_prompts(call, _prepare_prompts)
+
+
+async def answer_prompts(
+    call: RequestContext[LlamaRequest], prepare: Prepare
+) -> HttpResponse | StreamedResponse:
+    """Answers prompts in llama.cpp's format, whole or streamed."""
     body = call.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
         raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
     reject_fields(body, return_token_ids="ids are given with return_tokens")
     if body.stream:
-        return StreamedResponse(_stream_events(call))
-    async with call.running(_prepare_prompts) as (hosted, run):
+        return StreamedResponse(_stream_events(call, prepare))
+    async with call.running(prepare) as (hosted, run):
         answer = _LlamaAnswers(call, hosted, run)
         whole = [(i, one) for i, group in enumerate(await run.completions()) for one in group]
         answers = [answer.body(number, *one) for number, one in enumerate(whole)]
@@ -45,16 +53,25 @@ async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse |
 def _prepare_prompts(
     call: RequestContext[LlamaRequest], hosted: ServedModel
 ) -> list[PromptRequests]:
-    body, session, settings = call.body, hosted.session, call.service.settings
-    sampling = request_options(body, session, LLAMA_CPP, None, _ROUTE)
-    prompts = prompt_ids(_plain(body.prompt), session, settings.max_prompts)
-    timeout = settings.timeout
+    session, limit = hosted.session, call.service.settings.max_prompts
+    sampling = request_options(call.body, session, LLAMA_CPP, None, _ROUTE)
+    prompts = prompt_ids(_plain(call.body.prompt), session, limit)
+    return prepare_llama(call, session, prompts, sampling)
+
+
+def prepare_llama(
+    call: RequestContext[LlamaRequest],
+    session: Session,
+    prompts: Sequence[list[int]],
+    sampling: RequestOptions,
+    param: str = "prompt",
+) -> list[PromptRequests]:
+    """The engine requests of prompts. Raises `ApiError`."""
+    body, timeout = call.body, call.service.settings.timeout
     if body.t_max_predict_ms:
         own = body.t_max_predict_ms / 1000
         timeout = own if timeout is None else min(own, timeout)
-    return [
-        prepare_prompt(session, ids, sampling, param="prompt", timeout=timeout) for ids in prompts
-    ]
+    return [prepare_prompt(session, ids, sampling, param=param, timeout=timeout) for ids in prompts]
 
 
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
@@ -176,9 +193,11 @@ class _LlamaAnswers:
         return {"timings": usage.llamacpp_timings(self.run.shown_usage(index))}
 
 
-async def _stream_events(call: RequestContext[LlamaRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(
+    call: RequestContext[LlamaRequest], prepare: Prepare
+) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream; the last one of an answer has its statistics."""
-    async with call.running(_prepare_prompts) as (hosted, run):
+    async with call.running(prepare) as (hosted, run):
         answer = _LlamaAnswers(call, hosted, run)
         chunks: list[list[Chunk]] = [[] for _ in run.prepared]
         ended: set[int] = set()

@@ -84,6 +84,7 @@ class ModelManager:
 
     Attributes:
         models: the models in the order of the command line; requests without a name use the first.
+        waiting: number of requests that wait for a model to be loaded.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class ModelManager:
         self._warm_up = warm_up
         self._unloaded = unloaded
         self._started = self._closing = False
+        self.waiting = 0
         self._changed = asyncio.Condition()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         # Slow work, such as tokenizing a long text, must not block the event loop.
@@ -202,7 +204,11 @@ class ModelManager:
         one.users += 1
         try:
             if one.state != "ready":
-                await self._ensure_loaded(one)
+                self.waiting += 1
+                try:
+                    await self._ensure_loaded(one)
+                finally:
+                    self.waiting -= 1
             one.last_used = time.monotonic()
             yield one
         finally:

@@ -59,7 +59,7 @@ async def generate(call: RequestContext[OllamaGenerateRequest]) -> HttpResponse 
         body,
         images="the model does not read images",
         template="the model has its own; write the whole prompt with raw: true",
-        suffix="a text is continued, not filled in",
+        suffix="a text is not filled in here; /infill and /v1/completions do that",
     )
     if body.raw:
         why = "a raw prompt is not put into a conversation"

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jinfer.server.endpoint import EmptyBody, Endpoint
+from jinfer.server.query_params import QUERY_PARAMETERS
 from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"
@@ -29,14 +30,6 @@ _ERRORS = {
     "501": "not to be had here",
     "503": "not yet, or no longer",
 }
-_QUERY = {
-    "name": "model",
-    "in": "query",
-    "required": False,
-    "schema": {"type": "string"},
-    "description": "one of the models; the first if not given",
-}
-_BY_QUERY = ("/props", "/slots")
 
 
 @cache
@@ -92,15 +85,18 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.public:
         operation["security"] = []
     if endpoint.request_model is not EmptyBody:
-        body = {"application/json": {"schema": reference(endpoint.request_model)}}
+        body = {endpoint.body_media_type: {"schema": reference(endpoint.request_model)}}
         fields = endpoint.request_model.model_fields.values()
         needed = any(one.is_required() for one in fields)  # else no body is an empty object
         operation["requestBody"] = {"required": needed, "content": body}
-    if (inner := re.search(r"{(\w+)", path)) is not None:
-        named = {"name": inner[1], "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [named]
-    elif path in _BY_QUERY:
-        operation["parameters"] = [_QUERY]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)", path)
+    ]
+    for name in endpoint.query:
+        parameters.append({"name": name, "in": "query", **QUERY_PARAMETERS[name]})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 
@@ -128,7 +124,8 @@ def _shown(
     yield f"{escape(operation['summary'])}</summary>"
     body = operation.get("requestBody")
     if body is not None:
-        name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        (content,) = body["content"].values()
+        name = content["schema"]["$ref"].rpartition("/")[2]
         yield "<table><tr><th>field<th>type<th></tr>"
         required = schemas[name].get("required", [])
         for field, schema in schemas[name]["properties"].items():

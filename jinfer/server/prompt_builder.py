@@ -245,16 +245,21 @@ def prompt_ids(
             tokenizer.
     """
     listed = [prompts] if is_single_prompt(prompts) else prompts
-    if not listed:
-        raise invalid_request("there is no prompt", param)
-    if len(listed) > limit:
-        raise invalid_request(
-            f"there are {len(listed)} prompts; at most {limit} may come together", "prompt"
-        )
+    check_prompt_count(listed, limit, param)
     try:
         return [_ids(one, session, special is not False) for one in listed]
     except RequestError as error:
         raise as_api_error(error, param=param) from error
+
+
+def check_prompt_count(prompts: Sequence[Any], limit: int, param: str) -> None:
+    """Raises `ApiError` if there is no prompt, or too many."""
+    if not prompts:
+        raise invalid_request("there is no prompt", param)
+    if len(prompts) > limit:
+        raise invalid_request(
+            f"there are {len(prompts)} prompts; at most {limit} may come together", "prompt"
+        )
 
 
 def is_single_prompt(prompts: str | Sequence[Any]) -> bool:

@@ -7,14 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jinfer.server.output_deltas import OutputDelta, ToolCallDelta
+from jinfer.server.response_tools import custom_input
 
-Kind = Literal["message", "reasoning", "function_call"]
-_PREFIX: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
+PREFIX: dict[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 _TEXT: dict[Kind, str] = {  # events of an item's text
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+_CALLS = ("function_call", "custom_tool_call")
 
 
 @dataclass
@@ -28,7 +36,7 @@ class _OpenItem:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = f"{_PREFIX[self.kind]}_{uuid.uuid4().hex}"
+        self.id = f"{PREFIX[self.kind]}_{uuid.uuid4().hex}"
 
     def place(self) -> dict[str, Any]:
         """The fields of an event that say which item it is about."""
@@ -51,8 +59,11 @@ class _OpenItem:
                 return {**head, "role": "assistant", "content": [self.part(True)] if done else []}
             case "reasoning":
                 return {**head, "summary": [], "content": [self.part(True)] if done else []}
-        arguments = self.text if done else ""
-        return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": arguments}
+        said = self.text if done else ""
+        key = "arguments"
+        if self.kind == "custom_tool_call":
+            key, said = "input", custom_input(said)
+        return {**head, "call_id": self.call.id, "name": self.call.name, key: said}
 
 
 @dataclass
@@ -61,10 +72,12 @@ class ResponseItems:
 
     Attributes:
         done: complete items.
+        custom: names of custom tools, whose input comes whole.
         reasoning_deltas: number of reasoning deltas, which approximates reasoning tokens.
     """
 
     done: list[dict[str, Any]] = field(default_factory=list)
+    custom: frozenset[str] = frozenset()
     reasoning_deltas: int = 0
     _open: _OpenItem | None = None
 
@@ -83,7 +96,11 @@ class ResponseItems:
 
     def _called(self, call: ToolCallDelta) -> list[dict[str, Any]]:
         """The events of a piece of a tool call."""
-        events = self._grow("function_call", call.arguments, call=call)
+        current = self._open
+        kind: Kind = "custom_tool_call" if call.name in self.custom else "function_call"
+        if current is not None and current.call.index == call.index:
+            kind = current.kind
+        events = self._grow(kind, call.arguments, call=call)
         if call.end:
             events += self._end("completed" if call.end == "done" else "incomplete")
         return events
@@ -111,10 +128,10 @@ class ResponseItems:
         assert current is not None, "one was begun"
         current.text += text
         current.logprobs += logprobs or []
-        if not text and not logprobs:
+        if kind == "custom_tool_call" or not (text or logprobs):
             return events
         event = {"type": f"{_TEXT[kind]}.delta", **current.place(), "delta": text}
-        if kind != "function_call":
+        if kind not in _CALLS:
             event["content_index"] = 0
         if kind == "message":
             event["logprobs"] = logprobs or []
@@ -124,7 +141,7 @@ class ResponseItems:
         self._open = one = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
         added = {"output_index": one.index, "item": one.item("in_progress")}
         events = [{"type": "response.output_item.added", **added}]
-        if kind != "function_call":
+        if kind not in _CALLS:
             place = {**one.place(), "content_index": 0}
             part = {"type": "response.content_part.added", **place, "part": one.part(False)}
             events.append(part)
@@ -139,6 +156,11 @@ class ResponseItems:
         events = [text]
         if one.kind == "function_call":
             text |= {"arguments": one.text, "name": one.call.name}
+        elif one.kind == "custom_tool_call":
+            said = custom_input(one.text)
+            delta = {"type": f"{_TEXT[one.kind]}.delta", **one.place(), "delta": said}
+            text["input"] = said
+            events.insert(0, delta)
         else:
             text |= {"content_index": 0, "text": one.text}
             place = {**one.place(), "content_index": 0}

@@ -8,7 +8,9 @@ from typing import Any
 from jinfer.server import (
     adapters,
     embeddings,
+    file_routes,
     inferflow_api,
+    infill,
     info,
     llamacpp_api,
     messages,
@@ -18,6 +20,7 @@ from jinfer.server import (
     openapi,
     pooling_routes,
     ranking,
+    response_routes,
     tokenize,
 )
 from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
@@ -26,7 +29,6 @@ from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
 from jinfer.server.http_responses import NDJSON_MEDIA_TYPE, SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
-from jinfer.server.responses import create_response
 from jinfer.server.schemas import adapters as lora
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
@@ -38,7 +40,6 @@ from jinfer.server.schemas.chat import ChatResponse
 from jinfer.server.schemas.completions import CompletionResponse
 from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
 from jinfer.server.schemas.messages import MessageObject, TokenCount
-from jinfer.server.schemas.responses import ResponseObject
 from jinfer.server.service import RequestContext
 
 PAGE = "page"
@@ -88,9 +89,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _openai_stream(
         "POST /v1/completions /completions", completions, "Continues texts", CompletionResponse
     ),
-    _openai_stream(
-        "POST /v1/responses /responses", create_response, "Answers a conversation", ResponseObject
-    ),
+    *response_routes.RESPONSE_ENDPOINTS,
+    *file_routes.FILE_ENDPOINTS,
     _anthropic(
         "POST /v1/messages",
         messages.create_message,
@@ -168,8 +168,27 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         LlamaResponse,
         SSE_MEDIA_TYPE,
     ),
-    _llama("GET /props", llamacpp_api.props, "What a server says of a model", about.Props),
-    _llama("GET /slots", llamacpp_api.slots, "What each slot of a model does", about.SlotStates),
+    _llama(
+        "POST /infill",
+        infill.infill,
+        "Fills in what belongs between two texts",
+        LlamaResponse,
+        SSE_MEDIA_TYPE,
+    ),
+    _llama(
+        "GET /props",
+        llamacpp_api.props,
+        "What a server says of a model",
+        about.Props,
+        query=("model",),
+    ),
+    _llama(
+        "GET /slots",
+        llamacpp_api.slots,
+        "What each slot of a model does",
+        about.SlotStates,
+        query=("model",),
+    ),
     _llama(
         "GET /lora-adapters",
         adapters.list_adapters,

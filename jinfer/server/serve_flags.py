@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
@@ -19,9 +17,9 @@ from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_api_keys
+from jinfer.server.flag_types import PREFIX, ServeFlag, count, port, seconds, size
 from jinfer.server.server_settings import ModelSource, ServerSettings
 
-PREFIX = "JINFER_"
 _SHORT = (
     *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
     *("--warm-up", "--log-format", "--help"),
@@ -29,72 +27,10 @@ _SHORT = (
 _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ServeFlag:
-    """A command-line flag.
-
-    Attributes:
-        names: as on the command line; the environment variable is named after the first long one.
-        help: one line.
-        kind: converts a text; bool: a switch; list: may be repeated.
-        default: the value if it is not given.
-        choices: the allowed values.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    kind: Any = str
-    default: Any = None
-    choices: tuple[str, ...] | None = None
-
-    @property
-    def key(self) -> str:
-        """Its key among the parsed options."""
-        long = next(name for name in self.names if name.startswith("--"))
-        return long.removeprefix("--").replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        """Its environment variable."""
-        return PREFIX + self.key.upper()
-
-
-def _seconds(text: str) -> float | None:
-    value = _number(float, text, "a number of seconds")
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 on")
-    return value or None
-
-
-def _count(text: str, least: int = 1) -> int:
-    value = _number(int, text, "a whole number")
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is below {least}")
-    return value
-
-
-def _size(text: str) -> int:
-    return _count(text, least=0)
-
-
-def _port(text: str) -> int:
-    value = _number(int, text, "a whole number")
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 65535")
-    return value
-
-
-def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-
-
 # The names of llama-server and vLLM are accepted as aliases.
 FLAGS: tuple[ServeFlag, ...] = (
     ServeFlag(("--host",), "address to listen at", default="127.0.0.1"),
-    ServeFlag(("--port",), "port to listen at; 0: any that is free", _port, 8080),
+    ServeFlag(("--port",), "port to listen at; 0: any that is free", port, 8080),
     ServeFlag(("--uds",), "path of a unix socket to listen at instead"),
     ServeFlag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
     ServeFlag(("--model", "-m"), "a SOURCE, as llama-server names it"),
@@ -102,12 +38,12 @@ FLAGS: tuple[ServeFlag, ...] = (
     ServeFlag(
         ("--ctx-size", "-c", "--max-model-len"),
         "tokens that a sequence may have (engine.context)",
-        _count,
+        count,
     ),
     ServeFlag(
         ("--parallel", "-np", "--max-num-seqs"),
         "sequences that run at a time (engine.slots)",
-        _count,
+        count,
     ),
     ServeFlag(
         ("--kv-cache", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
@@ -124,9 +60,9 @@ FLAGS: tuple[ServeFlag, ...] = (
         "how models mark their thoughts (prompt.reasoning): " + ", ".join(get_args(Reasoning)),
     ),
     *(ServeFlag((f"--{name}",), about) for name, about in job_config.FLAGS.items()),
-    ServeFlag(("--queue",), "requests that may wait; more are answered with 429", _size, 256),
+    ServeFlag(("--queue",), "requests that may wait; more are answered with 429", size, 256),
     ServeFlag(
-        ("--max-loaded",), "models in memory at a time; the least recently used leaves", _count
+        ("--max-loaded",), "models in memory at a time; the least recently used leaves", count
     ),
     ServeFlag(
         ("--warm-up",),
@@ -143,9 +79,9 @@ FLAGS: tuple[ServeFlag, ...] = (
         bool,
         ServerSettings.page,
     ),
-    ServeFlag(("--max-body",), "bytes of a request, at most", _count, ServerSettings.max_body),
+    ServeFlag(("--max-body",), "bytes of a request, at most", count, ServerSettings.max_body),
     ServeFlag(
-        ("--max-prompts",), "prompts of one request, at most", _count, ServerSettings.max_prompts
+        ("--max-prompts",), "prompts of one request, at most", count, ServerSettings.max_prompts
     ),
     ServeFlag(
         ("--body-timeout",),
@@ -159,11 +95,11 @@ FLAGS: tuple[ServeFlag, ...] = (
         float,
         ServerSettings.send_seconds,
     ),
-    ServeFlag(("--timeout",), "seconds that an answer may take; 0: any time", _seconds, None),
+    ServeFlag(("--timeout",), "seconds that an answer may take; 0: any time", seconds, None),
     ServeFlag(
         ("--stop-timeout",),
         "seconds that running answers may take after SIGTERM; 0: any time",
-        _seconds,
+        seconds,
         30.0,
     ),
     ServeFlag(
@@ -177,14 +113,38 @@ FLAGS: tuple[ServeFlag, ...] = (
     ServeFlag(
         ("--max-adapters", "--max-loras"),
         "LoRA adapters that may be loaded at a time (engine.max_adapters)",
-        _size,
+        size,
     ),
     ServeFlag(
         ("--max-adapter-rank", "--max-lora-rank"),
         "the highest rank that they may have (engine.max_adapter_rank)",
-        _count,
+        count,
     ),
     ServeFlag(("--runtime-adapters",), "requests may load and unload LoRA adapters", bool),
+    ServeFlag(("--files-dir",), "a folder for files and batches (/v1/files, /v1/batches)"),
+    ServeFlag(
+        ("--max-file",), "bytes of an uploaded file, at most", count, ServerSettings.max_file
+    ),
+    ServeFlag(("--max-files",), "bytes of all files, at most", count, ServerSettings.max_files),
+    ServeFlag(("--responses-dir",), "a folder for stored responses; without one: in memory"),
+    ServeFlag(
+        ("--max-responses",),
+        "stored responses; the oldest leaves; 0: none is stored",
+        size,
+        ServerSettings.max_responses,
+    ),
+    ServeFlag(
+        ("--responses-bytes",),
+        "bytes of all stored responses, at most",
+        count,
+        ServerSettings.responses_bytes,
+    ),
+    ServeFlag(
+        ("--responses-seconds",),
+        "age at which a stored response is removed",
+        float,
+        ServerSettings.responses_seconds,
+    ),
     ServeFlag(("--request-chat-templates",), "requests may bring chat templates along", bool),
     ServeFlag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
     ServeFlag(("--log-prompts",), "log what requests say, too", bool),
@@ -296,6 +256,13 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         cors=tuple(flags["cors"]),
         page=flags["page"],
         runtime_adapters=bool(flags["runtime_adapters"]),
+        files_dir=flags["files_dir"],
+        max_file=flags["max_file"],
+        max_files=flags["max_files"],
+        responses_dir=flags["responses_dir"],
+        max_responses=flags["max_responses"],
+        responses_bytes=flags["responses_bytes"],
+        responses_seconds=flags["responses_seconds"],
     )
 
 

@@ -44,6 +44,12 @@ class ServerSettings:
         cors: origins that browsers may call from (CORS); "*" for any.
         page: whether the web page at / is served.
         runtime_adapters: whether requests may load and unload LoRA adapters.
+        files_dir: folder of files and batches; None: there are none.
+        max_file, max_files: bytes of an uploaded file, and of all files.
+        responses_dir: folder of stored responses; None: they are kept in memory.
+        max_responses: number of stored responses; 0: none is stored.
+        responses_bytes: bytes of them all.
+        responses_seconds: age at which one is removed.
     """
 
     keys: tuple[str, ...] = ()
@@ -62,3 +68,10 @@ class ServerSettings:
     cors: tuple[str, ...] = ()
     page: bool = True
     runtime_adapters: bool = False
+    files_dir: str | None = None
+    max_file: int = 200 << 20
+    max_files: int = 4 << 30
+    responses_dir: str | None = None
+    max_responses: int = 1000
+    responses_bytes: int = 64 << 20
+    responses_seconds: float = 30 * 86400.0

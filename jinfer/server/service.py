@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -14,10 +14,14 @@ from starlette.requests import Request
 
 from jinfer.engine.requests import DeadlineError
 from jinfer.server import ignored_fields
+from jinfer.server.batch_store import BatchStore
+from jinfer.server.file_store import FileStore
 from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
 from jinfer.server.metrics import Metrics, RequestTimer
 from jinfer.server.model_manager import ModelManager, ServedModel
 from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.response_jobs import ResponseJobs
+from jinfer.server.response_store import ResponseStore
 from jinfer.server.server_settings import ServerSettings
 
 # Fields that may need a grammar to be compiled.
@@ -38,12 +42,22 @@ class Service:
         models: its models.
         metrics: its metrics.
         answers: the requests in progress.
+        responses: the stored responses.
+        files, batches: what is kept in the folder of `--files-dir`; None without one.
     """
 
     settings: ServerSettings
     models: ModelManager
     metrics: Metrics
     answers: set[asyncio.Future[None]] = field(default_factory=set)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    files: FileStore | None = None
+    batches: BatchStore | None = None
+
+    @cached_property
+    def response_jobs(self) -> ResponseJobs:
+        """The responses that are made in the background."""
+        return ResponseJobs(self.responses)
 
     def cancel_answers(self, reason: ApiError | None = None) -> None:
         """Cancels all requests, with the reason that clients are told; by default a shutdown."""

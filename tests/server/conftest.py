@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from jinfer.server.server_settings import ServerSettings
 from tests.server.running import SMOL, Running, serving
 
 
 @pytest.fixture(scope="session")
-def smol() -> Iterator[Running]:
-    with serving([SMOL]) as running:
+def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = str(tmp_path_factory.mktemp("files"))
+    with serving([SMOL], ServerSettings(warm_up=False, files_dir=folder)) as running:
         yield running
 
 

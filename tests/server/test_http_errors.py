@@ -319,9 +319,7 @@ def test_commas_in_texts_are_no_values(smol: Running) -> None:
     ("path", "field", "value", "why"),
     [
         ("/v1/responses", "previous_response_id", "r", "send the whole conversation as input"),
-        ("/v1/responses", "conversation", {"id": "c"}, "send the whole conversation as input"),
-        ("/v1/responses", "background", True, "wait for it"),
-        ("/v1/responses", "background", 1, "wait for it"),
+        ("/v1/responses", "conversation", {"id": "c"}, "name the previous_response_id"),
         ("/v1/chat/completions", "audio", {"voice": "x"}, "texts only"),
         ("/completion", "post_sampling_probs", True, "before the samplers"),
         ("/completion", "min_keep", False, "min_keep: Input should be of the type int"),

@@ -38,7 +38,10 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
     (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
-    (RESPONSES, {"store": True}, "store"),
+    (RESPONSES, {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
+     "tools.0.format"),
+    (RESPONSES, {"input": [{"role": "user", "content": "a"}, {"type": "web_search_call"}]},
+     "input.1.type"),
     (RESPONSES, {"client_metadata": {"a": "b"}}, "client_metadata"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type"),
     (RESPONSES, KWARGS, "chat_template_kwargs.enable_thinking"),
@@ -94,11 +97,13 @@ def test_what_is_told_is_bounded(smol: Running) -> None:
 
 
 def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
-    from jinfer.server.responses import to_chat_request
-    from jinfer.server.schemas.responses import ResponseRequest
+    from jinfer.server.response_input import ResponseInput, to_chat_request
+    from jinfer.server.schemas.responses import InputItem, ResponseRequest
 
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
-    chat = to_chat_request(ResponseRequest.model_validate(given))
+    body = ResponseRequest.model_validate(given)
+    hello = InputItem(role="user", content="Hello")
+    chat = to_chat_request(body, ResponseInput([], [hello]), lambda field, why: None)
     assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
     sent = chat.given_fields()
     assert (sent["top_k"], sent["seed"], sent["max_completion_tokens"]) == (5, 1, 1)

@@ -151,7 +151,14 @@ def test_truncation(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, None),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
+        ({"input": [{"type": "local_shell_call", "call_id": "a"}]}, "input.0"),
+        ({"input": [{"type": "custom_tool_call", "name": "a"}]}, "input.0"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
+            "tool_choice.tools",
+        ),
     ],
 )
 def test_what_is_refused(smol: Running, change: dict[str, Any], param: str | None) -> None:

@@ -265,10 +265,11 @@ def test_ten_thousand_random_requests_keep_no_stream_waiting() -> None:
 
 
 @pytest.mark.soak
-def test_the_description_is_kept_to() -> None:
+def test_the_description_is_kept_to(tmp_path: Path) -> None:
     """schemathesis sends what the description allows, and what it forbids."""
     port = free_port()
     given = (f"smol={SOURCE}", "--port", str(port), "-c", "64", "--log-level", "error")
+    given += ("--files-dir", str(tmp_path))
     with command(*given) as process:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)

@@ -19,7 +19,7 @@ class CompletionRequest(SamplingFields):
     stream_options: base.StreamOptions | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: str | None = Field(None, description="refused: models are not asked to fill in")
+    suffix: str | None = Field(None, description="what follows the gap that is filled in (FIM)")
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     user: str | None = Field(None, description="is logged")

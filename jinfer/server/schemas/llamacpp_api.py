@@ -40,6 +40,22 @@ class LlamaRequest(SamplingFields):
     ] = None
 
 
+class ExtraFile(base.RequestModel):
+    """Another file of the repository."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillRequest(LlamaRequest):
+    """A request to /infill: what belongs between two texts."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: LlamaPrompt = Field("", description="follows input_prefix")
+    input_extra: list[ExtraFile] | None = Field(None, max_length=base.MAX_ITEMS)
+
+
 class LlamaCompletion(base.ResponseModel):
     """A whole answer, or the last event of a stream; `response_fields` selects fields."""
 

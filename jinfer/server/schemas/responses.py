@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -35,10 +35,38 @@ class InputPart(base.ReplayedModel):
         return self.type in ("output_text", "refusal")
 
 
-class InputItem(base.ReplayedModel):
-    """An input item: a message, function call, function call output, or reasoning."""
+# Calls of tools that another service runs: they say nothing to this model.
+HostedCall = Literal[
+    "web_search_call",
+    "file_search_call",
+    "computer_call",
+    "computer_call_output",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+    "mcp_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "compaction",
+]
+HOSTED_CALLS: tuple[str, ...] = get_args(HostedCall)
+ItemType = Literal[
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "reasoning",
+    "item_reference",
+]
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+
+class InputItem(base.ReplayedModel):
+    """An input item: a message, a call of a tool, its output, or reasoning."""
+
+    type: ItemType | HostedCall = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputPart] | list[dict[str, Any]] | None = None
     id: str | None = None
@@ -47,6 +75,8 @@ class InputItem(base.ReplayedModel):
     call_id: str | None = None
     name: str | None = None
     arguments: base.JsonText | None = None
+    input: str | None = Field(None, description="of a custom tool's call")
+    action: dict[str, Any] | None = Field(None, description="of a shell's call")
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
     encrypted_content: Annotated[str | None, base.Ignored("thoughts are given as they are")] = None
@@ -55,7 +85,8 @@ class InputItem(base.ReplayedModel):
     @property
     def was_answer(self) -> bool:
         """Its role or type marks an earlier answer."""
-        return self.role == "assistant" or self.type in ("function_call", "reasoning")
+        inputs = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+        return self.role == "assistant" or self.type not in ("message", *inputs)
 
 
 class FunctionTool(base.RequestModel):
@@ -66,14 +97,47 @@ class FunctionTool(base.RequestModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[
+        bool | None, base.Ignored("the model is shown all tools", (False,))
+    ] = None
     cache_control: chat.CacheControl = None
 
 
-class NamedFunctionTool(base.RequestModel):
-    """A tool choice that names the function to call."""
+class CustomToolFormat(base.RequestModel):
+    """The form of a custom tool's input."""
 
-    type: Literal["function"]
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(base.RequestModel):
+    """A custom (freeform) tool, whose input is a text."""
+
+    type: Literal["custom"]
     name: chat.FunctionName
+    description: str | None = None
+    format: CustomToolFormat | None = Field(
+        None, description="a grammar is told the model, which is not bound to it"
+    )
+    defer_loading: Annotated[
+        bool | None, base.Ignored("the model is shown all tools", (False,))
+    ] = None
+
+
+class NamedResponseTool(base.RequestModel):
+    """A tool choice that names the tool to call."""
+
+    type: Literal["function", "custom"]
+    name: chat.FunctionName
+
+
+class AllowedTools(base.RequestModel):
+    """A tool choice that leaves some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]] = Field(min_length=1, max_length=base.MAX_ITEMS)
 
 
 class TextFormat(base.RequestModel):
@@ -117,13 +181,20 @@ class ReasoningOptions(base.RequestModel):
     generate_summary: _Summary = None
 
 
-AnyFunctionTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[base.OtherTool, Tag("other")],
-    Discriminator(base.tool_kind),
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "custom" if kind == "custom" else base.tool_kind(value)
+
+
+AnyResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[base.OtherTool, Tag("other")],
+    Discriminator(_tool_kind),
 ]
 
 
-_NOT_STORED = base.rejected_field("nothing is stored here; send the whole conversation as input")
+_NOT_HERE = base.rejected_field("there are none here; name the previous_response_id")
 
 
 class ResponseRequest(SamplingFields):
@@ -139,8 +210,10 @@ class ResponseRequest(SamplingFields):
     )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[AnyFunctionTool] | None = Field(None, max_length=base.MAX_ITEMS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tools: list[AnyResponseTool] | None = Field(None, max_length=base.MAX_ITEMS)
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedTools | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: base.StreamOptions | None = None
@@ -156,16 +229,42 @@ class ResponseRequest(SamplingFields):
     prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
     prompt_cache_retention: str | None = None
     service_tier: chat.ServiceTier = None
-    store: chat.Store = None
-    background: Annotated[
-        base.No | None,
-        base.rejected_field("no answer is kept for later; wait for it, or stream it"),
-    ] = None
-    previous_response_id: Annotated[None, _NOT_STORED] = Field(
-        None, description="nothing is stored"
-    )
-    conversation: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
-    prompt: Annotated[None, _NOT_STORED] = Field(None, description="nothing is stored")
+    store: bool | None = Field(None, description="false: the answer cannot be asked for later")
+    background: bool | None = Field(None, description="the answer comes when it is asked for")
+    previous_response_id: str | None = Field(None, description="the conversation that goes on")
+    conversation: Annotated[None, _NOT_HERE] = None
+    prompt: Annotated[None, _NOT_HERE] = None
+
+
+class InputTokensRequest(ResponseRequest):
+    """A request to /v1/responses/input_tokens."""
+
+    input: str | Annotated[list[InputItem], Field(max_length=base.MAX_ITEMS)] = ""
+
+
+class InputTokens(base.ResponseModel):
+    """The response of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class DeletedResponse(base.ResponseModel):
+    """The response of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItems(base.ResponseModel):
+    """The response of /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
 
 
 class ResponseUsage(base.ResponseModel):
@@ -184,10 +283,12 @@ class ResponseObject(base.ResponseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: dict[str, Any] | None = None
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
-    usage: ResponseUsage
+    usage: ResponseUsage | None = None

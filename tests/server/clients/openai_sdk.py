@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import time
 from typing import Any, ClassVar
 
 from tests.server.clients.checks import Checks, Server, raised
@@ -269,3 +270,68 @@ def responses_as_agents_ask(server: Server) -> None:
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
     ):
         assert respond(server, input="Hello", **{"max_output_tokens": 2, **field}).output, field
+
+
+@CHECKS
+def responses_that_are_stored(server: Server) -> None:
+    first = respond(server, input="My name is Ada.", max_output_tokens=8)
+    asked = {"input": "What is my name?", "previous_response_id": first.id}
+    second = respond(server, **asked, max_output_tokens=8)
+    assert second.usage.input_tokens > first.usage.total_tokens
+    with client(server).responses.stream(
+        model=server.model, **asked, temperature=0, max_output_tokens=8
+    ) as pieces:
+        assert pieces.get_final_response().output_text == second.output_text
+    assert client(server).responses.retrieve(first.id).output_text == first.output_text
+    assert len(client(server).responses.input_items.list(second.id).data) == 3
+    client(server).responses.delete(first.id)
+    raised(openai.NotFoundError, client(server).responses.retrieve, first.id)
+    count = client(server).responses.input_tokens.count(model=server.model, input="Hello")
+    assert count.input_tokens
+
+
+@CHECKS
+def responses_in_the_background(server: Server) -> None:
+    given = {"input": "Hello", "background": True, "max_output_tokens": 8}
+    found = respond(server, **given)
+    while found.status in ("queued", "in_progress"):
+        found = client(server).responses.retrieve(found.id)
+    assert found.output_text
+    events = list(respond(server, **given, stream=True))
+    again = client(server).responses.retrieve(events[0].response.id, stream=True, starting_after=2)
+    assert [one.sequence_number for one in again] == list(range(3, len(events)))
+    long = respond(server, **{**given, "max_output_tokens": 4000})
+    assert client(server).responses.cancel(long.id).status == "cancelled"
+
+
+@CHECKS
+def responses_with_custom_tools(server: Server) -> None:
+    tool = {"type": "custom", "name": "note", "description": "Takes a note."}
+    choice = {"type": "custom", "name": "note"}
+    found = respond(server, input=USER, tools=[tool], tool_choice=choice, max_output_tokens=300)
+    (call,) = found.output
+    assert call.type == "custom_tool_call"
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Noted."}
+    asked = {"input": [*USER, call, result], "tools": [tool], "max_output_tokens": 16}
+    assert respond(server, **asked).output
+
+
+@CHECKS
+def batches(server: Server) -> None:
+    """Of a server that keeps files."""
+    sdk = client(server)
+    body = {"model": server.model, "messages": USER, **SURE, "max_tokens": 4}
+    url = "/v1/chat/completions"
+    lines = [{"custom_id": str(i), "method": "POST", "url": url, "body": body} for i in range(3)]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = sdk.files.create(file=("a.jsonl", data), purpose="batch")
+    batch = sdk.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.1)
+        batch = sdk.batches.retrieve(batch.id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+    found = [json.loads(one) for one in sdk.files.content(batch.output_file_id).text.splitlines()]
+    assert {one["custom_id"] for one in found} == {"0", "1", "2"}
+    assert batch.id in [one.id for one in sdk.batches.list(limit=5)]
+    assert file.id in [one.id for one in sdk.files.list()]
+    assert sdk.files.delete(file.id).deleted

@@ -22,9 +22,11 @@ pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
-    with command(MODEL, "--port", str(port), "--log-level", "error") as process:
+    given = ("--port", str(port), "--log-level", "error")
+    folder = str(tmp_path_factory.mktemp("files"))
+    with command(MODEL, *given, "--files-dir", folder) as process:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
         yield f"http://127.0.0.1:{port}/v1"
