@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
+from asyncio import FIRST_COMPLETED, FIRST_EXCEPTION
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,18 +109,20 @@ class BatchRunner:
 
         count = await self._at_a_time(batch, lines)
         tasks = [asyncio.ensure_future(work()) for _ in range(count)]
-        whole = asyncio.gather(*tasks)
         stopped = asyncio.ensure_future(self._stopped(batch))
+        working = asyncio.ensure_future(asyncio.wait(tasks, return_when=FIRST_EXCEPTION))
         try:
-            await asyncio.wait({whole, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if whole.done():
-                whole.result()
-                return "completed"
-            return "cancelled" if batch["status"] == "cancelling" else "expired"
+            await asyncio.wait({working, stopped}, return_when=FIRST_COMPLETED)
+            if not working.done():
+                return "cancelled" if batch["status"] == "cancelling" else "expired"
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return "completed"
         finally:
-            whole.cancel()
-            stopped.cancel()
-            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            for one in (*tasks, working, stopped):
+                one.cancel()
+            await asyncio.gather(*tasks, working, stopped, return_exceptions=True)
 
     async def _at_a_time(self, batch: dict[str, Any], lines: list[BatchLine]) -> int:
         """How many requests run at a time: as many as the first one's model has slots, but one."""

@@ -129,7 +129,8 @@ async def file_content(call: RequestContext[Any]) -> StreamedResponse:
 
 
 async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
-    with await service.in_thread(path.open, "rb") as file:
+    opened: BinaryIO = await service.in_thread(path.open, "rb")
+    with opened as file:
         while piece := await service.in_thread(file.read, _PIECE):
             yield piece
 

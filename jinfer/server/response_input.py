@@ -54,7 +54,7 @@ def read_input(body: ResponseRequest, store: ResponseStore) -> ResponseInput:
     """
     own = body.input
     if isinstance(own, str):
-        own = [InputItem(role="user", content=own)] if own else []
+        own = [InputItem.model_validate({"role": "user", "content": own})] if own else []
     if body.previous_response_id is None:
         return ResponseInput([], own)
     found = store.get(body.previous_response_id)

@@ -66,8 +66,8 @@ async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse
         job = ResponseJob(answering.id, answering.created_response(), given.listed())
         await call.service.response_jobs.start(job, answering.batches(), call.service.answers)
         if body.stream:
-            events = job.events(-1, call.service.settings.ping)
-            return StreamedResponse(events, failed=failed_event)
+            pieces = job.events(-1, call.service.settings.ping)
+            return StreamedResponse(pieces, failed=failed_event)
         return HttpResponse(job.response)
     if body.stream:
         return StreamedResponse(_stream_bytes(answering.batches()), failed=failed_event)

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.server.responses import to_chat_request
+from jinfer.server.response_input import read_input, to_chat_request
+from jinfer.server.response_store import ResponseStore
 from jinfer.server.schemas.responses import ResponseRequest
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.engine.adapters import write_adapter
@@ -93,7 +94,6 @@ def test_routes_are_off_unless_asked_for(running: Running) -> None:
 
 
 def test_responses_name_their_adapter() -> None:
-    assert (
-        to_chat_request(ResponseRequest.model_validate({"model": "a", "input": "hello"})).model
-        == "a"
-    )
+    body = ResponseRequest.model_validate({"model": "a", "input": "hello"})
+    given = read_input(body, ResponseStore())
+    assert to_chat_request(body, given, lambda field, why: None).model == "a"

@@ -102,7 +102,7 @@ def test_kwargs_reach_the_template_of_a_response(smol: Running) -> None:
 
     given = {**BODIES[RESPONSES], **KWARGS, "top_k": 5, "seed": 1.0}
     body = ResponseRequest.model_validate(given)
-    hello = InputItem(role="user", content="Hello")
+    hello = InputItem.model_validate({"role": "user", "content": "Hello"})
     chat = to_chat_request(body, ResponseInput([], [hello]), lambda field, why: None)
     assert chat.chat_template_kwargs == KWARGS["chat_template_kwargs"]
     sent = chat.given_fields()

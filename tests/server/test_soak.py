@@ -269,8 +269,7 @@ def test_the_description_is_kept_to(tmp_path: Path) -> None:
     """schemathesis sends what the description allows, and what it forbids."""
     port = free_port()
     given = (f"smol={SOURCE}", "--port", str(port), "-c", "64", "--log-level", "error")
-    given += ("--files-dir", str(tmp_path))
-    with command(*given) as process:
+    with command(*given, "--files-dir", str(tmp_path)) as process:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
         checks = (
