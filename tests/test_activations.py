@@ -20,7 +20,7 @@ GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 2e-4
 # Learned positions; RoPE; windows and soft-caps; a latent attention; a mixture of experts.
 FAMILIES = ("gpt2", "llama2", "gemma2", "deepseek_v2", "mixtral")
-TOKENS = np.random.default_rng(0).integers(3, 300, 40).tolist()
+TOKENS = np.random.default_rng(0).integers(3, 250, 40).tolist()
 
 
 @cache
@@ -155,3 +155,32 @@ def test_reprs() -> None:
         trace["decoder.0.y"]
     frame = pytest.importorskip("pandas") and trace.to_pandas("decoder.0.x")
     assert frame.shape == (3, 64)
+
+
+def _dequantized(quantized: LLM, name: str) -> LLM:
+    """The same model in float32, with the values of the other one's weights."""
+    plain = LLM(GOLDENS / name, dtype="float32", **{"quantization.weights": "plain"})
+    plain.update_weights({each: quantized.weights[each].values for each in quantized.weights})
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama2", {"quantization.weights": "q4", "quantization.threshold": 0}),
+        ("gguf_llama_mixed", {}),
+    ],
+)
+def test_values_of_quantized_weights(name: str, keys: dict[str, Any]) -> None:
+    """A trace over codes is one over the dequantized weights."""
+    names = ["decoder.*.x", "decoder.1.attn.*", "decoder.1.ffn.*", "logits"]
+    with LLM(GOLDENS / name, dtype="float32", **keys) as llm:
+        assert not llm.weights["decoder.0.ffn.up"].format.startswith("float")
+        coded, plain = llm.trace(TOKENS, names), _dequantized(llm, name)
+    whole = plain.trace(TOKENS, names)
+    assert len(whole) > 12
+    for value in whole:
+        np.testing.assert_allclose(
+            coded[value], whole[value], rtol=0, atol=TOLERANCE, err_msg=value
+        )
+    plain.close()

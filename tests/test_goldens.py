@@ -63,6 +63,10 @@ UNSAID: dict[str, dict[str, Any]] = {
 OPTIMIZED = {"llama2", "bloom", "gemma2", "gpt_oss", "deepseek_v2", "llama4", "deepseek_v32"}
 # Their hidden states have another width than their layers, and were left out of the values.
 NO_HIDDEN = {"opt350m": 32, "gemma3n": 64}
+# Its streams between layers are several.
+NO_LAYERS = {"gemma3n"}
+# Their references give the streams after each layer, and not what the first is given.
+FROM_FIRST_LAYER = {"mamba", "mamba2", "rwkv4"}
 
 
 def open_model(name: str) -> LLM:
@@ -126,6 +130,20 @@ def test_hidden_states(name: str, llm: LLM, values: dict[str, np.ndarray]) -> No
         assert got.shape == (24, NO_HIDDEN[name])
         return
     np.testing.assert_allclose(got, values["hidden_states_row0"][-1], rtol=0, atol=tolerance(name))
+
+
+@pytest.mark.parametrize("name", [n for n in CAUSAL if n not in NO_LAYERS], indirect=True)
+def test_streams_after_layers(name: str, llm: LLM, values: dict[str, np.ndarray]) -> None:
+    """What the first layer is given, and the residual stream after all layers but the last."""
+    with np.load(GOLDENS / "layers.npz") as arrays:
+        reference = arrays[CAUSAL[name]]
+    trace = llm.trace(prompts(values)[0], ["embed", "decoder.*.x"])
+    streams = ["embed", *(f"decoder.{i}.x" for i in range(len(reference)))]
+    first = CAUSAL[name] in FROM_FIRST_LAYER
+    for stream, expected in zip(streams[first : first + len(reference)], reference, strict=True):
+        np.testing.assert_allclose(
+            trace[stream][20:], expected, rtol=0, atol=tolerance(name), err_msg=stream
+        )
 
 
 @pytest.mark.parametrize(
