@@ -33,4 +33,5 @@ def worker_loop(group: ProcessGroup, programs: DistributedPrograms, leaves: Sequ
 
 
 def _shape(told: dict[str, Any]) -> StepKey:
-    return StepKey(**{**told, "stages": tuple(told["stages"])})
+    # A message has lists for tuples.
+    return StepKey(**{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()})
