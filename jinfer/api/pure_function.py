@@ -6,7 +6,7 @@ batches of requests, no cache that stays, no kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jinfer.api.function_taps import Edits, FunctionTaps
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
+from jinfer.nn.activation_taps import TapError
 from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from jinfer.nn.transformer import Model
 
 type Params = Mapping[str, Any]
+type Ids = ArrayLike | Sequence[int]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,16 +58,18 @@ class PureFunction:
     def __call__(
         self,
         params: Params,
-        tokens: Int[ArrayLike, " tokens"],
+        tokens: Ids,
         *,
         embeddings: Float[ArrayLike, "tokens width"] | None = None,
         length: Int[ArrayLike, ""] | None = None,
-        token_type_ids: Int[ArrayLike, " tokens"] | None = None,
-        encoder_ids: Int[ArrayLike, " source"] | None = None,
+        token_type_ids: Ids | None = None,
+        encoder_ids: Ids | None = None,
         encoder_embeddings: Float[ArrayLike, "source width"] | None = None,
         encoder_length: Int[ArrayLike, ""] | None = None,
         want: Want = "logits",
-    ) -> Float[Array, "tokens width"]:
+        capture: str | Sequence[str] = (),
+        edits: Edits | None = None,
+    ) -> Any:
         """Logits of every token of a text, or another result, float32.
 
         Args:
@@ -81,9 +86,15 @@ class PureFunction:
                 encoder-decoder reads.
             want: "logits", "hidden" (the last hidden states), "classes", or "pooled", as there
                 are; of an encoder "pooled" and "classes" are of the whole text.
+            capture: names of values, as of `LLM.names`, maybe with `*`. They come beside the
+                result: (logits, {name: value}), each float32 with its axes as they are named.
+            edits: by such names, a function of a value, or an array, whose result stands in its
+                place. What a function refers to has derivatives, too: of a value by itself, they
+                are those of zeros that are added to it.
 
         Raises:
-            RequestError: an argument that the model has no use for, or of a wrong shape.
+            RequestError: an argument that the model has no use for, or of a wrong shape, or an
+                unknown name.
         """
         if want not in self.wants:
             raise RequestError(
@@ -105,19 +116,31 @@ class PureFunction:
         if encoder_ids is not None:
             given = encoder_ids, encoder_length, encoder_embeddings
             source = self._text("encoder_ids", *given)
+        read = 0 if source is None else source.tokens.shape[0]
+        named = FunctionTaps(self.model, text.tokens.shape[0], read)
+        taps = named.taps(capture, {} if edits is None else edits)
+        text = text._replace(taps=taps)
+        source = None if source is None else source._replace(taps=taps)
         with target_platform(DIFFERENTIABLE):
             module = self._module(params)
             _check_vectors(module, self._stack, text)
             if source is not None:
                 _check_vectors(module, "encoder", source)
-            if self._stack == "encoder":
-                results = encode_text(module, text)
-            else:
-                results = decode_text(module, self.model.caches, text, source)
-        return results[want].astype(jnp.float32)
+            try:
+                if self._stack == "encoder":
+                    results = encode_text(module, text)
+                else:
+                    results = decode_text(module, self.model.caches, text, source)
+            except TapError as error:
+                raise RequestError(str(error)) from error
+        result = results[want].astype(jnp.float32)
+        if not capture:
+            return result
+        assert taps is not None, "values are captured"
+        return result, named.named(results["captured"], taps.capture)
 
     def embed(
-        self, params: Params, tokens: Int[ArrayLike, " tokens"], *, encoder: bool = False
+        self, params: Params, tokens: Ids, *, encoder: bool = False
     ) -> Float[Array, "tokens width"]:
         """The rows of the token embedding: `embeddings` that give what the tokens give.
 

@@ -6,12 +6,13 @@ operations with derivatives.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from jinfer.nn.activation_taps import ActivationTaps
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.projections import Embedding
 from jinfer.nn.transformer import Model
@@ -36,12 +37,14 @@ class Text(NamedTuple):
         length: tokens without padding.
         types: token type ids, of an encoder.
         vectors: what stands in place of the token embedding's rows; None: these.
+        taps: values that are captured or edited.
     """
 
     tokens: Int[Array, " tokens"]
     length: Int[Array, ""]
     types: Int[Array, " tokens"] | None = None
     vectors: Float[Array, "tokens width"] | None = None
+    taps: ActivationTaps | None = None
 
 
 class _GivenRows(Embedding):
@@ -63,29 +66,32 @@ def token_embedding(module: Model, stack: str) -> Embedding:
     return found
 
 
-def encode_text(module: Model, text: Text) -> dict[str, Array]:
-    """The encoder's results by name, [tokens, width]; [width] of those for a whole text."""
+def encode_text(module: Model, text: Text) -> dict[str, Any]:
+    """The encoder's results by name, [tokens, width]; [width] of those for a whole text.
+
+    With taps there is also "captured": by name, the values [1, tokens, ...].
+    """
     owner, name = _named(module, "encoder")
     whole = owner[name]
     if text.vectors is not None:
         owner[name] = _GivenRows(whole, text.vectors)
     types = jnp.zeros_like(text.tokens) if text.types is None else text.types
-    found = module.encode(text.tokens[None], types[None], text.length[None])
+    found = module.encode(text.tokens[None], types[None], text.length[None], text.taps)
     owner[name] = whole  # the decoder may have the same
-    return {key: value[0] for key, value in found.items()}
+    captured = {} if text.taps is None else {"captured": found.pop("captured")}
+    return {key: value[0] for key, value in found.items()} | captured
 
 
 def decode_text(
     module: Model, caches: CacheShapes, text: Text, source: Text | None = None
-) -> dict[str, Float[Array, "tokens width"]]:
-    """The decoder's results by name.
+) -> dict[str, Any]:
+    """The decoder's results by name; "captured" as of `encode_text`, with the encoder's.
 
     Args:
         caches: as of `AbstractModel`.
         source: what the encoder reads, of an encoder-decoder.
     """
-    tokens, read = text.tokens.shape[0], 0 if source is None else source.tokens.shape[0]
-    blocks = {"": -(-tokens // BLOCK), ENCODER: -(-read // BLOCK)}
+    blocks = {"": _blocks(text), ENCODER: 0 if source is None else _blocks(source)}
     counts = {
         name: 1 if isinstance(shape, StateShape) else blocks.get(shape.group, blocks[""])
         for name, shape in caches.items()
@@ -94,18 +100,25 @@ def decode_text(
         shape.group: jnp.arange(counts[name], dtype=jnp.int32)[None]
         for name, shape in caches.items()
     }
+    read: dict[str, Any] = {}
     cache = zero_cache(caches, counts, module.dtype)
     encoded = jnp.zeros(1, jnp.int32)
     if source is not None:
-        vectors, encoded = encode_text(module, source)["hidden"], source.length[None]
+        read, encoded = encode_text(module, source), source.length[None]
         at = AttentionMetadata(*_places(source), tables[ENCODER])
-        cache = module.fill(vectors[None], cache, at)
+        cache = module.fill(read["hidden"][None], cache, at)
     if text.vectors is not None:
         owner, name = _named(module, "decoder")
         owner[name] = _GivenRows(owner[name], text.vectors)
     batch = ForwardBatch.flat(*_places(text), text.length[None], tables, encoded)
-    results, _ = module.decode_all(text.tokens, batch, cache)
+    results, _ = module.decode_all(text.tokens, batch._replace(taps=text.taps), cache)
+    if "captured" in read:
+        results["captured"] = read["captured"] | results["captured"]
     return results
+
+
+def _blocks(text: Text) -> int:
+    return -(-text.tokens.shape[0] // BLOCK)
 
 
 def _places(text: Text) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
