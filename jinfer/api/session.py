@@ -17,6 +17,7 @@ import numpy as np
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
+from jinfer.api.prepare_request import check_thinking, start_grammar, thinking_limit
 from jinfer.api.prompt_inputs import (
     Ids,
     Params,
@@ -49,7 +50,7 @@ from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
 from jinfer.sampling.param_keywords import is_parameter
-from jinfer.sampling.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
+from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
@@ -308,6 +309,7 @@ class Session:
             priority,
             None if timeout is None else time.monotonic() + timeout,
             adapter=adapter,
+            thinking=thinking_limit(self.opened, sampling, ids),
         )
         self._check_room(request)
         return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]
@@ -345,20 +347,9 @@ class Session:
             choice = SamplingRow.from_params(sampling, request.end_ids, spec.dims["vocab"], encode)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        return PreparedRequest(request, choice, make_driver(request, rank), self._matcher(request))
-
-    def _matcher(self, request: Request) -> Matcher | None:
-        sampling = request.sampling
-        if not sampling.constrained:
-            return None
-        if sampling.strategy in ("beam", "contrastive"):
-            raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
-        # Here: it is slow to import, and few requests need it.
-        from jinfer.sampling.structured import compile_constraint
-
-        given: dict[str, Any] = {name: getattr(sampling, name) for name in CONSTRAINTS}
-        at_start = bool(request.encoder)
-        return compile_constraint(self.tokenizer, **given, at_text_start=at_start).start()
+        check_thinking(request, choice, self.engine.model.never)
+        matcher = start_grammar(request, self.tokenizer) if sampling.constrained else None
+        return PreparedRequest(request, choice, make_driver(request, rank), matcher)
 
     def _check_room(self, request: Request) -> None:
         sampling = request.sampling

@@ -25,6 +25,7 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
+from jinfer.engine.search.end_thoughts import end_thoughts
 from jinfer.engine.search.guided_decoding import Guides
 from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator
@@ -51,6 +52,7 @@ class Engine(EngineCore):
     guides: Guides = field(default_factory=Guides)
     adapters: dict[int, bytes] = field(default_factory=dict)
     _drivers: dict[int, SearchDriver] = field(default_factory=dict)
+    _thinking: dict[int, RunningSequence] = field(default_factory=dict)
     _in_step: list[int] = field(default_factory=list)
     _arrivals: int = 0
     _last_read: float = 0.0
@@ -107,6 +109,8 @@ class Engine(EngineCore):
         self.samplers.choices[request.id] = choice
         if driver is not None:
             self._drivers[request.id] = driver
+        if sequence.thought is not None:
+            self._thinking[request.id] = sequence
         if matcher is not None:
             never = self.model.never
             self.guides.add(sequence, matcher, choice, never, self.programs.words)
@@ -128,6 +132,7 @@ class Engine(EngineCore):
         if self.speculator is not None:
             self.speculator.forget(sequence)
         self._drivers.pop(request, None)
+        self._thinking.pop(request, None)
         return sequence
 
     def step(self) -> list[Token | Failed]:
@@ -136,7 +141,9 @@ class Engine(EngineCore):
         After an exception the KV cache may have been donated and lost: see `recover`.
         """
         self._in_step = [sequence.request.id for sequence in self.scheduler.running]
-        tokens = [*self.guides.collect_turns(self), *self.guides.sample_pending(self)]
+        tokens = self.guides.collect_turns(self)
+        tokens += end_thoughts(self, self._thinking.values())
+        tokens += self.guides.sample_pending(self)
         speculator, calls = self.speculator, self._in_flight
         while (
             speculator
@@ -301,7 +308,7 @@ class Engine(EngineCore):
         """Appends new tokens to a sequence, one for each origin, and yields them."""
         for step, origin in enumerate(origins):
             token = make_token(output, step, row, sequence.request)
-            sequence.tokens.append(token.id)
+            sequence.append(token.id)
             yield replace(token, origin=origin) if origin else token
         if not sequence.in_flight:
             before = sequence.computed // BLOCK

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jinfer.engine.adapter_use import AdapterUse
+from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
 from jinfer.sampling.request_errors import RequestError as RequestError
 from jinfer.sampling.sampling_params import SamplingParams
 
@@ -47,6 +48,7 @@ class Request:
         reuse: whether the prefix cache may be used.
         shown: special tokens that appear in the text, though others are left out.
         adapter: the LoRA adapter that it is computed with; None: none.
+        thinking: its thinking budget; None: a thought may have any length.
     """
 
     id: int
@@ -60,6 +62,7 @@ class Request:
     reuse: bool = True
     shown: tuple[int, ...] = ()
     adapter: AdapterUse | None = None
+    thinking: ThinkingLimit | None = None
 
     def seed(self, steady: int | None) -> bytes:
         """What the content of its blocks depends on besides the tokens.

@@ -58,7 +58,8 @@ class SamplerStates:
         """
         request, choice = sequence.request, self.choices[sequence.request.id]
         tokens = [*sequence.tokens[first:], *more]
-        counts = (len(tokens), len(request.prompt) - first, request.limit, len(request.encoder))
+        counts = (len(tokens), len(request.prompt) - first, sequence.limit, len(request.encoder))
+        mask = choice.mask if sequence.must is None else _only(sequence.must, len(choice.mask))
         parts: Any = (
             padded(tokens, context)[None],
             *(np.array([count], np.int32) for count in counts),
@@ -66,8 +67,8 @@ class SamplerStates:
             np.array([choice.logprobs]),
             choice.sampler,
             self._progress_of(sequence, len(more)),
-            choice.mask[None],
-            np.array([choice.masked]),
+            mask[None],
+            np.array([choice.masked or sequence.must is not None]),
         )
         return State(*parts)
 
@@ -83,3 +84,10 @@ class SamplerStates:
         count = len(sequence.tokens) + more - len(sequence.request.prompt)
         drawn: Any = np.array([count], np.int32)
         return progress._replace(drawn=drawn)
+
+
+def _only(id: int, words: int) -> np.ndarray:
+    """A bitmask that allows one token."""
+    mask = np.zeros(words, np.uint32)
+    mask[id // 32] = 1 << id % 32
+    return mask

@@ -34,6 +34,7 @@ from jinfer.opening.sources import locate
 from jinfer.opening.special_ids import decoder_prefix, end_ids
 from jinfer.opening.unused_config import check_followed
 from jinfer.quant.quantized_tensor import Activations
+from jinfer.template.thinking_marks import ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 
 QUANTIZED = ("safetensors", "pickle")  # formats of checkpoints that layouts are known of
@@ -57,6 +58,7 @@ class Opened:
         end_ids: ends of sequence.
         decoder_prefix: what the answer of an encoder-decoder starts from.
         adapters: LoRA adapters that are loaded with it.
+        thinking: what its thoughts stand between; None if it has none.
     """
 
     spec: ModelSpec
@@ -73,6 +75,7 @@ class Opened:
     end_ids: tuple[int, ...]
     decoder_prefix: tuple[int, ...]
     adapters: tuple[AdapterFile, ...] = ()
+    thinking: ThinkingMarks | None = None
 
 
 def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool = True) -> Opened:
@@ -100,11 +103,17 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     carried = checkpoint.format == "gguf" and words == checkpoint.path
     metadata = checkpoint.metadata if carried else None
     tokenizer = load_tokenizer(words, metadata=metadata, vocab_size=vocab, trust=files.trust)
+    conversation = Conversation.of(spec, words, files.config)
+    thinking = None
+    if tokenizer is not None:
+        thinking = thinking_marks(conversation.jinja or "", tokenizer, spec.prompt.reasoning)
+    if thinking is None:  # a default budget, which may be meant for several models
+        defaults.pop("thinking_token_budget", None)
     return Opened(
         spec=spec,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
-        conversation=Conversation.of(spec, words, files.config),
+        conversation=conversation,
         pooling=find_pooling(spec, checkpoint, files.config),
         classification=find_classification(spec, checkpoint, files.config),
         defaults=defaults,
@@ -115,6 +124,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         end_ids=end_ids(files, vocab, tokenizer, said),
         decoder_prefix=decoder_prefix(files, vocab, said),
         adapters=adapter_files(spec, files, tables),
+        thinking=thinking,
     )
 
 

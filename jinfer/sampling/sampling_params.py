@@ -99,6 +99,9 @@ class SamplingParams:
         ignore_eos: go on after the model's own end of sequence.
         include_stop: what ends the answer, a stop text or an end's own text, is part of it.
         skip_special: special tokens are not part of the answer's text.
+        thinking_token_budget: after so many tokens of thought its end is forced, and the answer
+            goes on; None: any number. For models whose thoughts stand between known marks.
+        thinking_budget_message: what the thought then says before its end.
         logprobs: also give the log-probability of each token, and of so many likeliest ones.
         speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
             same.
@@ -191,6 +194,20 @@ class SamplingParams:
     ignore_eos: bool = _end(False, r.SWITCH, column=True)
     include_stop: bool = _end(False, r.SWITCH, fields="include_stop_str_in_output")
     skip_special: bool = _end(True, r.SWITCH, fields="skip_special_tokens")
+    thinking_token_budget: int | None = _end(
+        None,
+        r.count(0),
+        aliases="thinking_budget_tokens reasoning_budget_tokens",
+        fields="thinking_token_budget thinking_budget_tokens reasoning_budget_tokens",
+        minus_one=True,
+    )
+    thinking_budget_message: str | None = _end(
+        None,
+        r.TEXT,
+        aliases="reasoning_budget_message",
+        fields="thinking_budget_message reasoning_budget_message",
+        needs="thinking_token_budget",
+    )
     logprobs: int | None = param(
         None, r.count(0, r.MAX_LOGPROBS), aliases="n_probs", fields="n_probs"
     )
@@ -339,6 +356,8 @@ class SamplingKeywords(TypedDict, total=False):
     ignore_eos: bool
     include_stop: bool
     skip_special: bool
+    thinking_token_budget: int | None
+    thinking_budget_message: str | None
     logprobs: int | None
     speculation: bool
     json_schema: str | Mapping[str, Any] | bool | None

@@ -18,13 +18,19 @@ from jinfer.server.ignored_fields import Ignore
 from jinfer.server.model_manager import ServedModel
 from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.output_deltas import OutputDelta, OutputParser, OutputParsing, ToolCallDelta
-from jinfer.server.prompt_builder import chat_prompt_ids
+from jinfer.server.prompt_builder import chat_prompt_ids, request_template
 from jinfer.server.prompt_logprobs import score_prompt
 from jinfer.server.request_params import CHAT, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.service import RequestContext, Service
+from jinfer.server.thinking_choice import (
+    UNLIMITED,
+    ThinkingChoice,
+    choose_thinking,
+    without_budget,
+)
 from jinfer.server.tool_calls import output_parsing
 from jinfer.template import TemplateError
 
@@ -104,7 +110,10 @@ def prepare_chat(
     changes: dict[str, Any] = dict(parsing.param_changes)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
+    body = without_budget(body, session.opened, ignore)
     sampling = request_options(body, session, base, changes, CHAT_FIELDS)
+    thinking = choose_thinking(body, request_template(body, session, settings), session.opened)
+    sampling = _with_budget(sampling, thinking)
     if parsing.param_changes:
         sampling = replace(
             sampling, names={**sampling.names, **dict.fromkeys(parsing.param_changes, "tools")}
@@ -114,6 +123,20 @@ def prepare_chat(
     return prepare_prompt(
         session, ids, sampling, param="messages", timeout=settings.timeout, parsing=parsing
     )
+
+
+def _with_budget(sampling: RequestOptions, chosen: ThinkingChoice) -> RequestOptions:
+    """Applies the thinking budget that fields of the conversation say."""
+    if chosen.budget is None:
+        return sampling
+    name, budget = "thinking_token_budget", None if chosen.budget == UNLIMITED else chosen.budget
+    other = sampling.names.get(name)
+    if other is not None and sampling.params.thinking_token_budget != budget:
+        raise invalid_request(
+            f"{other} and {chosen.budget_field} say different things", chosen.budget_field
+        )
+    params = replace(sampling.params, thinking_token_budget=budget)
+    return replace(sampling, params=params, names={**sampling.names, name: chosen.budget_field})
 
 
 def _constrained(

@@ -9,7 +9,6 @@ import orjson
 
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_body import validated
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.messages import (
@@ -26,16 +25,13 @@ from jinfer.server.schemas.messages import (
 )
 from jinfer.server.schemas.sampling_fields import SamplingFields
 
-# Variables by which chat templates turn thinking on or off.
-_SWITCHES = ("enable_thinking", "thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_request(body: ConversationFields, hosted: ServedModel, ignore: Ignore) -> ChatRequest:
+def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
     """The conversation as a chat request.
 
     Args:
-        hosted: the model, whose template says how thinking is turned on or off.
         ignore: records fields that have no effect.
 
     Raises:
@@ -63,8 +59,10 @@ def chat_request(body: ConversationFields, hosted: ServedModel, ignore: Ignore) 
         if chat.get("stop") is not None:
             raise invalid_request("it cannot be used beside stop", "stop_sequences")
         chat["stop"] = body.stop_sequences
-    if variables := _variables(body, hosted, ignore):
-        chat["chat_template_kwargs"] = variables
+    if body.chat_template_kwargs:
+        chat["chat_template_kwargs"] = body.chat_template_kwargs
+    if body.thinking is not None:
+        chat["thinking"] = body.thinking.given_fields()
     if body.output_config is not None and body.output_config.effort is not None:
         chat["reasoning_effort"] = body.output_config.effort
     if (format := _format(body)) is not None:
@@ -82,19 +80,6 @@ def _format(body: ConversationFields) -> OutputFormat | None:
     if new and body.output_format:
         raise invalid_request("it cannot be used beside output_config.format", "output_format")
     return new or body.output_format
-
-
-def _variables(body: ConversationFields, hosted: ServedModel, ignore: Ignore) -> dict[str, Any]:
-    """The template variables; thinking is one of them."""
-    given = dict(body.chat_template_kwargs or {})
-    if body.thinking is None:
-        return given
-    conversation = hosted.session.opened.conversation
-    switch = next((name for name in _SWITCHES if conversation.reads(name)), None)
-    if switch is None:
-        ignore("thinking.type", "the model's chat template does not turn thinking on or off")
-        return given
-    return {switch: body.thinking.type != "disabled", **given}
 
 
 def _tools(body: ConversationFields) -> dict[str, Any]:

@@ -68,7 +68,7 @@ async def count_tokens(call: RequestContext[CountTokensRequest]) -> HttpResponse
 def _count(call: RequestContext[CountTokensRequest], hosted: ServedModel) -> dict[str, Any]:
     ignore = _named(call)
     try:
-        asked = chat_request(call.body, hosted, call.ignore)
+        asked = chat_request(call.body, call.ignore)
         ids = chat_prompt_ids(asked, hosted.session, call.service.settings, ignore)
     except (TemplateError, RequestError) as error:
         raise as_api_error(error, param="messages") from error
@@ -79,7 +79,7 @@ def _count(call: RequestContext[CountTokensRequest], hosted: ServedModel) -> dic
 
 def _prepare(call: RequestContext[MessagesRequest], hosted: ServedModel) -> list[PromptRequests]:
     try:
-        asked = chat_request(call.body, hosted, call.ignore)
+        asked = chat_request(call.body, call.ignore)
         return [prepare_chat(call.service, asked, hosted, _named(call))]
     except ApiError as error:
         raise with_field_names(error, call.body) from error.__cause__

@@ -119,7 +119,7 @@ def _prepare(clock: Clock, call: _Call, hosted: ServedModel) -> list[PromptReque
 
 def _prompt(call: _Call, hosted: ServedModel) -> PromptRequests:
     body, session, settings = call.body, hosted.session, call.service.settings
-    asked = chat_request(body, session.opened.conversation)
+    asked = chat_request(body)
     if isinstance(body, OllamaGenerateRequest) and (body.raw or not hosted.llm.can_chat):
         # Where a model has no template, Ollama's is the prompt as it is.
         if body.system:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.request_body import validated
 from jinfer.server.schemas.chat import ChatRequest
@@ -24,34 +23,26 @@ _NAMES: Mapping[str, str] = {
     "json_schema": "format",
     "n_predict": "options.num_predict",
     "reasoning_effort": "think",
+    "thinking": "think",
 }
-# Variables of chat templates that say whether the model thinks.
-_THINKING = ("enable_thinking", "thinking")
 
 
 def ollama_name(field: str) -> str:
     """Ollama's name of a field of a chat completion."""
     first = field.split(".", 1)[0]
-    if first == "chat_template_kwargs":
-        return "think"
     if first not in _NAMES and field in OllamaOptions.model_fields:
         return f"options.{field}"
     return _NAMES.get(first, field)
 
 
-def chat_request(
-    body: OllamaChatRequest | OllamaGenerateRequest, conversation: Conversation
-) -> ChatRequest:
+def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
     """The request as a chat completion.
-
-    Args:
-        conversation: the model's chat template, which names the variable of thinking.
 
     Raises:
         ApiError: the request has something that is not supported.
     """
     chat: dict[str, Any] = {"model": body.model}  # which may be the name of an adapter
-    chat |= {**_sampling(body.options), **_thinking(body.think, conversation)}
+    chat |= {**_sampling(body.options), **_thinking(body.think)}
     if isinstance(body, OllamaChatRequest):
         chat |= {"messages": _messages(body.messages or []), "tools": body.tools or None}
     else:
@@ -76,16 +67,11 @@ def _sampling(options: OllamaOptions | None) -> dict[str, Any]:
     return sampling
 
 
-def _thinking(think: bool | str | None, conversation: Conversation) -> dict[str, Any]:
-    """The template variables that switch thinking on and off, or say how much."""
-    if think is None:
-        return {}
-    effort = think if isinstance(think, str) else None
-    names = [name for name in _THINKING if conversation.reads(name)]
-    if not names and effort is None:
-        names = [_THINKING[0]]  # that the template does not read it is reported
-    variables = dict.fromkeys(names, think is not False)
-    return {"chat_template_kwargs": variables or None, "reasoning_effort": effort}
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    """Whether the model thinks, or how much."""
+    if think is None or isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {"thinking": {"type": "enabled" if think else "disabled"}}
 
 
 def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:

@@ -16,19 +16,32 @@ from jinfer.server.http_errors import ApiError, as_api_error, invalid_request, u
 from jinfer.server.ignored_fields import Ignore
 from jinfer.server.schemas.chat import ChatTemplateFields, Message, Tool, ToolCall
 from jinfer.server.schemas.schema_base import MAX_ITEMS
-from jinfer.server.server_settings import ServerSettings
+from jinfer.server.server_settings import RESERVED_VARIABLES, ServerSettings
+from jinfer.server.thinking_choice import choose_thinking
 from jinfer.server.tool_parsers.parser_registry import tool_call_format
 from jinfer.server.tool_parsers.prompted_tools import IN_SYSTEM, tools_as_text, tools_in_system
 from jinfer.server.tool_parsers.template_shape import accepts_system, convert_messages, detect_shape
 
-# Variables that `Conversation.encode` sets itself; "special" would parse special tokens in
-# messages.
-_RESERVED = frozenset(
-    {"messages", "tokenizer", "special", "tools", "documents", "add_generation_prompt", CONTINUE}
-)
-
-
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def request_template(
+    body: ChatTemplateFields, session: Session, settings: ServerSettings
+) -> Conversation:
+    """The chat template of a request: the model's, that for tools, or its own.
+
+    Raises:
+        ApiError: it brings one along, which is not allowed here.
+    """
+    conversation = session.opened.conversation
+    if body.chat_template is not None:
+        if not settings.request_templates:
+            raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
+        prompt = replace(conversation.prompt, template="")
+        conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
+    if function_tools(body) and body.tool_choice != "none":
+        conversation = conversation.for_tools()
+    return conversation
 
 
 def _conversation(
@@ -42,15 +55,8 @@ def _conversation(
     Raises:
         ApiError: the request has something that the model's template does not support.
     """
-    conversation = session.opened.conversation
-    if body.chat_template is not None:
-        if not settings.request_templates:
-            raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
-        prompt = replace(conversation.prompt, template="")
-        conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
-    if function_tools(body) and body.tool_choice != "none":
-        conversation = conversation.for_tools()
-    variables = _variables(body, conversation, ignore)
+    conversation = request_template(body, session, settings)
+    variables = _variables(body, conversation, session, settings, ignore)
     template = conversation.jinja or ""
     if body.documents:
         if not conversation.reads("documents"):
@@ -88,21 +94,28 @@ def _conversation(
 
 
 def _variables(
-    body: ChatTemplateFields, conversation: Conversation, ignore: Ignore
+    body: ChatTemplateFields,
+    conversation: Conversation,
+    session: Session,
+    settings: ServerSettings,
+    ignore: Ignore,
 ) -> dict[str, Any]:
-    """The template variables besides the messages."""
+    """The template variables besides the messages: the server's, below the request's."""
     given = dict(body.chat_template_kwargs or {})
-    places = {name: f"chat_template_kwargs.{name[:80]}" for name in given}
-    if body.reasoning_effort is not None:
-        given["reasoning_effort"] = body.reasoning_effort
-        places["reasoning_effort"] = "reasoning_effort"
+    chosen = choose_thinking(body, conversation, session.opened)
     for name in list(given):
-        if name in _RESERVED:
-            raise invalid_request(f"{name} has a field of its own", places[name])
+        place = f"chat_template_kwargs.{name[:80]}"
+        if name in RESERVED_VARIABLES:
+            raise invalid_request(f"{name} has a field of its own", place)
         if not conversation.reads(name):
-            ignore(places[name], f"the model's chat template does not read {name[:80]}")
+            if name not in chosen.followed:
+                ignore(place, f"the model's chat template does not read {name[:80]}")
             del given[name]
-    return given
+    for name, why in chosen.unused.items():
+        ignore(name, why)
+    defaults = settings.template_variables.items()
+    below = {name: value for name, value in defaults if conversation.reads(name)}
+    return {**below, **chosen.variables, **given}
 
 
 def function_tools(body: ChatTemplateFields) -> list[Tool]:

@@ -105,7 +105,12 @@ def to_chat_request(
     if LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None:
-        chat["reasoning_effort"] = body.reasoning.effort
+        said = body.reasoning
+        chat["reasoning"] = {
+            "effort": said.effort,
+            "max_tokens": said.max_tokens,
+            "enabled": said.enabled,
+        }
     if body.text is not None and (format := body.text.format) is not None:
         chat["response_format"] = {"type": format.type}
         if format.type == "json_schema":

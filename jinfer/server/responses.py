@@ -39,7 +39,6 @@ _NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "json_schema": "text.format.schema",
-    "reasoning_effort": "reasoning.effort",
 }
 
 

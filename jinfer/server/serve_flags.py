@@ -19,6 +19,7 @@ from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_api_keys
 from jinfer.server.flag_types import PREFIX, ServeFlag, count, port, seconds, size
 from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.thinking_flags import budget, template_variables
 
 _SHORT = (
     *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),
@@ -51,6 +52,20 @@ FLAGS: tuple[ServeFlag, ...] = (
     ),
     ServeFlag(("--dtype",), "of weights and computation"),
     ServeFlag(("--chat-template",), "a Jinja template, or a file with one"),
+    ServeFlag(
+        ("--chat-template-kwargs", "--default-chat-template-kwargs"),
+        "variables of chat templates, as JSON, below those of requests",
+        template_variables,
+    ),
+    ServeFlag(
+        ("--reasoning-budget",),
+        "tokens of thought, at most (generation.thinking_token_budget); 0: none, -1: any number",
+        budget,
+    ),
+    ServeFlag(
+        ("--reasoning-budget-message",),
+        "what a thought that is at its budget says last (generation.thinking_budget_message)",
+    ),
     ServeFlag(
         ("--tool-call-parser",),
         "how models write calls of tools (prompt.tool_calls): " + ", ".join(get_args(ToolCalls)),
@@ -263,6 +278,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         max_responses=flags["max_responses"],
         responses_bytes=flags["responses_bytes"],
         responses_seconds=flags["responses_seconds"],
+        template_variables=flags["chat_template_kwargs"] or {},
     )
 
 
@@ -301,6 +317,8 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
         "quantization.kv_cache": flags["kv_cache"],
         "prompt.tool_calls": flags["tool_call_parser"],
         "prompt.reasoning": flags["reasoning_parser"],
+        "generation.thinking_token_budget": flags["reasoning_budget"],
+        "generation.thinking_budget_message": flags["reasoning_budget_message"],
         "dtype": flags["dtype"] or None,
     }
     for key, value in given.items():

@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Variables of chat templates that `Conversation.encode` sets itself; "special" would parse special
+# tokens in messages.
+RESERVED_VARIABLES = frozenset(
+    {
+        *("messages", "tokenizer", "special", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -50,6 +59,7 @@ class ServerSettings:
         max_responses: number of stored responses; 0: none is stored.
         responses_bytes: bytes of them all.
         responses_seconds: age at which one is removed.
+        template_variables: variables of chat templates, below those of requests.
     """
 
     keys: tuple[str, ...] = ()
@@ -75,3 +85,4 @@ class ServerSettings:
     max_responses: int = 1000
     responses_bytes: int = 64 << 20
     responses_seconds: float = 30 * 86400.0
+    template_variables: Mapping[str, Any] = field(default_factory=dict)

@@ -30,6 +30,9 @@ _FIELDS_OF = {
         "tool_choice",
         "documents",
         "reasoning_effort",
+        "reasoning",
+        "thinking",
+        "enable_thinking",
     },
 }
 

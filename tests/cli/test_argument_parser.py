@@ -69,7 +69,6 @@ def test_mistakes_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ("--task embed", "/v1/embeddings"),
         ("--enable-lora", "--max-adapters makes room"),
         ("--verbose", "--log-level debug"),
-        ("--chat-template-kwargs {}", "each request"),
         ("--temp 0.3", "each request"),
         ("--trust-remote-code", "no code of a checkpoint"),
     ],

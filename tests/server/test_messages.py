@@ -243,8 +243,7 @@ def test_a_conversation_becomes_a_chat(running: Running) -> None:
 
     def chat(**given: Any) -> dict[str, Any]:
         body = validated({"messages": HELLO, **given}, MessagesRequest)
-        hosted = running.hosted("tiny")
-        asked = chat_request(body, hosted, lambda field, why: told.append(field))
+        asked = chat_request(body, lambda field, why: told.append(field))
         return json.loads(asked.model_dump_json(exclude_none=True, exclude_unset=True))
 
     text = {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}
@@ -306,7 +305,7 @@ def test_a_conversation_becomes_a_chat(running: Running) -> None:
     assert asked["tools"][0]["function"]["parameters"] == WEATHER["input_schema"]
     assert (asked["tool_choice"], asked["parallel_tool_calls"]) == ("required", False)
     assert (asked["stop"], asked["reasoning_effort"]) == (["x"], "low")
-    assert asked["chat_template_kwargs"] == {"enable_thinking": False}
+    assert asked["thinking"] == {"type": "disabled"}
     assert told == ["messages.2.content.1.type"]
     body = validated({"messages": HELLO, "stop_sequences": ["x"]}, MessagesRequest)
     assert field_name("tools.0.function.parameters/a", body) == "tools.0.input_schema/a"
@@ -450,8 +449,7 @@ def test_a_coding_agent(running: Running) -> None:
     """A session as an agent sends it: 20 tools, parts, thoughts and results given back."""
     session = json.loads((Path(__file__).parent / "coding_agent.json").read_text())
     assert len(session["shared"]["tools"]) == 20
-    ignored = ["messages.5.content.0.type", "output_config.effort", "thinking.budget_tokens",
-               "context_management"]  # fmt: skip
+    ignored = ["messages.5.content.0.type", "output_config.effort", "context_management"]
     cached = 0
     for one in session["requests"]:
         body = {k: session["shared"][k] if v == "shared" else v for k, v in one["body"].items()}

@@ -103,6 +103,12 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("beams", 5, "beams", 5),
     ("early_stopping", "never", "early_stopping", "never"),
     ("best_of", 5, "best_of", 5),
+    ("thinking_token_budget", 5, "thinking_token_budget", 5),
+    ("thinking_token_budget", -1, "thinking_token_budget", None),
+    ("thinking_budget_tokens", 5, "thinking_token_budget", 5),
+    ("reasoning_budget_tokens", 0, "thinking_token_budget", 0),
+    ("thinking_budget_message", "a", "thinking_budget_message", "a"),
+    ("reasoning_budget_message", "a", "thinking_budget_message", "a"),
 ]
 
 

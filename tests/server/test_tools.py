@@ -294,6 +294,74 @@ def test_thoughts(client: openai.OpenAI) -> None:
     assert bound.choices[0].message.content in ("yes", "no")
 
 
+def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
+    """However a budget is asked for, the thought ends there, and the answer goes on."""
+    given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
+    free = create(client, **given).choices[0].message
+    assert free.content == ""
+    ids = {"return_token_ids": True}
+    asked: list[dict[str, Any]] = [
+        {"thinking_token_budget": 4},
+        {"reasoning_budget_tokens": 4},
+        {"reasoning": {"max_tokens": 4}},
+        {"thinking": {"type": "auto", "budget_tokens": 4}},
+    ]
+    for body in asked:
+        choice = create(client, **given, extra_body={**body, **ids}).choices[0]
+        message, tokens = choice.message, choice.token_ids
+        assert free.reasoning_content.startswith(message.reasoning_content)
+        assert message.content
+        assert len(tokens) == 20
+    end = running.hosted("always").session.tokenizer.encode("</think>", special=False)
+    assert tokens[4 : 4 + len(end)] == end
+    chunks = list(create(client, **given, extra_body=asked[0], stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(one.content or "" for one in deltas) == message.content
+    # Off, where the template always opens a thought.
+    off = {"reasoning_effort": "none", **ids}
+    choice = create(client, **given, extra_body=off).choices[0]
+    assert choice.token_ids[: len(end)] == end
+    assert "reasoning_content" not in (choice.message.model_extra or {})
+    # Then a call, or JSON.
+    call = create(
+        client, model="always", tool_choice="required", max_tokens=60, extra_body=asked[0],
+        parallel_tool_calls=False,
+    ).choices[0].message  # fmt: skip
+    arguments_of(call.tool_calls[0])
+    assert call.reasoning_content
+    format: Any = {"response_format": {"type": "json_object"}}
+    json_ = create(client, **given, **format, extra_body=asked[0]).choices[0].message
+    assert json_.content.startswith("{")
+    said = client.responses.create(
+        model="always",
+        input="Hi",
+        max_output_tokens=20,
+        extra_body={"reasoning": {"max_tokens": 4}},
+    )
+    assert [one.type for one in said.output] == ["reasoning", "message"]
+    both = {"thinking_token_budget": 5, "reasoning": {"max_tokens": 4}}
+    with pytest.raises(openai.BadRequestError) as wrong:
+        create(client, **given, extra_body=both)
+    assert wrong.value.param == "reasoning.max_tokens"
+
+
+def test_what_the_server_says_of_thinking(client: openai.OpenAI, running: Running) -> None:
+    settings = running.service.settings
+    asked = {"model": "thinking", "messages": ASKED}
+
+    def prompt(**more: Any) -> str:
+        return httpx.post(f"{running.url}/apply-template", json=asked | more).json()["prompt"]
+
+    object.__setattr__(settings, "template_variables", {"enable_thinking": True, "other": 1})
+    try:
+        assert prompt().endswith("<think>\n")
+        assert not prompt(reasoning_effort="none").endswith("<think>\n")
+        off = prompt(chat_template_kwargs={"enable_thinking": False})
+        assert not off.endswith("<think>\n")
+    finally:
+        object.__setattr__(settings, "template_variables", {})
+
+
 def test_a_call_after_a_thought(client: openai.OpenAI) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "<think>It is Rome.</think>"}]
     more = {"continue_final_message": True}

@@ -73,9 +73,6 @@ SERVER_FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     ("-v", "--verbose", "-lv", "--log-verbosity"): "--log-level debug",
     ("--log-disable", "--disable-log-requests", "--disable-log-stats"): "--log-level warning",
     ("--no-webui",): "--no-page",
-    ("--chat-template-kwargs", "--default-chat-template-kwargs"): (
-        "each request has its own chat_template_kwargs"
-    ),
     (
         *("-s", "--seed", "--temp", "--temperature", "--top-k", "--top-p", "--min-p"),
         *("-n", "--predict", "--n-predict", "--max-tokens", "--repeat-penalty"),
@@ -95,4 +92,5 @@ FLAG_ALIASES: Mapping[str, tuple[str, ...]] = {
     "--temperature": ("--temp",),
     "--seed": ("-s",),
     "--json-schema": ("-j",),
+    "--thinking-token-budget": ("--reasoning-budget",),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.requests import Request
 from jinfer.engine.scheduling.block_manager import BlockTables
+from jinfer.engine.scheduling.thinking_budget import Thought
 
 
 @dataclass(eq=False)
@@ -34,6 +35,10 @@ class RunningSequence:
         trees: the draft trees that were verified for it, call by call.
         snapshots: prefix lengths after which its recurrent states are copied for other requests.
         admitted: when it first got a slot, in seconds of `time.perf_counter`.
+        limit: number of tokens that it may have before the host has to look at it; at most the
+            request's.
+        thought: how far its thought is, if that has a budget.
+        must: the only token that may come next; None: any.
     """
 
     request: Request
@@ -55,6 +60,20 @@ class RunningSequence:
     trees: list[DraftedStep] = field(default_factory=list)
     snapshots: set[int] = field(default_factory=set)
     admitted: float | None = None
+    limit: int = field(init=False)
+    thought: Thought | None = field(init=False)
+    must: int | None = None
+
+    def __post_init__(self) -> None:
+        thinking = self.request.thinking
+        self.limit = self.request.limit
+        self.thought = None if thinking is None else Thought(thinking)
+
+    def append(self, id: int) -> None:
+        """Adds a new token that the host has read, or forces."""
+        self.tokens.append(id)
+        if self.thought is not None:
+            self.thought.push(id)
 
     @property
     def priority_key(self) -> tuple[int, int]:
@@ -86,5 +105,10 @@ class RunningSequence:
 
     @property
     def remaining(self) -> int:
-        """New tokens that it may have beyond those in flight."""
+        """New tokens that it may have beyond those in flight, before the host has to look."""
+        return 0 if self.ended else self.limit - len(self.tokens) - self.in_flight
+
+    @property
+    def room(self) -> int:
+        """New tokens that its request allows beyond those in flight."""
         return 0 if self.ended else self.request.limit - len(self.tokens) - self.in_flight

@@ -38,6 +38,7 @@ class Position:
         drawn: number of new tokens.
         left: number of tokens that may follow.
         forces: whether tokens without an alternative are appended without sampling.
+        due: tokens that end a thought which is at its budget.
     """
 
     request: int
@@ -45,6 +46,7 @@ class Position:
     drawn: int
     left: int
     forces: bool
+    due: tuple[int, ...] = ()
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Turn:
         forced: ids of the forced tokens.
         mask: bitmask of the tokens that may come next; None if none does.
         ended: the answer is complete, or has failed.
+        gave_up: the grammar does not allow the tokens that end the thought.
         seconds: CPU time of the turn.
     """
 
@@ -63,6 +66,7 @@ class Turn:
     forced: list[int] = field(default_factory=list)
     mask: UInt[np.ndarray, " words"] | None = None
     ended: bool = False
+    gave_up: bool = False
     seconds: float = 0.0
 
 
@@ -82,7 +86,21 @@ def take_turn(
         if not turn.ended:
             _take(matcher, turn, token)
     recent = list(at.recent)
-    for id in matcher.forced()[: max(0, at.left)] if at.forces and not turn.ended else ():
+    due = () if turn.ended else at.due
+    if due and not _allows(matcher, due):
+        turn.gave_up, due = True, ()
+    if due and not at.forces:
+        turn.mask = np.zeros(words, np.uint32)
+        turn.mask[due[0] // 32] = 1 << due[0] % 32
+        return turn
+    for id in due[: max(0, at.left)]:
+        if turn.ended:
+            break
+        recent.append(id)
+        turn.forced.append(id)
+        _take(matcher, turn, Token(at.request, id))
+    left = max(0, at.left - len(due))
+    for id in matcher.forced()[:left] if at.forces and not turn.ended else ():
         if turn.ended or rules.forbids(id, recent, at.drawn + len(turn.forced)):
             break  # the mask shows whether any other token may come
         recent.append(id)
@@ -98,6 +116,16 @@ def take_turn(
             turn.events.append(Failed(at.request, error))
     turn.seconds = time.thread_time() - begun
     return turn
+
+
+def _allows(matcher: Matcher, tokens: Sequence[int]) -> bool:
+    state = matcher.fork()
+    try:
+        for id in tokens:
+            state.advance(id)
+    except ConstraintError:
+        return False
+    return True
 
 
 def _take(matcher: Matcher, turn: Turn, token: Token) -> None:

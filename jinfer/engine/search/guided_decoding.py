@@ -125,8 +125,9 @@ class Guides:
             request.id,
             tuple(sequence.tokens[-MAX_BAD_LENGTH:]),
             len(sequence.tokens) - len(request.prompt),
-            sequence.remaining,
+            sequence.room,
             request.sampling.logprobs is None,  # forced tokens have none
+            () if sequence.thought is None else tuple(sequence.thought.due),
         )
         sequence.waits_for_grammar, guide.mask = True, None
         guide.deadline = time.monotonic() + BUDGET
@@ -158,9 +159,15 @@ class Guides:
             turn = Turn([Failed(sequence.request.id, failed)], ended=True)
         guide.turn, guide.mask, guide.slow = None, turn.mask, turn.seconds > BUDGET
         sequence.waits_for_grammar, sequence.ended = False, turn.ended
-        sequence.tokens += turn.forced
+        if turn.gave_up and sequence.thought is not None:
+            sequence.thought.give_up()
+        for id in turn.forced:
+            sequence.append(id)
         if turn.forced and sequence.block_tables is not None and not turn.ended:
             engine.set_slot(sequence)
+        due = sequence.thought is not None and sequence.thought.due
+        if due and turn.forced and sequence.room and not turn.ended:  # they made a thought too long
+            self.advance(sequence, (), engine.programs.words)
         return turn.events
 
     def sample_pending(self, engine: EngineCore) -> list[Token | Failed]:

@@ -100,6 +100,24 @@ AnyTool = Annotated[
 ]
 
 
+class ThinkingOptions(base.RequestModel):
+    """Whether the model thinks before it answers, and how long (Anthropic)."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools", "auto"]
+    budget_tokens: int | None = Field(None, ge=-1, description="then the thought is ended")
+    display: Annotated[
+        Literal["summarized", "omitted"] | None, base.Ignored("thoughts are given as they are")
+    ] = None
+
+
+class ReasoningFields(base.RequestModel):
+    """The same in OpenRouter's words."""
+
+    effort: str | None = Field(None, description="as reasoning_effort")
+    max_tokens: int | None = Field(None, ge=-1, description="then the thought is ended")
+    enabled: bool | None = None
+
+
 class ChatTemplateFields(base.RequestModel):
     """The fields that a chat template renders into a prompt."""
 
@@ -111,7 +129,12 @@ class ChatTemplateFields(base.RequestModel):
     chat_template: str | None = Field(None, description="only where the operator allows it")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = Field(None, description="where the model's template reads it")
+    reasoning_effort: str | None = Field(
+        None, description="where the model's template reads it; none: the model does not think"
+    )
+    reasoning: ReasoningFields | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = Field(None, description="as in chat_template_kwargs")
 
 
 Store = Annotated[bool | None, base.Ignored("nothing is stored here", (False,))]

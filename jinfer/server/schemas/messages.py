@@ -144,18 +144,6 @@ class ToolChoice(base.RequestModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingOptions(base.RequestModel):
-    """Whether the model thinks before it answers."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int | None, base.Ignored("a thought ends where the model ends it")] = (
-        None
-    )
-    display: Annotated[
-        Literal["summarized", "omitted"] | None, base.Ignored("thoughts are given as they are")
-    ] = None
-
-
 class OutputFormat(base.RequestModel):
     """A JSON schema that the answer keeps to."""
 
@@ -187,7 +175,7 @@ class ConversationFields(base.RequestModel):
     system: str | list[TextBlock] | None = None
     tools: list[AnyClientTool] | None = Field(None, max_length=base.MAX_ITEMS)
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingOptions | None = None
+    thinking: chat.ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="an older output_config.format")
     chat_template_kwargs: dict[str, Any] | None = None

@@ -173,10 +173,9 @@ Include = Literal[
 ]
 
 
-class ReasoningOptions(base.RequestModel):
-    """Reasoning options."""
+class ReasoningOptions(chat.ReasoningFields):
+    """Reasoning options; OpenAI's, and those of OpenRouter."""
 
-    effort: str | None = None
     summary: _Summary = None
     generate_summary: _Summary = None
 

@@ -20,6 +20,7 @@ from jinfer.server.tool_parsers import (
 )
 from jinfer.server.tool_parsers.call_format import ToolCallFormat
 from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from jinfer.template.thinking_marks import thinking_marks
 from jinfer.tokenizer import Tokenizer
 
 PHI_TOOLS = "<|tool|>"
@@ -73,12 +74,9 @@ def reasoning_format(
         tokenizer: reasoning models have special tokens for the marks.
         chosen: `prompt.reasoning` of the specification.
     """
-    if chosen != "auto":
-        return next((one for one in REASONING_FORMATS if one.name == chosen), None)
-    for one in REASONING_FORMATS:
-        if one.end in template or tokenizer.id(one.end) is not None:
-            return one
-    return None
+    marks = thinking_marks(template, tokenizer, chosen)
+    # A format that reads its own thoughts has none here.
+    return next((one for one in REASONING_FORMATS if marks and one.name == marks.name), None)
 
 
 def special_token_ids(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
 from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.template.thinking_marks import THINKING_MARKS, ThinkingMarks
 
 # Where the prompt leaves the model: inside reasoning, after it, or free to begin it.
 ReasoningState = Literal["open", "closed", "free"]
 
 
 @dataclass(frozen=True)
-class ReasoningFormat:
-    """The reasoning syntax of a family of models.
-
-    Attributes:
-        name: the value of `prompt.reasoning` in a specification.
-        begin, end: the marks.
-    """
-
-    name: str
-    begin: str
-    end: str
+class ReasoningFormat(ThinkingMarks):
+    """The reasoning syntax of a family of models."""
 
     def state(self, prompt: str) -> ReasoningState:
         """The state after a prompt, or its last tokens."""
@@ -59,9 +51,4 @@ class ReasoningFormat:
         return f"{whole}?"
 
 
-REASONING_FORMATS = (
-    ReasoningFormat("think", "<think>", "</think>"),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-    ReasoningFormat("command", "<|START_THINKING|>", "<|END_THINKING|>"),
-    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
-)
+REASONING_FORMATS = tuple(ReasoningFormat(*astuple(marks)) for marks in THINKING_MARKS)

@@ -1,0 +1,93 @@
+"""Preparation of requests: the grammar's matcher and the thinking budget, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
+from jinfer.opening.open_model import Opened
+from jinfer.sampling.forbidden_tokens import ForbiddenTokens
+from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
+from jinfer.template.thinking_marks import opens_thought
+from jinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinfer.sampling.structured import Matcher
+
+
+def start_grammar(request: Request, tokenizer: Tokenizer) -> Matcher:
+    """The matcher of a constrained answer.
+
+    Raises:
+        RequestError: its strategy cannot keep it.
+        ConstraintError: an invalid grammar.
+    """
+    sampling = request.sampling
+    if sampling.strategy in ("beam", "contrastive"):
+        raise RequestError(f"a grammar cannot be kept with strategy={sampling.strategy!r}")
+    # Here: it is slow to import, and few requests need it.
+    from jinfer.sampling.structured import compile_constraint
+
+    given: dict[str, Any] = {name: getattr(sampling, name) for name in CONSTRAINTS}
+    at_start = bool(request.encoder)
+    return compile_constraint(tokenizer, **given, at_text_start=at_start).start()
+
+
+def thinking_limit(
+    opened: Opened, sampling: SamplingParams, prompt: Sequence[int]
+) -> ThinkingLimit | None:
+    """The thinking budget of a request; None without one.
+
+    Raises:
+        RequestError: the model has no marks of thoughts, or the strategy cannot keep a budget.
+    """
+    budget, marks, tokenizer = sampling.thinking_token_budget, opened.thinking, opened.tokenizer
+    if budget is None:
+        return None
+    if marks is None or tokenizer is None:
+        raise RequestError(
+            "thinking_token_budget: the model writes no marks of thoughts that are known; leave it "
+            "out, or set prompt.reasoning"
+        )
+    if sampling.strategy in ("beam", "contrastive"):
+        raise RequestError(
+            f"thinking_token_budget cannot be kept with strategy={sampling.strategy!r}"
+        )
+    return ThinkingLimit(
+        budget,
+        marks,
+        opens_thought(marks, prompt, tokenizer),
+        partial(_encode_on, tokenizer),
+        partial(tokenizer.decode, skip_special=False),
+        sampling.thinking_budget_message or "",
+    )
+
+
+def _encode_on(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that goes on with another, without the space that begins a text."""
+    whole = tokenizer.encode(text, special=False)
+    if not tokenizer.strip_space:
+        return whole
+    before = tokenizer.encode("\n", special=False)
+    both = tokenizer.encode(f"\n{text}", special=False)
+    return both[len(before) :] if both[: len(before)] == before else whole
+
+
+def check_thinking(request: Request, choice: SamplingRow, never: Iterable[int]) -> None:
+    """Raises `RequestError` if the request forbids what ends its thoughts."""
+    if request.thinking is None:
+        return
+    allowed = choice.mask if choice.masked else None
+    rules = ForbiddenTokens.of(request.sampling, choice.sampler, allowed, never)
+    ends = request.thinking.forced()
+    for place, id in enumerate(ends):
+        if rules.forbids(id, ends[:place], request.sampling.min_tokens):
+            names = rules.names([id], ends[:place], request.sampling.min_tokens)
+            raise RequestError(
+                f"{' and '.join(names) or 'the model'} forbids token {id}, which "
+                "thinking_token_budget forces at the end of a thought"
+            )

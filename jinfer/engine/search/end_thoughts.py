@@ -1,0 +1,45 @@
+"""Thinking budget, in the engine: thoughts that are at their budget get their end.
+
+Its tokens are appended like prompt tokens and computed together. Where log-probabilities are wanted
+they are sampled one by one, each as the only token that is allowed. A guided sequence's grammar has
+to take them too, so that its turn appends them (`jinfer.engine.search.grammar_turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.requests import Token
+from jinfer.engine.scheduling.sequence import RunningSequence
+
+
+def end_thoughts(engine: EngineCore, sequences: Iterable[RunningSequence]) -> list[Token]:
+    """Forces ends of thoughts, and lets sequences go on as far as their budgets allow.
+
+    Args:
+        sequences: those with a thinking budget.
+
+    Returns:
+        The forced tokens.
+    """
+    return [token for sequence in sequences for token in _look_at(engine, sequence)]
+
+
+def _look_at(engine: EngineCore, sequence: RunningSequence) -> list[Token]:
+    thought = sequence.thought
+    if thought is None or sequence.in_flight or sequence.waits_for_grammar or sequence.ended:
+        return []
+    forced: list[int] = []
+    samples = sequence.request.sampling.logprobs is not None
+    while thought.due and not samples and not sequence.guided and sequence.room:
+        forced.append(thought.due[0])
+        sequence.append(forced[-1])
+    must = thought.due[0] if thought.due and not sequence.guided else None
+    allowed = max(1, thought.allowed) if thought.allowed is not None else sequence.room
+    limit = len(sequence.tokens) + min(allowed, sequence.room)
+    changed = bool(forced) or (must, limit) != (sequence.must, sequence.limit)
+    sequence.must, sequence.limit = must, limit
+    if changed and sequence.block_tables is not None:
+        engine.set_slot(sequence)
+    return [Token(sequence.request.id, id) for id in forced]
