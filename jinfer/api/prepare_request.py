@@ -1,4 +1,4 @@
-"""Preparation of requests: the grammar's matcher and the thinking budget, checked."""
+"""Preparation of requests: grammar, logits processors and thinking budget, checked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jinfer.engine.engine import Engine
 from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
 from jinfer.opening.open_model import Opened
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
+from jinfer.sampling.logits_processors import LogitsProcessor, LogitsProcessors
 from jinfer.sampling.sampling_params import CONSTRAINTS, SamplingParams
 from jinfer.template.thinking_marks import opens_thought
 from jinfer.tokenizer import Tokenizer
@@ -35,6 +38,39 @@ def start_grammar(request: Request, tokenizer: Tokenizer) -> Matcher:
     given: dict[str, Any] = {name: getattr(sampling, name) for name in CONSTRAINTS}
     at_start = bool(request.encoder)
     return compile_constraint(tokenizer, **given, at_text_start=at_start).start()
+
+
+def sampling_row(
+    request: Request, opened: Opened, engine: Engine, known: LogitsProcessors
+) -> SamplingRow:
+    """A request's parameters as a row of the device state.
+
+    Args:
+        known: the logits processors that the model has.
+
+    Raises:
+        RequestError: a parameter that does not fit the model.
+    """
+    tokenizer = opened.tokenizer
+    encode = partial(tokenizer.encode, special=False) if tokenizer else None
+    vocab, own = opened.spec.dims["vocab"], _processors(request.sampling, engine, known)
+    try:
+        return SamplingRow.from_params(request.sampling, request.end_ids, vocab, encode, own)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def _processors(
+    sampling: SamplingParams, engine: Engine, known: LogitsProcessors
+) -> tuple[LogitsProcessor, ...]:
+    """The logits processors of a request; strategies and partitions may take none."""
+    if not sampling.logits_processors:
+        return ()
+    if sampling.strategy in ("beam", "contrastive"):
+        raise RequestError(f"logits_processors cannot be kept with strategy={sampling.strategy!r}")
+    if type(engine.programs) is not CompiledPrograms:
+        raise RequestError("logits_processors need a model on one device; leave out [partition]")
+    return known.resolve(sampling.logits_processors)
 
 
 def thinking_limit(

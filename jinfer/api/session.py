@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,12 @@ import numpy as np
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
-from jinfer.api.prepare_request import check_thinking, start_grammar, thinking_limit
+from jinfer.api.prepare_request import (
+    check_thinking,
+    sampling_row,
+    start_grammar,
+    thinking_limit,
+)
 from jinfer.api.prompt_inputs import (
     Ids,
     Params,
@@ -49,6 +53,7 @@ from jinfer.ops.gpu_backend import requested_backend
 from jinfer.ops.platforms import start
 from jinfer.ops.thread_limit import limit_threads
 from jinfer.progress import track
+from jinfer.sampling.logits_processors import LogitsProcessors
 from jinfer.sampling.param_keywords import is_parameter
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
@@ -79,6 +84,7 @@ class Session:
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
         family, stored_as: of the model, in a word each (`jinfer.opening.describe`).
+        processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
         closed: whether it was closed.
@@ -130,6 +136,8 @@ class Session:
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self.family, self.stored_as = family(opened), stored_as(opened)
         self._ids = count()
+        sizes = self.engine.programs.sizes
+        self.processors = LogitsProcessors(sizes.vocab, sizes.context)
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
         elif first is not None:
@@ -340,15 +348,10 @@ class Session:
         return requests
 
     def _prepared(self, request: Request, rank: int) -> PreparedRequest:
-        sampling, spec = request.sampling, self.opened.spec
-        tokenizer = self.opened.tokenizer
-        encode = partial(tokenizer.encode, special=False) if tokenizer else None
-        try:
-            choice = SamplingRow.from_params(sampling, request.end_ids, spec.dims["vocab"], encode)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        choice = sampling_row(request, self.opened, self.engine, self.processors)
         check_thinking(request, choice, self.engine.model.never)
-        matcher = start_grammar(request, self.tokenizer) if sampling.constrained else None
+        bound = request.sampling.constrained
+        matcher = start_grammar(request, self.tokenizer) if bound else None
         return PreparedRequest(request, choice, make_driver(request, rank), matcher)
 
     def _check_room(self, request: Request) -> None:

@@ -262,7 +262,11 @@ class Engine(EngineCore):
     def _launch_decode(self, plan: StepPlan) -> bool:
         """Launches a decoding call; not if its program still compiles and tokens can be read."""
         count = self.padded_rows(len(plan.decoding))
-        key = StepKey("decode", count, stages=self.samplers.stages(plan.decoding))
+        stages, own = (
+            self.samplers.stages(plan.decoding),
+            self.samplers.processors(plan.decoding),
+        )
+        key = StepKey("decode", count, stages=stages, processors=own)
         if self._in_flight and not self.programs.ready(key):
             return False
         rows = np.full(count, -1, np.int32)

@@ -13,6 +13,7 @@ from jinfer.engine.runner.device_state import SamplingRow, State
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.scheduling.sequence import RunningSequence
+from jinfer.sampling.logits_processors import LogitsProcessor, bits, union
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import SamplerState
 
@@ -46,6 +47,10 @@ class SamplerStates:
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return stage_sets()[0 if plain else -1]
 
+    def processors(self, sequences: Sequence[RunningSequence]) -> tuple[LogitsProcessor, ...]:
+        """The logits processors of a program for these sequences."""
+        return union(self.choices[sequence.request.id].processors for sequence in sequences)
+
     def row(
         self, sequence: RunningSequence, context: int, more: Sequence[int] = (), first: int = 0
     ) -> State:
@@ -69,6 +74,7 @@ class SamplerStates:
             self._progress_of(sequence, len(more)),
             mask[None],
             np.array([choice.masked or sequence.must is not None]),
+            np.array([bits(choice.processors)], np.int32),
         )
         return State(*parts)
 

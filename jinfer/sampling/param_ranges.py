@@ -24,6 +24,7 @@ MAX_BAD_LENGTH = 16  # tokens of each
 MAX_BREAKERS = 64  # ids that DRY's matches do not cross
 MAX_CANDIDATES = 64  # of FSD and contrastive search
 MAX_NGRAM = 8
+MAX_FUNCTIONS = 8  # logits processors of a request
 
 
 class OutsideError(ValueError):
@@ -240,6 +241,11 @@ def _pair(pair: Any) -> tuple[Any, Any]:
 _ID = count(0)
 
 
+def is_processor(value: Any) -> bool:
+    """Whether it is a function, or the name of one that a server's owner has given."""
+    return callable(value) or isinstance(value, str)
+
+
 def is_id(value: Any) -> bool:
     """Whether a value can be a token's id."""
     return _ID.holds(value)
@@ -280,4 +286,5 @@ TEXT = Instance((str,), "a text", empty=False)
 STOPS = Items(is_text, "texts, none empty", single=True)
 WORDS = Items(is_word, "texts, none empty", single=True)
 SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
+PROCESSORS = Items(is_processor, f"at most {MAX_FUNCTIONS} functions", most=MAX_FUNCTIONS)
 SCHEMA = Instance((str, Mapping, bool), "a schema")

@@ -11,7 +11,7 @@ no type checker derives keywords from a dataclass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -25,6 +25,8 @@ from jinfer.sampling.strategies import DEFAULTS, DETERMINISTIC, STRATEGIES, Stra
 
 # FSD and contrastive search weigh probabilities; at a temperature of 0 there would be but one.
 _COLDEST = 1e-3
+
+type Processor = Callable[..., Any] | str  # of (logits, tokens, lengths), or a server's name
 
 _choice = partial(param, group="Choice")
 _filter = partial(param, group="Filters", column=True, draws=True)
@@ -81,6 +83,8 @@ class SamplingParams:
         logit_bias: id -> what is added to its logit; -inf bans it.
         banned_token_ids, allowed_token_ids: never these; None or only these.
         bad_words, bad_words_ids: texts, or sequences of ids, that are not completed.
+        logits_processors: functions of your own, in JAX, that change the logits before all else;
+            `jinfer.sampling.logits_processors` says what they take.
         fsd_alpha, fsd_k, fsd_n, fsd_beta, fsd_pool: of FSD (arXiv 2305.12675): weight of the
             penalty, candidates, longest n-gram, smoothing, tokens that share the probability.
         random_fsd_tokens, random_fsd_probability: FSD after so many tokens, before so often.
@@ -166,6 +170,7 @@ class SamplingParams:
     bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]] = _words(
         (), r.ID_SEQUENCES, aliases="bad_words_token_ids"
     )
+    logits_processors: tuple[Processor, ...] | list[Processor] = _words((), r.PROCESSORS)
     fsd_alpha: float = _fsd(0.5, r.SHARE)
     fsd_k: int = _fsd(6, r.count(1, r.MAX_CANDIDATES))
     fsd_n: int = _fsd(3, r.count(1, r.MAX_NGRAM))
@@ -336,6 +341,7 @@ class SamplingKeywords(TypedDict, total=False):
     allowed_token_ids: tuple[int, ...] | list[int] | None
     bad_words: tuple[str, ...] | list[str]
     bad_words_ids: tuple[tuple[int, ...], ...] | list[list[int]]
+    logits_processors: tuple[Processor, ...] | list[Processor]
     fsd_alpha: float
     fsd_k: int
     fsd_n: int

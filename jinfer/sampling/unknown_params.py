@@ -12,8 +12,8 @@ LORA = (
     'generate(..., adapter="name") computes with one'
 )
 LOGITS = (
-    "no function of yours sees the logits; logit_bias, banned_token_ids, allowed_token_ids, "
-    f"bad_words and the samplers change them, and {_STRUCTURE}"
+    "logits_processors=[function] are functions of yours, in JAX; logit_bias, banned_token_ids, "
+    f"allowed_token_ids, bad_words and the samplers change logits too, and {_STRUCTURE}"
 )
 _STOPS = "stop and stop_token_ids end an answer, and leaving the loop over stream(...) does"
 _PIECES = "stream(...) gives the pieces of an answer"
@@ -21,7 +21,6 @@ _PIECES = "stream(...) gives the pieces of an answer"
 # Other engines' parameters that jinfer has not: what it has instead.
 ABSENT: Mapping[str, str] = {
     "logits_processor": LOGITS,
-    "logits_processors": LOGITS,
     "logits_warper": LOGITS,
     "stopping_criteria": _STOPS,
     "stop_function": _STOPS,

@@ -18,6 +18,7 @@ from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_api_keys
 from jinfer.server.flag_types import PREFIX, ServeFlag, count, port, seconds, size
+from jinfer.server.processor_flags import named_functions
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.thinking_flags import budget, template_variables
 
@@ -135,6 +136,11 @@ FLAGS: tuple[ServeFlag, ...] = (
         "the highest rank that they may have (engine.max_adapter_rank)",
         count,
     ),
+    ServeFlag(
+        ("--logits-processor",),
+        "NAME=MODULE:FUNCTION: a logits processor that requests may name",
+        list,
+    ),
     ServeFlag(("--runtime-adapters",), "requests may load and unload LoRA adapters", bool),
     ServeFlag(("--files-dir",), "a folder for files and batches (/v1/files, /v1/batches)"),
     ServeFlag(
@@ -251,7 +257,7 @@ def _value(flag: ServeFlag, text: str) -> Any:
 
 
 def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
-    """The server's settings. Raises `SourceError` if API keys cannot be read."""
+    """The server's settings. Raises `SourceError` for keys or functions that cannot be read."""
     keys = tuple(flags["api_key"])
     if flags["api_key_file"]:
         keys += read_api_keys(Path(flags["api_key_file"]))
@@ -279,6 +285,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         responses_bytes=flags["responses_bytes"],
         responses_seconds=flags["responses_seconds"],
         template_variables=flags["chat_template_kwargs"] or {},
+        logits_processors=named_functions(flags["logits_processor"]),
     )
 
 

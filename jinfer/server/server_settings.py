@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class ServerSettings:
         responses_bytes: bytes of them all.
         responses_seconds: age at which one is removed.
         template_variables: variables of chat templates, below those of requests.
+        logits_processors: functions that requests may name.
     """
 
     keys: tuple[str, ...] = ()
@@ -86,3 +87,4 @@ class ServerSettings:
     responses_bytes: int = 64 << 20
     responses_seconds: float = 30 * 86400.0
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    logits_processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

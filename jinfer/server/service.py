@@ -126,6 +126,7 @@ class RequestContext[B: BaseModel]:
         models, body = self.service.models, cast("Any", self.body)
         async with models.use(body.model) as hosted:
             self.note(model=hosted.name)
+            hosted.session.processors.by_name = self.service.settings.logits_processors
             # Requests with a grammar have a pool of their own, so that slow ones delay only each
             # other.
             grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -211,7 +211,8 @@ class SpeculativeDecoder:
         masked: bool = False,
     ) -> StepKey:
         chosen, stages = engine.sampled_rows(size, len(decoding)), engine.samplers.stages(decoding)
-        return StepKey("verify", size, chosen, places, stages=stages, masked=masked)
+        key = StepKey("verify", size, chosen, places, stages=stages, masked=masked)
+        return replace(key, processors=engine.samplers.processors(decoding))
 
     def _verify(
         self,

@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).parents[1] / "goldens" / "llama2"
         ({"draft": "ngram"}, "here it is speculation.draft"),
         ({"device": "cuda"}, "the environment variable JAX_PLATFORMS chooses"),
         ({"lora": "x"}, "LoRA adapters are loaded by adapters="),
-        ({"logits_processor": print}, "no function of yours sees the logits"),
+        ({"logits_processor": print}, "logits_processors=[function] are functions"),
         ({"temperature": 0.5}, "it is a parameter of requests"),
         ({"n_threads": 2}, "threads=... is the number of cores"),
     ],

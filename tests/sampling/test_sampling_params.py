@@ -241,7 +241,10 @@ def test_names_of_other_engines() -> None:
     [
         ("temprature", "there is no parameter 'temprature'; did you mean 'temperature'?"),
         ("max_new_tokens", "there is no parameter 'max_new_tokens'; here it is max_tokens: Sampli"),
-        ("logits_processor", "there is no parameter 'logits_processor': no function of yours sees"),
+        (
+            "logits_processor",
+            "there is no parameter 'logits_processor': logits_processors=[func",
+        ),
         ("lora_request", "there is no parameter 'lora_request': LoRA adapters are loaded by"),
         ("guided_json", "there is no parameter 'guided_json': json_schema, regex, choice or"),
     ],

@@ -1,12 +1,16 @@
 """The routes that are neither chat nor completions nor vectors."""
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from jinfer import SamplingParams
+from jinfer.opening.sources import SourceError
+from jinfer.server.processor_flags import named_functions
 from tests.server.running import Running
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -334,3 +338,43 @@ def test_inferflow_with_the_beginning_of_an_answer(smol: Running) -> None:
         "is_streaming_mode": False,
     }
     assert posted(smol, "/", **body)["text"] == " I assist you today?"
+
+
+def _even(logits: Any, tokens: Any, lengths: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.where(jnp.arange(logits.shape[1]) % 2 == 0, logits, -jnp.inf)
+
+
+def test_named_processors(smol: Running) -> None:
+    body = {"prompt": "Once", "n_predict": 6, "return_tokens": True, "logits_processors": ["even"]}
+    with smol.client() as http:
+        unknown = http.post("/completion", json=body)
+        assert unknown.status_code == 400
+        assert unknown.json()["error"]["param"] == "logits_processors"
+        settings = smol.service.settings
+        object.__setattr__(settings, "logits_processors", {"even": _even})
+        try:
+            answer = http.post("/completion", json=body).json()
+        finally:
+            object.__setattr__(settings, "logits_processors", {})
+    assert len(answer["tokens"]) == 6
+    assert not any(id % 2 for id in answer["tokens"])
+    assert answer["generation_settings"]["logits_processors"] == ["even"]
+
+
+def test_functions_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_processors.py").write_text("def same(a, b, c):\n    return a\nnumber = 5\n")
+    assert named_functions(["x=own_processors:same"])["x"](1, 2, 3) == 1
+    for text, says in (
+        ("own_processors:same", "write NAME=MODULE:FUNCTION"),
+        ("x=own_processors:other", "AttributeError"),
+        ("x=no_such_module:same", "ModuleNotFoundError"),
+        ("x=own_processors:number", "int is no function"),
+    ):
+        with pytest.raises(SourceError, match=says):
+            named_functions([text])
+    with pytest.raises(SourceError, match="there are two"):
+        named_functions(["x=own_processors:same"] * 2)

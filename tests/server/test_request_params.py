@@ -109,6 +109,7 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("reasoning_budget_tokens", 0, "thinking_token_budget", 0),
     ("thinking_budget_message", "a", "thinking_budget_message", "a"),
     ("reasoning_budget_message", "a", "thinking_budget_message", "a"),
+    ("logits_processors", ["a"], "logits_processors", ("a",)),
 ]
 
 

@@ -111,7 +111,7 @@ def _add(add: Callable[..., Any], *names: str, **how: Any) -> None:
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given."""
-    given = {name: getattr(options, name) for name in PARAMETERS}
+    given = {name: getattr(options, name, None) for name in PARAMETERS}
     changes = {name: value for name, value in given.items() if value is not None}
     if options.greedy:
         changes["strategy"] = "greedy"
@@ -130,6 +130,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     help = _described()
     _switch(add, "--greedy", "always the likeliest token")
     for name, parameter in PARAMETERS.items():
+        if parameter.range is ranges.PROCESSORS:
+            continue  # functions cannot be written in a shell
         names = ["-n", "--n"] if name == "n" else list(map(spelled, (name, *parameter.aliases)))
         text = help.get(name, "").replace("%", "%%")
         if name == "n":

@@ -116,8 +116,10 @@ class CompiledPrograms:
 
     def _compile(self, key: StepKey) -> Program:
         check_maps()
-        entry = "" if self.shelf is None else self._shelf_entry(key)
-        content = None if self.shelf is None else self.shelf.get(entry)
+        # Nothing tells a user's function from another one with its name, in the next process.
+        shelf = None if key.processors else self.shelf
+        entry = "" if shelf is None else self._shelf_entry(key)
+        content = None if shelf is None else shelf.get(entry)
         if content and (program := loaded(content)) is not None:
             trim()  # loading takes twice the memory of the program
             return program
@@ -125,11 +127,11 @@ class CompiledPrograms:
         with self._tracing:
             function, donated, arguments = self.step_function(key)
             lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-        if self.shelf is None or content == NOTHING:
+        if shelf is None or content == NOTHING:
             return reader(compiled(lowered))
         program = compiled_apart(lowered)
         # A stored program that failed to load is left to JAX's own cache from now on.
-        self.shelf.put(entry, NOTHING if content else dumped(program) or NOTHING)
+        shelf.put(entry, NOTHING if content else dumped(program) or NOTHING)
         return reader(program)
 
     def _shelf_entry(self, key: StepKey) -> str:

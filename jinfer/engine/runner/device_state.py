@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jinfer.sampling.logits_processors import LogitsProcessor
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
     SamplerState,
@@ -41,6 +42,7 @@ class State(NamedTuple):
         logprobs: whether log-probabilities are wanted.
         sampler, progress: sampling parameters, and the sampler's state.
         mask, masked: bitmask of the allowed tokens, and whether it applies.
+        processors: bit i: the logits processor of index i is wanted.
     """
 
     history: Int[Array, "rows context"]
@@ -54,6 +56,7 @@ class State(NamedTuple):
     progress: SamplerState
     mask: UInt[Array, "rows words"]
     masked: Bool[Array, " rows"]
+    processors: Int[Array, " rows"]
 
 
 def empty_state(slots: int, context: int, vocab: int) -> State:
@@ -77,6 +80,7 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
         progress=empty_sampler_state(rows),
         mask=zeros(np.uint32, mask_words(vocab)),
         masked=zeros(np.bool_),
+        processors=zeros(np.int32),
     )
 
 
@@ -89,6 +93,7 @@ class SamplingRow:
         logprobs: whether log-probabilities are wanted.
         mask, masked: bitmask of the allowed tokens, and whether it applies.
         plain: whether the common sampling stages are enough.
+        processors: logits processors.
     """
 
     sampler: SamplingMetadata
@@ -97,6 +102,7 @@ class SamplingRow:
     mask: UInt[np.ndarray, " words"]
     masked: bool
     plain: bool
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @classmethod
     def from_params(
@@ -105,6 +111,7 @@ class SamplingRow:
         end_ids: Iterable[int],
         vocab: int,
         encode: Callable[[str], Sequence[int]] | None,
+        processors: tuple[LogitsProcessor, ...] = (),
     ) -> SamplingRow:
         """From a request's parameters.
 
@@ -112,6 +119,7 @@ class SamplingRow:
             end_ids: the model's end-of-sequence tokens.
             vocab: size of the vocabulary.
             encode: token ids of a text, without special tokens; None without a tokenizer.
+            processors: logits processors.
 
         Raises:
             ValueError: a parameter that does not fit the model.
@@ -124,6 +132,7 @@ class SamplingRow:
             np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
             mask is not None,
             is_plain(params),
+            processors,
         )
 
 

@@ -24,14 +24,17 @@ from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.fusion.weight_pointers import used_arrays
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
+from jinfer.sampling.logits_processors import LogitsProcessor, process
 from jinfer.sampling.logprobs import log_probabilities
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler import ends_sequence, sample
+from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
 type Leaves = tuple[Array, ...]
+type Stage = str | LogitsProcessor
 
 
 def logits(
@@ -65,7 +68,7 @@ def logits(
 
 def sample_logits(
     model: AbstractModel,
-    stages: Sequence[str],
+    stages: Sequence[Stage],
     state: State,
     logits: Float[Array, "chosen vocab"],
     rows: Int[Array, " chosen"],
@@ -75,7 +78,7 @@ def sample_logits(
     """Samples the next tokens of some sequences.
 
     Args:
-        stages: sampling stages that these sequences may need.
+        stages: sampling stages that these sequences may need, and their logits processors.
         logits, rows: as `logits` returns them.
         mask: grammar bitmask: bit i % 32 of word i // 32 allows token i.
         masked: whether `mask` applies.
@@ -92,7 +95,7 @@ def sample_logits(
 
 def decode(
     model: AbstractModel,
-    stages: Sequence[str],
+    stages: Sequence[Stage],
     leaves: Leaves,
     cache: Cache,
     state: State,
@@ -104,7 +107,7 @@ def decode(
     """Decodes several steps, until all sequences have ended or the host interrupts.
 
     Args:
-        stages: sampling stages that these sequences may need.
+        stages: sampling stages that these sequences may need, and their logits processors.
         rows: slots of the sequences; -1: none.
         tables: block tables by slot.
         steps: tokens of each sequence, at most `MAX_STEPS`.
@@ -208,11 +211,15 @@ def reread_weights(
 
 
 def sample_next(
-    model: AbstractModel, stages: Sequence[str], state: State, logits: Array, rows: Array
+    model: AbstractModel, stages: Sequence[Stage], state: State, logits: Array, rows: Array
 ) -> tuple[State, SamplerOutput]:
     """Samples a token for each of these state rows except the padding row, and appends it."""
+    never = mask_never_sampled(logits, model)
+    if processors := [one for one in stages if isinstance(one, LogitsProcessor)]:
+        past = History(state.history, rows, state.lengths[rows], state.prompts[rows])
+        never = process(never.astype(jnp.float32), processors, state.processors[rows], past)
     tokens, progress = sample(
-        mask_never_sampled(logits, model),
+        never,
         state.sampler,
         state.progress,
         state.history,
@@ -221,7 +228,7 @@ def sample_next(
         state.prompts,
         mask=state.mask,
         masked=state.masked,
-        stages=stages,
+        stages=[one for one in stages if isinstance(one, str)],
     )
     logprob, ids, top = log_probabilities(logits, tokens, state.logprobs[rows])
     there = rows < state.lengths.shape[0] - 1

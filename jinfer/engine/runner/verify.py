@@ -26,7 +26,7 @@ from jax import Array, lax
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, or_padding_row
 from jinfer.engine.runner.sampler_output import SamplerOutput
-from jinfer.engine.runner.steps import Leaves, empty_output, sample_next
+from jinfer.engine.runner.steps import Leaves, Stage, empty_output, sample_next
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
 from jinfer.ops.attention.kv_cache import Cache
@@ -61,7 +61,7 @@ class Nodes(NamedTuple):
 
 def verify(
     model: AbstractModel,
-    stages: Sequence[str],
+    stages: Sequence[Stage],
     leaves: Leaves,
     cache: Cache,
     state: State,
@@ -72,7 +72,7 @@ def verify(
     """Computes trees, and samples from their roots on as long as the sampled tokens are in them.
 
     Args:
-        stages: sampling stages that these sequences may need.
+        stages: as of `steps.decode`.
         nodes: the trees.
         tables: block tables by row of the nodes.
         mask: grammar bitmask after each node: bit i % 32 of word i // 32 allows token i; None: all.
@@ -119,7 +119,7 @@ def tree_flat_batch(state: State, nodes: Nodes, tables: Tables) -> FlatBatch:
 
 def sample_along_trees(
     model: AbstractModel,
-    stages: Sequence[str],
+    stages: Sequence[Stage],
     state: State,
     nodes: Nodes,
     logits: Float[Array, "nodes vocab"],

@@ -87,6 +87,9 @@ class SamplingFields(_TableFields):
     json_schema: dict[str, Any] | bool | None = None
     grammar: str | None = Field(None, description="Lark, or llama.cpp's GBNF")
     n_predict: int | None = Field(None, description="-1: up to the context's end")
+    logits_processors: list[str] | None = Field(
+        None, description="by the names that the server's owner gave them"
+    )
     speculation: bool | None = Field(None, description="false: no tokens are drafted")
     n: int | None = None
     best_of: int | None = None

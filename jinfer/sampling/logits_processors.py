@@ -1,0 +1,152 @@
+"""Logits processors: a user's own functions of the logits, compiled into the steps that need them.
+
+A function takes the logits of some rows, float32 [rows, vocab]; the tokens of each row's sequence,
+int32 [rows, length], the prompt first, and -1 where the sequence has ended; and how many tokens
+each has, int32 [rows]. It gives the new logits. It is traced once for each size of a batch, so it
+has to be pure: the same arguments give the same result, and a row's result depends on that row
+alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
+from jinfer.sampling.request_errors import RequestError
+from jinfer.sampling.token_history import History
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+MAX_PROCESSORS = 31  # functions that a model may be given; each has a bit of an int32
+_ROWS = 2  # of the arguments that a function is tried with
+
+type ProcessorFunction = Callable[[Array, Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class LogitsProcessor:
+    """A function that a model was given.
+
+    Attributes:
+        index: its bit in `State.processors`.
+        function: of logits, tokens and lengths.
+    """
+
+    index: int
+    function: ProcessorFunction
+
+
+@dataclass
+class LogitsProcessors:
+    """The functions that a model was given, in the order in which they came.
+
+    Attributes:
+        vocab, context: sizes of a row of logits, and of a sequence.
+        by_name: functions that requests may name.
+    """
+
+    vocab: int
+    context: int
+    by_name: Mapping[str, ProcessorFunction] = field(default_factory=dict)
+    _known: dict[ProcessorFunction, LogitsProcessor] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def resolve(self, asked: Iterable[ProcessorFunction | str]) -> tuple[LogitsProcessor, ...]:
+        """The processors of a request.
+
+        Raises:
+            RequestError: a name that is not known, a function that cannot be compiled, or one more
+                than there may be.
+        """
+        functions = [self._named(one) if isinstance(one, str) else one for one in asked]
+        return tuple(dict.fromkeys(map(self._processor, functions)))
+
+    def _named(self, name: str) -> ProcessorFunction:
+        if name not in self.by_name:
+            hint = nearest_hint(name, self.by_name) if self.by_name else "no function has a name"
+            raise RequestError(f"logits_processors: there is no {show_value(name)}; {hint}")
+        return self.by_name[name]
+
+    def _processor(self, function: ProcessorFunction) -> LogitsProcessor:
+        with self._lock:
+            if (known := self._known.get(function)) is not None:
+                return known
+            if len(self._known) == MAX_PROCESSORS:
+                raise RequestError(
+                    f"logits_processors: a model takes {MAX_PROCESSORS} functions, and each new "
+                    "one is compiled; give the same function again, not a copy of it"
+                )
+            self._check(function)
+            made = LogitsProcessor(len(self._known), function)
+            self._known[function] = made
+            return made
+
+    def _check(self, function: ProcessorFunction) -> None:
+        name = function_name(function)
+        of = jax.ShapeDtypeStruct
+        logits = of((_ROWS, self.vocab), jnp.float32)
+        tokens, lengths = of((_ROWS, self.context), jnp.int32), of((_ROWS,), jnp.int32)
+        try:
+            result = jax.eval_shape(function, logits, tokens, lengths)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise RequestError(
+                f"logits_processors: {name} is no JAX function of (logits, tokens, lengths): "
+                f"{reason}"
+            ) from error
+        shape = getattr(result, "shape", None)
+        if shape != logits.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+            what = type(result).__name__ if shape is None else f"{result.dtype}{list(shape)}"
+            raise RequestError(
+                f"logits_processors: {name} gives {what} for float32{list(logits.shape)}; it has "
+                "to give logits of the same shape"
+            )
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """A name of a function for errors."""
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+def bits(processors: Iterable[LogitsProcessor]) -> int:
+    """A row's `State.processors`."""
+    return sum(1 << one.index for one in processors)
+
+
+def union(rows: Iterable[Sequence[LogitsProcessor]]) -> tuple[LogitsProcessor, ...]:
+    """The processors of a program for some requests, each once."""
+    every = {one for row in rows for one in row}
+    return tuple(sorted(every, key=lambda one: one.index))
+
+
+def process(
+    logits: Float[Array, "rows vocab"],
+    processors: Sequence[LogitsProcessor],
+    wanted: Int[Array, " rows"],
+    history: History,
+) -> Float[Array, "rows vocab"]:
+    """The logits of each row after its processors, in the order in which the model got them.
+
+    What was forbidden before stays forbidden; NaN is -inf.
+
+    Args:
+        processors: those of the program.
+        wanted: a bit for each processor of a row.
+    """
+    rows, length = logits.shape[0], history.tokens.shape[1]
+    every = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    tokens = history.at(every)
+    forbidden = jnp.isneginf(logits)
+    for one in processors:
+        new = one.function(logits, tokens, history.lengths).astype(jnp.float32)
+        new = jnp.where(forbidden | jnp.isnan(new), -jnp.inf, new)
+        logits = jnp.where(((wanted >> one.index) & 1)[:, None] > 0, new, logits)
+    return logits
