@@ -11,7 +11,7 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server import usage
-from jinfer.server.field_checks import check_stream, reject_fields
+from jinfer.server.field_checks import check_stream, ignore_verbose, reject_fields
 from jinfer.server.http_errors import as_api_error, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.ignored_fields import Ignore
@@ -42,6 +42,7 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
     """Handles a chat completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
+    ignore_verbose(body, body.stream, call.ignore)
     reject_fields(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported_field("they are not streamed", "prompt_logprobs")
@@ -172,7 +173,22 @@ class _ChatAnswer(OpenAIAnswer):
         """The response body with all choices."""
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         more = {"prompt_token_ids": self.job.ids} if self.job.sampling.token_ids else {}
+        more |= self._prompt_text() | self.verbose(0, self.job, answers[0])
         return self.body(choices, answers[0].usage) | more
+
+    def _prompt_text(self) -> dict[str, Any]:
+        """What the model reads, if requested."""
+        if not self.call.body.return_prompt_text:
+            return {}
+        tokenizer = self.hosted.session.tokenizer
+        return {"prompt_text": tokenizer.decode(self.job.ids, skip_special=False)}
+
+    @property
+    def _shows_thoughts(self) -> bool:
+        """Whether thoughts are part of the answer."""
+        body = self.call.body
+        hidden = body.reasoning is not None and body.reasoning.exclude
+        return body.include_reasoning is not False and not hidden
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         reading = ParsedAnswer(self.job.parsing.parser())
@@ -183,7 +199,7 @@ class _ChatAnswer(OpenAIAnswer):
             "content": reading.content or (None if reading.calls else ""),
             "refusal": None,
         }
-        if reading.reasoning:
+        if reading.reasoning and self._shows_thoughts:
             message["reasoning_content"] = reading.reasoning
         if reading.calls:
             message["tool_calls"] = [_call(one, complete=True) for one in reading.calls.values()]
@@ -217,6 +233,7 @@ class _ChatAnswer(OpenAIAnswer):
             result.append(self.chunk(index, {"delta": {"role": "assistant", "content": ""}}))
             if sampling.token_ids:
                 result[-1]["prompt_token_ids"] = self.job.ids
+            result[-1] |= self._prompt_text()
         self.run.mark_shown(index, piece)
         deltas = [reading.push(piece.text)] if piece.text else []
         reason = None
@@ -225,7 +242,7 @@ class _ChatAnswer(OpenAIAnswer):
             reason = self._reason(reading, piece.finish_reason)
         delta: dict[str, Any] = {}
         for one in deltas:
-            for name, value in _delta(one).items():
+            for name, value in _delta(one, thoughts=self._shows_thoughts).items():
                 delta[name] = delta[name] + value if name in delta else value
         more: dict[str, Any] = {}
         if body.logprobs:
@@ -286,11 +303,11 @@ def _call(one: ToolCallDelta, *, complete: bool = False) -> dict[str, Any]:
     return {**({} if complete else {"index": one.index}), **head, "function": function}
 
 
-def _delta(delta: OutputDelta) -> dict[str, Any]:
+def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if delta.content:
         result["content"] = delta.content
-    if delta.reasoning:
+    if delta.reasoning and thoughts:
         result["reasoning_content"] = delta.reasoning
     calls = [_call(one) for one in delta.calls if one.name is not None or one.arguments]
     if calls:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import usage
-from jinfer.server.field_checks import check_stream, reject_fields
+from jinfer.server.field_checks import check_stream, ignore_verbose, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.infill import fim_options, infill_ids
@@ -30,6 +30,7 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
     """Handles a completion request."""
     body = call.body
     check_stream(body, body.stream, body.stream_options)
+    ignore_verbose(body, body.stream, call.ignore)
     reject_fields(body, n_probs="log-probabilities are given with logprobs")
     if body.suffix and body.echo:
         raise unsupported_field(
@@ -113,7 +114,8 @@ class _TextAnswers(OpenAIAnswer):
         """The response body with all choices."""
         answers = [(i, answer) for i, group in enumerate(groups) for answer in group]
         choices = [self._choice(number, *answer) for number, answer in enumerate(answers)]
-        return self.body(choices, groups[0][0].usage)
+        more = self.verbose(0, self.jobs[0], groups[0][0])
+        return self.body(choices, groups[0][0].usage) | more
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
         body, job = self.call.body, self.jobs[prompt]

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from jinfer.server.http_errors import invalid_request, unsupported_field
+from jinfer.server.ignored_fields import Ignore
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.schemas.schema_base import StreamOptions
+
+
+def ignore_verbose(body: SamplingFields, stream: bool | None, ignore: Ignore) -> None:
+    """Reports `verbose` where it changes nothing."""
+    if body.verbose and stream:
+        ignore("verbose", "only whole answers are given in llama.cpp's format, too")
 
 
 def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptions | None) -> None:
@@ -28,6 +35,7 @@ TOKEN_FIELDS = {
     "return_token_ids": "no ids are given here",
     "timings_per_token": "no timings are given here",
     "return_progress": "nothing is told of the prompt here",
+    "verbose": "the answer is given in one format here",
 }
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jinfer.api.session import Session
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server import usage
 from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
+from jinfer.server.native_answer import set_parameters, statistics
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
@@ -67,10 +67,7 @@ def prepare_llama(
     param: str = "prompt",
 ) -> list[PromptRequests]:
     """The engine requests of prompts. Raises `ApiError`."""
-    body, timeout = call.body, call.service.settings.timeout
-    if body.t_max_predict_ms:
-        own = body.t_max_predict_ms / 1000
-        timeout = own if timeout is None else min(own, timeout)
+    timeout = call.service.settings.timeout
     return [prepare_prompt(session, ids, sampling, param=param, timeout=timeout) for ids in prompts]
 
 
@@ -100,37 +97,11 @@ class _LlamaAnswers:
             "index": index,
             "content": answer.text,
             "tokens": answer.token_ids if self.call.body.return_tokens else [],
-            **self._last(prompt, answer),
+            **statistics(self.hosted, self.run.jobs[prompt], answer),
         }
         if self.call.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(answer.logprobs or ())
         return self._selected(shown)
-
-    def _last(self, prompt: int, answer: Completion) -> dict[str, Any]:
-        job, used, tokenizer = self.run.jobs[prompt], answer.usage, self.hosted.llm.tokenizer
-        text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
-        kind, word = self._stopped(answer)
-        return {
-            "id_slot": -1,
-            "stop": True,
-            "model": self.hosted.name,
-            "tokens_predicted": len(answer.token_ids),
-            "tokens_evaluated": used.prompt_tokens,
-            "tokens_cached": used.cached_tokens,
-            "generation_settings": generation_settings(job),
-            "prompt": text,
-            "has_new_line": "\n" in answer.text,
-            "truncated": False,
-            "stop_type": kind,
-            "stopping_word": word,
-            "timings": usage.llamacpp_timings(used),
-        }
-
-    def _stopped(self, answer: Completion) -> tuple[str, str]:
-        """The stop type of an answer, and the stop text that it ended with."""
-        if answer.finish_reason == "length":
-            return "limit", ""
-        return "word" if answer.stop_string else "eos", answer.stop_string
 
     def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Only the requested response fields."""
@@ -224,23 +195,6 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
     return sse_event({name: said.get(name, value) for name, value in whole.items()})
 
 
-def generation_settings(job: PromptRequests) -> dict[str, Any]:
-    """The generation settings of a request, under llama.cpp's names and jinfer's."""
-    params = job.sampling.params
-    return {
-        **_set(params),
-        "n_predict": params.max_tokens or -1,
-        "n_probs": params.logprobs or 0,
-        "repeat_penalty": params.repetition_penalty,
-        "repeat_last_n": params.penalty_last_n,
-    }
-
-
-def _set(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that have a value."""
-    return {name: value for name, value in asdict(params).items() if value not in (None, ())}
-
-
 async def props(call: RequestContext[Any]) -> HttpResponse:
     """Properties of a model, as llama.cpp's /props."""
     async with call.service.models.use(call.request.query_params.get("model")) as hosted:
@@ -251,7 +205,7 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
             bos = tokenizer.bos_id
             names["bos_token"] = "" if bos is None else tokenizer.token(bos)
             names["eos_token"] = "".join(tokenizer.token(id) for id in tokenizer.eos_ids[:1])
-        defaults = _set(session.params()) if opened.spec.generates else {}
+        defaults = set_parameters(session.params()) if opened.spec.generates else {}
         conversation = opened.conversation
         return HttpResponse(
             {

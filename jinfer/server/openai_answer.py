@@ -10,11 +10,12 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from jinfer.engine.output.generation import Chunk, Usage
+from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.server import usage
 from jinfer.server.http_responses import SSE_DONE, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
-from jinfer.server.request_runner import RequestRunner
+from jinfer.server.native_answer import native_answer
+from jinfer.server.request_runner import PromptRequests, RequestRunner
 from jinfer.server.service import Prepare, RequestContext
 
 
@@ -49,6 +50,12 @@ class OpenAIAnswer(ABC):
     def body(self, choices: list[dict[str, Any]], first: Usage) -> dict[str, Any]:
         """The whole response; `first` is the usage of the first answer."""
         return self._frame(self.kind, choices) | self._totals(first)
+
+    def verbose(self, index: int, job: PromptRequests, answer: Completion) -> dict[str, Any]:
+        """The answer in llama.cpp's own format, if requested."""
+        if not self.call.body.verbose:
+            return {}
+        return {"__verbose": native_answer(self.hosted, job, answer, index)}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created}

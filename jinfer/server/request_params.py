@@ -20,6 +20,7 @@ from jinfer.sampling.sampling_params import (
 from jinfer.server.adapter_choice import adapter_of
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.schemas.parameter_groups import parameter_of
+from jinfer.server.schemas.peer_fields import PeerFields
 from jinfer.server.schemas.sampling_fields import (
     ResponseFormat,
     SamplingFields,
@@ -30,9 +31,10 @@ from jinfer.server.schemas.schema_base import whole_number
 # Fields that are no sampling parameters.
 _ELSEWHERE = frozenset(
     {
-        *("truncate_prompt_tokens", "prompt_logprobs", "priority", "return_token_ids"),
-        *("cache_prompt", "timings_per_token", "return_progress", "id_slot", "verbose", "logprobs"),
-        "lora",
+        *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
+        *("return_token_ids", "cache_prompt", "timings_per_token", "return_progress", "verbose"),
+        *("logprobs", "lora", "t_max_predict_ms"),
+        *PeerFields.model_fields,
     }
 )
 
@@ -65,7 +67,9 @@ class RequestOptions:
     Attributes:
         params: its sampling parameters.
         nothing: `max_tokens` is 0: only the prompt is computed.
-        truncate: the last tokens of the prompt that are kept; -1: as many as fit.
+        truncate: tokens of the prompt that are kept; -1: as many as fit.
+        first: whether those are the first ones, rather than the last.
+        seconds: that the answer may take; None: as long as the server allows.
         priority: lower ones go first.
         reuse: whether the prefix cache may be used.
         token_ids: whether the answer has ids beside its text.
@@ -77,6 +81,8 @@ class RequestOptions:
     params: SamplingParams
     nothing: bool = False
     truncate: int | None = None
+    first: bool = False
+    seconds: float | None = None
     priority: int = 0
     reuse: bool = True
     token_ids: bool = False
@@ -119,6 +125,7 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "n_probs": lambda value: {"logprobs": value} if value else {},
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
+    "n_cmpl": lambda value: {"n": value},
     "use_beam_search": lambda value: {"strategy": "beam"} if value else {},
 }
 
@@ -168,6 +175,8 @@ def request_options(
         params,
         nothing,
         body.truncate_prompt_tokens,
+        body.truncation_side == "right",
+        (body.t_max_predict_ms or 0) / 1000 or None,
         body.priority or 0,
         body.cache_prompt is not False,
         bool(body.return_token_ids),

@@ -64,7 +64,8 @@ def prepare_prompt(
     Raises:
         ApiError: the request cannot be run.
     """
-    ids = truncate_prompt(ids, asked.truncate, session.opened.context - 1)
+    ids = truncate_prompt(ids, asked.truncate, session.opened.context - 1, first=asked.first)
+    limits = [one for one in (timeout, asked.seconds) if one is not None]
     context = session.opened.context
     if len(ids) >= context:
         # A prompt that fills the context leaves no room for an answer.
@@ -73,7 +74,7 @@ def prepare_prompt(
     if not ids and not session.engine.model.has_cross_attention:
         raise invalid_request("the prompt is empty; give at least one token", param)
     try:
-        options: dict[str, Any] = {"priority": asked.priority, "timeout": timeout}
+        options: dict[str, Any] = {"priority": asked.priority, "timeout": min(limits, default=None)}
         prepared = session.prepare(ids, asked.params, adapter=asked.adapter, **options)
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
@@ -89,13 +90,16 @@ def _field(error: Exception, asked: RequestOptions) -> str | None:
     return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
 
 
-def truncate_prompt(ids: list[int], limit: int | None, fits: int) -> list[int]:
-    """Truncates a prompt to its last tokens, if requested. Raises `ApiError`."""
+def truncate_prompt(
+    ids: list[int], limit: int | None, fits: int, *, first: bool = False
+) -> list[int]:
+    """Truncates a prompt to its last or first tokens, if requested. Raises `ApiError`."""
     if limit is None:
         return ids
     if limit < -1 or limit == 0:
         raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
-    return ids[-(fits if limit == -1 else limit) :]
+    count = fits if limit == -1 else limit
+    return ids[:count] if first else ids[-count:]
 
 
 @dataclass

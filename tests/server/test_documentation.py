@@ -8,6 +8,7 @@ import pytest
 from jinfer.server.endpoint import EmptyBody
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from tests.server import peer_tables
 from tests.server.running import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -52,6 +53,12 @@ def test_every_field(endpoint: object) -> None:
         assert common == set(SamplingFields.model_fields)
         fields -= common
     assert fields <= own, fields - own
+
+
+def test_fields_of_other_services() -> None:
+    """`python -m tests.server.peer_tables` writes the table anew."""
+    assert peer_tables.page(PAGE) == PAGE
+    assert len(list(peer_tables.rows())) > 20
 
 
 def test_every_test_that_is_named() -> None:

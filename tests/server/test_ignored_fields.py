@@ -1,12 +1,19 @@
 """What a request asks that changes nothing is said in a header and in the log, or refused."""
 
+import json
 import logging
 import time
 from typing import Any
 
 import pytest
 
-from jinfer.server.ignored_fields import HEADER, MAX_NAMED
+from jinfer.server.http_errors import ApiError
+from jinfer.server.ignored_fields import HEADER, MAX_NAMED, ignored_fields
+from jinfer.server.request_body import validated
+from jinfer.server.schemas.chat import ChatRequest
+from jinfer.server.schemas.completions import CompletionRequest
+from jinfer.server.schemas.peer_fields import PeerFields
+from tests.server import peer_tables
 from tests.server.running import Running
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -31,7 +38,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
     (CHAT, {"id_slot": 0}, "id_slot"),
-    (CHAT, {"verbose": True}, "verbose"),
+    (CHAT, {"verbose": True, "stream": True}, "verbose"),
     (CHAT, {"model": "gpt-3.5-turbo"}, "model"),
     (CHAT, {"model": ""}, "model"),
     (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include.0"),
@@ -81,6 +88,58 @@ def test_the_same_where_the_service_is_strict(
     assert error["param"] == name
     assert answer.status_code == (404 if name == "model" else 400)
     assert error["code"] == ("model_not_found" if name == "model" else "not_supported")
+
+
+OTHERS = [*PeerFields.model_fields, "moderation", "prompt_cache_options", "parse_tool_calls"]
+CHANGE = json.loads("""{
+    "backend_sampling": false, "parse_tool_calls": false, "spaces_between_special_tokens": false,
+    "return_token_offsets": true, "grammar_lazy": true, "watermarking": true, "echo": true,
+    "add_special_tokens": true, "request_id": "a", "session_id": "a", "cache_salt": "a",
+    "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": 1}, "moderation": {"a": 1},
+    "prompt_cache_options": {"a": 1}, "grammar_triggers": ["a"], "preserved_tokens": ["a"],
+    "functions": [{}], "function_call": {}, "reasoning_format": "none"
+}""")
+DEFAULTS = json.loads("""{
+    "id_slot": -1, "n_cache_reuse": 0, "n_keep": -1, "adaptive_target": -1, "echo": false,
+    "grammar_triggers": [], "reasoning_format": "auto", "functions": [], "cache_salt": null,
+    "watermarking": false, "function_call": "none", "stream_interval": 1, "min_keep": 0
+}""")
+
+
+def test_fields_of_others() -> None:
+    """Those of llama.cpp and vLLM that change nothing are told, others refused, by their names."""
+    refused = ["echo", "add_special_tokens", "reasoning_format", "functions", "function_call"]
+    for name in [*OTHERS, *refused]:
+        if name == "return_mm_kwargs":  # whether true or false
+            continue
+        body = BODIES[CHAT] | {name: CHANGE.get(name, 5)}
+        what = peer_tables.done(CHAT, name)
+        if what.startswith("told"):
+            assert [one for one, _ in ignored_fields(validated(body, ChatRequest))] == [name]
+            continue
+        assert what.startswith("refused"), name
+        with pytest.raises(ApiError) as found:
+            validated(body, ChatRequest)
+        assert found.value.param == name
+    for name, value in DEFAULTS.items():
+        assert not list(ignored_fields(validated(BODIES[CHAT] | {name: value}, ChatRequest)))
+    with pytest.raises(ApiError, match="prompts are texts or token ids"):
+        validated({"prompt": "a", "prompt_embeds": "b"}, CompletionRequest)
+
+
+def test_verbose(smol: Running) -> None:
+    more = {"verbose": True, "return_prompt_text": True}
+    with smol.client() as http:
+        answer = http.post(CHAT, json=BODIES[CHAT] | more).json()
+        native = answer["__verbose"]
+        assert native["content"] == answer["choices"][0]["message"]["content"]
+        assert native["prompt"] == answer["prompt_text"]
+        assert "Hello" in native["prompt"]
+        assert native["generation_settings"]["n_predict"] == 1
+        text = http.post("/v1/completions", json=BODIES["/v1/completions"] | {"verbose": True})
+        assert text.json()["__verbose"]["prompt"] == "a"
+        pieces = http.post(CHAT, json=BODIES[CHAT] | {"return_prompt_text": True, "stream": True})
+        assert json.loads(pieces.text.split("\n")[0][6:])["prompt_text"] == native["prompt"]
 
 
 def test_what_is_told_is_bounded(smol: Running) -> None:

@@ -9,6 +9,7 @@ from jinfer.api.session import Session
 from jinfer.server import request_params
 from jinfer.server.http_errors import ApiError
 from jinfer.server.request_params import CHAT, COMPLETIONS, INFERFLOW, LLAMA_CPP, request_options
+from jinfer.server.request_runner import truncate_prompt
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 
@@ -110,6 +111,7 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("thinking_budget_message", "a", "thinking_budget_message", "a"),
     ("reasoning_budget_message", "a", "thinking_budget_message", "a"),
     ("logits_processors", ["a"], "logits_processors", ("a",)),
+    ("n_cmpl", 5, "n", 5),
 ]
 
 
@@ -145,11 +147,16 @@ def test_fields_that_are_no_parameters() -> None:
             timings_per_token=True,
             return_progress=True,
             max_tokens=0,
+            truncation_side="right",
+            t_max_predict_ms=500,
         ),
         session(),
         CHAT,
     )
     assert (how.truncate, how.priority, how.reuse) == (5, -1, False)
+    assert (how.first, how.seconds) == (True, 0.5)
+    assert truncate_prompt([1, 2, 3], 2, 9, first=True) == [1, 2]
+    assert truncate_prompt([1, 2, 3], 2, 9) == [2, 3]
     assert how.token_ids
     assert how.timings
     assert how.progress

@@ -345,6 +345,21 @@ def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
     assert wrong.value.param == "reasoning.max_tokens"
 
 
+def test_thoughts_that_are_left_out(client: openai.OpenAI) -> None:
+    given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
+    shown = create(client, **given, extra_body={"thinking_token_budget": 4}).choices[0].message
+    for more in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+        body = {"thinking_token_budget": 4, **more}
+        message = create(client, **given, extra_body=body).choices[0].message
+        assert message.content == shown.content
+        assert "reasoning_content" not in (message.model_extra or {})
+        pieces = [
+            one.choices[0].delta for one in create(client, **given, extra_body=body, stream=True)
+        ]
+        assert "".join(one.content or "" for one in pieces) == shown.content
+        assert not any("reasoning_content" in (one.model_extra or {}) for one in pieces)
+
+
 def test_what_the_server_says_of_thinking(client: openai.OpenAI, running: Running) -> None:
     settings = running.service.settings
     asked = {"model": "thinking", "messages": ASKED}

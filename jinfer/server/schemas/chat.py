@@ -116,6 +116,7 @@ class ReasoningFields(base.RequestModel):
     effort: str | None = Field(None, description="as reasoning_effort")
     max_tokens: int | None = Field(None, ge=-1, description="then the thought is ended")
     enabled: bool | None = None
+    exclude: bool | None = Field(None, description="true: thoughts are left out of the answer")
 
 
 class ChatTemplateFields(base.RequestModel):
@@ -168,6 +169,28 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     prediction: Annotated[dict[str, Any] | None, base.Ignored("the model guesses by itself")] = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     audio: Annotated[None, base.rejected_field("answers are texts only")] = None
+    include_reasoning: bool | None = Field(None, description="false: thoughts are left out (vLLM)")
+    return_prompt_text: bool | None = Field(None, description="prompt_text in the answer (vLLM)")
+    echo: Annotated[
+        base.No | None, base.rejected_field("continue_final_message goes on with a message")
+    ] = None
+    add_special_tokens: Annotated[
+        base.No | None, base.rejected_field("the chat template says what stands around a text")
+    ] = None
+    reasoning_format: Annotated[
+        None, base.rejected_field("thoughts are in reasoning_content", "auto", "deepseek")
+    ] = None
+    parse_tool_calls: Literal[True] | None = Field(
+        None, description="calls are always told from the answer"
+    )
+    functions: Annotated[None, base.rejected_field("tools says it", [])] = None
+    function_call: Annotated[None, base.rejected_field("tool_choice says it", "none", "auto")] = (
+        None
+    )
+    moderation: Annotated[dict[str, Any] | None, base.Ignored("nothing here moderates")] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, base.Ignored("equal beginnings are found without them")
+    ] = None
     web_search_options: Annotated[
         dict[str, Any] | None, base.Ignored("nothing here searches the web")
     ] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="in logprobs (vLLM)")
     user: str | None = Field(None, description="is logged")
+    prompt_embeds: Annotated[None, base.rejected_field("prompts are texts or token ids")] = None
 
 
 class TextLogprobs(base.ResponseModel):

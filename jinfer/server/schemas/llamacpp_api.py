@@ -29,11 +29,6 @@ class LlamaRequest(SamplingFields):
     stream: bool | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
-    t_max_predict_ms: int | None = Field(None, description="0: any time")
-    n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
-    n_indent: base.Zero | None = None
-    n_discard: base.Zero | None = None
-    min_keep: base.Zero | None = None
     post_sampling_probs: Annotated[
         base.No | None,
         base.rejected_field("probabilities are those before the samplers; leave it out"),

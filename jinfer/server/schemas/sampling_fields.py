@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 from operator import or_
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 
 from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.server.schemas.parameter_groups import describe
-from jinfer.server.schemas.schema_base import Ignored, RequestModel
+from jinfer.server.schemas.peer_fields import PeerFields
+from jinfer.server.schemas.schema_base import RequestModel
 
 
 class JsonSchema(RequestModel):
@@ -71,7 +72,7 @@ else:
     _TableFields = create_model("_TableFields", __base__=RequestModel, **_table_fields())
 
 
-class SamplingFields(_TableFields):
+class SamplingFields(PeerFields, _TableFields):
     """OpenAI's, vLLM's, llama.cpp's and jinfer's own names, whichever a client prefers.
 
     The fields of `SamplingParams` come from its table. Below are those whose JSON differs from
@@ -98,6 +99,9 @@ class SamplingFields(_TableFields):
     response_format: ResponseFormat | None = None
     # vLLM
     truncate_prompt_tokens: int | None = Field(None, description="keeps the last ones")
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="right: truncate_prompt_tokens keeps the first ones"
+    )
     prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -108,5 +112,6 @@ class SamplingFields(_TableFields):
     lora: list[LoraScale] | None = Field(None, description="the LoRA adapter to compute with")
     timings_per_token: bool | None = None
     return_progress: bool | None = None
-    id_slot: Annotated[int | None, Ignored("slots are chosen by what they hold", (-1,))] = None
-    verbose: Annotated[bool | None, Ignored("/props and the log say more", (False,))] = None
+    verbose: bool | None = Field(None, description="the answer as /completion has it, too")
+    n_cmpl: int | None = Field(None, description="as n")
+    t_max_predict_ms: int | None = Field(None, description="0: any time")

@@ -148,13 +148,13 @@ def _same_type(kind: type) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def rejected_field(why: str) -> BeforeValidator:
-    """Rejects any value but null or false, with the reason and an alternative."""
+def rejected_field(why: str, *allowed: Any) -> BeforeValidator:
+    """Rejects any value but null, false or those allowed, with the reason and an alternative."""
 
     def check(value: Any) -> Any:
-        if value is not None and value is not False:
+        if value is not None and value is not False and value not in allowed:
             raise PydanticCustomError("refused", why)
-        return value
+        return None if value in allowed else value
 
     return BeforeValidator(check)
 

@@ -1,0 +1,70 @@
+"""llama.cpp's own format of an answer: that of /completion, and beside OpenAI's if asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from jinfer.engine.output.generation import Completion
+from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.server import usage
+from jinfer.server.model_manager import ServedModel
+from jinfer.server.request_runner import PromptRequests
+
+
+def native_answer(
+    hosted: ServedModel, job: PromptRequests, answer: Completion, index: int
+) -> dict[str, Any]:
+    """A whole answer.
+
+    Args:
+        index: its place among the request's answers.
+    """
+    content = {"index": index, "content": answer.text, "tokens": answer.token_ids}
+    return content | statistics(hosted, job, answer)
+
+
+def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> dict[str, Any]:
+    """What is said of an answer beside its text."""
+    used, tokenizer = answer.usage, hosted.llm.tokenizer
+    text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
+    kind, word = _stopped(answer)
+    return {
+        "id_slot": -1,
+        "stop": True,
+        "model": hosted.name,
+        "tokens_predicted": len(answer.token_ids),
+        "tokens_evaluated": used.prompt_tokens,
+        "tokens_cached": used.cached_tokens,
+        "generation_settings": generation_settings(job),
+        "prompt": text,
+        "has_new_line": "\n" in answer.text,
+        "truncated": False,
+        "stop_type": kind,
+        "stopping_word": word,
+        "timings": usage.llamacpp_timings(used),
+    }
+
+
+def _stopped(answer: Completion) -> tuple[str, str]:
+    """The stop type of an answer, and the stop text that it ended with."""
+    if answer.finish_reason == "length":
+        return "limit", ""
+    return "word" if answer.stop_string else "eos", answer.stop_string
+
+
+def generation_settings(job: PromptRequests) -> dict[str, Any]:
+    """The generation settings of a request, under llama.cpp's names and jinfer's."""
+    params = job.sampling.params
+    return {
+        **set_parameters(params),
+        "n_predict": params.max_tokens or -1,
+        "n_probs": params.logprobs or 0,
+        "repeat_penalty": params.repetition_penalty,
+        "repeat_last_n": params.penalty_last_n,
+    }
+
+
+def set_parameters(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that have a value."""
+    return {name: value for name, value in asdict(params).items() if value not in (None, ())}
