@@ -15,6 +15,7 @@ from tests.speculate.drafts import RandomTrees, speculating
 
 END = "</think>"
 HARMONY = "<|end|><|start|>assistant<|channel|>final<|message|>"
+THINK: dict[str, Any] = {"prompt.reasoning": "think"}
 WORDS = str(STORIES.parent / "tok_llama2c" / "tokenizer.bin")
 OPEN, OTHER = "Once upon a time<think>\n", "The cat"
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, skip_special=False)
@@ -122,7 +123,7 @@ def test_variables_of_templates() -> None:
 @pytest.fixture(scope="module")
 def llm(shared_programs: None) -> Iterator[LLM]:
     keys: dict[str, Any] = {"engine.slots": 3, "engine.context": 256, "tokenizer": WORDS}
-    with LLM(STORIES, **keys, **{"prompt.reasoning": "think"}) as llm:
+    with LLM(STORIES, **keys, **THINK) as llm:
         yield llm
 
 
@@ -205,7 +206,8 @@ def test_what_cannot_be(llm: LLM) -> None:
     with pytest.raises(RequestError, match=f"banned_token_ids forbids token {end[-1]}, which"):
         llm.generate([OPEN], replace(budget, banned_token_ids=end[-1:]))
     short: dict[str, Any] = {"engine.context": 64, "tokenizer": WORDS}
+    more: dict[str, Any] = {"generation.thinking_token_budget": 5}
     with LLM(STORIES, **short) as plain, pytest.raises(RequestError, match="no marks of thoughts"):
         plain.generate([OPEN], budget)
-    with LLM(STORIES, **short, **{"generation.thinking_token_budget": 5}) as plain:
+    with LLM(STORIES, **short, **more) as plain:
         assert plain.params().thinking_token_budget is None

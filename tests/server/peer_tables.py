@@ -163,8 +163,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     for (name, what), senders in outcomes.items():
         who = "; ".join(f"`{route}`: {', '.join(by)}" for route, by in senders.items())
         groups.setdefault((what, who), []).append(name)
-    for (what, who), names in sorted(groups.items(), key=lambda one: (one[0], sorted(one[1]))):
-        yield ", ".join(f"`{name}`" for name in sorted(names)), who, what
+    for (what, who), together in sorted(groups.items(), key=lambda one: (one[0], sorted(one[1]))):
+        yield ", ".join(f"`{name}`" for name in sorted(together)), who, what
 
 
 def table() -> str:
