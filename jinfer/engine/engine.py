@@ -262,11 +262,8 @@ class Engine(EngineCore):
     def _launch_decode(self, plan: StepPlan) -> bool:
         """Launches a decoding call; not if its program still compiles and tokens can be read."""
         count = self.padded_rows(len(plan.decoding))
-        stages, own = (
-            self.samplers.stages(plan.decoding),
-            self.samplers.processors(plan.decoding),
-        )
-        key = StepKey("decode", count, stages=stages, processors=own)
+        stages, extras = self.samplers.stages(plan.decoding), self.samplers.extras(plan.decoding)
+        key = StepKey("decode", count, stages=stages, extras=extras)
         if self._in_flight and not self.programs.ready(key):
             return False
         rows = np.full(count, -1, np.int32)

@@ -99,8 +99,8 @@ class EngineCore(ModelRunner, ABC):
     ) -> SamplerOutput:
         """Samples the next tokens of some sequences: see `steps.sample_logits`."""
         count = logits.shape[0]
-        stages, own = self.samplers.stages(sequences), self.samplers.processors(sequences)
-        key = StepKey("sample", chosen=count, stages=stages, processors=own)
+        stages, extras = self.samplers.stages(sequences), self.samplers.extras(sequences)
+        key = StepKey("sample", chosen=count, stages=stages, extras=extras)
         program = self.programs.get(key)
         guided = np.bool_(mask is not None)
         mask = np.zeros((count, self.programs.words), np.uint32) if mask is None else mask

@@ -13,9 +13,10 @@ from jinfer.engine.runner.device_state import SamplingRow, State
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.model_runner import padded
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.sampling.logits_processors import LogitsProcessor, bits, union
+from jinfer.sampling.logits_processors import bits
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.sampling.sampling_metadata import SamplerState
+from jinfer.sampling.step_extras import Extra, processors_of, union
 
 
 @dataclass(eq=False)
@@ -47,9 +48,9 @@ class SamplerStates:
         plain = all(self.choices[sequence.request.id].plain for sequence in sequences)
         return stage_sets()[0 if plain else -1]
 
-    def processors(self, sequences: Sequence[RunningSequence]) -> tuple[LogitsProcessor, ...]:
-        """The logits processors of a program for these sequences."""
-        return union(self.choices[sequence.request.id].processors for sequence in sequences)
+    def extras(self, sequences: Sequence[RunningSequence]) -> tuple[Extra, ...]:
+        """The extras of a program for these sequences."""
+        return union(self.choices[sequence.request.id].extras for sequence in sequences)
 
     def row(
         self, sequence: RunningSequence, context: int, more: Sequence[int] = (), first: int = 0
@@ -74,7 +75,9 @@ class SamplerStates:
             self._progress_of(sequence, len(more)),
             mask[None],
             np.array([choice.masked or sequence.must is not None]),
-            np.array([bits(choice.processors)], np.int32),
+            np.array([bits(processors_of(choice.extras))], np.int32),
+            np.array(["post_sampling_probs" in choice.extras]),
+            choice.logprob_ids[None],
         )
         return State(*parts)
 

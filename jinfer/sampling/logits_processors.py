@@ -121,12 +121,6 @@ def bits(processors: Iterable[LogitsProcessor]) -> int:
     return sum(1 << one.index for one in processors)
 
 
-def union(rows: Iterable[Sequence[LogitsProcessor]]) -> tuple[LogitsProcessor, ...]:
-    """The processors of a program for some requests, each once."""
-    every = {one for row in rows for one in row}
-    return tuple(sorted(every, key=lambda one: one.index))
-
-
 def process(
     logits: Float[Array, "rows vocab"],
     processors: Sequence[LogitsProcessor],

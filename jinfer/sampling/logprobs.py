@@ -55,3 +55,22 @@ def log_probabilities_reference(
     top, ids = lax.optimization_barrier(lax.top_k(logprobs, count))
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return chosen, ids, top
+
+
+def log_probabilities_of(
+    logits: Float[Array, "rows vocab"],
+    ids: Int[Array, "rows top"],
+    likeliest: Int[Array, "rows top"],
+    logprobs: Float[Array, "rows top"],
+) -> tuple[Int[Array, "rows top"], Float[Array, "rows top"]]:
+    """The log-probabilities of some ids of each row; of rows without any, the likeliest, as given.
+
+    Args:
+        ids: then -1.
+        likeliest, logprobs: as of `log_probabilities`.
+    """
+    ids = ids[:, : likeliest.shape[1]]
+    totals = lax.map(jax.nn.logsumexp, logits.astype(jnp.float32))
+    of_ids = jnp.take_along_axis(logits.astype(jnp.float32), jnp.maximum(ids, 0), axis=-1)
+    some = ids[:, :1] >= 0
+    return jnp.where(some, ids, likeliest), jnp.where(some, of_ids - totals[:, None], logprobs)

@@ -277,6 +277,7 @@ EARLY = OneOf((True, False, "never"), 'true, false or "never"')
 # Token ids.
 IDS = Items(is_id, "token ids")
 SOME_IDS = Items(is_id, "token ids", empty=False)
+LOGPROB_IDS = Items(is_id, f"at most {MAX_LOGPROBS} token ids", most=MAX_LOGPROBS)
 STOP_IDS = Items(is_id, f"at most {MAX_STOP_IDS} token ids", most=MAX_STOP_IDS)
 ID_SEQUENCES = IdSequences(MAX_BAD_WORDS, MAX_BAD_LENGTH)
 BREAKERS = Items(is_breaker, f"at most {MAX_BREAKERS} texts or ids", most=MAX_BREAKERS)

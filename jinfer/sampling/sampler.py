@@ -97,6 +97,33 @@ def sample(
     return tokens, SamplerState(state.drawn[slots] + 1, mu)
 
 
+def filtered_logits(
+    logits: Float[Array, "rows vocab"],
+    metadata: SamplingMetadata,
+    state: SamplerState,
+    history: Int[Array, "slots length"],
+    slots: Int[Array, " rows"],
+    lengths: Int[Array, " slots"],
+    prompt_lengths: Int[Array, " slots"],
+    *,
+    mask: UInt[Array, "slots words"],
+    masked: Bool[Array, " slots"],
+    stages: Sequence[str] = STAGES,
+) -> Float[Array, "rows vocab"]:
+    """The logits that `sample` draws from, given the same: -inf for what it does not draw.
+
+    Where nothing is drawn, only the token that it takes is left.
+    """
+    of_rows = SamplingMetadata(*(part[slots] for part in metadata))
+    states = SamplerState(*(part[slots] for part in state))
+    past = History(history, slots, lengths[slots], prompt_lengths[slots])
+    allowed = _allowed(logits.astype(jnp.float32), mask, masked, slots)
+    left = apply_stages(allowed, of_rows, states, past, stages)
+    taken = jnp.arange(left.shape[-1])[None] == argmax(left)[:, None]
+    drawn = of_rows.column("draws")[:, None] > 0
+    return jnp.where(drawn, left, jnp.where(taken, 0.0, -jnp.inf))
+
+
 def _operands(metadata: SamplingMetadata, state: SamplerState) -> tuple[Array, ...]:
     """Metadata and state as the custom call reads them: columns and stages in its order.
 

@@ -83,8 +83,7 @@ class SamplingParams:
         logit_bias: id -> what is added to its logit; -inf bans it.
         banned_token_ids, allowed_token_ids: never these; None or only these.
         bad_words, bad_words_ids: texts, or sequences of ids, that are not completed.
-        logits_processors: functions of your own, in JAX, that change the logits before all else;
-            `jinfer.sampling.logits_processors` says what they take.
+        logits_processors: functions of your own, in JAX, that change the logits first of all.
         fsd_alpha, fsd_k, fsd_n, fsd_beta, fsd_pool: of FSD (arXiv 2305.12675): weight of the
             penalty, candidates, longest n-gram, smoothing, tokens that share the probability.
         random_fsd_tokens, random_fsd_probability: FSD after so many tokens, before so often.
@@ -103,10 +102,11 @@ class SamplingParams:
         ignore_eos: go on after the model's own end of sequence.
         include_stop: what ends the answer, a stop text or an end's own text, is part of it.
         skip_special: special tokens are not part of the answer's text.
-        thinking_token_budget: after so many tokens of thought its end is forced, and the answer
-            goes on; None: any number. For models whose thoughts stand between known marks.
-        thinking_budget_message: what the thought then says before its end.
+        thinking_token_budget, thinking_budget_message: after so many tokens of thought it says
+            this and its end, which is forced, and the answer goes on; None: any number.
         logprobs: also give the log-probability of each token, and of so many likeliest ones.
+        logprob_token_ids, post_sampling_probs: of these ids rather than of the likeliest; after
+            the samplers rather than before them.
         speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
             same.
         json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
@@ -216,6 +216,8 @@ class SamplingParams:
     logprobs: int | None = param(
         None, r.count(0, r.MAX_LOGPROBS), aliases="n_probs", fields="n_probs"
     )
+    logprob_token_ids: tuple[int, ...] | list[int] = param((), r.LOGPROB_IDS, needs="logprobs")
+    post_sampling_probs: bool = param(False, r.SWITCH, needs="logprobs")
     speculation: bool = param(True, r.SWITCH, "Speculation")
     json_schema: str | Mapping[str, Any] | bool | None = _structure(None, r.SCHEMA)
     regex: str | None = _structure(None, r.TEXT)
@@ -365,6 +367,8 @@ class SamplingKeywords(TypedDict, total=False):
     thinking_token_budget: int | None
     thinking_budget_message: str | None
     logprobs: int | None
+    logprob_token_ids: tuple[int, ...] | list[int]
+    post_sampling_probs: bool
     speculation: bool
     json_schema: str | Mapping[str, Any] | bool | None
     regex: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,18 +119,26 @@ class _LlamaAnswers:
         return chosen
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
-        """Log-probabilities in llama.cpp's format."""
-        return [
-            {**self._entry(one), "top_logprobs": list(map(self._entry, one.top))} for one in entries
-        ]
+        """Log-probabilities in llama.cpp's format; those after the samplers as probabilities."""
+        name = "top_probs" if self.call.body.post_sampling_probs else "top_logprobs"
+        tops = [[*map(self._entry, self._top(one))] for one in entries]
+        return [{**self._entry(one), name: top} for one, top in zip(entries, tops, strict=True)]
+
+    def _top(self, one: TokenLogprob) -> list[TokenLogprob]:
+        """The likeliest tokens, of those that could be drawn."""
+        after = self.call.body.post_sampling_probs
+        return [each for each in one.top if not after or each.logprob > -math.inf]
 
     def _entry(self, one: TokenLogprob) -> dict[str, Any]:
         data = self.hosted.session.tokenizer.spelled(one.id)
+        shown = {"logprob": usage.finite_logprob(one.logprob)}
+        if self.call.body.post_sampling_probs:
+            shown = {"prob": math.exp(one.logprob)}
         return {
             "id": one.id,
             "token": data.decode("utf-8", "replace"),
             "bytes": list(data),
-            "logprob": usage.finite_logprob(one.logprob),
+            **shown,
         }
 
     def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:

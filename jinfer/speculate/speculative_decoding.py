@@ -212,7 +212,7 @@ class SpeculativeDecoder:
     ) -> StepKey:
         chosen, stages = engine.sampled_rows(size, len(decoding)), engine.samplers.stages(decoding)
         key = StepKey("verify", size, chosen, places, stages=stages, masked=masked)
-        return replace(key, processors=engine.samplers.processors(decoding))
+        return replace(key, extras=engine.samplers.extras(decoding))
 
     def _verify(
         self,

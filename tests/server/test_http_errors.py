@@ -321,7 +321,6 @@ def test_commas_in_texts_are_no_values(smol: Running) -> None:
         ("/v1/responses", "previous_response_id", "r", "send the whole conversation as input"),
         ("/v1/responses", "conversation", {"id": "c"}, "name the previous_response_id"),
         ("/v1/chat/completions", "audio", {"voice": "x"}, "texts only"),
-        ("/completion", "post_sampling_probs", True, "before the samplers"),
         ("/completion", "min_keep", False, "min_keep: Input should be of the type int"),
     ],
 )

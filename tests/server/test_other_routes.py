@@ -157,7 +157,6 @@ def test_prompts_of_llama_cpp(smol: Running) -> None:
         ),
         ("/completion", {"prompt": "a", "n_keep": 5}, "n_keep"),
         ("/completion", {"prompt": "a", "lora": [{"id": 0}]}, "lora"),
-        ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "post_sampling_probs": 0}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "min_keep": False}, "min_keep"),
         ("/", {}, "text"),
@@ -378,3 +377,24 @@ def test_functions_of_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             named_functions([text])
     with pytest.raises(SourceError, match="there are two"):
         named_functions(["x=own_processors:same"] * 2)
+
+
+def test_probabilities_after_the_samplers(smol: Running) -> None:
+    body = {"prompt": "Once", "n_predict": 2, "n_probs": 5, "post_sampling_probs": True, "seed": 1}
+    filters = {"top_k": 3, "top_p": 1, "min_p": 0}
+    first, _ = posted(smol, "/completion", **body, **filters)["completion_probabilities"]
+    shares = [one["prob"] for one in first["top_probs"]]
+    assert len(shares) == 3
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert first["prob"] in shares
+    greedy = posted(smol, "/completion", **body, temperature=0)["completion_probabilities"]
+    assert [one["prob"] for one in greedy] == [1, 1]
+
+
+def test_logprobs_of_ids(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smol", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, logprobs=True,
+        extra_body={"logprob_token_ids": [9, 5], "return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    for one in answer.choices[0].logprobs.content:
+        assert [top.token for top in one.top_logprobs] == ["token_id:9", "token_id:5"]

@@ -112,6 +112,8 @@ FIELDS: list[tuple[str, Any, str, Any]] = [
     ("reasoning_budget_message", "a", "thinking_budget_message", "a"),
     ("logits_processors", ["a"], "logits_processors", ("a",)),
     ("n_cmpl", 5, "n", 5),
+    ("logprob_token_ids", [5], "logprob_token_ids", (5,)),
+    ("post_sampling_probs", True, "post_sampling_probs", True),
 ]
 
 

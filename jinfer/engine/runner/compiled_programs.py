@@ -36,6 +36,7 @@ from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
 from jinfer.progress import task
 from jinfer.sampling.sampling_metadata import mask_words
+from jinfer.sampling.step_extras import has_function
 
 if TYPE_CHECKING:
     from jinfer.engine.runner.step_table import StepFunction
@@ -117,7 +118,7 @@ class CompiledPrograms:
     def _compile(self, key: StepKey) -> Program:
         check_maps()
         # Nothing tells a user's function from another one with its name, in the next process.
-        shelf = None if key.processors else self.shelf
+        shelf = None if has_function(key.extras) else self.shelf
         entry = "" if shelf is None else self._shelf_entry(key)
         content = None if shelf is None else shelf.get(entry)
         if content and (program := loaded(content)) is not None:

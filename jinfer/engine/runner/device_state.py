@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jinfer.sampling.logits_processors import LogitsProcessor
+from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.sampling.sampler_chain import is_plain
 from jinfer.sampling.sampling_metadata import (
     SamplerState,
@@ -23,6 +24,7 @@ from jinfer.sampling.sampling_metadata import (
     sampler_state_row,
 )
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.step_extras import Extra, extras_of
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -43,6 +45,8 @@ class State(NamedTuple):
         sampler, progress: sampling parameters, and the sampler's state.
         mask, masked: bitmask of the allowed tokens, and whether it applies.
         processors: bit i: the logits processor of index i is wanted.
+        filtered: whether log-probabilities are those after the samplers.
+        logprob_ids: tokens whose log-probabilities are wanted, then -1; none: the likeliest.
     """
 
     history: Int[Array, "rows context"]
@@ -57,6 +61,8 @@ class State(NamedTuple):
     mask: UInt[Array, "rows words"]
     masked: Bool[Array, " rows"]
     processors: Int[Array, " rows"]
+    filtered: Bool[Array, " rows"]
+    logprob_ids: Int[Array, "rows top"]
 
 
 def empty_state(slots: int, context: int, vocab: int) -> State:
@@ -81,6 +87,8 @@ def empty_state(slots: int, context: int, vocab: int) -> State:
         mask=zeros(np.uint32, mask_words(vocab)),
         masked=zeros(np.bool_),
         processors=zeros(np.int32),
+        filtered=zeros(np.bool_),
+        logprob_ids=zeros(np.int32, MAX_LOGPROBS),
     )
 
 
@@ -93,7 +101,8 @@ class SamplingRow:
         logprobs: whether log-probabilities are wanted.
         mask, masked: bitmask of the allowed tokens, and whether it applies.
         plain: whether the common sampling stages are enough.
-        processors: logits processors.
+        extras: what it wants beside its stages.
+        logprob_ids: tokens whose log-probabilities are wanted, then -1.
     """
 
     sampler: SamplingMetadata
@@ -102,7 +111,8 @@ class SamplingRow:
     mask: UInt[np.ndarray, " words"]
     masked: bool
     plain: bool
-    processors: tuple[LogitsProcessor, ...] = ()
+    extras: tuple[Extra, ...]
+    logprob_ids: Int[np.ndarray, " top"]
 
     @classmethod
     def from_params(
@@ -125,6 +135,11 @@ class SamplingRow:
             ValueError: a parameter that does not fit the model.
         """
         mask = allowed_mask(params, vocab)
+        ids = params.logprob_token_ids
+        if beyond := [id for id in ids if id >= vocab]:
+            raise ValueError(
+                f"logprob_token_ids: token {beyond[0]} is outside the vocabulary of {vocab}"
+            )
         return cls(
             metadata_row(params, end_ids, vocab, encode),
             sampler_state_row(params),
@@ -132,7 +147,8 @@ class SamplingRow:
             np.zeros(mask_words(vocab), np.uint32) if mask is None else mask,
             mask is not None,
             is_plain(params),
-            processors,
+            extras_of(params, processors),
+            np.array([*ids, *[-1] * (MAX_LOGPROBS - len(ids))], np.int32),
         )
 
 

@@ -157,6 +157,7 @@ def make_token(output: SamplerOutput, step: int, row: int, request: Request) -> 
     id, wanted = int(np.asarray(output.tokens)[step, row]), request.sampling.logprobs
     if wanted is None:
         return Token(request.id, id)
+    wanted = len(request.sampling.logprob_token_ids) or wanted
     ids, logprobs = (
         np.asarray(part)[step, row, :wanted] for part in (output.top_ids, output.top_logprobs)
     )

@@ -9,7 +9,7 @@ from typing import Literal
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
-from jinfer.sampling.logits_processors import LogitsProcessor
+from jinfer.sampling.step_extras import Extra
 
 # Kinds of steps, each of which has a line in `jinfer.engine.runner.step_table`.
 StepKind = Literal[
@@ -37,7 +37,7 @@ class StepKey:
         masked: whether "verify" takes grammar masks.
         capture: names of the values that "trace" and "trace_encoder" return.
         blocks: length of the block tables of "trace"; 0: that of all tables.
-        processors: logits processors of "sample", "decode" and "verify".
+        extras: what some requests of "sample", "decode" and "verify" want beside their stages.
     """
 
     kind: StepKind
@@ -49,7 +49,7 @@ class StepKey:
     masked: bool = False
     capture: tuple[str, ...] = ()
     blocks: int = 0
-    processors: tuple[LogitsProcessor, ...] = ()
+    extras: tuple[Extra, ...] = ()
 
     @property
     def task(self) -> str:

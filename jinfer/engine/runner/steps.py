@@ -24,17 +24,19 @@ from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.fusion.weight_pointers import used_arrays
 from jinfer.ops.interrupt import interrupted
 from jinfer.sampling import penalties
-from jinfer.sampling.logits_processors import LogitsProcessor, process
-from jinfer.sampling.logprobs import log_probabilities
+from jinfer.sampling.logits_processors import process
+from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.sampling.sampler import ends_sequence, sample
+from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
+from jinfer.sampling.stages import STAGES
+from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
 type Leaves = tuple[Array, ...]
-type Stage = str | LogitsProcessor
+type Stage = str | Extra
 
 
 def logits(
@@ -78,7 +80,7 @@ def sample_logits(
     """Samples the next tokens of some sequences.
 
     Args:
-        stages: sampling stages that these sequences may need, and their logits processors.
+        stages: sampling stages that these sequences may need, and extras.
         logits, rows: as `logits` returns them.
         mask: grammar bitmask: bit i % 32 of word i // 32 allows token i.
         masked: whether `mask` applies.
@@ -107,7 +109,7 @@ def decode(
     """Decodes several steps, until all sequences have ended or the host interrupts.
 
     Args:
-        stages: sampling stages that these sequences may need, and their logits processors.
+        stages: sampling stages that these sequences may need, and extras.
         rows: slots of the sequences; -1: none.
         tables: block tables by slot.
         steps: tokens of each sequence, at most `MAX_STEPS`.
@@ -215,22 +217,19 @@ def sample_next(
 ) -> tuple[State, SamplerOutput]:
     """Samples a token for each of these state rows except the padding row, and appends it."""
     never = mask_never_sampled(logits, model)
-    if processors := [one for one in stages if isinstance(one, LogitsProcessor)]:
+    if processors := processors_of(stages):
         past = History(state.history, rows, state.lengths[rows], state.prompts[rows])
         never = process(never.astype(jnp.float32), processors, state.processors[rows], past)
-    tokens, progress = sample(
-        never,
-        state.sampler,
-        state.progress,
-        state.history,
-        rows,
-        state.lengths,
-        state.prompts,
-        mask=state.mask,
-        masked=state.masked,
-        stages=[one for one in stages if isinstance(one, str)],
-    )
+    names = [one for one in stages if one in STAGES]
+    of_sampler = (state.sampler, state.progress, state.history, rows, state.lengths, state.prompts)
+    allowed: dict[str, Any] = {"mask": state.mask, "masked": state.masked, "stages": names}
+    tokens, progress = sample(never, *of_sampler, **allowed)
+    if "post_sampling_probs" in stages:
+        left = filtered_logits(never, *of_sampler, **allowed)
+        logits = jnp.where(state.filtered[rows][:, None], left, logits.astype(jnp.float32))
     logprob, ids, top = log_probabilities(logits, tokens, state.logprobs[rows])
+    if "logprob_token_ids" in stages:
+        ids, top = log_probabilities_of(logits, state.logprob_ids[rows], ids, top)
     there = rows < state.lengths.shape[0] - 1
     # No index is negative; wrapping negative ones would take another loop.
     place = state.history.at[rows, state.lengths[rows]]

@@ -29,10 +29,6 @@ class LlamaRequest(SamplingFields):
     stream: bool | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = Field(None, description="only these; a/b names b in a")
-    post_sampling_probs: Annotated[
-        base.No | None,
-        base.rejected_field("probabilities are those before the samplers; leave it out"),
-    ] = None
 
 
 class ExtraFile(base.RequestModel):
