@@ -59,8 +59,9 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call it: its path too, and its name with Ollama's default tag."""
-        return self.name, self.source.path, f"{self.name}:latest"
+        """What requests may call it: its path too, and names with Ollama's default tag."""
+        own = (self.name, *self.source.aliases)
+        return (*own, self.source.path, *(f"{name}:latest" for name in own))
 
     @property
     def llm(self) -> LLM:

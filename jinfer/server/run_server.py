@@ -58,7 +58,7 @@ def serve(flags: Mapping[str, Any]) -> int:
     _check_tls(flags)
     for one in sources:  # fails before the first model is loaded
         check(one.path, one.overrides)
-    with _listener(flags) as listener:
+    with _listeners(flags) as listeners:
         config = uvicorn.Config(
             build_app(sources, settings, on_load_error=failed, on_service=services.append),
             access_log=False,
@@ -78,17 +78,17 @@ def serve(flags: Mapping[str, Any]) -> int:
         plain = _is_plain(flags["log_format"])
         log = request_log.set_up_logging(plain=plain, level=flags["log_level"])
         progress.show(False)  # progress goes to the log instead
-        where = _url(listener, config.is_ssl)
+        where = _url(listeners[0], config.is_ssl)
         _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
-        if not settings.keys and flags["host"] not in ("127.0.0.1", "localhost", "::1"):
+        if not settings.keys and {*_hosts(flags)} - {"127.0.0.1", "localhost", "::1"}:
             _log.warning("anybody who reaches the port may use it; set --api-key")
         # uvicorn re-raises the signal that stopped it, unless a handler is installed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
-            server.run(sockets=[listener])
+            server.run(sockets=listeners)
             if not failures:
                 _log.info("ended")
         finally:
@@ -156,18 +156,27 @@ def _local(where: str) -> str:
     return where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
+def _hosts(flags: Mapping[str, Any]) -> list[str]:
+    """The addresses to listen at."""
+    return [one.strip() for one in flags["host"].split(",")]
+
+
 @contextlib.contextmanager
-def _listener(flags: Mapping[str, Any]) -> Iterator[socket.socket]:
-    """A listening socket. Raises `SourceError`."""
-    path = flags["uds"]
-    where = path or f"{flags['host']}:{flags['port']}"
-    try:
-        listener = _unix(Path(path)) if path else _tcp(flags["host"], flags["port"])
-    except (OSError, OverflowError) as error:
-        raise SourceError(f"cannot listen at {where}: {error}") from None
-    own = _inode(Path(path)) if path else None
-    with listener:
-        yield listener
+def _listeners(flags: Mapping[str, Any]) -> Iterator[list[socket.socket]]:
+    """Listening sockets, all of one port. Raises `SourceError`."""
+    path, listeners = flags["uds"], list[socket.socket]()
+    port = 0 if path else flags["port"]
+    with contextlib.ExitStack() as opened:
+        for host in [""] if path else _hosts(flags):
+            try:
+                listener = opened.enter_context(_unix(Path(path)) if path else _tcp(host, port))
+            except (OSError, OverflowError) as error:
+                where = path or f"{host}:{port}"
+                raise SourceError(f"cannot listen at {where}: {error}") from None
+            listeners.append(listener)
+            port = 0 if path else listener.getsockname()[1]  # 0 was any that is free
+        own = _inode(Path(path)) if path else None
+        yield listeners
     if path and own == _inode(Path(path)):  # unless another process has replaced it since
         Path(path).unlink(missing_ok=True)
 

@@ -31,10 +31,13 @@ _ALIAS = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 # The names of llama-server and vLLM are accepted as aliases.
 FLAGS: tuple[ServeFlag, ...] = (
-    ServeFlag(("--host",), "address to listen at", default="127.0.0.1"),
+    ServeFlag(("--host",), "address to listen at; several with commas", default="127.0.0.1"),
     ServeFlag(("--port",), "port to listen at; 0: any that is free", port, 8080),
     ServeFlag(("--uds",), "path of a unix socket to listen at instead"),
-    ServeFlag(("--alias", "-a", "--served-model-name"), "what requests call the first model"),
+    ServeFlag(
+        ("--alias", "-a", "--served-model-name"),
+        "what requests call the first model; several with commas",
+    ),
     ServeFlag(("--model", "-m"), "a SOURCE, as llama-server names it"),
     ServeFlag(("--set",), "KEY=VALUE: any key of the specification, of all models", list),
     ServeFlag(
@@ -303,9 +306,9 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
         )
     overrides = _overrides(flags)
     sources = [_source(text, overrides) for text in named]
-    if flags["alias"]:
-        sources[0] = ModelSource(flags["alias"], sources[0].path, overrides)
-    names = [one.name for one in sources]
+    if called := [one.strip() for one in (flags["alias"] or "").split(",") if one.strip()]:
+        sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
+    names = [name for one in sources for name in (one.name, *one.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise SourceError(f"two models are called {name}; name them: other={sources[0].path}")

@@ -24,11 +24,13 @@ class ModelSource:
         name: the name that requests use.
         path: a source as `LLM` takes it.
         overrides: keys of its specification.
+        aliases: other names of it.
     """
 
     name: str
     path: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def test_probabilities_after_the_samplers(smol: Running) -> None:
 
 
 def test_logprobs_of_ids(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+    answer: Any = client.chat.completions.create(
         model="smol", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, logprobs=True,
         extra_body={"logprob_token_ids": [9, 5], "return_tokens_as_token_ids": True},
     )  # fmt: skip

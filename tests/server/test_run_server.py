@@ -23,6 +23,7 @@ from jinfer import serve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log, run_server
+from jinfer.server.model_manager import ServedModel
 from jinfer.server.serve_flags import (
     FLAGS,
     default_model_name,
@@ -184,17 +185,17 @@ def test_a_unix_socket_at_which_somebody_listens(tmp_path: Path) -> None:
     path = tmp_path / "jinfer.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with run_server._listener({"uds": str(path)}):
+    with run_server._listeners({"uds": str(path)}):
         assert listens(path)
         with pytest.raises(SourceError, match="Address already in use"):
-            run_server._listener({"uds": str(path)}).__enter__()
+            run_server._listeners({"uds": str(path)}).__enter__()
         assert listens(path)
     assert not path.exists()
 
 
 def test_only_its_own_unix_socket_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "jinfer.sock"
-    with run_server._listener({"uds": str(path)}):
+    with run_server._listeners({"uds": str(path)}):
         path.unlink()
         other = socket.socket(socket.AF_UNIX)
         other.bind(str(path))
@@ -292,6 +293,23 @@ def test_flags_of_other_servers() -> None:
     vllm = ["m", "--served-model-name", "y", "--max-model-len", "64", "--max-num-seqs", "2"]
     (source,) = model_sources_of(parse_options(vllm, {}))
     assert (source.name, source.overrides["engine"]["slots"]) == ("y", 2)
+    several = parse_options(["m.gguf", "other=b", "--alias", "x, gpt-4o"], {})
+    assert [(one.name, one.aliases) for one in model_sources_of(several)] == [
+        ("x", ("gpt-4o",)), ("other", ()),
+    ]  # fmt: skip
+    assert {"x", "gpt-4o", "gpt-4o:latest"} <= {*ServedModel(model_sources_of(several)[0]).names}
+    with pytest.raises(SourceError, match="two models are called other"):
+        model_sources_of(parse_options(["m", "other=b", "--alias", "x,other"], {}))
+
+
+def test_several_addresses() -> None:
+    flags = {"uds": None, "host": "127.0.0.1, 127.0.0.2", "port": 0}
+    with run_server._listeners(flags) as listeners:
+        names = [one.getsockname() for one in listeners]
+        assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
+        assert names[0][1] == names[1][1] != 0
+    with pytest.raises(SourceError, match=r"cannot listen at 300\.1\.1\.1:"):
+        run_server._listeners({**flags, "host": "127.0.0.1,300.1.1.1", "port": 0}).__enter__()
 
 
 @pytest.mark.parametrize(

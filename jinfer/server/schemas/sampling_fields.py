@@ -108,6 +108,9 @@ class SamplingFields(PeerFields, _TableFields):
     priority: int | None = Field(None, description="lower ones go first")
     return_token_ids: bool | None = None
     # llama.cpp
+    post_sampling_probs: bool | None = Field(
+        None, description="log-probabilities are those after the samplers"
+    )
     cache_prompt: bool | None = Field(None, description="false: the whole prompt is computed")
     lora: list[LoraScale] | None = Field(None, description="the LoRA adapter to compute with")
     timings_per_token: bool | None = None
