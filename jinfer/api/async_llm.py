@@ -127,6 +127,8 @@ class AsyncLLM(BaseLLM):
     load_adapter = _in_thread(LLM.load_adapter)
     unload_adapter = _in_thread(LLM.unload_adapter)
     update_weights = _in_thread(LLM.update_weights)
+    save_cache = _in_thread(LLM.save_cache)
+    load_cache = _in_thread(LLM.load_cache)
     logits = _in_thread(LLM.logits)
     score = _in_thread(LLM.score)
     hidden = _in_thread(LLM.hidden)

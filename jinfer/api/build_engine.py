@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jinfer.api.offloading import start_offload
 from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
@@ -80,8 +81,13 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
 
 
 def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:
-    """Gives an engine its weights, on the devices where they are to be."""
+    """Gives an engine its weights, on the devices where they are to be, and its offload's stores.
+
+    Raises:
+        SpecError: a store cannot be had.
+    """
     programs: Any = engine.programs
+    start_offload(engine, plan)
     stages = getattr(programs, "stages", None)
     if stages is None:
         loaded = load_weights.load(plan, progress=progress)

@@ -9,7 +9,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Unpack
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +20,9 @@ from jinfer.api.generation_requests import (
     build_requests,
     build_stream_request,
 )
+from jinfer.api.mask_filling import fill_mask
 from jinfer.api.prompt_inputs import Params, Prompt
+from jinfer.api.saved_cache import SavedCache, load_cache, save_cache
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
@@ -229,6 +230,23 @@ class LLM(ActivationMethods):
         """
         self.session.adapters.unload(name)
 
+    def save_cache(self, path: str | Path) -> SavedCache:
+        """Writes what the prefix cache has to a file: keys and values of prompts and answers.
+
+        Raises:
+            RequestError: the file cannot be written; the model has no cache.
+        """
+        return save_cache(self.session, path)
+
+    def load_cache(self, path: str | Path) -> SavedCache:
+        """Enters what `save_cache` has written into the prefix cache, up to a damaged block.
+
+        Raises:
+            RequestError: the file cannot be read, or was written with another model, other
+                settings or another version.
+        """
+        return load_cache(self.session, path)
+
     def logits(
         self,
         prompts: Prompts,
@@ -362,23 +380,7 @@ class LLM(ActivationMethods):
         Raises:
             RequestError: the text has no mask, or the tokenizer has no mask token.
         """
-        tokenizer = self.session.tokenizer
-        if tokenizer.mask_id is None:
-            raise RequestError("the tokenizer has no mask token")
-        ids = self.encode(text)
-        positions = [position for position, id in enumerate(ids) if id == tokenizer.mask_id]
-        if type(top) is not int or top < 1:
-            raise RequestError(f"top is {top!r}; give how many tokens, from 1")
-        if not positions:
-            raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
-        logprobs = jax.nn.log_softmax(self.logits([ids])[0][positions], axis=-1)
-        return [
-            [
-                TokenLogprob(id, tokenizer.decode([id], skip_special=False), float(row[id]))
-                for id in np.argsort(-row)[:top].tolist()
-            ]
-            for row in np.asarray(logprobs)
-        ]
+        return fill_mask(self.session, text, top)
 
     @contextlib.contextmanager
     def _answer(self, prepared: PreparedRequest) -> Iterator[SimpleQueue[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -155,3 +156,6 @@ def _replace(changed: Mapping[str, Any], engine: Engine) -> None:
         raise RequestError("requests run; update weights when none does")
     place_parameters(engine, changed)
     engine.scheduler.blocks.clear()
+    engine.weights_key = token_hex(16)
+    if engine.offload is not None:
+        engine.offload.weights_changed()

@@ -18,6 +18,13 @@ def check_spec(group: ProcessGroup, opened: Opened) -> None:
         raise SpecError(path, "partition.devices", reason)
     if spec.speculation.draft:
         raise SpecError(path, "speculation.draft", f"cannot be had {several}; leave it out")
+    for key, asked in (
+        ("cache_ram", spec.engine.cache_ram > 0),
+        ("cache_disk", spec.engine.cache_disk is not None),
+    ):
+        if asked:
+            reason = f"cannot be had {several}, each of which has a part of the cache; leave it out"
+            raise SpecError(path, f"engine.{key}", reason)
     if spec.quantization.method == "feedback":
         reason = f"cannot be had {several}; convert the checkpoint before: jinfer quantize"
         raise SpecError(path, "quantization.method", reason)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.offload.prefix_offload import PrefixOffload
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.in_flight import CallInFlight, any_involves
@@ -45,12 +46,18 @@ class Engine(EngineCore):
         interrupt: ends decoding calls early, also those that have not begun; any thread may set it.
         guides: guided decoding: the requests' grammars.
         adapters: slot of each LoRA adapter -> the digest of what is there.
+        offload: prefix cache offload, if there is any.
+        weights_key: a digest of what the weights were read from, and of how they are stored.
+        slot_prefixes: slot -> `BlockTables.seed` and tokens of the sequence that had it last.
     """
 
     speculator: Speculator | None = None
     interrupt: Flag = field(default_factory=Flag)
     guides: Guides = field(default_factory=Guides)
     adapters: dict[int, bytes] = field(default_factory=dict)
+    offload: PrefixOffload | None = None
+    weights_key: str = ""
+    slot_prefixes: dict[int, tuple[bytes, list[int]]] = field(default_factory=dict)
     _drivers: dict[int, SearchDriver] = field(default_factory=dict)
     _thinking: dict[int, RunningSequence] = field(default_factory=dict)
     _in_step: list[int] = field(default_factory=list)
@@ -63,6 +70,9 @@ class Engine(EngineCore):
         self._flag = np.int32(self.interrupt.number)
 
     def release(self) -> None:
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
         super().release()
         self._in_flight.clear()
         self.samplers.clear()
@@ -70,8 +80,10 @@ class Engine(EngineCore):
             self.speculator.release()
             self.speculator = None
         self.guides.close()
-        # Breaks a reference cycle.
+        # Breaks reference cycles.
         self.scheduler.on_release = lambda _: None
+        self.scheduler.fetching = lambda _: False
+        self.before_call = lambda: None
 
     @property
     def busy(self) -> bool:
@@ -126,6 +138,8 @@ class Engine(EngineCore):
         if sequence is None:
             return None
         self._register_blocks(sequence)
+        if self.offload is not None:
+            self.offload.finish(sequence)
         self.scheduler.remove(sequence)
         self.samplers.forget(request)
         self.guides.remove(request)
@@ -141,6 +155,8 @@ class Engine(EngineCore):
         After an exception the KV cache may have been donated and lost: see `recover`.
         """
         self._in_step = [sequence.request.id for sequence in self.scheduler.running]
+        if self.offload is not None:
+            self.offload.begin_step()
         tokens = self.guides.collect_turns(self)
         tokens += end_thoughts(self, self._thinking.values())
         tokens += self.guides.sample_pending(self)
@@ -168,6 +184,8 @@ class Engine(EngineCore):
         most = self.scheduler.calls_ahead(launched, len(self._in_flight))
         while len(self._in_flight) > (0 if self.guides.must_read else most):
             tokens += self._read_call(self._in_flight.popleft())
+        if self.offload is not None:
+            self.offload.end_step(idle=plan.empty and not self._in_flight and not tokens)
         return [*tokens, *self.guides.collect_turns(self)]
 
     def _plan(self) -> StepPlan:
@@ -186,6 +204,8 @@ class Engine(EngineCore):
         self._cache = self._state = None
         if self.speculator is not None:
             self.speculator.reset()
+        if self.offload is not None:
+            self.offload.reset()
         for sequence in list(self.scheduler.running):
             sequence.in_flight = 0
             self.scheduler.preempt(sequence)
@@ -195,6 +215,8 @@ class Engine(EngineCore):
     def _on_release(self, sequence: RunningSequence) -> None:
         """Before a sequence's blocks are freed: its logits, search state and drafts go too."""
         self.guides.discard_logits(sequence)
+        known = sequence.tokens[: sequence.computed]
+        self.slot_prefixes[sequence.known_slot] = sequence.seed, known
         if (driver := self._drivers.get(sequence.request.id)) is not None:
             driver.release_blocks(self)
         if self.speculator is not None:

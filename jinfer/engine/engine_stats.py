@@ -16,6 +16,10 @@ class Stats:
         prompt_tokens, cached_tokens, new_tokens: totals so far; cached prompt tokens were found in
             the prefix cache.
         compilations: programs compiled, or loaded from the persistent cache.
+        saved_blocks, saved_bytes: that prefix cache offload has taken to host memory or disk.
+        restored_blocks, restored_bytes: that it has brought back to the device.
+        lost_blocks: that were to come back, but were damaged, or had gone.
+        offload_ram_bytes, offload_disk_bytes: of the blocks that it has now.
         drafts, draft_tokens, accepted_tokens: draft trees verified so far, their tokens, and the
             accepted ones.
     """
@@ -32,6 +36,13 @@ class Stats:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    restored_blocks: int = 0
+    restored_bytes: int = 0
+    lost_blocks: int = 0
+    offload_ram_bytes: int = 0
+    offload_disk_bytes: int = 0
 
 
 @dataclass

@@ -341,4 +341,5 @@ class _EngineLoop:
             drafts=counts.drafts,
             draft_tokens=counts.drafted,
             accepted_tokens=counts.accepted,
+            **({} if (offload := self.engine.offload) is None else offload.stats()),
         )

@@ -49,6 +49,7 @@ class Request:
         shown: special tokens that appear in the text, though others are left out.
         adapter: the LoRA adapter that it is computed with; None: none.
         thinking: its thinking budget; None: a thought may have any length.
+        slot: the slot that it is known by afterwards; None: the one that it has had.
     """
 
     id: int
@@ -63,6 +64,7 @@ class Request:
     shown: tuple[int, ...] = ()
     adapter: AdapterUse | None = None
     thinking: ThinkingLimit | None = None
+    slot: int | None = None
 
     def seed(self, steady: int | None) -> bytes:
         """What the content of its blocks depends on besides the tokens.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jinfer.modelspec.adapters_table import AdapterSpec
 from jinfer.modelspec.blocks import Block, HeadSpec, RopeScalingSpec, RopeSpec
-from jinfer.modelspec.bounded_types import Count, Size
+from jinfer.modelspec.bounded_types import Count, NotNegative, Positive, Size
 from jinfer.modelspec.classification_table import ClassificationSpec
 from jinfer.modelspec.layer_spec import FollowSpec, StackSpec
 from jinfer.modelspec.partition_table import PartitionSpec
@@ -28,6 +28,11 @@ class EngineSpec:
         kv_tokens: capacity of the KV cache in tokens, of all sequences together; none: as memory
             allows.
         state_snapshots: recurrent states kept for prefix reuse; none: as memory allows.
+        cache_ram: GiB of host memory for cached prefixes that the KV cache has no room for; 0:
+            none.
+        cache_disk: a folder for cached prefixes, which are found again after a restart; none:
+            there is none.
+        cache_disk_size: GiB that may be in this folder; the least recently used leave.
         prefill_chunk: prompt tokens per step while no sequence decodes (chunked prefill).
         mixed_chunk: tokens of a step that mixes prefill with decoding.
         queue: requests that may wait; none: any number.
@@ -42,6 +47,9 @@ class EngineSpec:
     context: Size | None = None
     kv_tokens: Size | None = None
     state_snapshots: Count | None = None
+    cache_ram: NotNegative = 0.0
+    cache_disk: str | None = None
+    cache_disk_size: Positive = 16.0
     prefill_chunk: Size = 512
     mixed_chunk: Size = 96
     queue: Size | None = None

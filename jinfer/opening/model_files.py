@@ -83,6 +83,8 @@ def read_spec_file(source: str, path: Path, overrides: Mapping[str, Any]) -> Spe
     own = read_toml(path) if path.suffix == ".toml" else {}
     if enclosed:
         check_enclosed(path, "family", own.get("family"))
+        if isinstance(engine := own.get("engine"), Mapping):
+            check_enclosed(path, "engine.cache_disk", engine.get("cache_disk"))
     weights = path
     if path.suffix == ".toml":
         named = _location("weights", path, own, overrides, enclosed)

@@ -119,10 +119,10 @@ class HostCacheCompiler(StageCompiler):
         assert stage.host is not None, "the stage has blocks on the host"
         return stage.host, self.pools(stage, self.hosted, stage.host)
 
-    def _cache(self, stage: PipelineStage) -> Any:
+    def cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract pools on its devices."""
         if stage.host is None:
-            return super()._cache(stage)
+            return super().cache(stage)
         total = self.sizes.blocks
         return self.pools(stage, {group: self._boundary(group) for group in total})
 
@@ -149,7 +149,7 @@ class HostCacheCompiler(StageCompiler):
         if stage.host is None:
             return super()._decoder(stage, x, batch, last, wants, drafted)
         device_group, (host, pools) = stage.device_group, self._there(stage)
-        device, caches = self._cache(stage), stage.model.model.caches
+        device, caches = self.cache(stage), stage.model.model.caches
         cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
         attentions, attended = list[_AttentionPrograms](), dict[str, Any]()
 
@@ -220,7 +220,7 @@ class HostCacheCompiler(StageCompiler):
             return self.cached((name, device_group, stage.kind), compile).program
 
         places = []
-        for device_group, own in ((stage.device_group, self._cache(stage)), (host, pools)):
+        for device_group, own in ((stage.device_group, self.cache(stage)), (host, pools)):
             some = {name: own[name] for name in both}
             ids, new = device_group.abstract_replicated((which, blocks))
             given = own, ids, ids, *device_group.abstract_replicated((int32(),))
@@ -236,7 +236,7 @@ class HostCacheCompiler(StageCompiler):
         def run(cache: SplitPools, *given: Any) -> SplitPools:
             return SplitPools(*exchange((cache.device, cache.host), *given))
 
-        return CompiledStage(run, SplitPools(self._cache(stage), pools))
+        return CompiledStage(run, SplitPools(self.cache(stage), pools))
 
 
 def _call(program: Callable[..., Any], *given: Any) -> Any:

@@ -35,6 +35,7 @@ from jinfer.parallel.microbatches import MicroBatches, MicroBatchRows, MicroBatc
 from jinfer.parallel.pipeline_forward import PipelineForward, StageCaches
 from jinfer.parallel.pipeline_stage import PipelineStage
 from jinfer.parallel.stage_programs import CompiledStage, StageCompiler
+from jinfer.parallel.stage_transfers import abstract_stage_rows, make_gather, make_scatter
 from jinfer.parallel.timeline import Timeline
 from jinfer.parallel.weight_offload import WeightPrefetcher
 from jinfer.sampling.logprobs import log_probabilities
@@ -152,7 +153,12 @@ class PipelinePrograms(CompiledPrograms):
             "fill_cross_attention": self._fill_cross_attention,
             "copy_blocks": self._copy_blocks,
             "set_slot": self._set_slot,
+            "gather_blocks": lambda shape: make_gather(self.compiler, self.launch, shape.rows),
+            "scatter_blocks": lambda shape: make_scatter(self.compiler, self.launch, shape.rows),
         }
+
+    def abstract_rows(self, count: int) -> tuple[Any, ...]:
+        return abstract_stage_rows(self.compiler, count)
 
     def _logits(self, shape: StepKey) -> Program:
         flow = self._of_state(shape.tokens, shape.chosen)

@@ -100,7 +100,7 @@ class StageCompiler:
 
     def empty_cache(self, stage: PipelineStage) -> Any:
         """A stage's KV cache pools, filled with zeros."""
-        return sharded_zeros(self._cache(stage))
+        return sharded_zeros(self.cache(stage))
 
     def begin(self, tokens: int, chosen: int) -> CompiledStage:
         """`flat_batch.make_flat_batch` at home, without block tables."""
@@ -172,7 +172,7 @@ class StageCompiler:
         drafted: bool,
     ) -> CompiledStage:
         function = partial(stage_forward.decoder_forward, stage.model, wants, drafted)
-        own = abstract_leaves(stage), self._cache(stage)
+        own = abstract_leaves(stage), self.cache(stage)
         flat = with_flat_parameters(stage, function)
         return self.compile_stage(stage, flat, 1, own, (x, batch, last), (True, False))
 
@@ -227,7 +227,7 @@ class StageCompiler:
             def function(parameters: Any, *rest: Any) -> Any:
                 return fill_encoded(model.module(parameters), *rest)
 
-            own = abstract_leaves(stage), self._cache(stage)
+            own = abstract_leaves(stage), self.cache(stage)
             text = encoded, int32(1), int32(1, self.sizes.table)
             flat = with_flat_parameters(stage, function)
             return self.compile_stage(stage, flat, 1, own, text, True)
@@ -242,7 +242,7 @@ class StageCompiler:
             return None
 
         def make() -> CompiledStage:
-            cache, sizes = self._cache(stage), self.sizes
+            cache, sizes = self.cache(stage), self.sizes
             batch = int32(tokens), int32(tokens), abstract_tables(sizes, sizes.slots)
             own = (tuple(cache[name] for name in names),)
             return self.compile_stage(stage, head_steps.gather_taps, (), own, batch, False)
@@ -256,7 +256,7 @@ class StageCompiler:
         def make() -> CompiledStage:
             ids = {group: int32(MAX_COPIES) for group in self.sizes.blocks}
             function = partial(steps.copy_blocks, stage.model.model)
-            own, which = (self._cache(stage),), (ids, ids, int32())
+            own, which = (self.cache(stage),), (ids, ids, int32())
             return self.compile_stage(stage, function, 0, own, which, True)
 
         return self.cached(("copy", stage.kind), make)
@@ -331,7 +331,7 @@ class StageCompiler:
         arguments = *own, *group.abstract_replicated(replicated)
         return self.compile(group.shard_map(function, parts, out), donated, arguments, group)
 
-    def _cache(self, stage: PipelineStage) -> Any:
+    def cache(self, stage: PipelineStage) -> Any:
         """A stage's abstract KV cache pools on its devices."""
         return self.pools(stage, self.sizes.blocks)
 

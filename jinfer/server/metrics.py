@@ -37,6 +37,11 @@ _GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
         "share of the cache's blocks that is held",
         lambda s: s.blocks_held / s.blocks if s.blocks else 0.0,
     ),
+    "prefix_offload_ram_bytes": (
+        "of offloaded blocks in host memory",
+        lambda s: s.offload_ram_bytes,
+    ),
+    "prefix_offload_disk_bytes": ("of offloaded blocks on disk", lambda s: s.offload_disk_bytes),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "prefix_cache_queries": (
@@ -52,6 +57,17 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "spec_decode_num_accepted_tokens": (
         "tokens of drafts that were right",
         lambda s: s.accepted_tokens,
+    ),
+    "prefix_offload_saved_blocks": ("blocks that were offloaded", lambda s: s.saved_blocks),
+    "prefix_offload_saved_bytes": ("of blocks that were offloaded", lambda s: s.saved_bytes),
+    "prefix_offload_restored_blocks": (
+        "offloaded blocks that came back to the device",
+        lambda s: s.restored_blocks,
+    ),
+    "prefix_offload_restored_bytes": ("of blocks that came back", lambda s: s.restored_bytes),
+    "prefix_offload_lost_blocks": (
+        "offloaded blocks that were damaged or had gone",
+        lambda s: s.lost_blocks,
     ),
     "compilations": ("programs compiled, or found on disk", lambda s: s.compilations),
 }
@@ -128,7 +144,10 @@ class Metrics:
         before = self._before.get(model)
         if before is None:
             return now
-        still = {"running", "waiting", "blocks", "blocks_held"}
+        still = {
+            *("running", "waiting", "blocks", "blocks_held"),
+            *("offload_ram_bytes", "offload_disk_bytes"),
+        }
         names = [one.name for one in fields(Stats)]
         return Stats(
             **{n: getattr(now, n) + (0 if n in still else getattr(before, n)) for n in names}

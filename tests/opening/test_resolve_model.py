@@ -138,6 +138,7 @@ def test_a_folder_that_holds_a_gguf_file_has_its_tokenizer() -> None:
         ("weights", "~/model"),
         ("tokenizer", "sub/../../outside"),
         ("family", "../family.toml"),
+        ("engine.cache_disk", "/outside"),
     ],
 )
 def test_a_specification_that_nobody_named_stays_in_its_folder(

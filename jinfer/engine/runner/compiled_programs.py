@@ -31,6 +31,7 @@ from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.attention.block_rows import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache
 from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
@@ -208,6 +209,10 @@ class CompiledPrograms:
         shapes = self.model.caches
         blocks = {name: self.sizes.blocks[shape.group] for name, shape in shapes.items()}
         return shapes, blocks, self.sizes.kv_cache
+
+    def abstract_rows(self, count: int) -> tuple[BlockRows, ...]:
+        """The abstract results of "gather_blocks" of so many rows, for each part of the model."""
+        return (abstract_rows(self.model.caches, self.cache, count),)
 
     def empty_state(self) -> states.State:
         """A device state with all slots free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,10 @@ _LARGE = 512  # larger sizes are doubled
 SMALL_SIZES: tuple[int, ...] = (1, 4, 8)
 
 
+def _nothing() -> None:
+    """Nothing has to be done before a call."""
+
+
 @dataclass(kw_only=True)
 class ModelRunner:
     """Owns the device arrays of a model that runs.
@@ -35,10 +39,12 @@ class ModelRunner:
         programs: its compiled steps.
         leaves: its weights as programs take them: the arrays of the parameters, then pointer
             tables; see `CompiledPrograms.with_weight_pointers`.
+        before_call: called before a program is given the KV cache, which it may overwrite.
     """
 
     programs: CompiledPrograms
     leaves: tuple[Array, ...] = ()
+    before_call: Callable[[], None] = field(default=_nothing, repr=False)
     _cache: Cache | None = field(default=None, init=False)
     _state: State | None = field(default=None, init=False)
 
@@ -73,6 +79,7 @@ class ModelRunner:
         """The KV cache, allocated at first use. A call donates it; `set_cache` sets the new one."""
         if self._cache is None:
             self._cache = self.programs.allocate_kv_cache()
+        self.before_call()
         return self._cache
 
     def release(self) -> None:

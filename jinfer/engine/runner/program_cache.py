@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import stat
+from collections.abc import Iterable
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -95,7 +96,7 @@ def use_persistent_cache() -> DiskCache | None:
     if not is_known():
         _log.info("programs are traced at each start: jaxlib %s is not known", jaxlib_version)
         return None
-    return DiskCache(folder, _maker())
+    return DiskCache(folder, code_version())
 
 
 def _remove_incomplete(folder: Path) -> None:
@@ -124,18 +125,25 @@ def _settings() -> str:
 
 
 @cache
-def _maker() -> str:
-    """A string that changes with JAX, Flax and the code of this package that is traced."""
+def code_version(*more: str) -> str:
+    """A string that changes with JAX, Flax and the code of this package that is traced.
+
+    Args:
+        more: further packages of this one whose code counts.
+    """
     digest = hashlib.sha256()
-    for path in _sources():
+    for path in _sources(more):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"jaxlib {jaxlib_version}, {digest.hexdigest()}"
 
 
-def _sources() -> list[Path]:
-    """Files whose code runs while a program is traced."""
+def _sources(more: Iterable[str]) -> list[Path]:
+    """Files whose code runs while a program is traced, and those of some more packages."""
     root = Path(__file__).parents[2]
-    folders = [*(root / name for name in _TRACED), *_folders_of(find_spec("kernels_pallas"))]
+    folders = [
+        *(root / name for name in (*_TRACED, *more)),
+        *_folders_of(find_spec("kernels_pallas")),
+    ]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     # For other packages the version is enough; reading it takes less time than importing them.
     others = [folder for name in ("jax", "flax") for folder in _folders_of(find_spec(name))]

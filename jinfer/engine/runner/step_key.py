@@ -16,7 +16,7 @@ StepKind = Literal[
     "logits", "sample", "decode", "forward", "score", "beam", "contrastive",
     "fill_cross_attention", "encode", "copy_blocks", "set_slot", "verify", "propose",
     "gather_taps", "prefill_head", "propose_with_head", "allocate_kv_cache",
-    "trace", "trace_encoder",
+    "trace", "trace_encoder", "gather_blocks", "scatter_blocks",
 ]  # fmt: skip
 _OF_SEQUENCES: tuple[StepKind, ...] = ("decode", "propose", "propose_with_head", "beam")
 
@@ -31,7 +31,8 @@ class StepKey:
             "beam"; padded tokens of a text.
         chosen: tokens of a flat batch after which one is sampled, at most; trees of "verify".
         rows: sequences of a flat batch without a state, or texts; of "verify", places in the
-            attention's batch, 0 where each token has one place.
+            attention's batch, 0 where each token has one place; of "gather_blocks" and
+            "scatter_blocks", blocks of each group.
         want: the result of "forward" and "encode".
         stages: sampling stages of "sample", "decode", "propose", "propose_with_head" and "verify".
         masked: whether "verify" takes grammar masks.

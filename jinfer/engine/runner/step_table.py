@@ -22,6 +22,7 @@ from jinfer.engine.runner.verify import Nodes, verify
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.forward_context import TreeCopies
+from jinfer.ops.attention.block_rows import BlockRows, gather_rows, row_groups, scatter_rows
 from jinfer.ops.attention.kv_cache import ADAPTER, Cache, CacheShapes, uninitialized_cache
 
 
@@ -59,6 +60,7 @@ class StepInputs(Protocol):
     def tables(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]: ...
     def hidden_taps(self, cache: Cache) -> Any: ...
     def cache_pools(self) -> tuple[CacheShapes, dict[str, int], Kind]: ...
+    def abstract_rows(self, count: int) -> tuple[BlockRows, ...]: ...
     def with_leaves(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]: ...
     def abstract_result(self, key: StepKey) -> Any: ...
 
@@ -169,6 +171,21 @@ def _set_slot(inputs: StepInputs, key: StepKey) -> StepFunction:
     return StepFunction(device_state.set_slot, 0, (state, row, int32()))
 
 
+def _gather_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
+    shapes, ids = inputs.model.caches, row_ids(inputs.model, key.rows)
+    return StepFunction(
+        lambda cache, ids: (gather_rows(shapes, cache, ids),), (), (inputs.cache, ids)
+    )
+
+
+def _scatter_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:
+    shapes, ids = inputs.model.caches, row_ids(inputs.model, key.rows)
+    arguments = inputs.cache, inputs.abstract_rows(key.rows), ids
+    return StepFunction(
+        lambda cache, rows, ids: scatter_rows(shapes, cache, rows[0], ids), 0, arguments
+    )
+
+
 def _allocate_kv_cache(inputs: StepInputs, key: StepKey) -> StepFunction:
     return StepFunction(lambda _: uninitialized_cache(*inputs.cache_pools()), (), ((),))
 
@@ -193,6 +210,8 @@ STEPS: Mapping[StepKind, Callable[[StepInputs, StepKey], StepFunction]] = {
     "copy_blocks": _copy_blocks,
     "set_slot": _set_slot,
     "allocate_kv_cache": _allocate_kv_cache,
+    "gather_blocks": _gather_blocks,
+    "scatter_blocks": _scatter_blocks,
 }
 
 
@@ -238,6 +257,11 @@ def abstract_flat_batch(tokens: int, rows: int, tables: Any, places: int = 0) ->
 def abstract_tables(sizes: Sizes, rows: int) -> dict[str, Any]:
     """Abstract block tables, and that of adapters if there may be any."""
     return {group: int32(*shape) for group, shape in sizes.table_shapes(rows).items()}
+
+
+def row_ids(model: AbstractModel, count: int) -> dict[str, Any]:
+    """Abstract block ids of `count` rows of each group."""
+    return {group: int32(count) for group in row_groups(model.caches)}
 
 
 def abstract_nodes(key: StepKey) -> Nodes:

@@ -153,11 +153,11 @@ class BlockManager:
             tables.digests.pop()
         # Blocks before the sliding window are not needed.
         for name, listed in cached.items():
-            first = self._first_needed(name, (len(tables.digests) - 1) * BLOCK)
+            first = self.first_needed(name, (len(tables.digests) - 1) * BLOCK)
             cached[name] = [*([None] * first), *listed[first:]]
         return cached
 
-    def _first_needed(self, group: str, position: int) -> int:
+    def first_needed(self, group: str, position: int) -> int:
         """The first block that a token at a position attends to."""
         window = self.pools[group].window
         return 0 if window is None else max(0, position - window + 1) // BLOCK
@@ -165,7 +165,7 @@ class BlockManager:
     def _windows_cached(self, cached: Mapping[str, list[int | None]], count: int) -> bool:
         """Whether the token after `count` blocks finds all blocks in its sliding windows."""
         return all(
-            None not in blocks[self._first_needed(name, count * BLOCK) : count]
+            None not in blocks[self.first_needed(name, count * BLOCK) : count]
             for name, blocks in cached.items()
         )
 
@@ -307,7 +307,7 @@ class BlockManager:
     def slide_window(self, tables: BlockTables, position: int) -> None:
         """Sliding window: releases blocks that no token from `position` on attends to."""
         for name, table in tables.by_group.items():
-            for index in range(min(self._first_needed(name, position), len(table)) - 1, -1, -1):
+            for index in range(min(self.first_needed(name, position), len(table)) - 1, -1, -1):
                 if table[index] == RELEASED:
                     break
                 self.pools[name].release(table[index])

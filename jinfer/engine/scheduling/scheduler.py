@@ -44,6 +44,8 @@ class Scheduler:
         slotless: sequences that have blocks but no slot, during a forward pass without sampling.
         running: the sequences that have slots.
         on_release: called before a sequence's blocks are freed.
+        fetching: whether cached blocks of a waiting sequence's prefix are still on their way to the
+            device; it is admitted when they are there.
     """
 
     blocks: BlockManager
@@ -58,6 +60,7 @@ class Scheduler:
     slotless: int = 0
     running: list[RunningSequence] = field(default_factory=list)
     on_release: Callable[[RunningSequence], None] = lambda _: None
+    fetching: Callable[[RunningSequence], bool] = lambda _: False
     _waiting: list[tuple[tuple[int, int], RunningSequence]] = field(default_factory=list)
     _free: deque[int] = field(default_factory=deque)
     _turn: int = 0
@@ -194,6 +197,9 @@ class Scheduler:
             lower = self._lower_priority(sequence)
             if not self._free and lower is None:
                 break
+            if self.fetching(sequence):
+                later.append(heapq.heappop(self._waiting))
+                continue
             tables, cached, made = self.blocks.share_prefix(
                 sequence.tokens, sequence.seed, reuse=sequence.request.reuse
             )
@@ -291,6 +297,7 @@ class Scheduler:
         self._release(sequence)
         self.running.remove(sequence)
         sequence.preempted += 1
+        sequence.looked_up = False
         self.preemptions += 1
         heapq.heappush(self._waiting, (sequence.priority_key, sequence))
 

@@ -31,6 +31,7 @@ class RunningSequence:
         waits_for_grammar: nothing is computed for it until its grammar has taken its last tokens.
         ended: nothing more is computed for it.
         preempted: number of preemptions.
+        looked_up: whether the prefix cache offload was asked for its prefix since it waits.
         drafted, accepted: tokens that were drafted for it, and those of them that were accepted.
         trees: the draft trees that were verified for it, call by call.
         snapshots: prefix lengths after which its recurrent states are copied for other requests.
@@ -55,6 +56,7 @@ class RunningSequence:
     waits_for_grammar: bool = False
     ended: bool = False
     preempted: int = 0
+    looked_up: bool = False
     drafted: int = 0
     accepted: int = 0
     trees: list[DraftedStep] = field(default_factory=list)
@@ -79,6 +81,11 @@ class RunningSequence:
     def priority_key(self) -> tuple[int, int]:
         """Sequences with a lower key go first: by priority, then by arrival."""
         return (self.request.priority, self.arrival)
+
+    @property
+    def known_slot(self) -> int:
+        """The slot that it is known by: the one that its request names, or its own."""
+        return self.slot if self.request.slot is None else self.request.slot
 
     @property
     def prefilling(self) -> bool:

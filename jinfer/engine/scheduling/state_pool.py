@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jinfer.engine.scheduling.block_pool import chain_hash
+from jinfer.engine.scheduling.block_pool import OnBlock, chain_hash, ignore
 from jinfer.ops.attention.kv_cache import BLOCK
 
 
@@ -23,6 +23,11 @@ class Snapshot(NamedTuple):
     before: bytes
     tokens: tuple[int, ...]
 
+    @property
+    def digest(self) -> bytes | None:
+        """Hash of all its tokens, if they are whole blocks."""
+        return None if self.tokens else self.before
+
 
 class StatePool:
     """The blocks of recurrent states.
@@ -30,6 +35,8 @@ class StatePool:
     Attributes:
         count: number of blocks.
         most: number of snapshots, at most.
+        on_full, on_evict: as of `BlockPool`, of snapshots at the end of a block of tokens; the copy
+            that fills a kept block may not have been launched yet.
     """
 
     def __init__(self, count: int, most: int | None = None) -> None:
@@ -38,6 +45,8 @@ class StatePool:
         self._free = list(range(count - 1, -1, -1))
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by block, LRU order
         self._after: dict[bytes, dict[tuple[int, ...], int]] = {}
+        self.on_full: OnBlock = ignore
+        self.on_evict: OnBlock = ignore
 
     @property
     def available(self) -> int:
@@ -65,7 +74,38 @@ class StatePool:
     def _evict(self) -> int:
         block, snapshot = self._snapshots.popitem(last=False)
         self._forget(snapshot)
+        if not snapshot.tokens:
+            self.on_evict(block, snapshot.before)
         return block
+
+    def contents(self) -> list[tuple[int, Snapshot]]:
+        """Every block that has a snapshot, and of which tokens."""
+        return list(self._snapshots.items())
+
+    def content(self, block: int) -> Snapshot | None:
+        """The snapshot in a block."""
+        return self._snapshots.get(block)
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The snapshot after the whole blocks with this hash, and no token more."""
+        return self._after.get(digest, {}).get(())
+
+    def is_idle(self, block: int) -> bool:
+        """Whether a block has a snapshot."""
+        return block in self._snapshots
+
+    def touch(self, block: int) -> None:
+        """Makes a snapshot the last one to be evicted."""
+        if block in self._snapshots:
+            self._snapshots.move_to_end(block)
+
+    def forget(self, block: int) -> bool:
+        """Evicts a snapshot."""
+        if block not in self._snapshots:
+            return False
+        self._forget(self._snapshots.pop(block))
+        self.release(block)
+        return True
 
     def release(self, block: int) -> None:
         """A sequence's block is not needed any more."""
@@ -102,14 +142,20 @@ class StatePool:
             digests: hashes of the prefixes that end with each whole block, the seed first.
         """
         whole = len(tokens) // BLOCK
-        snapshot = Snapshot(digests[whole], tuple(tokens[whole * BLOCK :]))
-        if self.has(digests, tokens) or not self.most:
+        self.keep_snapshot(block, Snapshot(digests[whole], tuple(tokens[whole * BLOCK :])))
+
+    def keep_snapshot(self, block: int, snapshot: Snapshot) -> bool:
+        """`keep` of a block for a snapshot; False, the block released, where there is one."""
+        if snapshot.tokens in self._after.get(snapshot.before, {}) or not self.most:
             self.release(block)
-            return
+            return False
         if len(self._snapshots) == self.most:
             self.release(self._evict())
         self._snapshots[block] = snapshot
         self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block
+        if not snapshot.tokens:
+            self.on_full(block, snapshot.before)
+        return True
 
     def has(self, digests: Sequence[bytes], tokens: Sequence[int]) -> bool:
         """Whether there is a snapshot after these tokens."""
@@ -118,8 +164,8 @@ class StatePool:
 
     def clear(self) -> None:
         """Evicts all snapshots, as when the cache's memory is lost."""
-        while self._snapshots:
-            self.release(self._evict())
+        for block in list(self._snapshots):
+            self.forget(block)
 
     def _forget(self, snapshot: Snapshot) -> None:
         here = self._after[snapshot.before]

@@ -1,0 +1,90 @@
+"""Block rows: KV cache blocks as rows of a buffer for each number type (prefix cache offload).
+
+A block of a group is spread over the pools of all its attentions. A row has all of it in one piece
+of memory, so that a transfer between device and host is one copy, however many layers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.ops.attention.kv_cache import ENCODER, Cache, CacheShapes
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+# Group -> name of a number type -> [rows, numbers]: each row is a block of the group.
+type BlockRows = dict[str, dict[str, Any]]
+
+
+def row_groups(shapes: CacheShapes) -> list[str]:
+    """The groups whose blocks become rows: all but an encoder's."""
+    return sorted({shape.group for shape in shapes.values()} - {ENCODER})
+
+
+def _pools(shapes: CacheShapes, cache: Cache, group: str) -> tuple[list[Any], Any]:
+    """The arrays of a group, in the order in which a row has them, and the tree they make."""
+    named = {name: cache[name] for name in sorted(cache) if shapes[name].group == group}
+    arrays, tree = jax.tree.flatten(named)
+    return arrays, tree
+
+
+def abstract_rows(shapes: CacheShapes, cache: Cache, count: int) -> BlockRows:
+    """The shapes and types of `count` rows of each group.
+
+    Args:
+        cache: abstract.
+    """
+    rows: BlockRows = {}
+    for group in row_groups(shapes):
+        numbers: dict[str, tuple[int, Any]] = {}
+        for pool in _pools(shapes, cache, group)[0]:
+            before, _ = numbers.get(pool.dtype.name, (0, None))
+            numbers[pool.dtype.name] = before + prod(pool.shape[1:]), pool.dtype
+        rows[group] = {
+            name: jax.ShapeDtypeStruct((count, total), dtype)
+            for name, (total, dtype) in numbers.items()
+            if total
+        }
+    return rows
+
+
+def gather_rows(
+    shapes: CacheShapes, cache: Cache, ids: Mapping[str, Int[Array, " rows"]]
+) -> BlockRows:
+    """Blocks of each group as rows; an id out of range gives an arbitrary block."""
+    rows: BlockRows = {}
+    for group, blocks in ids.items():
+        parts: dict[str, list[Array]] = {}
+        for pool in _pools(shapes, cache, group)[0]:
+            if pool.size:
+                taken = pool.at[blocks].get(mode="clip")
+                parts.setdefault(pool.dtype.name, []).append(taken.reshape(len(blocks), -1))
+        rows[group] = {name: jnp.concatenate(each, axis=1) for name, each in parts.items()}
+    return rows
+
+
+def scatter_rows(
+    shapes: CacheShapes, cache: Cache, rows: BlockRows, ids: Mapping[str, Int[Array, " rows"]]
+) -> Cache:
+    """The cache with blocks from rows; those with a negative id are dropped."""
+    changed = dict(cache)
+    for group, blocks in ids.items():
+        arrays, tree = _pools(shapes, cache, group)
+        begins = dict.fromkeys(rows[group], 0)
+        for index, pool in enumerate(arrays):
+            if pool.size:
+                name, begin = pool.dtype.name, begins[pool.dtype.name]
+                begins[name] = begin + prod(pool.shape[1:])
+                part = rows[group][name][:, begin : begins[name]]
+                targets = jnp.where(blocks >= 0, blocks, pool.shape[0])
+                taken = part.reshape(len(blocks), *pool.shape[1:])
+                arrays[index] = pool.at[targets].set(taken, mode="drop")
+        changed |= jax.tree.unflatten(tree, arrays)
+    return changed
