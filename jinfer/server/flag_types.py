@@ -62,6 +62,14 @@ def size(text: str) -> int:
     return count(text, least=0)
 
 
+def gib(text: str) -> float:
+    """A number of GiB, from 0 on. Raises `ArgumentTypeError`."""
+    value = _number(float, text, "a number of GiB")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 on")
+    return value
+
+
 def port(text: str) -> int:
     """A port's number. Raises `ArgumentTypeError`."""
     value = _number(int, text, "a whole number")

@@ -16,7 +16,7 @@ from jinfer.server.field_checks import check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
-from jinfer.server.native_answer import set_parameters, statistics
+from jinfer.server.native_answer import set_parameters, slot_of, statistics
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
@@ -150,7 +150,7 @@ class _LlamaAnswers:
             "content": chunk.text,
             "tokens": list(chunk.token_ids),
             "stop": False,
-            "id_slot": -1,
+            "id_slot": slot_of(self.run.jobs[self.run.owners[index]]),
             "tokens_predicted": so_far.completion_tokens,
             "tokens_evaluated": so_far.prompt_tokens,
         }

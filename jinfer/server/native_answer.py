@@ -30,7 +30,7 @@ def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> 
     text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
     kind, word = _stopped(answer)
     return {
-        "id_slot": -1,
+        "id_slot": slot_of(job),
         "stop": True,
         "model": hosted.name,
         "tokens_predicted": len(answer.token_ids),
@@ -44,6 +44,11 @@ def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> 
         "stopping_word": word,
         "timings": usage.llamacpp_timings(used),
     }
+
+
+def slot_of(job: PromptRequests) -> int:
+    """The slot that a request names; -1: none."""
+    return -1 if job.sampling.slot is None else job.sampling.slot
 
 
 def _stopped(answer: Completion) -> tuple[str, str]:

@@ -14,6 +14,10 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
         "schema": {"type": "string"},
         "description": "one of the models; the first if not given",
     },
+    "action": {
+        "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
+        "description": "what is done with what is cached of a slot",
+    },
     "after": {"schema": {"type": "string"}, "description": "the id that the page begins after"},
     "limit": {
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},

@@ -76,6 +76,7 @@ class RequestOptions:
         timings, progress: whether chunks have timings; whether progress of a prompt is reported.
         names: a parameter of the engine -> the field of the request that set it.
         adapter: the LoRA adapter that it is computed with.
+        slot: the slot that `/slots/{id}` knows it by.
     """
 
     params: SamplingParams
@@ -90,6 +91,7 @@ class RequestOptions:
     progress: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     adapter: AdapterUse | None = None
+    slot: int | None = None
 
 
 def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
@@ -184,7 +186,17 @@ def request_options(
         bool(body.return_progress),
         names,
         adapter_of(body, session),
+        _slot(body, session),
     )
+
+
+def _slot(body: SamplingFields, session: Session) -> int | None:
+    asked, slots = body.id_slot, session.engine.scheduler.slots
+    if asked is None or asked == -1:
+        return None
+    if not 0 <= asked < slots:
+        raise invalid_request(f"there is no slot {asked}; slots are 0 to {slots - 1}", "id_slot")
+    return asked
 
 
 def _values(

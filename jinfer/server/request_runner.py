@@ -79,7 +79,12 @@ def prepare_prompt(
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
     prepared = [
-        replace(one, request=replace(one.request, reuse=asked.reuse, shown=parsing.shown_tokens))
+        replace(
+            one,
+            request=replace(
+                one.request, reuse=asked.reuse, shown=parsing.shown_tokens, slot=asked.slot
+            ),
+        )
         for one in prepared
     ]
     return PromptRequests(ids, asked, prepared, parsing)

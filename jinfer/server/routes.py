@@ -40,7 +40,9 @@ from jinfer.server.schemas.chat import ChatResponse
 from jinfer.server.schemas.completions import CompletionResponse
 from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
 from jinfer.server.schemas.messages import MessageObject, TokenCount
+from jinfer.server.schemas.slot_actions import SlotChange
 from jinfer.server.service import RequestContext
+from jinfer.server.slot_actions import slot_action
 
 PAGE = "page"
 
@@ -188,6 +190,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "What each slot of a model does",
         about.SlotStates,
         query=("model",),
+    ),
+    _llama(
+        "POST /slots/{id}",
+        slot_action,
+        "Saves, restores or erases what is cached of a slot's last prompt",
+        SlotChange,
+        query=("action", "model"),
     ),
     _llama(
         "GET /lora-adapters",

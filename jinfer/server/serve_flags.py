@@ -17,7 +17,7 @@ from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
 from jinfer.server.auth import read_api_keys
-from jinfer.server.flag_types import PREFIX, ServeFlag, count, port, seconds, size
+from jinfer.server.flag_types import PREFIX, ServeFlag, count, gib, port, seconds, size
 from jinfer.server.processor_flags import named_functions
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.thinking_flags import budget, template_variables
@@ -79,6 +79,19 @@ FLAGS: tuple[ServeFlag, ...] = (
         "how models mark their thoughts (prompt.reasoning): " + ", ".join(get_args(Reasoning)),
     ),
     *(ServeFlag((f"--{name}",), about) for name, about in job_config.FLAGS.items()),
+    ServeFlag(
+        ("--cache-ram",),
+        "GiB of host memory for prefixes that the cache has no room for (engine.cache_ram)",
+        gib,
+    ),
+    ServeFlag(
+        ("--cache-disk",),
+        "a folder for cached prefixes, which outlive a restart (engine.cache_disk)",
+    ),
+    ServeFlag(("--cache-disk-size",), "GiB that may be in it (engine.cache_disk_size)", gib),
+    ServeFlag(
+        ("--slot-save-path",), "a folder in which requests may save what is cached of a slot"
+    ),
     ServeFlag(("--queue",), "requests that may wait; more are answered with 429", size, 256),
     ServeFlag(
         ("--max-loaded",), "models in memory at a time; the least recently used leaves", count
@@ -280,6 +293,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         cors=tuple(flags["cors"]),
         page=flags["page"],
         runtime_adapters=bool(flags["runtime_adapters"]),
+        slot_save_path=flags["slot_save_path"],
         files_dir=flags["files_dir"],
         max_file=flags["max_file"],
         max_files=flags["max_files"],
@@ -324,6 +338,9 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
         "engine.slots": flags["parallel"],
         "engine.max_adapters": flags["max_adapters"],
         "engine.max_adapter_rank": flags["max_adapter_rank"],
+        "engine.cache_ram": flags["cache_ram"],
+        "engine.cache_disk": flags["cache_disk"],
+        "engine.cache_disk_size": flags["cache_disk_size"],
         "quantization.kv_cache": flags["kv_cache"],
         "prompt.tool_calls": flags["tool_call_parser"],
         "prompt.reasoning": flags["reasoning_parser"],

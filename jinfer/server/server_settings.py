@@ -55,6 +55,7 @@ class ServerSettings:
         cors: origins that browsers may call from (CORS); "*" for any.
         page: whether the web page at / is served.
         runtime_adapters: whether requests may load and unload LoRA adapters.
+        slot_save_path: folder in which requests may save slots' caches; None: they may not.
         files_dir: folder of files and batches; None: there are none.
         max_file, max_files: bytes of an uploaded file, and of all files.
         responses_dir: folder of stored responses; None: they are kept in memory.
@@ -81,6 +82,7 @@ class ServerSettings:
     cors: tuple[str, ...] = ()
     page: bool = True
     runtime_adapters: bool = False
+    slot_save_path: str | None = None
     files_dir: str | None = None
     max_file: int = 200 << 20
     max_files: int = 4 << 30

@@ -37,7 +37,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
      "stream_options.include_obfuscation"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
-    (CHAT, {"id_slot": 0}, "id_slot"),
     (CHAT, {"verbose": True, "stream": True}, "verbose"),
     (CHAT, {"model": "gpt-3.5-turbo"}, "model"),
     (CHAT, {"model": ""}, "model"),
@@ -54,7 +53,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, KWARGS, "chat_template_kwargs.enable_thinking"),
     (RESPONSES, {"model": "gpt-4o"}, "model"),
     ("/v1/completions", {"model": "gpt-3.5-turbo"}, "model"),
-    ("/completion", {"id_slot": 0}, "id_slot"),
     ("/apply-template", {"reasoning_effort": "low"}, "reasoning_effort"),
     ("/tokenize", KWARGS, "chat_template_kwargs.enable_thinking"),
 ]  # fmt: skip

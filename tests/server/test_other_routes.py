@@ -62,6 +62,8 @@ def test_metrics(smol: Running) -> None:
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "kv_cache_blocks_held",
+        "prefix_offload_disk_bytes",
+        "prefix_offload_restored_blocks_total",
     ):
         assert float(figures[f"jinfer:{name}{label}"]) == 0
     assert float(figures[f"jinfer:kv_cache_blocks{label}"]) == smol.hosted().llm.stats().blocks

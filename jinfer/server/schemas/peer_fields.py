@@ -22,7 +22,6 @@ class PeerFields(RequestModel):
     """Fields of all routes that generate."""
 
     # llama.cpp
-    id_slot: Annotated[int | None, Ignored("slots are chosen by what they hold", (-1,))] = None
     n_cache_reuse: Annotated[int | None, Ignored(_FOUND, (0,))] = None
     backend_sampling: Annotated[
         bool | None, Ignored("tokens are always chosen on the device", (True,))

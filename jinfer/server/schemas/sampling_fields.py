@@ -118,3 +118,4 @@ class SamplingFields(PeerFields, _TableFields):
     verbose: bool | None = Field(None, description="the answer as /completion has it, too")
     n_cmpl: int | None = Field(None, description="as n")
     t_max_predict_ms: int | None = Field(None, description="0: any time")
+    id_slot: int | None = Field(None, description="the slot that /slots/{id} knows it by")
