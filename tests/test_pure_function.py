@@ -78,8 +78,14 @@ def test_logits_of_encoder_decoders(name: str) -> None:
     (apply, params), values = function(name), encoders.expected(name)
     length = int(values["attention_mask"][1].sum())
     source = {"encoder_ids": values["input_ids"][1], "encoder_length": length}
-    got = jax.jit(apply)(params, values["decoder_input_ids"][1], **source)
+    compiled = jax.jit(partial(apply, capture="*.0.*.pattern"))
+    got, captured = compiled(params, values["decoder_input_ids"][1], **source)
     np.testing.assert_allclose(got, values["logits"][1], rtol=0, atol=TOLERANCE)
+    # Of the encoder, the decoder, and the decoder's of what the encoder read, without its padding.
+    sizes = sorted(pattern.shape[1:] for pattern in captured.values())
+    assert sizes == [(12, 12), (12, 24), (24, 24)]
+    for pattern in captured.values():
+        np.testing.assert_allclose(pattern[..., :length, :length].sum(axis=2), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", INSIDE)

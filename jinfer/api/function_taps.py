@@ -74,8 +74,7 @@ class FunctionTaps:
         return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
     def _edit(self, name: str, shape: ActivationShape, edit: Any) -> TracedEdit:
-        tokens = self.read if self.read and name.startswith("encoder.") else self.tokens
-        free = {"tokens": tokens, "keys": self._keys(name)}
+        free = {"tokens": self._tokens(name), "keys": self._keys(name)}
         sizes = tuple(free[size] if isinstance(size, str) else size for size in shape.sizes)
         given = jax.ShapeDtypeStruct(sizes, jnp.float32)
 
@@ -94,10 +93,15 @@ class FunctionTaps:
         code = traced.jaxpr.replace(constvars=traced.jaxpr.constvars)
         return TracedEdit(tuple(traced.consts), _Code(code), keys)
 
+    def _tokens(self, name: str) -> int:
+        """Tokens that the stack of a value computes."""
+        return self.read if self.read and name.startswith("encoder.") else self.tokens
+
     def _keys(self, name: str) -> int:
         """Keys of an attention's scores."""
         cache = self.model.caches.get(name.rpartition(".")[0])
-        return self.read if cache is not None and cache.group == ENCODER else self.tokens
+        crossed = cache is not None and cache.group == ENCODER
+        return self.read if crossed else self._tokens(name)
 
 
 @dataclass(frozen=True, eq=False)
