@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from jinfer.engine.output.generation import Chunk, Completion, Usage
     from jinfer.engine.output.token_logprob import TokenLogprob
     from jinfer.engine.requests import EngineError, RequestError
+    from jinfer.sampling.activation_edits import Edit, Steer
     from jinfer.sampling.sampling_params import SamplingParams
+    from jinfer.weights.control_vectors import read_control_vector
 
     __version__: str
 
@@ -22,12 +24,15 @@ _HOMES = {
     "AsyncLLM": "jinfer.api.async_llm",
     "Chunk": "jinfer.engine.output.generation",
     "Completion": "jinfer.engine.output.generation",
+    "Edit": "jinfer.sampling.activation_edits",
     "EngineError": "jinfer.engine.requests",
     "RequestError": "jinfer.engine.requests",
     "SamplingParams": "jinfer.sampling.sampling_params",
+    "Steer": "jinfer.sampling.activation_edits",
     "TokenLogprob": "jinfer.engine.output.token_logprob",
     "Usage": "jinfer.engine.output.generation",
     "__version__": "jinfer.version",
+    "read_control_vector": "jinfer.weights.control_vectors",
 }
 
 __all__ = [
@@ -36,12 +41,15 @@ __all__ = [
     "AsyncLLM",
     "Chunk",
     "Completion",
+    "Edit",
     "EngineError",
     "RequestError",
     "SamplingParams",
+    "Steer",
     "TokenLogprob",
     "Usage",
     "__version__",
+    "read_control_vector",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there

@@ -13,6 +13,7 @@ from jinfer.api.offloading import start_offload
 from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
+from jinfer.engine.runner.edit_tables import StepTaps
 from jinfer.engine.runner.model_runner import flat_sizes
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.block_manager import BlockManager
@@ -180,18 +181,22 @@ def _sizes(opened: Opened, model: AbstractModel, blocks: dict[str, int]) -> Size
     return Sizes(slots, opened.context, vocab, blocks, opened.kv_cache, adapters)
 
 
-def first_shapes(engine: Engine, prompt: int) -> list[StepKey]:
-    """The programs that one request of the usual kind needs."""
+def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> list[StepKey]:
+    """The programs that one request of the usual kind needs.
+
+    Args:
+        taps: the activations that it captures and edits.
+    """
     if not engine.model.modules.spec.generates:
         return []
     scheduler, shapes = engine.scheduler, [StepKey("set_slot")]
     while prompt > 1:
         count = scheduler.fit_batch(min(scheduler.chunk, prompt))
-        shapes.append(StepKey("logits", engine.batch_size(count), 1))
+        shapes.append(StepKey("logits", engine.batch_size(count), 1, taps=taps))
         prompt -= count
     stages = stage_sets()[0]
     chosen = StepKey("sample", chosen=1, stages=stages)
-    return [*dict.fromkeys(shapes), chosen, StepKey("decode", 1, stages=stages)]
+    return [*dict.fromkeys(shapes), chosen, StepKey("decode", 1, stages=stages, taps=taps)]
 
 
 def all_shapes(engine: Engine) -> list[StepKey]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from jinfer.api.activation_checks import compile_for, request_activations
 from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
@@ -33,6 +34,8 @@ from jinfer.api.prompt_inputs import (
     parse_params,
     parse_prompt,
 )
+from jinfer.api.requests_of_answers import requests_of_answers
+from jinfer.api.steering_vectors import SteeringVectors
 from jinfer.distributed.process_group import refuse_on_worker
 from jinfer.engine import fork_guard
 from jinfer.engine.adapter_use import AdapterUse
@@ -87,6 +90,7 @@ class Session:
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.
+        steering: its named steering vectors.
         closed: whether it was closed.
     """
 
@@ -135,7 +139,7 @@ class Session:
         self.engine.speculator = None if drafts is None else drafts.speculation
         self.thread = EngineThread(self.engine, opened.tokenizer)
         self.family, self.stored_as = family(opened), stored_as(opened)
-        self._ids = count()
+        self._ids, self.steering = count(), SteeringVectors()
         sizes = self.engine.programs.sizes
         self.processors = LogitsProcessors(sizes.vocab, sizes.context)
         if opened.spec.engine.warm_up:
@@ -307,45 +311,28 @@ class Session:
         if sampling.stop and self.opened.tokenizer is None:
             raise RequestError("stop texts need a tokenizer; use stop_token_ids")
         most = context if sampling.max_tokens is None else len(ids) + sampling.max_tokens
+        limit = min(most, context)
+        activations = request_activations(self.engine, sampling, len(ids), limit)
         request = Request(
             next(self._ids),
             tuple(ids),
             sampling,
-            min(most, context),
+            limit,
             self.opened.end_ids,
             encoder,
             priority,
             None if timeout is None else time.monotonic() + timeout,
+            # What is captured has to be computed.
+            reuse=activations is None or not activations.capture,
             adapter=adapter,
             thinking=thinking_limit(self.opened, sampling, ids),
+            activations=activations,
         )
         self._check_room(request)
-        return [self._prepared(each, rank) for rank, each in enumerate(self._each(request))]
-
-    def _each(self, request: Request) -> list[Request]:
-        """A request for each answer: with other seeds, and log-probabilities to rank them by."""
-        sampling = request.sampling
-        count = sampling.best_of or sampling.n
-        if count == 1:
-            return [request]
-        beam = sampling.strategy == "beam"
-        if beam and count > min(sampling.n, sampling.beams):
-            raise RequestError(
-                f"a beam search of {sampling.beams} beams gives as many answers at most, its best; "
-                f"set n, not best_of"
-            )
-        if not beam and not sampling.draws:
-            raise RequestError("n and best_of need answers that differ: set a temperature above 0")
-        requests = []
-        for index in range(count):
-            seed = None if sampling.seed is None else (sampling.seed + index) % 2**64
-            logprobs = sampling.logprobs
-            if count > sampling.n:
-                logprobs = logprobs or 0
-            one = replace(sampling, seed=seed, logprobs=logprobs, n=1, best_of=None)
-            id = request.id if index == 0 else next(self._ids)
-            requests.append(replace(request, id=id, sampling=one))
-        return requests
+        answers = requests_of_answers(request, self._ids)
+        prepared = [self._prepared(each, rank) for rank, each in enumerate(answers)]
+        compile_for(self.engine, request)
+        return prepared
 
     def _prepared(self, request: Request, rank: int) -> PreparedRequest:
         choice = sampling_row(request, self.opened, self.engine, self.processors)

@@ -19,6 +19,7 @@ from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.offload.prefix_offload import PrefixOffload
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.runner.device_state import SamplingRow
+from jinfer.engine.runner.edit_tables import StepTaps
 from jinfer.engine.runner.in_flight import CallInFlight, any_involves
 from jinfer.engine.runner.model_runner import make_token
 from jinfer.engine.runner.sampler_output import SamplerOutput, steps_that_fit
@@ -75,6 +76,7 @@ class Engine(EngineCore):
             self.offload = None
         super().release()
         self._in_flight.clear()
+        self.captured.clear()
         self.samplers.clear()
         if self.speculator is not None:
             self.speculator.release()
@@ -140,6 +142,7 @@ class Engine(EngineCore):
         self._register_blocks(sequence)
         if self.offload is not None:
             self.offload.finish(sequence)
+        self.captured.read_of(sequence)
         self.scheduler.remove(sequence)
         self.samplers.forget(request)
         self.guides.remove(request)
@@ -200,6 +203,7 @@ class Engine(EngineCore):
             their known tokens.
         """
         self._in_flight.clear()
+        self.captured.clear()
         self.guides.pending = None
         self._cache = self._state = None
         if self.speculator is not None:
@@ -237,6 +241,7 @@ class Engine(EngineCore):
         """Launches a planned call; False if it gives no tokens to read."""
         if plan.empty:
             return False
+        plan = self._with_programs(plan)
         for sequence in (*plan.decoding, *(chunk.sequence for chunk in plan.chunks)):
             assert sequence.block_tables is not None, "it is planned"
             self.guides.discard_logits(sequence)
@@ -244,8 +249,34 @@ class Engine(EngineCore):
             self.scheduler.blocks.slide_window(sequence.block_tables, first)
         if self.speculator is not None and self.speculator.launch(self, plan, self.guides):
             return True
-        guided = any(sequence.guided for sequence in plan.decoding)
-        return self._launch_mixed(plan) if plan.chunks or guided else self._launch_decode(plan)
+        return self._launch_mixed(plan) if _is_mixed(plan) else self._launch_decode(plan)
+
+    def _with_programs(self, plan: StepPlan) -> StepPlan:
+        """The plan without requests whose edits need a program that still compiles.
+
+        Others go on meanwhile; if there are none, nothing is left out.
+        """
+        sequences = [*plan.decoding, *(chunk.sequence for chunk in plan.chunks)]
+        taps = self.taps_of(sequences)
+        if taps is None or self.programs.ready(self._step_key(plan, taps)):
+            return plan
+        decoding = tuple(s for s in plan.decoding if s.request.activations is None)
+        chunks = tuple(c for c in plan.chunks if c.sequence.request.activations is None)
+        others = replace(plan, decoding=decoding, chunks=chunks)
+        return plan if others.empty else others
+
+    def _step_key(self, plan: StepPlan, taps: StepTaps | None) -> StepKey:
+        """The program of a planned call without drafts."""
+        if not _is_mixed(plan):
+            rows = self.padded_rows(len(plan.decoding))
+            stages, extras = (
+                self.samplers.stages(plan.decoding),
+                self.samplers.extras(plan.decoding),
+            )
+            return StepKey("decode", rows, stages=stages, extras=extras, taps=taps)
+        size = self.batch_size(len(plan.decoding) + sum(chunk.count for chunk in plan.chunks))
+        sampled = len(plan.decoding) + sum(chunk.samples for chunk in plan.chunks)
+        return StepKey("logits", size, self.sampled_rows(size, sampled), taps=taps)
 
     def _launch_mixed(self, plan: StepPlan) -> bool:
         """Launches chunks of prompts together with the next token of decoding sequences."""
@@ -283,19 +314,21 @@ class Engine(EngineCore):
 
     def _launch_decode(self, plan: StepPlan) -> bool:
         """Launches a decoding call; not if its program still compiles and tokens can be read."""
-        count = self.padded_rows(len(plan.decoding))
-        stages, extras = self.samplers.stages(plan.decoding), self.samplers.extras(plan.decoding)
-        key = StepKey("decode", count, stages=stages, extras=extras)
+        using = [s for s in plan.decoding if s.request.activations is not None]
+        taps = self.taps_of(using)
+        key = self._step_key(plan, taps)
         if self._in_flight and not self.programs.ready(key):
             return False
-        rows = np.full(count, -1, np.int32)
+        rows = np.full(key.tokens, -1, np.int32)
         rows[: len(plan.decoding)] = [s.slot for s in plan.decoding]
-        program, tables = self.programs.get(key), self.slot_tables()
+        program, tables = self.programs.get(key), self.slot_tables(taps, using)
         begun = time.perf_counter()
-        self._cache, self._state, output = program(
+        self._cache, self._state, output, *more = program(
             self.leaves, self.cache, self.state, rows, tables, np.int32(plan.steps), self._flag
         )
         sampled = tuple(enumerate(plan.decoding))
+        for captured in more:
+            self.captured.note(captured, {sequence: [row] for row, sequence in sampled})
         self.record_in_flight(CallInFlight(output, sampled, plan.steps, begun, decodes=True))
         return True
 
@@ -353,3 +386,8 @@ class Engine(EngineCore):
         if call.decodes and steps:
             self.step_seconds = self.call_seconds / steps
         self._last_read = now
+
+
+def _is_mixed(plan: StepPlan) -> bool:
+    """Whether a call has chunks of prompts, or sequences for which grammars have masks."""
+    return bool(plan.chunks) or any(sequence.guided for sequence in plan.decoding)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jax import Array
 
 from jinfer.engine.engine_stats import DraftCounts
 from jinfer.engine.requests import Failed, RequestError, Token
+from jinfer.engine.runner.captured_calls import CapturedCalls
+from jinfer.engine.runner.edit_tables import StepTaps, taps_of
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.model_runner import ModelRunner
 from jinfer.engine.runner.sampler_output import CALL_SECONDS, SamplerOutput
@@ -35,6 +38,7 @@ class EngineCore(ModelRunner, ABC):
             only decoded.
         drafted: counts of drafted tokens.
         samplers: sampling parameters and sampler state of each request.
+        captured: activations of calls that the host has not read.
     """
 
     scheduler: Scheduler
@@ -42,6 +46,7 @@ class EngineCore(ModelRunner, ABC):
     step_seconds: float = CALL_SECONDS
     drafted: DraftCounts = field(default_factory=DraftCounts)
     samplers: SamplerStates = field(default_factory=SamplerStates)
+    captured: CapturedCalls = field(default_factory=CapturedCalls)
     _sequences: dict[int, RunningSequence] = field(default_factory=dict)
     _in_flight: deque[CallInFlight] = field(default_factory=deque)
 
@@ -82,13 +87,24 @@ class EngineCore(ModelRunner, ABC):
         """
         size = self.batch_size(len(batch))
         chosen = self.sampled_rows(size, len(last))
+        using = self._using_activations(slot for slot, _ in batch)
+        taps = self.taps_of(using)
         at, picked = np.full((2, size), -1, np.int32), np.full(chosen, -1, np.int32)
         at[:, : len(batch)] = np.array(batch, np.int32).T
         picked[: len(last)] = last
-        program = self.programs.get(StepKey("logits", size, chosen))
-        arguments = (at[0], at[1], self.slot_tables(), picked)
-        self._cache, out, rows = program(self.leaves, self.cache, self.state, *arguments)
+        program = self.programs.get(StepKey("logits", size, chosen, taps=taps))
+        arguments = (at[0], at[1], self.slot_tables(taps, using), picked)
+        self._cache, out, rows, *more = program(self.leaves, self.cache, self.state, *arguments)
+        for captured in more:
+            own = {s: [i for i, (slot, _) in enumerate(batch) if slot == s.slot] for s in using}
+            self.captured.note(captured, own)
         return out, rows
+
+    def _using_activations(self, slots: Iterable[int]) -> list[RunningSequence]:
+        """The sequences in some slots that capture or edit activations."""
+        some = [s for s in self.scheduler.running if s.request.activations is not None]
+        here = set(slots) if some else set()
+        return [s for s in some if s.slot in here]
 
     def sample(
         self,
@@ -127,10 +143,43 @@ class EngineCore(ModelRunner, ABC):
         self.scheduler.preempt(last)
         return events
 
-    def slot_tables(self) -> dict[str, np.ndarray]:
-        """The block table of each slot's sequence, by group."""
+    def slot_tables(
+        self, taps: StepTaps | None = None, using: Sequence[RunningSequence] = ()
+    ) -> dict[str, Any]:
+        """The block table of each slot's sequence, by group; and tables of edits, if there are any.
+
+        Args:
+            taps: what the step captures and edits.
+            using: the sequences for which it does.
+        """
+        slots = self.programs.sizes.slots
         tables = [(s.slot, s.block_tables) for s in self.scheduler.running if s.block_tables]
-        return self.block_tables(self.programs.sizes.slots, tables)
+        edits = self.edits_of_rows(taps, using, slots, range(slots))
+        return self.block_tables(slots, tables) | edits
+
+    def taps_of(self, sequences: Iterable[RunningSequence]) -> StepTaps | None:
+        """What a step of some sequences captures and edits; None: nothing."""
+        return taps_of(sequence.request.activations for sequence in sequences)
+
+    def edits_of_rows(
+        self,
+        taps: StepTaps | None,
+        using: Iterable[RunningSequence],
+        rows: int,
+        owners: Iterable[int],
+    ) -> dict[str, Any]:
+        """The tables of edits of a step, to stand among block tables; none without taps.
+
+        Args:
+            taps, using: as of `slot_tables`.
+            rows: of the block tables.
+            owners: the slot of each row.
+        """
+        if taps is None:
+            return {}
+        uses = {s.slot: s.request.activations for s in using}
+        of_rows = ((row, uses.get(slot)) for row, slot in enumerate(owners))
+        return self.edit_tables(taps, rows, [(row, use) for row, use in of_rows if use])
 
     def batch_size(self, tokens: int) -> int:
         """Size of the smallest compiled batch that has room for so many tokens."""

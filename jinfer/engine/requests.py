@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
 from jinfer.sampling.request_errors import RequestError as RequestError
@@ -50,6 +51,7 @@ class Request:
         adapter: the LoRA adapter that it is computed with; None: none.
         thinking: its thinking budget; None: a thought may have any length.
         slot: the slot that it is known by afterwards; None: the one that it has had.
+        activations: those that it captures and edits; None: none.
     """
 
     id: int
@@ -65,6 +67,7 @@ class Request:
     adapter: AdapterUse | None = None
     thinking: ThinkingLimit | None = None
     slot: int | None = None
+    activations: ActivationUse | None = None
 
     def seed(self, steady: int | None) -> bytes:
         """What the content of its blocks depends on besides the tokens.
@@ -74,10 +77,11 @@ class Request:
         """
         length = len(self.prompt)
         stretched = length if steady is not None and length > steady else 0
-        adapter = b"" if self.adapter is None else self.adapter.seed
+        beside = b"" if self.adapter is None else self.adapter.seed
+        beside += b"" if self.activations is None else self.activations.seed
         if not self.encoder and not stretched:
-            return adapter
-        return adapter + np.array([stretched, *self.encoder], np.int64).tobytes()
+            return beside
+        return beside + np.array([stretched, *self.encoder], np.int64).tobytes()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jinfer.nn.activation_taps import ActivationTaps
 from jinfer.nn.positions import CosSin, Rotary
+from jinfer.nn.row_edits import take_row_edits
 from jinfer.ops.attention.hadamard import rotate_qk, rotate_queries
 from jinfer.ops.attention.kv_cache import (
     ADAPTER,
@@ -117,14 +118,17 @@ class ForwardBatch(NamedTuple):
 
         Args:
             prompts: prompt length of each sequence, all of which was known from the start.
-            tables: the block tables, and the sequences' adapters if there may be any.
+            tables: the block tables, and the sequences' adapters, edits and captured activations
+                if there may be any.
         """
         totals = jnp.maximum(prompts[jnp.maximum(rows, 0)], positions + 1)
         blocks, adapters = dict(tables), None
         if (slots := blocks.pop(ADAPTER, None)) is not None:
             adapters = row_adapters(slots, rows)
+        capture, edits = take_row_edits(blocks, rows, positions)
+        taps = ActivationTaps(capture, edits) if capture or edits else None
         batch = cls(positions[None], totals[None], rows=rows, tables=blocks, encoded=encoded)
-        return batch._replace(adapters=adapters)
+        return batch._replace(adapters=adapters, taps=taps)
 
     def attention_metadata(self, group: str) -> AttentionMetadata:
         """Positions and block tables for a group of attentions."""

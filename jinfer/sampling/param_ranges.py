@@ -25,6 +25,8 @@ MAX_BREAKERS = 64  # ids that DRY's matches do not cross
 MAX_CANDIDATES = 64  # of FSD and contrastive search
 MAX_NGRAM = 8
 MAX_FUNCTIONS = 8  # logits processors of a request
+MAX_EDITS = 1024  # of one request
+MAX_CAPTURED = 4096  # names and patterns
 
 
 class OutsideError(ValueError):
@@ -168,6 +170,30 @@ class Items(ParamRange):
 
 
 @dataclass(frozen=True)
+class Records(ParamRange):
+    """Objects of a class, as a tuple; one alone stands for a list of one.
+
+    Attributes:
+        kind: the class.
+        most: how many there may be.
+    """
+
+    kind: type
+    most: int
+
+    def read(self, value: Any) -> Any:
+        """A tuple of them."""
+        expected = f"a list of at most {self.most} {self.kind.__name__}(...)"
+        read = (value,) if isinstance(value, self.kind) else value
+        if not isinstance(read, list | tuple) or len(read) > self.most:
+            raise OutsideError(expected, value)
+        wrong = [one for one in read if not isinstance(one, self.kind)]
+        if wrong:
+            raise OutsideError(expected, wrong[0])
+        return tuple(read)
+
+
+@dataclass(frozen=True)
 class Names(ParamRange):
     """Some of these names in any order, each once.
 
@@ -288,4 +314,5 @@ STOPS = Items(is_text, "texts, none empty", single=True)
 WORDS = Items(is_word, "texts, none empty", single=True)
 SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
 PROCESSORS = Items(is_processor, f"at most {MAX_FUNCTIONS} functions", most=MAX_FUNCTIONS)
+CAPTURED = Items(is_text, f"at most {MAX_CAPTURED} names of values", most=MAX_CAPTURED, single=True)
 SCHEMA = Instance((str, Mapping, bool), "a schema")

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.sampling import param_ranges as r
+from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.param_field import by_name, param, parameters
 from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.stages import FILTERS, SAMPLERS, sampler_name
@@ -110,6 +111,9 @@ class SamplingParams:
         speculation: tokens may be drafted, where the model has `[speculation]`; the answer is the
             same.
         json_schema, regex, choice, grammar: what the answer has to be; at most one of them.
+        capture: names of activations, patterns with *, that come back with the answer.
+        steer: steering vectors, added to named activations at some tokens.
+        edits: changes of named activations at some tokens, in their order; `steer` follows them.
 
     Raises:
         RequestError: for a value outside its range, where the message begins with the parameter's
@@ -223,6 +227,9 @@ class SamplingParams:
     regex: str | None = _structure(None, r.TEXT)
     choice: tuple[str, ...] | list[str] | None = _structure(None, r.SOME_TEXTS)
     grammar: str | None = _structure(None, r.TEXT)
+    capture: str | tuple[str, ...] | list[str] = param((), r.CAPTURED)
+    steer: Steer | tuple[Steer, ...] | list[Steer] = param((), r.Records(Steer, r.MAX_EDITS))
+    edits: Edit | tuple[Edit, ...] | list[Edit] = param((), r.Records(Edit, r.MAX_EDITS))
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -304,6 +311,7 @@ def _outside(name: str, expected: str, value: Any) -> RequestError:
 
 PARAMETERS = parameters(SamplingParams)
 CONSTRAINTS = tuple(p.name for p in PARAMETERS.values() if p.group == "Structure")  # one at most
+ACTIVATIONS = ("capture", "steer", "edits")  # objects of Python: no flags set them
 ALIASES = {alias: p.name for p in PARAMETERS.values() for alias in p.aliases}
 RANGES = {p.name: p.range for p in PARAMETERS.values() if isinstance(p.range, r.Range)}
 
@@ -374,6 +382,9 @@ class SamplingKeywords(TypedDict, total=False):
     regex: str | None
     choice: tuple[str, ...] | list[str] | None
     grammar: str | None
+    capture: str | tuple[str, ...] | list[str]
+    steer: Steer | tuple[Steer, ...] | list[Steer]
+    edits: Edit | tuple[Edit, ...] | list[Edit]
 
 
 def canonical_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.output_deltas import OutputDelta, OutputParser, OutputParsing, ToolCallDelta
 from jinfer.server.prompt_builder import chat_prompt_ids, request_template
 from jinfer.server.prompt_logprobs import score_prompt
+from jinfer.server.request_activations import captured
 from jinfer.server.request_params import CHAT, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.chat import ChatRequest
@@ -59,7 +60,7 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
             scored = await call.service.in_engine_thread(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await run.completions()
-        if not more and not body.logprobs:
+        if not more and not body.logprobs and not body.capture:
             return HttpResponse(answer.whole(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
         return HttpResponse(
@@ -214,7 +215,7 @@ class _ChatAnswer(OpenAIAnswer):
             choice["logprobs"] = {"content": entries, "refusal": None}
         if self.job.sampling.token_ids:
             choice["token_ids"] = answer.token_ids
-        return choice
+        return choice | captured(answer.captured, self.call.body)
 
     def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         """Log-probabilities in the format of chat completions."""

@@ -16,6 +16,7 @@ from jinfer.server.model_manager import ServedModel
 from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.prompt_builder import prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
+from jinfer.server.request_activations import captured
 from jinfer.server.request_params import COMPLETIONS, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.completions import CompletionRequest
@@ -49,7 +50,7 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
         answer = _TextAnswers(call, hosted, run)
         await answer.score()
         groups = await run.completions()
-        if body.logprobs is None and body.prompt_logprobs is None:
+        if body.logprobs is None and body.prompt_logprobs is None and not body.capture:
             return HttpResponse(answer.whole(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
         return HttpResponse(await call.service.in_thread(lambda: dumps(answer.whole(groups))))
@@ -144,7 +145,7 @@ class _TextAnswers(OpenAIAnswer):
         if job.sampling.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = answer.token_ids
-        return choice
+        return choice | captured(answer.captured, body)
 
     def echoed_text(self, prompt: int) -> str:
         """The prompt's text, if the answer echoes it; else ""."""

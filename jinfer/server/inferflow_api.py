@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
-from jinfer.server.field_checks import check_stream, reject_fields
+from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import (
     NDJSON_MEDIA_TYPE,
@@ -43,6 +43,7 @@ async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | St
         return_token_ids="no ids are given here",
         timings_per_token="no timings are given here",
         return_progress="nothing is told of the prompt here",
+        capture=NO_CAPTURE,
     )
     user = (body.header or {}).get("user")
     call.note(user=user if isinstance(user, str) else None)

@@ -12,7 +12,7 @@ from jinfer.api.session import Session
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server import usage
-from jinfer.server.field_checks import check_stream, reject_fields
+from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.model_manager import ServedModel
@@ -41,7 +41,7 @@ async def answer_prompts(
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
         raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
-    reject_fields(body, return_token_ids="ids are given with return_tokens")
+    reject_fields(body, return_token_ids="ids are given with return_tokens", capture=NO_CAPTURE)
     if body.stream:
         return StreamedResponse(_stream_events(call, prepare))
     async with call.running(prepare) as (hosted, run):

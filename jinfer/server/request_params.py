@@ -11,6 +11,7 @@ from jinfer.engine.adapter_use import AdapterUse
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.sampling_params import (
+    ACTIVATIONS,
     CONSTRAINTS,
     PARAMETERS,
     RANGES,
@@ -19,6 +20,7 @@ from jinfer.sampling.sampling_params import (
 )
 from jinfer.server.adapter_choice import adapter_of
 from jinfer.server.http_errors import invalid_request
+from jinfer.server.request_activations import activation_params
 from jinfer.server.schemas.parameter_groups import parameter_of
 from jinfer.server.schemas.peer_fields import PeerFields
 from jinfer.server.schemas.sampling_fields import (
@@ -33,7 +35,7 @@ _ELSEWHERE = frozenset(
     {
         *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
         *("return_token_ids", "cache_prompt", "timings_per_token", "return_progress", "verbose"),
-        *("logprobs", "lora", "t_max_predict_ms"),
+        *("logprobs", "lora", "t_max_predict_ms", "capture_format", *ACTIVATIONS),
         *PeerFields.model_fields,
     }
 )
@@ -150,6 +152,8 @@ def request_options(
         ApiError: a value that cannot be; it names the field.
     """
     values, names = _values(body, elsewhere, session)
+    asked = activation_params(body, session)
+    values, names = values | asked, names | {name: name for name in asked}
     for name, one in (changes or {}).items():
         same = CONSTRAINTS if name in CONSTRAINTS else (name,)
         other = next((other for other in same if other in values), None)

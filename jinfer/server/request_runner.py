@@ -78,16 +78,30 @@ def prepare_prompt(
         prepared = session.prepare(ids, asked.params, adapter=asked.adapter, **options)
     except (RequestError, ConstraintError) as error:
         raise as_api_error(error, param=_field(error, asked) or param) from error
+    shown = parsing.shown_tokens
     prepared = [
         replace(
             one,
-            request=replace(
-                one.request, reuse=asked.reuse, shown=parsing.shown_tokens, slot=asked.slot
-            ),
+            request=replace(r, reuse=asked.reuse and r.reuse, shown=shown, slot=asked.slot),
         )
         for one in prepared
+        for r in [one.request]
     ]
     return PromptRequests(ids, asked, prepared, parsing)
+
+
+def check_captured_bytes(jobs: Sequence[PromptRequests], most: int) -> None:
+    """Raises `ApiError` if the answers to some prompts capture more than `most` bytes."""
+    requests = [prepared.request for job in jobs for prepared in job.engine_requests]
+    uses = ((request.activations, request.limit - 1) for request in requests)
+    total = sum(use.bytes_of_token * tokens for use, tokens in uses if use is not None)
+    if total > most:
+        raise invalid_request(
+            f"{total} bytes of activations would come back, of which a request may have "
+            f"{most}: capture fewer, set max_tokens, or serve with a larger "
+            "--inspection-bytes",
+            "capture",
+        )
 
 
 def _field(error: Exception, asked: RequestOptions) -> str | None:

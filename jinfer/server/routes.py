@@ -21,6 +21,7 @@ from jinfer.server import (
     pooling_routes,
     ranking,
     response_routes,
+    steering,
     tokenize,
 )
 from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
@@ -29,6 +30,7 @@ from jinfer.server.completions import completions
 from jinfer.server.endpoint import Endpoint
 from jinfer.server.http_responses import NDJSON_MEDIA_TYPE, SSE_MEDIA_TYPE, HttpResponse
 from jinfer.server.page import static_files
+from jinfer.server.schemas import activations
 from jinfer.server.schemas import adapters as lora
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
@@ -215,6 +217,24 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         adapters.unload_adapter,
         "Unloads a LoRA adapter",
         lora.AdapterChange,
+    ),
+    _openai(
+        "GET /v1/steering",
+        steering.list_steering,
+        "The steering vectors that are kept",
+        activations.SteeringStates,
+    ),
+    _openai(
+        "POST /v1/steering",
+        steering.keep_steering,
+        "Keeps steering vectors under a name",
+        activations.SteeringState,
+    ),
+    _openai(
+        "DELETE /v1/steering/{name}",
+        steering.forget_steering,
+        "Forgets steering vectors",
+        activations.SteeringState,
     ),
     _ollama_stream(
         "POST /api/chat", ollama_api.chat, "Answers a conversation", ollama.OllamaChatResponse

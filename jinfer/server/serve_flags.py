@@ -182,6 +182,13 @@ FLAGS: tuple[ServeFlag, ...] = (
         float,
         ServerSettings.responses_seconds,
     ),
+    ServeFlag(("--allow-inspection",), "requests may capture, steer and edit activations", bool),
+    ServeFlag(
+        ("--inspection-bytes",),
+        "bytes of activations that a request may capture, and of steering vectors that are kept",
+        size,
+        ServerSettings.inspection_bytes,
+    ),
     ServeFlag(("--request-chat-templates",), "requests may bring chat templates along", bool),
     ServeFlag(("--strict",), "refuse fields that would change nothing, and unknown models", bool),
     ServeFlag(("--log-prompts",), "log what requests say, too", bool),
@@ -303,6 +310,8 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         responses_seconds=flags["responses_seconds"],
         template_variables=flags["chat_template_kwargs"] or {},
         logits_processors=named_functions(flags["logits_processor"]),
+        allow_inspection=bool(flags["allow_inspection"]),
+        inspection_bytes=flags["inspection_bytes"],
     )
 
 

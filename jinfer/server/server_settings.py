@@ -64,6 +64,9 @@ class ServerSettings:
         responses_seconds: age at which one is removed.
         template_variables: variables of chat templates, below those of requests.
         logits_processors: functions that requests may name.
+        allow_inspection: whether requests may capture, steer and edit activations.
+        inspection_bytes: bytes of activations that a request may capture, and of the steering
+            vectors that are kept for a model.
     """
 
     keys: tuple[str, ...] = ()
@@ -92,3 +95,5 @@ class ServerSettings:
     responses_seconds: float = 30 * 86400.0
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     logits_processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    allow_inspection: bool = False
+    inspection_bytes: int = 64 << 20

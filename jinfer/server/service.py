@@ -19,7 +19,7 @@ from jinfer.server.file_store import FileStore
 from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
 from jinfer.server.metrics import Metrics, RequestTimer
 from jinfer.server.model_manager import ModelManager, ServedModel
-from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.request_runner import PromptRequests, RequestRunner, check_captured_bytes
 from jinfer.server.response_jobs import ResponseJobs
 from jinfer.server.response_store import ResponseStore
 from jinfer.server.server_settings import ServerSettings
@@ -133,6 +133,7 @@ class RequestContext[B: BaseModel]:
             pool = models.compilers if grammar else models.workers
             loop = asyncio.get_running_loop()
             jobs = await loop.run_in_executor(pool, prepare, self, hosted)
+            check_captured_bytes(jobs, self.service.settings.inspection_bytes)
             timer = RequestTimer(self.service.metrics, hosted.name)
             most = 2 * hosted.session.engine.scheduler.slots
             run = RequestRunner(hosted.session, jobs, timer, most, self.service.settings.ping)

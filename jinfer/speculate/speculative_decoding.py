@@ -12,6 +12,7 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.engine.runner.captured_calls import captured_names
 from jinfer.engine.runner.compiled_programs import Program
 from jinfer.engine.runner.in_flight import CallInFlight
 from jinfer.engine.runner.step_key import StepKey
@@ -88,7 +89,7 @@ class SpeculativeDecoder:
         decoding = plan.decoding
         if plan.chunks or not decoding or self._backoff.rest():
             return False
-        if any(s.in_flight for s in decoding):
+        if any(s.in_flight or captured_names(s) for s in decoding):
             return False
         wanting = [s for s in decoding if _wants(s) and s.remaining > 1 and not _ended(s)]
         if not wanting or self._unknown(decoding):
@@ -212,7 +213,8 @@ class SpeculativeDecoder:
     ) -> StepKey:
         chosen, stages = engine.sampled_rows(size, len(decoding)), engine.samplers.stages(decoding)
         key = StepKey("verify", size, chosen, places, stages=stages, masked=masked)
-        return replace(key, extras=engine.samplers.extras(decoding))
+        taps = engine.taps_of(decoding)
+        return replace(key, extras=engine.samplers.extras(decoding), taps=taps)
 
     def _verify(
         self,
@@ -243,6 +245,7 @@ class SpeculativeDecoder:
         program = engine.programs.get(key)
         nodes = layout.nodes(size, engine.sampled_rows(size, len(decoding)))
         tables = engine.block_tables(size, of_rows)
+        tables |= engine.edits_of_rows(key.taps, decoding, size, layout.owners)
         begun = time.perf_counter()
         arguments: tuple[Any, ...] = (nodes, tables)
         if masks is not None:

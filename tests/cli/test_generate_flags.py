@@ -12,7 +12,7 @@ import pytest
 from jinfer.cli.terminal.flag_conflicts import FlagError, check, check_effects, merge_alternatives
 from jinfer.cli.terminal.generate_flags import make_parser, sampling, spelled
 from jinfer.generate import main
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 SPEC = str(ROOT / "specs" / "smollm2_135m_instruct.toml")
@@ -26,7 +26,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 def test_every_parameter_has_a_flag_with_a_help_text() -> None:
     help = " ".join(make_parser("test").format_help().split())
     for field in fields(SamplingParams):
-        assert f"{spelled(field.name)} " in help
+        assert (f"{spelled(field.name)} " in help) == (field.name not in ACTIVATIONS)
     assert "the k likeliest tokens; 0: all." in help
     assert "see --beams" in help
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jinfer.sampling.sampling_params import RANGES, SamplingParams
+from jinfer.sampling.sampling_params import ACTIVATIONS, RANGES, SamplingParams
 from jinfer.server.openapi import openapi_document
 from jinfer.server.page.static_files import files
 from jinfer.server.routes import ENDPOINTS
@@ -144,7 +144,7 @@ def asked() -> dict[str, Any]:
 def test_every_parameter_is_described() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
-    several = {"n", "best_of", "logprobs"}  # more than one answer, and what no page shows
+    several = {"n", "best_of", "logprobs", *ACTIVATIONS}  # several answers, and what no page shows
     assert {parameter_of(name) for name in grouped} == {
         f.name for f in fields(SamplingParams)
     } - several

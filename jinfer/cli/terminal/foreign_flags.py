@@ -7,6 +7,8 @@ from collections.abc import Mapping
 _DEVICES = "--set partition.devices=... says which device computes what (jinfer docs partition)"
 _MAPPED = "leave it out: files are mapped, and what is read of them let go"
 
+_CONTROL_VECTORS = ("--control-vector", "--control-vector-scaled", "--control-vector-layer-range")
+
 # Hints for flags that are not accepted.
 FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): (
@@ -33,6 +35,9 @@ FLAG_HINTS: Mapping[tuple[str, ...], str] = {
     ("-md", "--model-draft", "--speculative-config"): (
         "--set speculation.draft=... drafts tokens (jinfer docs speculation)"
     ),
+    _CONTROL_VECTORS: (
+        "of Python: generate(..., steer=read_control_vector(FILE)) (jinfer docs activations)"
+    ),
     ("-hf", "-hfr", "--hf-repo"): "give owner/name as the source",
     ("--tokenizer",): "--set tokenizer=PATH",
     ("--revision",): "write owner/name@revision as the source",
@@ -53,6 +58,9 @@ _ASKED = (
 
 # Hints for server flags, which come before those above.
 SERVER_FLAG_HINTS: Mapping[tuple[str, ...], str] = {
+    _CONTROL_VECTORS: (
+        "--allow-inspection lets requests steer, and POST /v1/steering keeps a control vector"
+    ),
     ("-t", "--threads", "-tb", "--threads-batch"): (
         "it computes on all cores that it may use: taskset, or CPUAffinity= of systemd, says which"
     ),

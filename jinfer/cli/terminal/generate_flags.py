@@ -15,7 +15,7 @@ from jinfer.distributed import job_config
 from jinfer.sampling import param_ranges as ranges
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.parameter_docs import described
-from jinfer.sampling.sampling_params import PARAMETERS
+from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS
 
 _FILES = ("json_schema", "grammar")  # may be given as a file
 _FILE_NAME = re.compile(r"[^\s{}()\[\]:|\"']+\.(json|lark|gbnf|ebnf|txt)")
@@ -132,6 +132,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, parameter in PARAMETERS.items():
         if parameter.range is ranges.PROCESSORS:
             continue  # functions cannot be written in a shell
+        if name in ACTIVATIONS:
+            continue
         names = ["-n", "--n"] if name == "n" else list(map(spelled, (name, *parameter.aliases)))
         text = help.get(name, "").replace("%", "%%")
         if name == "n":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from jinfer.engine.output.draft_trace import Steps
 from jinfer.engine.output.stop_strings import StopStrings
@@ -29,6 +31,8 @@ class Usage:
         queue_seconds: from submission to a slot; a part of `prefill_seconds`.
         drafted_tokens, accepted_tokens: tokens drafted for it, and the accepted ones.
         speculation: the draft trees, call by call; None if nothing was drafted.
+        captured: the activations that it asked for, by name: [tokens, ...], float32, of the prompt
+            and of the answer but for its last token, which was not computed.
     """
 
     prompt_tokens: int
@@ -40,6 +44,7 @@ class Usage:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     speculation: Steps | None = field(default=None, repr=False, compare=False)
+    captured: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def prefill_rate(self) -> float:
@@ -103,6 +108,15 @@ class Completion:
     def speculation(self) -> Steps | None:
         """The draft trees, call by call; None if nothing was drafted."""
         return self.usage.speculation
+
+    @property
+    def captured(self) -> Mapping[str, np.ndarray]:
+        """The activations that were asked for, by name: [tokens, ...], float32.
+
+        Those of the prompt, then those of the answer but for its last token, which was not
+        computed.
+        """
+        return self.usage.captured
 
     def _repr_html_(self) -> str:
         """HTML for notebooks; tokens are shaded if there are log-probabilities."""
@@ -212,7 +226,8 @@ class Generation:
             sequence: in the engine; None: it never came there.
         """
         sequence = sequence or RunningSequence(self.request, 0, [])
-        admitted, trees = sequence.admitted, tuple(sequence.trees)
+        admitted, trees, captured = sequence.admitted, tuple(sequence.trees), sequence.captured
+        computed = len(self.request.prompt) + max(0, self.count - 1)
         return Usage(
             len(self.request.prompt),
             self.count,
@@ -223,6 +238,7 @@ class Generation:
             sequence.drafted,
             sequence.accepted,
             Steps(trees, self._text) if trees else None,
+            captured.until(computed) if captured is not None else {},
         )
 
 

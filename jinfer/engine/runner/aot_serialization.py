@@ -23,6 +23,7 @@ from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import SamplerOutput
 from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.nn.row_edits import EditTable
 from jinfer.ops.attention.kv_cache import IndexedCache, LayerCache
 from jinfer.ops.custom_calls import known_calls, register_calls
 from jinfer.quant.kv_vectors import QuantizedVectors
@@ -33,7 +34,7 @@ _RECORDS = {
     each.__name__: each
     for each in (
         *(SamplerOutput, LayerCache, IndexedCache, SamplerState, SamplingMetadata, State),
-        FlatBatch,
+        *(FlatBatch, EditTable),
     )
 }
 _LENGTH = 8  # bytes of the JSON's length, which come first

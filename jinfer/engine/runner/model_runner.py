@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.requests import EngineError, Request, Token
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
+from jinfer.engine.runner.edit_tables import StepTaps, edit_tables
 from jinfer.engine.runner.sampler_output import MAX_COPIES, SamplerOutput
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
@@ -47,6 +49,7 @@ class ModelRunner:
     before_call: Callable[[], None] = field(default=_nothing, repr=False)
     _cache: Cache | None = field(default=None, init=False)
     _state: State | None = field(default=None, init=False)
+    _edits: tuple[Any, dict[str, Any]] = field(default=(None, {}), init=False)
 
     @property
     def model(self) -> AbstractModel:
@@ -84,7 +87,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Frees weights, KV cache, device state and programs; nothing runs afterwards."""
-        self.leaves, self._cache, self._state = (), None, None
+        self.leaves, self._cache, self._state, self._edits = (), None, None, (None, {})
         self.programs.release()
         trim()
 
@@ -128,7 +131,7 @@ class ModelRunner:
 
     def block_tables(
         self, rows: int, sequences: Sequence[tuple[int, BlockTables]]
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, Any]:
         """Block tables as programs take them: an array [rows, blocks] of each group.
 
         Where there may be adapters, also each row's (`AdapterUse.entry`).
@@ -149,6 +152,19 @@ class ModelRunner:
         for group in sizes.blocks:
             tables[group][tables[group] == RELEASED] = 0
         return tables
+
+    def edit_tables(
+        self, taps: StepTaps, rows: int, uses: Sequence[tuple[int, ActivationUse]]
+    ) -> dict[str, Any]:
+        """The tables of edits, to stand among block tables: on the device as long as they stay.
+
+        Args:
+            uses: (row, activations of its sequence).
+        """
+        key = taps, rows, tuple(uses)
+        if self._edits[0] != key:
+            self._edits = key, jax.device_put(edit_tables(taps, rows, uses))
+        return self._edits[1]
 
     def sampled_rows(self, size: int, chosen: int) -> int:
         """Number of sampled tokens that a program over `size` tokens is compiled for."""

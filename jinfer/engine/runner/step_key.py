@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jinfer.engine.runner.edit_tables import StepTaps
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import Want
 from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK
@@ -39,6 +40,7 @@ class StepKey:
         capture: names of the values that "trace" and "trace_encoder" return.
         blocks: length of the block tables of "trace"; 0: that of all tables.
         extras: what some requests of "sample", "decode" and "verify" want beside their stages.
+        taps: what "logits", "decode", "verify" and "beam" edit and capture; None: nothing.
     """
 
     kind: StepKind
@@ -51,6 +53,7 @@ class StepKey:
     capture: tuple[str, ...] = ()
     blocks: int = 0
     extras: tuple[Extra, ...] = ()
+    taps: StepTaps | None = None
 
     @property
     def task(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jinfer.engine.runner import device_state, encoder_steps, head_steps, steps, trace_steps
 from jinfer.engine.runner.draft_steps import propose
+from jinfer.engine.runner.edit_tables import abstract_edit_tables
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
@@ -66,7 +67,7 @@ class StepInputs(Protocol):
 
 
 def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (*_arrays(inputs), *_batch(inputs, key.tokens), int32(key.chosen))
+    arguments = (*_arrays(inputs), *_batch(inputs, key), int32(key.chosen))
     return StepFunction(inputs.with_leaves(steps.logits), 1, arguments)
 
 
@@ -88,13 +89,13 @@ def _propose(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 
 def _gather_taps(inputs: StepInputs, key: StepKey) -> StepFunction:
-    arguments = (inputs.hidden_taps(inputs.cache), *_batch(inputs, key.tokens))
+    arguments = (inputs.hidden_taps(inputs.cache), *_batch(inputs, key))
     return StepFunction(head_steps.gather_taps, (), arguments)
 
 
 def _prefill_head(inputs: StepInputs, key: StepKey) -> StepFunction:
     tokens = key.tokens
-    arguments = (*_arrays(inputs), *_batch(inputs, tokens), _head_vectors(inputs, tokens))
+    arguments = (*_arrays(inputs), *_batch(inputs, key), _head_vectors(inputs, tokens))
     return StepFunction(inputs.with_leaves(head_steps.prefill_head), 1, arguments)
 
 
@@ -106,7 +107,7 @@ def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
 
 def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
     masks = [jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32)] if key.masked else []
-    arguments = (*_arrays(inputs), abstract_nodes(key), inputs.tables(key.tokens), *masks)
+    arguments = (*_arrays(inputs), abstract_nodes(key), _tables(inputs, key, key.tokens), *masks)
     function = inputs.with_leaves(verify, (*key.stages, *key.extras))
     return StepFunction(function, (1, 2), arguments)
 
@@ -219,20 +220,25 @@ def _arrays(inputs: StepInputs) -> tuple[Any, ...]:
     return inputs.leaves, inputs.cache, inputs.state
 
 
-def _batch(inputs: StepInputs, tokens: int) -> tuple[Any, ...]:
+def _tables(inputs: StepInputs, key: StepKey, rows: int) -> dict[str, Any]:
+    """Block tables, and those of edits if the step has any."""
+    return inputs.tables(rows) | abstract_edit_tables(key.taps, rows)
+
+
+def _batch(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Slots, positions and block tables of a flat batch of running sequences."""
-    return int32(tokens), int32(tokens), inputs.tables(inputs.sizes.slots)
+    return int32(key.tokens), int32(key.tokens), _tables(inputs, key, inputs.sizes.slots)
 
 
 def _decoding(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Arguments of a loop that decodes."""
-    tables = inputs.tables(inputs.sizes.slots)
+    tables = _tables(inputs, key, inputs.sizes.slots)
     return *_arrays(inputs), int32(key.tokens), tables, int32()
 
 
 def _stateless(inputs: StepInputs, key: StepKey) -> tuple[Any, ...]:
     """Arguments of a step over a flat batch of sequences that have no slot."""
-    batch = abstract_flat_batch(key.tokens, key.rows, inputs.tables(key.rows))
+    batch = abstract_flat_batch(key.tokens, key.rows, _tables(inputs, key, key.rows))
     return inputs.leaves, inputs.cache, batch
 
 

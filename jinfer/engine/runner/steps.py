@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.engine.runner.captured_calls import POSITIONS
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.flat_batch import FlatBatch, Tables, can_continue, make_flat_batch
 from jinfer.engine.runner.sampler_output import MAX_STEPS, SamplerOutput
 from jinfer.engine.runner.search_steps import best_beams, best_candidate, mask_never_sampled
 from jinfer.nn.abstract_model import AbstractModel, Want
+from jinfer.nn.row_edits import CAPTURE, is_of_head
 from jinfer.ops.attention import block_copies
 from jinfer.ops.attention.kv_cache import Cache
 from jinfer.ops.fusion.weight_pointers import used_arrays
@@ -48,7 +50,7 @@ def logits(
     positions: Int[Array, " tokens"],
     tables: Tables,
     last: Int[Array, " chosen"],
-) -> tuple[Cache, Float[Array, "chosen vocab"], Int[Array, " chosen"]]:
+) -> Any:
     """Computes a flat batch of prompt chunks and decoding tokens, and logits after some of them.
 
     Args:
@@ -60,12 +62,26 @@ def logits(
 
     Returns:
         The cache, the logits, and the state rows that these belong to: the padding row where
-        nothing is sampled.
+        nothing is sampled. If the tables name activations to capture, also these, as
+        `captured_rows` gives them.
     """
     batch, sampled = make_flat_batch(state, rows, positions, tables, last)
     at, wanted = batch.step(), jnp.maximum(last, 0)
-    out, cache = model.module(leaves).decode(batch.tokens, at, cache, "logits", wanted)
-    return cache, out, sampled
+    module = model.module(leaves)
+    if CAPTURE not in tables:
+        out, cache = module.decode(batch.tokens, at, cache, "logits", wanted)
+        return cache, out, sampled
+    # What the head computes is captured of all tokens.
+    every = any(map(is_of_head, tables[CAPTURE]))
+    results, cache = module.decode_all(batch.tokens, at, cache, None if every else wanted)
+    out = results["logits"][wanted] if every else results["logits"]
+    return cache, out, sampled, captured_rows(batch, results["captured"])
+
+
+def captured_rows(batch: FlatBatch, captured: Mapping[str, Array]) -> dict[str, Array]:
+    """Captured activations [tokens, ...], and the position of each token; -1: padding."""
+    positions = jnp.where(batch.rows >= 0, batch.positions, -1)
+    return {name: value[0] for name, value in captured.items()} | {POSITIONS: positions}
 
 
 def sample_logits(
@@ -116,22 +132,39 @@ def decode(
         flag: number of the flag by which the host interrupts.
 
     Returns:
-        The cache, the state, and the sampled tokens with a leading axis of `MAX_STEPS`.
+        The cache, the state, and the sampled tokens with a leading axis of `MAX_STEPS`; with it
+        also captured activations, as of `logits`.
     """
     choose, none = partial(sample_next, model, stages), empty_output(state, rows.shape[0])
     compute = newest_logits(model, rows, tables)
-    return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, flag)
+    if CAPTURE not in tables:
+        return decode_loop(compute, choose, none, leaves, cache, state, rows, steps, flag)
+
+    def choose_beside(state: State, out: Any, which: Array) -> Any:
+        state, output = choose(state, out[0], which)
+        return state, (output, out[1])
+
+    _, (_, seen), _, _ = jax.eval_shape(compute, leaves, cache, state, None)
+    begun = leaves, cache, state, rows, steps, flag
+    cache, state, both = decode_loop(compute, choose_beside, (none, seen), *begun)
+    return cache, state, *both
 
 
 def newest_logits(
     model: AbstractModel, rows: Int[Array, " sequences"], tables: Tables
 ) -> Callable[..., Any]:
-    """`compute` of a `decode_loop`: logits after the last token of each sequence."""
+    """`compute` of a `decode_loop`: logits after the last token of each sequence.
+
+    With them, as a tuple, captured activations if the tables name any.
+    """
     count = rows.shape[0]
     every, newest = jnp.arange(count, dtype=jnp.int32), jnp.full(count, -1, jnp.int32)
 
     def compute(leaves: Leaves, cache: Cache, state: State, hidden: None) -> Any:
-        return *logits(model, leaves, cache, state, rows, newest, tables, every), hidden
+        cache, out, which, *captured = logits(
+            model, leaves, cache, state, rows, newest, tables, every
+        )
+        return cache, (out, *captured) if captured else out, which, hidden
 
     return compute
 

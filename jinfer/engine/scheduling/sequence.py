@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jinfer.engine.output.captured_values import CapturedValues
 from jinfer.engine.output.drafted_step import DraftedStep
 from jinfer.engine.requests import Request
 from jinfer.engine.scheduling.block_manager import BlockTables
@@ -35,6 +36,7 @@ class RunningSequence:
         drafted, accepted: tokens that were drafted for it, and those of them that were accepted.
         trees: the draft trees that were verified for it, call by call.
         snapshots: prefix lengths after which its recurrent states are copied for other requests.
+        captured: the activations that its request asked for; None: none were computed yet.
         admitted: when it first got a slot, in seconds of `time.perf_counter`.
         limit: number of tokens that it may have before the host has to look at it; at most the
             request's.
@@ -61,6 +63,7 @@ class RunningSequence:
     accepted: int = 0
     trees: list[DraftedStep] = field(default_factory=list)
     snapshots: set[int] = field(default_factory=set)
+    captured: CapturedValues | None = None
     admitted: float | None = None
     limit: int = field(init=False)
     thought: Thought | None = field(init=False)

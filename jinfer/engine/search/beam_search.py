@@ -10,6 +10,7 @@ import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Token
+from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import BlockTables
@@ -70,10 +71,13 @@ class BeamSearch:
     ) -> list[Token | Failed]:
         request, count = sequence.request, beams.count
         last = [(*request.prompt, *tokens)[-1] for tokens in beams.sequences]
-        program = engine.programs.get(StepKey("beam", count, rows=count))
+        taps = taps_of([request.activations])
+        program = engine.programs.get(StepKey("beam", count, rows=count, taps=taps))
         tokens, rows = np.array(last, np.int32), np.arange(count, dtype=np.int32)
         lengths = length, len(request.prompt), len(request.encoder)
         tables = engine.block_tables(count, list(enumerate(self._beam_blocks)))
+        if taps is not None and (use := request.activations) is not None:
+            tables |= engine.edit_tables(taps, count, [(row, use) for row in range(count)])
         batch: Any = tokens, rows, *(np.full(count, n, np.int32) for n in lengths), tables
         before = np.array(beams.scores, np.float32)
         cache, *best = program(engine.leaves, engine.cache, FlatBatch(*batch), before)

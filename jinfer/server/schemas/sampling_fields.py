@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from pydantic import ConfigDict, Field, create_model
 
-from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
+from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS, SamplingParams
+from jinfer.server.schemas.activations import EditField, SteerField
 from jinfer.server.schemas.parameter_groups import describe
 from jinfer.server.schemas.peer_fields import PeerFields
 from jinfer.server.schemas.schema_base import RequestModel
@@ -62,7 +63,8 @@ def _json_type(annotation: Any) -> Any:
 def _table_fields() -> dict[str, Any]:
     """The fields of the table of sampling parameters, for `create_model`."""
     types = get_type_hints(SamplingParams)
-    fields = [(field, p.name) for p in PARAMETERS.values() for field in p.fields]
+    rows = [p for p in PARAMETERS.values() if p.name not in ACTIVATIONS]
+    fields = [(field, p.name) for p in rows for field in p.fields]
     return {field: (_json_type(types[name]), None) for field, name in fields}
 
 
@@ -119,3 +121,8 @@ class SamplingFields(PeerFields, _TableFields):
     n_cmpl: int | None = Field(None, description="as n")
     t_max_predict_ms: int | None = Field(None, description="0: any time")
     id_slot: int | None = Field(None, description="the slot that /slots/{id} knows it by")
+    # jinfer, where --allow-inspection is set
+    capture: list[str] | None = Field(None, description="activations that come back, by name")
+    capture_format: Literal["npy", "list"] | None = Field(None, description="npy: base64")
+    steer: list[SteerField] | None = Field(None, description="steering vectors")
+    edits: list[EditField] | None = Field(None, description="changes of activations")

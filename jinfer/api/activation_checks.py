@@ -1,0 +1,143 @@
+"""Activations of a request: checks what it captures and edits against the model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from jinfer.api.activation_names import matching, nearest
+from jinfer.api.build_engine import first_shapes
+from jinfer.engine.activation_use import ActivationUse, place_edits
+from jinfer.engine.engine import Engine
+from jinfer.engine.requests import Request, RequestError
+from jinfer.engine.runner.edit_tables import taps_of
+from jinfer.modelspec.spec_errors import show_value
+from jinfer.nn.activation_taps import TapError
+from jinfer.sampling.activation_edits import Edit, Steer
+from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
+
+if TYPE_CHECKING:
+    from jinfer.nn.activation_shapes import ActivationShape
+
+MAX_BYTES = 4 << 30  # of the activations that an answer captures
+
+
+def request_activations(
+    engine: Engine, sampling: SamplingParams, prompt: int, limit: int
+) -> ActivationUse | None:
+    """What a request captures and edits; None: nothing.
+
+    Args:
+        prompt, limit: tokens of the prompt, and of prompt and answer together at most.
+
+    Raises:
+        RequestError: a name or a shape that the model has not, or what cannot be combined.
+    """
+    asked = [name for name in ACTIVATIONS if getattr(sampling, name)]
+    if not asked:
+        return None
+    _check_combined(engine, sampling, asked[0])
+    known = engine.model.activations
+    capture = _captured(sampling.capture, known)
+    each = {name: prod(_of_token("capture", name, known)) for name in capture}
+    total = 4 * sum(each.values()) * (limit - 1)
+    if total > MAX_BYTES:
+        raise RequestError(
+            f"capture: {len(capture)} values of {limit - 1} tokens take {total / 2**30:.1f} GiB, "
+            f"and an answer may have {MAX_BYTES >> 30}; capture fewer, or set max_tokens"
+        )
+    edits = all_edits(sampling)
+    edited = place_edits(edits, edited_shapes(edits, known), prompt)
+    return ActivationUse.of(capture, edited, 4 * sum(each.values()))
+
+
+def all_edits(sampling: SamplingParams) -> list[Edit]:
+    """The edits of a request in their order, steering vectors last."""
+    edits, steer = sampling.edits, sampling.steer
+    assert not isinstance(edits, Edit), "it was read as a tuple"
+    assert not isinstance(steer, Steer), "it was read as a tuple"
+    return [*edits, *(one.edit for one in steer)]
+
+
+def edited_shapes(
+    edits: Iterable[Edit], known: Mapping[str, ActivationShape]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of one token's value at each place. Raises `RequestError` for other names."""
+    shapes = dict[str, tuple[int, ...]]()
+    for edit in edits:
+        if edit.name not in known:
+            raise RequestError(
+                f"{edit.field}: the model has no value {show_value(edit.name)}"
+                f"{nearest(edit.name, known)}"
+            )
+        shapes[edit.name] = _of_token(edit.field, edit.name, known)
+    return shapes
+
+
+def compile_for(engine: Engine, request: Request) -> None:
+    """Compiles what a request with activations needs, so that no request in the engine waits.
+
+    Raises:
+        RequestError: a value is computed beside the forward pass, and cannot be edited.
+    """
+    taps = taps_of([request.activations])
+    if taps is not None:
+        shapes = first_shapes(engine, len(request.prompt), taps)
+        try:
+            for program in engine.programs.announce(shapes):
+                program.result()
+        except TapError as error:
+            raise RequestError(f"edits: {error}") from error
+
+
+def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:
+    """Raises `RequestError` if steering vectors do not fit the model."""
+    edits = [one.edit for one in vectors]
+    place_edits(edits, edited_shapes(edits, engine.model.activations), 1)
+
+
+def _captured(patterns: object, known: Mapping[str, ActivationShape]) -> list[str]:
+    """The names that patterns choose; of a pattern those that have a value for each token."""
+    found = set[str]()
+    for pattern in patterns if isinstance(patterns, Iterable) else ():
+        try:
+            names = matching(pattern, known)
+        except RequestError as error:
+            raise RequestError(f"capture: {error}") from None
+        found |= {n for n in names if n == pattern or _is_by_token(n, known)} or {*names}
+    return [name for name in known if name in found]
+
+
+def _is_by_token(name: str, known: Mapping[str, ActivationShape]) -> bool:
+    return known[name].of_token is not None and not name.startswith("encoder.")
+
+
+def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tuple[int, ...]:
+    shape = known[name].of_token
+    if name.startswith("encoder."):
+        raise RequestError(
+            f"{field}: {name} is computed once for all requests with the same text; use llm.trace"
+        )
+    if shape is None:
+        axes = ", ".join(known[name].axes)
+        raise RequestError(
+            f"{field}: {name} has axes ({axes}), not a vector for each token; use llm.trace"
+        )
+    return shape
+
+
+def _check_combined(engine: Engine, sampling: SamplingParams, field: str) -> None:
+    """Raises `RequestError` for what activations cannot be combined with."""
+    if getattr(engine.programs, "stages", None) is not None:
+        raise RequestError(
+            f"{field}: the model is divided among devices or processes; open it without [partition]"
+        )
+    if sampling.strategy == "contrastive":
+        raise RequestError(
+            f'{field}: strategy="contrastive" compares candidates that are not edited; use another'
+        )
+    if sampling.strategy == "beam" and sampling.capture:
+        raise RequestError(
+            'capture: strategy="beam" computes several answers at a time; generate, then trace it'
+        )

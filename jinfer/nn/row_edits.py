@@ -1,0 +1,133 @@
+"""Activation edits of single rows: tables of vectors, and which rows of a flat batch use which.
+
+Edits are data: one program serves all vectors, ranges of tokens and requests at the same places.
+What is done to a row at one place is y = factor * x + shift, and where a direction is projected out
++ (x . along) * back; `jinfer.engine.activation_use` brings edits into this form. Rows that nobody
+edits keep their bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+# Among block tables: tables of edits by place; names of captured activations, without arrays.
+EDITS, CAPTURE = "edits", "capture"
+
+
+class EditTable(NamedTuple):
+    """The edits of some sequences at one place.
+
+    Attributes:
+        ranges: of each sequence (first position, the one after the last, its vector, step): the
+            vector of position p is vector + step * (p - first). The ranges of a sequence do not
+            overlap; empty ones fill the table up.
+        shift: vectors that are added.
+        factor: what they are added to is multiplied by; None: nothing is.
+        along, back: the directions that are projected out; None: none are.
+    """
+
+    ranges: Int[Array, "sequences ranges 4"]
+    shift: Float[Array, "vectors ..."]
+    factor: Float[Array, "vectors ..."] | None = None
+    along: Float[Array, "vectors ..."] | None = None
+    back: Float[Array, "vectors ..."] | None = None
+
+
+class RowEdit(NamedTuple):
+    """The edit of each row at one place, as `EditTable`; the shift of the others is -0.0.
+
+    Attributes:
+        edited: whether a row is edited; None: all are, with nothing but a shift.
+    """
+
+    shift: Float[Array, "1 rows ..."]
+    factor: Float[Array, "1 rows ..."] | None = None
+    along: Float[Array, "1 rows ..."] | None = None
+    back: Float[Array, "1 rows ..."] | None = None
+    edited: Bool[Array, "1 rows"] | None = None
+
+    def taken(self, rows: Int[Array, " chosen"]) -> RowEdit:
+        """The edits of some rows."""
+        return jax.tree.map(lambda part: part[:, rows], self)
+
+    def applied(self, value: Array) -> Array:
+        """The value with its rows edited, in its own type.
+
+        Args:
+            value: rows of any axes but the batch's, which may be absent.
+        """
+        if self.factor is None:
+            # A reshape would end a fused call.
+            same = self.shift.shape == value.shape
+            shift = self.shift if same else self.shift.reshape(value.shape)
+            return (value + shift).astype(value.dtype)
+        assert self.edited is not None, "rows are told apart"
+        count = self.edited.size
+        rows, edited = value.reshape(count, -1), self.edited.reshape(count, 1)
+        parts = (self.shift, self.factor, self.along, self.back)
+        shift, factor, along, back = (None if p is None else p.reshape(count, -1) for p in parts)
+        wide = rows.astype(jnp.float32)
+        # Not multiplied by 0: what is set may stand in place of what is not finite.
+        new = jnp.where(factor == 0, shift, factor * wide + shift)
+        if along is not None and back is not None:
+            new = new + _dot(wide, along) * back
+        return jnp.where(edited, new.astype(value.dtype), rows).reshape(value.shape)
+
+
+def _dot(a: Float[Array, "rows width"], b: Float[Array, "rows width"]) -> Array:
+    """The product of each row with its own, [rows, 1].
+
+    Halves are added, so that the order does not depend on how many rows there are.
+    """
+    products = lax.optimization_barrier(a * b)
+    while (width := products.shape[1]) > 1:
+        products = jnp.pad(products, ((0, 0), (0, width % 2)))
+        products = products[:, : (width + 1) // 2] + products[:, (width + 1) // 2 :]
+    return products
+
+
+def is_of_head(name: str) -> bool:
+    """Whether a decoder's activation is computed by its head, after its layers."""
+    return name.startswith("decoder.head.") or (name != "embed" and "." not in name)
+
+
+def take_row_edits(
+    tables: dict[str, Any], rows: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+) -> tuple[tuple[str, ...], dict[str, RowEdit]]:
+    """Takes edits and captured names out of block tables: the names, and the edits by place."""
+    capture, edits = tables.pop(CAPTURE, {}), tables.pop(EDITS, {})
+    return tuple(capture), {name: row_edit(each, rows, positions) for name, each in edits.items()}
+
+
+def row_edit(
+    table: EditTable, rows: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+) -> RowEdit:
+    """The edits of the rows of a flat batch.
+
+    Args:
+        rows: the sequence of each; -1: padding.
+        positions: of each in its sequence.
+    """
+    ranges, at = table.ranges[jnp.maximum(rows, 0)], positions[:, None]
+    begin, end, vector, step = (ranges[..., i] for i in range(4))
+    inside = (begin <= at) & (at < end) & (rows >= 0)[:, None]
+    # Ranges do not overlap, so that there is one term at most.
+    found = jnp.sum(jnp.where(inside, vector + step * (at - begin), 0), axis=1)
+    edited = jnp.any(inside, axis=1)
+    # x + -0.0 is x for every x, -0.0 included.
+    chosen = edited.reshape(-1, *(1,) * (table.shift.ndim - 1))
+    shift, *more = (None if part is None else _taken(part, found) for part in table[1:])
+    shift = jnp.where(chosen[None], shift, jnp.float32(-0.0))
+    return RowEdit(shift, *more, None if table.factor is None else edited[None])
+
+
+def _taken(vectors: Float[Array, "vectors ..."], at: Int[Array, " rows"]) -> Array:
+    """Rows of a table, all of which are there, with an axis of batches."""
+    return vectors.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)[None]

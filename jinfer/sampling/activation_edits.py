@@ -1,0 +1,166 @@
+"""Activation edits (interventions, steering vectors): what a request changes of named values.
+
+NumPy is imported in functions: the command line reads the table of parameters too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from jinfer.modelspec.spec_errors import show_value
+from jinfer.sampling.request_errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Float
+
+Operation = Literal["add", "set", "scale", "project_out"]
+Range = Literal["all", "prompt", "answer"]
+
+OPEN = 2**31 - 1  # a position that no token has: the end of a range that has none
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """A change of one named value of the model, at some tokens.
+
+    Attributes:
+        name: of the value, as `LLM.names` lists it: "decoder.3.x" is the residual stream after
+            layer 3, "decoder.3.attn.heads" the attention's heads before they are joined.
+        operation: "add" adds the value; "set" puts it in place of what there is, 0 ablates;
+            "scale" multiplies by it; "project_out" removes the direction that it is.
+        value: a number, a vector, or a vector for each token of the range [tokens, ...], as a
+            trace has them (activation patching); a head's vector where `head` is given.
+        tokens: "all", "prompt" or "answer", or a slice of positions in prompt and answer together,
+            of which negative ones count from the prompt's end.
+        head: only this head of a value that has heads.
+
+    Raises:
+        RequestError: one of these is nothing of the kind.
+    """
+
+    name: str
+    operation: Operation
+    value: Any = None
+    tokens: Range | slice = "all"
+    head: int | None = None
+
+    field: ClassVar[str] = "edits"  # where errors say that it stands
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, self.field)
+        if self.operation not in get_args(Operation):
+            listed = ", ".join(map(repr, get_args(Operation)))
+            raise RequestError(
+                f"edits: {self.name}: the operation is {show_value(self.operation)}; "
+                f"it is one of {listed}"
+            )
+        _check_tokens(self.tokens, self.name, self.field)
+        head = self.head
+        if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
+            raise RequestError(f"edits: {self.name}: head is {show_value(head)}; give its number")
+        object.__setattr__(self, "value", _values(self.value, self.name, self.field))
+        if self.operation == "project_out" and not self.value.any():
+            raise RequestError(f"edits: {self.name}: project_out needs a direction, not zeros")
+
+
+class _SteeringEdit(Edit):
+    field = "steer"
+
+
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """A steering vector: `scale` times it is added to one named value of the model.
+
+    Attributes:
+        name: of the value: "decoder.12.x" is the residual stream after layer 12.
+        vector: what is added, as wide as the value.
+        scale: what it is multiplied by.
+        tokens: at which tokens, as of `Edit`.
+
+    Raises:
+        RequestError: one of these is nothing of the kind.
+    """
+
+    name: str
+    vector: Any
+    scale: float = 1.0
+    tokens: Range | slice = "all"
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        _check_name(self.name, "steer")
+        _check_tokens(self.tokens, self.name, "steer")
+        scale = np.asarray(self.scale)
+        if scale.ndim or scale.dtype.kind not in "iuf" or not np.isfinite(scale):
+            raise RequestError(
+                f"steer: {self.name}: the scale is {show_value(self.scale)}; give a number"
+            )
+        object.__setattr__(self, "scale", float(scale))
+        object.__setattr__(self, "vector", _values(self.vector, self.name, "steer"))
+
+    @property
+    def edit(self) -> Edit:
+        """The same as an edit."""
+        import numpy as np
+
+        added = np.float32(self.scale) * self.vector
+        return _SteeringEdit(self.name, "add", added, self.tokens)
+
+
+def token_range(tokens: Range | slice, prompt: int) -> tuple[int, int]:
+    """The first position of a range and the one after its last, `OPEN` where it has no end.
+
+    Args:
+        prompt: tokens of the prompt.
+    """
+    if tokens == "all":
+        return 0, OPEN
+    if tokens == "prompt":
+        return 0, prompt
+    if tokens == "answer":
+        return prompt, OPEN
+    assert isinstance(tokens, slice), "it was checked"
+    begin, end = (
+        at if at is None or at >= 0 else max(0, prompt + at) for at in (tokens.start, tokens.stop)
+    )
+    return begin or 0, OPEN if end is None else min(end, OPEN)
+
+
+def _check_name(name: object, field: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise RequestError(
+            f"{field}: a name is {show_value(name)}; give that of a value, such as 'decoder.3.x'"
+        )
+
+
+def _check_tokens(tokens: object, name: str, field: str) -> None:
+    right = isinstance(tokens, str) and tokens in get_args(Range)
+    if isinstance(tokens, slice):
+        ends = (tokens.start, tokens.stop)
+        whole = all(at is None or (type(at) is int and abs(at) < OPEN) for at in ends)
+        right = whole and tokens.step in (None, 1)
+    if not right:
+        raise RequestError(
+            f"{field}: {name}: tokens is {show_value(tokens)}; give 'all', 'prompt', 'answer' or "
+            "a slice of positions, with a step of 1"
+        )
+
+
+def _values(given: Any, name: str, field: str) -> Float[np.ndarray, ...]:
+    """Numbers as an array in float32 that nobody changes."""
+    import numpy as np
+
+    try:
+        values = np.array(given, np.float32)
+    except (TypeError, ValueError):
+        values = np.array(np.nan)
+    if given is None or not np.isfinite(values).all():
+        said = "not there" if given is None else show_value(given)
+        raise RequestError(
+            f"{field}: {name}: the value is {said}; give a finite number or an array of them"
+        )
+    values.setflags(write=False)
+    return values

@@ -1,0 +1,304 @@
+"""Requests that capture, steer and edit activations, in batches with others that do not."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from jinfer import LLM, Completion, Edit, RequestError, SamplingParams, Steer, read_control_vector
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.engine.runner.step_key import StepKey
+from jinfer.sampling.sampler_chain import stage_sets
+from tests.engine.tiny import PROMPTS, held, open_model
+from tests.test_activations import reference
+
+RNG = np.random.default_rng(1)
+STREAM, HEADS = "decoder.1.x", "decoder.0.attn.heads"
+SIZES = {"engine.slots": 8, "engine.prefill_chunk": 64}
+KEYS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 3}
+
+
+def vector(width: int = 64) -> np.ndarray:
+    return RNG.normal(0, 3, width).astype(np.float32)
+
+
+VECTOR = vector()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_model(**SIZES) as llm:
+        yield llm
+
+
+def answer(llm: LLM, prompt: list[int], **more: Any) -> Completion:
+    return llm.generate([prompt], **(KEYS | more))[0]
+
+
+def bits(one: Completion) -> tuple[list[int], bytes]:
+    """Tokens, and the log-probabilities of the likeliest at each place."""
+    assert one.logprobs is not None
+    tops = [[top.logprob for top in each.top] for each in one.logprobs]
+    return one.token_ids, np.array(tops).tobytes()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2", "gemma2"])
+def test_numpy(name: str) -> None:
+    """An ablated head, a patched stream and a steered one, in one batch, on a family."""
+    prompt, other = PROMPTS[3][:12], PROMPTS[5][:12]
+    with LLM(Path(__file__).parents[1] / "goldens" / name, dtype="float32") as llm:
+        width = llm.names("decoder.0.x")[0].shape[1]
+        patch = llm.trace(other, "decoder.0.x")["decoder.0.x"][4:8]
+        steer = Steer("decoder.1.x", vector(width), 0.5, tokens="answer")
+        asked: list[dict[str, Any]] = [
+            {"edits": [Edit("decoder.1.attn.heads", "set", 0, head=1)]},
+            {"edits": [Edit("decoder.0.x", "set", patch, tokens=slice(4, 8))]},
+            {"steer": [steer]},
+        ]
+        found = llm.generate(
+            [prompt] * 3,
+            [SamplingParams(capture="logits", ignore_eos=True, max_tokens=3, **a) for a in asked],
+        )
+
+    def ablated(value: str, x: np.ndarray) -> np.ndarray:
+        return x * (np.arange(x.shape[1]) != 1)[:, None] if value == "decoder.1.attn.heads" else x
+
+    def patched(value: str, x: np.ndarray) -> np.ndarray:
+        return np.concatenate([x[:4], patch, x[8:]]) if value == "decoder.0.x" else x
+
+    def steered(value: str, x: np.ndarray) -> np.ndarray:
+        if value != "decoder.1.x":
+            return x
+        return np.concatenate([x[:12], x[12:] + 0.5 * steer.vector])
+
+    logits = [reference(name)(prompt, lambda _, x: x)]
+    for one, tap in zip(found, (ablated, patched, steered), strict=True):
+        logits.append(reference(name)([*prompt, *one.token_ids[:2]], tap))
+        np.testing.assert_allclose(one.captured["logits"], logits[-1], rtol=0, atol=2e-4)
+    assert np.abs(logits[1][:12] - logits[0]).max() > 0.01
+    assert np.abs(logits[2][:12] - logits[0]).max() > 0.01
+
+
+ASKED: dict[int, dict[str, Any]] = {
+    1: {"steer": [Steer(STREAM, VECTOR, 1.5)]},
+    4: {"edits": [Edit(HEADS, "set", 0, head=2), Edit("decoder.0.ffn", "scale", 0.5)]},
+    6: {"edits": [Edit(STREAM, "project_out", VECTOR, tokens=slice(3, None))]},
+}
+
+
+def test_three_of_eight(llm: LLM) -> None:
+    """The five others have their bits as without the three; these what they have alone."""
+    plain = [bits(answer(llm, prompt)) for prompt in PROMPTS[:8]]
+    params = [SamplingParams(**KEYS, **ASKED.get(i, {})) for i in range(8)]
+    for _ in range(2):
+        mixed = [*map(bits, llm.generate(PROMPTS[:8], params))]
+        with ThreadPoolExecutor(8) as pool:  # not all of them in the same steps
+            later = list(
+                pool.map(lambda i: bits(llm.generate([PROMPTS[i]], params[i])[0]), range(8))
+            )
+        for i, (found, again) in enumerate(zip(mixed, later, strict=True)):
+            assert found == again, i
+            assert (found == plain[i]) == (i not in ASKED), i
+    for i, edits in ASKED.items():
+        assert bits(answer(llm, PROMPTS[i], **edits)) == mixed[i]
+    assert not held(llm)
+
+
+def test_the_programs_of_others_are_the_same(llm: LLM) -> None:
+    """The lowered text of a plain step does not depend on what other requests do."""
+    keys = [StepKey("logits", 16, 1), StepKey("decode", 1, stages=stage_sets()[0])]
+
+    def texts(llm: LLM) -> list[str]:
+        made = [llm.session.engine.programs.step_function(key) for key in keys]
+        return [
+            jax.jit(one.function, donate_argnums=one.donated).lower(*one.arguments).as_text()
+            for one in made
+        ]
+
+    with open_model(**SIZES) as other:
+        before = texts(other)
+    answer(llm, PROMPTS[0], **ASKED[1])
+    assert texts(llm) == before
+
+
+def test_another_vector_compiles_nothing(llm: LLM) -> None:
+    events = list[str]()
+
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
+        events.append(event)
+
+    first = answer(llm, PROMPTS[2], steer=[Steer(STREAM, VECTOR)])
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    programs = llm.compilations
+    for tokens in ("all", "prompt", slice(2, 9)):
+        other = answer(llm, PROMPTS[2], steer=[Steer(STREAM, vector(), -2.0, tokens)])
+        assert bits(other) != bits(first)
+    assert (llm.compilations, events) == (programs, [])
+
+
+def test_others_do_not_wait_for_programs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the program of an edited request compiles, a plain one is answered."""
+    programs, seen = llm.session.engine.programs, list[StepKey]()
+    ready, get = programs.ready, programs.get
+    steer: dict[str, Any] = {"steer": [Steer(STREAM, VECTOR)]}
+    alone = [bits(answer(llm, PROMPTS[7])), bits(answer(llm, PROMPTS[7], **steer))]
+
+    def note(key: StepKey) -> Any:
+        seen.append(key)
+        return get(key)
+
+    monkeypatch.setattr(programs, "ready", lambda key: key.taps is None and ready(key))
+    monkeypatch.setattr(programs, "get", note)
+    params = [SamplingParams(**KEYS), SamplingParams(**KEYS, **steer)]
+    assert [*map(bits, llm.generate([PROMPTS[7]] * 2, params))] == alone
+    edited = [key.taps is not None for key in seen if key.kind in ("logits", "decode")]
+    assert edited == sorted(edited)
+    assert len({*edited}) == 2
+
+
+def test_prefixes_are_their_own(llm: LLM) -> None:
+    prompt = [(7 * i) % 300 + 3 for i in range(130)]
+
+    def cached(**asked: Any) -> int:
+        return answer(llm, prompt, **asked).usage.cached_tokens
+
+    steered = {"steer": [Steer(STREAM, VECTOR)]}
+    assert [cached(), cached(**steered), cached(steer=[Steer(STREAM, 2 * VECTOR)])] == [0, 0, 0]
+    assert [cached(**steered), cached(), cached(capture=STREAM)] == [128, 128, 0]
+
+
+def test_captured_values_are_those_of_a_trace(llm: LLM) -> None:
+    """Of prompts in chunks, and answers in calls of several steps, beside others."""
+    names = ["embed", "decoder.*.x", HEADS, "logits"]
+    long = [(11 * i) % 300 + 3 for i in range(200)]
+    prompts = [long, PROMPTS[1], PROMPTS[4]]
+    params = [SamplingParams(**KEYS, capture=names), SamplingParams(**KEYS), None]
+    params[2] = SamplingParams(**KEYS, capture="decoder.0.attn.q", steer=[Steer(STREAM, VECTOR)])
+    found = llm.generate(prompts, params)
+    assert bits(found[0]) == bits(answer(llm, long))
+    trace = llm.trace([*long, *found[0].token_ids[:-1]], names)
+    assert set(found[0].captured) == set(trace)
+    for name, values in found[0].captured.items():
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, trace[name], rtol=0, atol=1e-5, err_msg=name)
+    assert found[1].captured == {}
+    ((name, q),) = found[2].captured.items()
+    assert (name, q.shape[0]) == ("decoder.0.attn.q", len(PROMPTS[4]) + 7)
+    assert not held(llm)
+
+
+def test_speculation_beams_and_quantized_caches() -> None:
+    steer = [Steer(STREAM, VECTOR, 0.5)]
+    prompt = PROMPTS[4] * 4
+    keys: dict[str, Any] = {"steer": steer, "max_tokens": 12, "ignore_eos": True}
+    drafts = {"speculation.draft": ["ngram", {"skip": [1]}], "speculation.nodes": 4}
+    kinds = {"quantization.kv_cache": "q8"}
+    with open_model(**kinds) as plain:
+        expected = plain.generate([prompt], **keys)[0].token_ids
+        beams = [
+            plain.generate([prompt], strategy="beam", beams=3, **asked)[0].token_ids
+            for asked in (keys, keys | {"steer": ()})
+        ]
+        assert beams[0] != beams[1]
+        assert plain.generate([prompt], **keys | {"steer": ()})[0].token_ids != expected
+    with open_model(**kinds, **drafts) as drafting:
+        assert drafting.generate([prompt], **keys)[0].token_ids == expected
+        assert drafting.stats().draft_tokens
+        found = drafting.generate([prompt], capture=STREAM, **keys)[0]
+        assert found.token_ids == expected
+        assert found.captured[STREAM].shape == (len(prompt) + 11, 64)
+
+
+def test_preempted_requests_are_edited_again() -> None:
+    """Of more requests than the cache has room for, some are computed twice."""
+    asked: dict[str, Any] = {"steer": [Steer(STREAM, VECTOR)], "capture": STREAM}
+    keys = KEYS | {"max_tokens": 70}
+    with open_model(**{"engine.kv_tokens": 256}) as small:
+        found = small.generate([PROMPTS[6], PROMPTS[3]] * 2, **keys, **asked)
+        assert small.stats().preemptions
+        alone = small.generate([PROMPTS[6]], **keys, **asked)[0]
+    for one in (found[0], found[2]):
+        assert bits(one) == bits(alone)
+        np.testing.assert_array_equal(one.captured[STREAM], alone.captured[STREAM])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"capture": "decoder.1.xx"}, "no value 'decoder.1.xx'; did you mean 'decoder.1.x'"),
+        ({"edits": [Edit("decoder.9.x", "set", 0)]}, "no value 'decoder.9.x'; did you mean"),
+        ({"steer": [Steer(STREAM, VECTOR[:5])]}, r"has shape \[5\]; a token's is \[64\]"),
+        ({"capture": "decoder.0.attn.pattern"}, r"has axes \(heads, tokens, keys\), not a vector"),
+        ({"edits": [{"name": STREAM}]}, "edits must be a list of at most 1024 Edit"),
+        ({"capture": STREAM, "strategy": "beam"}, 'capture: strategy="beam" computes several'),
+        ({"steer": [Steer(STREAM, VECTOR)], "strategy": "contrastive"}, 'steer: strategy="contr'),
+    ],
+)
+def test_what_is_refused(llm: LLM, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        llm.generate([PROMPTS[0]], max_tokens=2, **asked)
+    assert "\n" not in str(caught.value)
+
+
+def test_not_in_parts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
+    with pytest.raises(
+        RequestError, match=r"capture: the model is divided .*without \[partition\]"
+    ):
+        llm.generate([PROMPTS[0]], capture=STREAM, max_tokens=1)
+
+
+def write_control_vector(path: Path, directions: dict[str, np.ndarray], **metadata: Any) -> Path:
+    """A file as llama.cpp's cvector-generator and repeng write it."""
+    writer = gguf.GGUFWriter(path, metadata.get("architecture", "controlvector"))
+    writer.add_string("controlvector.model_hint", "llama")
+    writer.add_uint32("controlvector.layer_count", len(directions))
+    for name, vector in directions.items():
+        writer.add_tensor(name, vector)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_control_vectors(llm: LLM, tmp_path: Path) -> None:
+    """`direction.N` is added after layer N, counted from 0."""
+    vectors = {"direction.1": vector()}
+    read = read_control_vector(write_control_vector(tmp_path / "a.gguf", vectors), -0.25)
+    by_hand = [Steer(STREAM, vectors["direction.1"], -0.25)]
+    assert [one.name for one in read] == [STREAM]
+    assert bits(answer(llm, PROMPTS[1], steer=read)) == bits(answer(llm, PROMPTS[1], steer=by_hand))
+    many = {f"direction.{n}": vector() for n in (1, 2, 3)}
+    read = read_control_vector(write_control_vector(tmp_path / "b.gguf", many), layers=(2, 3))
+    assert [one.name for one in read] == ["decoder.2.x", "decoder.3.x"]
+    with pytest.raises(RequestError, match=r"no value 'decoder.3.x'; did you mean"):
+        answer(llm, PROMPTS[1], steer=read)
+
+
+@pytest.mark.parametrize(
+    ("directions", "metadata", "said"),
+    [
+        ({"direction.0": VECTOR}, {}, "direction.0 is no direction of a layer"),
+        ({"direction.x": VECTOR}, {}, "direction.x is no direction of a layer"),
+        ({"direction.1": VECTOR.astype(np.float16)}, {}, r"is F16 \[64\], not a vector of F32"),
+        ({"direction.1": VECTOR.reshape(8, 8)}, {}, r"is F32 \[8, 8\], not a vector of F32"),
+        ({"direction.1": VECTOR, "direction.2": VECTOR[:3]}, {}, r"have widths \[3, 64\]"),
+        ({"direction.1": VECTOR * np.inf}, {}, "has numbers that are not finite"),
+        ({"direction.1": VECTOR}, {"architecture": "llama"}, "is no control vector: general.arch"),
+        ({}, {}, "has no direction.N: it is no control vector"),
+    ],
+)
+def test_files_that_are_none(
+    tmp_path: Path, directions: dict[str, np.ndarray], metadata: dict[str, Any], said: str
+) -> None:
+    path = write_control_vector(tmp_path / "a.gguf", directions, **metadata)
+    with pytest.raises(USER_ERRORS, match=said) as caught:
+        read_control_vector(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
