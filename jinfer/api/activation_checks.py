@@ -52,6 +52,16 @@ def request_activations(
     return ActivationUse.of(capture, edited, 4 * sum(each.values()))
 
 
+def traced_edits(engine: Engine, sampling: SamplingParams, prompt: int) -> ActivationUse | None:
+    """The edits of a trace; None: none. Raises `RequestError` as `request_activations`."""
+    if not (edits := all_edits(sampling)):
+        return None
+    if engine.model.modules.spec.decoder is None:
+        raise RequestError(f"{edits[0].field}: the model has no decoder, whose values are edited")
+    shapes = edited_shapes(edits, engine.model.activations)
+    return ActivationUse.of((), place_edits(edits, shapes, prompt))
+
+
 def all_edits(sampling: SamplingParams) -> list[Edit]:
     """The edits of a request in their order, steering vectors last."""
     edits, steer = sampling.edits, sampling.steer
@@ -117,12 +127,13 @@ def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tu
     shape = known[name].of_token
     if name.startswith("encoder."):
         raise RequestError(
-            f"{field}: {name} is computed once for all requests with the same text; use llm.trace"
+            f"{field}: {name} is computed once for all requests with the same text; llm.trace "
+            "captures it"
         )
     if shape is None:
         axes = ", ".join(known[name].axes)
         raise RequestError(
-            f"{field}: {name} has axes ({axes}), not a vector for each token; use llm.trace"
+            f"{field}: {name} has axes ({axes}), not a vector for each token; llm.trace captures it"
         )
     return shape
 

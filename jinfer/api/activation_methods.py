@@ -7,6 +7,7 @@ from typing import Any
 
 from jinfer.api.base_llm import BaseLLM
 from jinfer.api.prompt_inputs import Params, Prompt
+from jinfer.sampling.activation_edits import Edit, Steer
 
 
 class ActivationMethods(BaseLLM):
@@ -19,6 +20,8 @@ class ActivationMethods(BaseLLM):
         prompts: Prompt | Sequence[Prompt],
         capture: str | Sequence[str],
         *,
+        edits: Edit | Sequence[Edit] = (),
+        steer: Steer | Sequence[Steer] = (),
         max_tokens: int = 0,
         params: Params | None = None,
         encoder_ids: Prompt | Sequence[Prompt] | None = None,
@@ -33,6 +36,7 @@ class ActivationMethods(BaseLLM):
             prompts: texts, lists of token ids, or conversations; of an encoder-decoder, the
                 decoder's.
             capture: names of values, as `names` lists them; `*` stands for any text.
+            edits, steer: changes of values on the way, as of `SamplingParams`.
             max_tokens: length of an answer, whose tokens are traced too; 0: none.
             params: sampling parameters of the answer, as of `generate`.
             encoder_ids, token_type_ids: as `logits`.
@@ -51,6 +55,8 @@ class ActivationMethods(BaseLLM):
             self.generate,
             prompts,
             capture,
+            edits=edits,
+            steer=steer,
             max_tokens=max_tokens,
             params=params,
             encoder_given=encoder_ids,

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from jinfer.api.activation_checks import traced_edits
 from jinfer.api.activation_names import ActivationNames, activation_names, matching
 from jinfer.api.forward_results import encoded_prompts, token_types
 from jinfer.api.prompt_inputs import Params
 from jinfer.api.session import Session
 from jinfer.api.trace import Trace
+from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.output.generation import Completion
 from jinfer.engine.requests import RequestError
@@ -22,6 +24,7 @@ from jinfer.engine.scheduling.cache_size import host_memory
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 from jinfer.nn.activation_taps import TapError
+from jinfer.sampling.sampling_params import SamplingParams
 
 type Generate = Callable[..., Sequence[Completion]]
 
@@ -56,6 +59,8 @@ def trace_prompts(
     given: object,
     capture: str | Sequence[str],
     *,
+    edits: object = (),
+    steer: object = (),
     max_tokens: int = 0,
     params: Params | None = None,
     encoder_given: object | None = None,
@@ -71,15 +76,21 @@ def trace_prompts(
             "trace: the model is divided among devices or processes; open it without [partition]"
         )
     shapes = _chosen(session.engine.model.activations, capture)
+    edited = SamplingParams.from_names({"edits": edits, "steer": steer})
     inputs = _inputs(session, given, encoder_given, token_type_ids)
+    uses = [traced_edits(session.engine, edited, len(one.ids)) for one in inputs]
     if max_tokens:
-        answers = _answers(session, generate, inputs, max_tokens, params)
+        changes = {"max_tokens": max_tokens, "edits": edited.edits, "steer": edited.steer}
+        answers = _answers(session, generate, inputs, params, changes)
         inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
     plans = [_plans(session, shapes, one) for one in inputs]
     _check_memory([plan for each in plans for plan in each.values()])
-    traces = [_trace(session, one, each, shapes) for one, each in zip(inputs, plans, strict=True)]
+    traces = [
+        _trace(session, one, each, shapes, use)
+        for one, each, use in zip(inputs, plans, uses, strict=True)
+    ]
     return traces[0] if _is_one(given) else traces
 
 
@@ -126,11 +137,11 @@ def _answers(
     session: Session,
     generate: Generate,
     inputs: Sequence[TraceInputs],
-    max_tokens: int,
     params: Params | None,
+    changes: Mapping[str, Any],
 ) -> list[list[int]]:
     """The token ids of each prompt's answer."""
-    sampling = session.sampling(params, {"max_tokens": max_tokens})
+    sampling = session.sampling(params, changes)
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
     if not session.engine.model.has_cross_attention:
@@ -191,13 +202,14 @@ def _trace(
     one: TraceInputs,
     plans: Mapping[str, TracePlan],
     shapes: Mapping[str, ActivationShape],
+    edits: ActivationUse | None,
 ) -> Trace:
     values: Values = {}
     for stack, plan in plans.items():
         try:
-            values |= session.thread.run(partial(_pass, stack, one, plan))
+            values |= session.thread.run(partial(_pass, stack, one, plan, edits))
         except TapError as error:
-            raise RequestError(str(error)) from error
+            raise RequestError(f"edits: {error}") from error
     tokenizer = session.opened.tokenizer
     tokens = [str(id) if tokenizer is None else tokenizer.token_text(id) for id in one.ids]
     ordered = {name: values[name] for name in shapes}
@@ -205,9 +217,11 @@ def _trace(
     return Trace(ordered, axes, one.ids, tokens, one.prompt)
 
 
-def _pass(stack: str, one: TraceInputs, plan: TracePlan, engine: Engine) -> Any:
+def _pass(
+    stack: str, one: TraceInputs, plan: TracePlan, edits: ActivationUse | None, engine: Engine
+) -> Any:
     if stack == "decoder":
-        return trace_decoder(engine, one.ids, plan, one.encoder)
+        return trace_decoder(engine, one.ids, plan, one.encoder, edits=edits)
     text = one.encoder or one.ids
     types = [0] * len(text) if one.encoder else one.types
     return trace_encoder(engine, text, types, plan)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 # What is done to a row, each with all that the one before does; see `jinfer.nn.row_edits`.
-FORMS = ("add", "scale", "project")
 Form = Literal["add", "scale", "project"]
+FORMS: tuple[Form, ...] = ("add", "scale", "project")
 
 MAX_EDIT_BYTES = 256 << 20  # of a request's vectors
 
@@ -192,12 +192,14 @@ def _place_edit(name: str, changes: Sequence[_Change], each: tuple[int, ...]) ->
     projects = any(row.projects for row in rows)
     scales = projects or any((row.factor != 1).any() for row in rows)
     form: Form = "project" if projects else "scale" if scales else "add"
-    parts = [
-        np.concatenate([getattr(row, part) for row in rows] or [np.zeros((0, prod(each)))])
+    shift, factor, along, back = (
+        np.concatenate([getattr(row, part) for row in rows] or [np.zeros((0, prod(each)))]).astype(
+            np.float32
+        )
         for part in ("shift", "factor", "along", "back")
-    ]
-    table = np.array(ranges, np.int64).reshape(-1, 4).astype(np.int32)
-    return PlaceEdit(form, table, *(part.astype(np.float32) for part in parts), shape=each)
+    )
+    table = np.array(ranges, np.int32).reshape(-1, 4)
+    return PlaceEdit(form, table, shift, factor, along, back, each)
 
 
 class _Row:

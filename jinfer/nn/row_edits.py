@@ -71,12 +71,12 @@ class RowEdit(NamedTuple):
         assert self.edited is not None, "rows are told apart"
         count = self.edited.size
         rows, edited = value.reshape(count, -1), self.edited.reshape(count, 1)
-        parts = (self.shift, self.factor, self.along, self.back)
-        shift, factor, along, back = (None if p is None else p.reshape(count, -1) for p in parts)
+        shift, factor = self.shift.reshape(count, -1), self.factor.reshape(count, -1)
         wide = rows.astype(jnp.float32)
         # Not multiplied by 0: what is set may stand in place of what is not finite.
         new = jnp.where(factor == 0, shift, factor * wide + shift)
-        if along is not None and back is not None:
+        if self.along is not None and self.back is not None:
+            along, back = self.along.reshape(count, -1), self.back.reshape(count, -1)
             new = new + _dot(wide, along) * back
         return jnp.where(edited, new.astype(value.dtype), rows).reshape(value.shape)
 
@@ -123,9 +123,12 @@ def row_edit(
     edited = jnp.any(inside, axis=1)
     # x + -0.0 is x for every x, -0.0 included.
     chosen = edited.reshape(-1, *(1,) * (table.shift.ndim - 1))
-    shift, *more = (None if part is None else _taken(part, found) for part in table[1:])
-    shift = jnp.where(chosen[None], shift, jnp.float32(-0.0))
-    return RowEdit(shift, *more, None if table.factor is None else edited[None])
+    shift = jnp.where(chosen[None], _taken(table.shift, found), jnp.float32(-0.0))
+    if table.factor is None:
+        return RowEdit(shift)
+    parts = table.factor, table.along, table.back
+    factor, along, back = (None if part is None else _taken(part, found) for part in parts)
+    return RowEdit(shift, factor, along, back, edited[None])
 
 
 def _taken(vectors: Float[Array, "vectors ..."], at: Int[Array, " rows"]) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, Completion, Edit, RequestError, SamplingParams, Steer, read_control_vector
+from jinfer.api.trace import Trace
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.sampling.sampler_chain import stage_sets
@@ -52,7 +53,7 @@ def test_numpy(name: str) -> None:
     """An ablated head, a patched stream and a steered one, in one batch, on a family."""
     prompt, other = PROMPTS[3][:12], PROMPTS[5][:12]
     with LLM(Path(__file__).parents[1] / "goldens" / name, dtype="float32") as llm:
-        width = llm.names("decoder.0.x")[0].shape[1]
+        width = int(llm.names("decoder.0.x")[0].shape[1])
         patch = llm.trace(other, "decoder.0.x")["decoder.0.x"][4:8]
         steer = Steer("decoder.1.x", vector(width), 0.5, tokens="answer")
         asked: list[dict[str, Any]] = [
@@ -177,8 +178,12 @@ def test_captured_values_are_those_of_a_trace(llm: LLM) -> None:
     names = ["embed", "decoder.*.x", HEADS, "logits"]
     long = [(11 * i) % 300 + 3 for i in range(200)]
     prompts = [long, PROMPTS[1], PROMPTS[4]]
-    params = [SamplingParams(**KEYS, capture=names), SamplingParams(**KEYS), None]
-    params[2] = SamplingParams(**KEYS, capture="decoder.0.attn.q", steer=[Steer(STREAM, VECTOR)])
+    steer = [Steer(STREAM, VECTOR)]
+    params = [
+        SamplingParams(**KEYS, capture=names),
+        SamplingParams(**KEYS),
+        SamplingParams(**KEYS, capture="decoder.0.attn.q", steer=steer),
+    ]
     found = llm.generate(prompts, params)
     assert bits(found[0]) == bits(answer(llm, long))
     trace = llm.trace([*long, *found[0].token_ids[:-1]], names)
@@ -190,6 +195,17 @@ def test_captured_values_are_those_of_a_trace(llm: LLM) -> None:
     ((name, q),) = found[2].captured.items()
     assert (name, q.shape[0]) == ("decoder.0.attn.q", len(PROMPTS[4]) + 7)
     assert not held(llm)
+
+
+def test_edits_of_a_trace(llm: LLM) -> None:
+    """Those of a request: the captured values are the same, the answer's too."""
+    edits = [Edit(HEADS, "set", 0, head=1), Edit(STREAM, "scale", 0.5, tokens="answer")]
+    asked: dict[str, Any] = {"edits": edits, "steer": Steer("decoder.0.x", VECTOR, tokens="prompt")}
+    found = answer(llm, PROMPTS[1], capture=STREAM, **asked)
+    trace = llm.trace(PROMPTS[1], STREAM, max_tokens=8, params={"ignore_eos": True}, **asked)
+    assert isinstance(trace, Trace)
+    assert trace.ids[len(PROMPTS[1]) :] == found.token_ids
+    np.testing.assert_allclose(found.captured[STREAM], trace[STREAM][:-1], rtol=0, atol=1e-5)
 
 
 def test_speculation_beams_and_quantized_caches() -> None:

@@ -14,6 +14,7 @@ from jinfer.nn.row_edits import EDITS, EditTable, row_edit
 
 RNG = np.random.default_rng(3)
 PROMPT, TOKENS, HEADS, SIZE = 5, 9, 3, 4
+ANY: Any = Edit, Steer  # called with what they refuse
 NAME, SHAPES = "decoder.0.attn.heads", {"decoder.0.attn.heads": (HEADS, SIZE)}
 WIDTH = HEADS * SIZE
 
@@ -173,18 +174,18 @@ def test_one_direction_at_a_time() -> None:
     [
         (lambda: Edit("", "add", 1), "edits: a name is ''"),
         (
-            lambda: Edit("x", "mul", 1),
+            lambda: ANY[0]("x", "mul", 1),
             "edits: x: the operation is 'mul'; it is one of 'add', 'set'",
         ),
         (lambda: Edit("x", "set"), "edits: x: the value is not there; give a finite number"),
         (lambda: Edit("x", "set", [1, [2]]), "edits: x: the value is .*; give a finite number"),
         (lambda: Edit("x", "set", np.nan), "edits: x: the value is nan; give a finite number"),
-        (lambda: Edit("x", "set", 0, "some"), "edits: x: tokens is 'some'; give 'all', 'prompt'"),
+        (lambda: ANY[0]("x", "set", 0, "some"), "edits: x: tokens is 'some'; give 'all', 'prompt'"),
         (lambda: Edit("x", "set", 0, slice(0, 9, 2)), "edits: x: tokens is slice"),
         (lambda: Edit("x", "set", 0, head=-1), "edits: x: head is -1; give its number"),
         (lambda: Edit("x", "project_out", [0, 0]), "edits: x: project_out needs a direction"),
-        (lambda: Steer("x", [1], "2"), "steer: x: the scale is '2'; give a number"),
-        (lambda: Steer(3, [1]), "steer: a name is 3; give that of a value"),
+        (lambda: ANY[1]("x", [1], "2"), "steer: x: the scale is '2'; give a number"),
+        (lambda: ANY[1](3, [1]), "steer: a name is 3; give that of a value"),
     ],
 )
 def test_what_is_no_edit(make: Any, said: str) -> None:

@@ -40,7 +40,7 @@ class EditPlace:
     def table(self, sequences: int) -> EditTable:
         """An empty table, in NumPy."""
         vectors = (self.vectors, *self.shape)
-        ranges = np.zeros((sequences, self.ranges, 4), np.int32)
+        ranges: Any = np.zeros((sequences, self.ranges, 4), np.int32)
         parts: list[Any] = [np.zeros(vectors, np.float32) for _ in range(len(_PARTS[self.form]))]
         return EditTable(ranges, *parts)
 

@@ -40,7 +40,8 @@ class StepKey:
         capture: names of the values that "trace" and "trace_encoder" return.
         blocks: length of the block tables of "trace"; 0: that of all tables.
         extras: what some requests of "sample", "decode" and "verify" want beside their stages.
-        taps: what "logits", "decode", "verify" and "beam" edit and capture; None: nothing.
+        taps: what "logits", "decode", "verify" and "beam" edit and capture, and what "trace" edits;
+            None: nothing.
     """
 
     kind: StepKind

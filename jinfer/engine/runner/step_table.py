@@ -149,6 +149,7 @@ def _trace(inputs: StepInputs, key: StepKey) -> StepFunction:
     if key.blocks:
         narrow = int32(key.rows, key.blocks)
         tables = {name: table if name == ADAPTER else narrow for name, table in tables.items()}
+    tables |= abstract_edit_tables(key.taps, key.rows)
     batch = abstract_flat_batch(key.tokens, key.rows, tables)
     function = inputs.with_leaves(trace_steps.trace, key.capture)
     return StepFunction(function, 1, (inputs.leaves, inputs.cache, batch))

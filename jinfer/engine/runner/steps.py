@@ -72,7 +72,8 @@ def logits(
         out, cache = module.decode(batch.tokens, at, cache, "logits", wanted)
         return cache, out, sampled
     # What the head computes is captured of all tokens.
-    every = any(map(is_of_head, tables[CAPTURE]))
+    names: Any = tables[CAPTURE]
+    every = any(map(is_of_head, names))
     results, cache = module.decode_all(batch.tokens, at, cache, None if every else wanted)
     out = results["logits"][wanted] if every else results["logits"]
     return cache, out, sampled, captured_rows(batch, results["captured"])
@@ -121,7 +122,7 @@ def decode(
     tables: Tables,
     steps: Int[Array, ""],
     flag: Int[Array, ""],
-) -> tuple[Cache, State, SamplerOutput]:
+) -> tuple[Any, ...]:
     """Decodes several steps, until all sequences have ended or the host interrupts.
 
     Args:

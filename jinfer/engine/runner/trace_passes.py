@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine_core import EngineCore
+from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.forward_passes import (
     Passes,
@@ -83,14 +85,17 @@ def trace_decoder(
     plan: TracePlan,
     encoder: Sequence[int] = (),
     adapter: AdapterUse | None = None,
+    edits: ActivationUse | None = None,
 ) -> Passes[Values]:
     """Values of a decoder, of every token of a prompt.
 
     Args:
         encoder: token ids that the encoder reads.
+        edits: what is edited on the way.
     """
     tokens, values = np.array(prompt, np.int32), plan.empty()
     capture, blocks = tuple(sorted(plan.shapes)), _blocks(engine, plan)
+    taps = taps_of([edits])
     with temporary_tables(engine) as block_tables:
         block_tables.adapter = adapter
         yield from reserve(engine, block_tables, prompt, encoder)
@@ -99,7 +104,7 @@ def trace_decoder(
                 yield "computed"
             while not engine.scheduler.blocks.reserve(block_tables, start + count):
                 yield "room"
-            key = StepKey("trace", size, rows=1, capture=capture, blocks=blocks)
+            key = StepKey("trace", size, rows=1, capture=capture, blocks=blocks, taps=taps)
             program = yield from compiled_program(engine, key)
             rows = padded([0] * count, size, -1)
             positions = padded(np.arange(start, start + count), size)
@@ -108,6 +113,8 @@ def trace_decoder(
             tables = engine.block_tables(1, [(0, block_tables)])
             if blocks:
                 tables = {n: t if n == ADAPTER else t[:, :blocks] for n, t in tables.items()}
+            if taps is not None and edits is not None:
+                tables |= engine.edit_tables(taps, 1, [(0, edits)])
             batch = FlatBatch(*cast("Any", (ids, rows, positions, total, encoded, tables)))
             cache, captured = program(engine.leaves, engine.cache, batch)
             engine.set_cache(cache)
