@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from jinfer.api.activation_names import matching, nearest
 from jinfer.api.build_engine import first_shapes
 from jinfer.engine.activation_use import ActivationUse, place_edits
 from jinfer.engine.engine import Engine
@@ -74,6 +73,8 @@ def edited_shapes(
     edits: Iterable[Edit], known: Mapping[str, ActivationShape]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of one token's value at each place. Raises `RequestError` for other names."""
+    from jinfer.api.activation_names import nearest  # imports the modules of models
+
     shapes = dict[str, tuple[int, ...]]()
     for edit in edits:
         if edit.name not in known:
@@ -109,6 +110,8 @@ def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:
 
 def _captured(patterns: object, known: Mapping[str, ActivationShape]) -> list[str]:
     """The names that patterns choose; of a pattern those that have a value for each token."""
+    from jinfer.api.activation_names import matching  # imports the modules of models
+
     found = set[str]()
     for pattern in patterns if isinstance(patterns, Iterable) else ():
         try:
