@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,45 +51,57 @@ def bits(one: Completion) -> tuple[list[int], bytes]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2", "gemma2"])
 def test_numpy(name: str) -> None:
-    """An ablated head, a patched stream and a steered one, in one batch, on a family."""
+    """A head ablated, a stream patched and steered: each changes what NumPy says that it does."""
     prompt, other = PROMPTS[3][:12], PROMPTS[5][:12]
     with LLM(Path(__file__).parents[1] / "goldens" / name, dtype="float32") as llm:
-        width = int(llm.names("decoder.0.x")[0].shape[1])
-        patch = llm.trace(other, "decoder.0.x")["decoder.0.x"][4:8]
-        steer = Steer("decoder.1.x", vector(width), 0.5, tokens="answer")
-        asked: list[dict[str, Any]] = [
-            {"edits": [Edit("decoder.1.attn.heads", "set", 0, head=1)]},
-            {"edits": [Edit("decoder.0.x", "set", patch, tokens=slice(4, 8))]},
-            {"steer": [steer]},
-        ]
-        found = llm.generate(
-            [prompt] * 3,
-            [SamplingParams(capture="logits", ignore_eos=True, max_tokens=3, **a) for a in asked],
+        trace = llm.trace(other, "decoder.0.x")
+        assert isinstance(trace, Trace)
+        patch = trace["decoder.0.x"][4:8]
+        vector = RNG.normal(0, 1, patch.shape[1]).astype(np.float32)
+        (found,) = llm.generate(
+            [prompt],
+            edits=[
+                Edit("decoder.1.attn.heads", "set", 0, tokens=slice(2, None), head=1),
+                Edit("decoder.0.x", "set", patch, tokens=slice(4, 8)),
+            ],
+            steer=Steer("decoder.1.x", vector, 0.5, tokens="answer"),
+            capture="logits",
+            max_tokens=4,
+            ignore_eos=True,
         )
 
-    def ablated(value: str, x: np.ndarray) -> np.ndarray:
-        return x * (np.arange(x.shape[1]) != 1)[:, None] if value == "decoder.1.attn.heads" else x
+    def tap(left_out: str, value: str, x: np.ndarray) -> np.ndarray:
+        new = x.copy()
+        match value:
+            case "decoder.1.attn.heads":
+                new[2:, 1] = 0
+            case "decoder.0.x":
+                new[4:8] = patch
+            case "decoder.1.x":
+                new[12:] += 0.5 * vector
+        return x if value == left_out else new
 
-    def patched(value: str, x: np.ndarray) -> np.ndarray:
-        return np.concatenate([x[:4], patch, x[8:]]) if value == "decoder.0.x" else x
-
-    def steered(value: str, x: np.ndarray) -> np.ndarray:
-        if value != "decoder.1.x":
-            return x
-        return np.concatenate([x[:12], x[12:] + 0.5 * steer.vector])
-
-    logits = [reference(name)(prompt, lambda _, x: x)]
-    for one, tap in zip(found, (ablated, patched, steered), strict=True):
-        logits.append(reference(name)([*prompt, *one.token_ids[:2]], tap))
-        np.testing.assert_allclose(one.captured["logits"], logits[-1], rtol=0, atol=2e-4)
-    assert np.abs(logits[1][:12] - logits[0]).max() > 0.01
-    assert np.abs(logits[2][:12] - logits[0]).max() > 0.01
+    ids = [*prompt, *found.token_ids[:3]]
+    logits = reference(name)(ids, partial(tap, ""))
+    np.testing.assert_allclose(found.captured["logits"], logits, rtol=0, atol=2e-4)
+    for place in ("decoder.1.attn.heads", "decoder.0.x", "decoder.1.x"):
+        assert np.abs(reference(name)(ids, partial(tap, place)) - logits).max() > 0.01
 
 
+# Of three requests, all at the same places.
 ASKED: dict[int, dict[str, Any]] = {
-    1: {"steer": [Steer(STREAM, VECTOR, 1.5)]},
-    4: {"edits": [Edit(HEADS, "set", 0, head=2), Edit("decoder.0.ffn", "scale", 0.5)]},
-    6: {"edits": [Edit(STREAM, "project_out", VECTOR, tokens=slice(3, None))]},
+    1: {
+        "steer": [Steer(STREAM, VECTOR, 1.5)],
+        "edits": [Edit(HEADS, "project_out", VECTOR)],
+    },
+    4: {
+        "steer": [Steer(STREAM, VECTOR, -1, tokens="answer")],
+        "edits": [Edit(HEADS, "scale", 0.5), Edit(HEADS, "project_out", VECTOR[:16], head=3)],
+    },
+    6: {
+        "steer": [Steer(STREAM, VECTOR, tokens=slice(3, None))],
+        "edits": [Edit(HEADS, "project_out", VECTOR, "prompt"), Edit(HEADS, "set", 0, head=2)],
+    },
 }
 
 
@@ -96,15 +109,12 @@ def test_three_of_eight(llm: LLM) -> None:
     """The five others have their bits as without the three; these what they have alone."""
     plain = [bits(answer(llm, prompt)) for prompt in PROMPTS[:8]]
     params = [SamplingParams(**KEYS, **ASKED.get(i, {})) for i in range(8)]
-    for _ in range(2):
-        mixed = [*map(bits, llm.generate(PROMPTS[:8], params))]
-        with ThreadPoolExecutor(8) as pool:  # not all of them in the same steps
-            later = list(
-                pool.map(lambda i: bits(llm.generate([PROMPTS[i]], params[i])[0]), range(8))
-            )
-        for i, (found, again) in enumerate(zip(mixed, later, strict=True)):
-            assert found == again, i
-            assert (found == plain[i]) == (i not in ASKED), i
+    mixed = [*map(bits, llm.generate(PROMPTS[:8], params))]
+    with ThreadPoolExecutor(8) as pool:  # not all of them in the same steps
+        later = list(pool.map(lambda i: bits(llm.generate([PROMPTS[i]], params[i])[0]), range(8)))
+    for i, (found, again) in enumerate(zip(mixed, later, strict=True)):
+        assert found == again, i
+        assert (found == plain[i]) == (i not in ASKED), i
     for i, edits in ASKED.items():
         assert bits(answer(llm, PROMPTS[i], **edits)) == mixed[i]
     assert not held(llm)
@@ -174,73 +184,57 @@ def test_prefixes_are_their_own(llm: LLM) -> None:
 
 
 def test_captured_values_are_those_of_a_trace(llm: LLM) -> None:
-    """Of prompts in chunks, and answers in calls of several steps, beside others."""
+    """Of prompts in chunks, and answers in calls of several steps, edited and not."""
     names = ["embed", "decoder.*.x", HEADS, "logits"]
     long = [(11 * i) % 300 + 3 for i in range(200)]
     prompts = [long, PROMPTS[1], PROMPTS[4]]
-    steer = [Steer(STREAM, VECTOR)]
+    edited: dict[str, Any] = {"edits": Edit(HEADS, "set", 0, head=1), "steer": ASKED[4]["steer"]}
     params = [
         SamplingParams(**KEYS, capture=names),
         SamplingParams(**KEYS),
-        SamplingParams(**KEYS, capture="decoder.0.attn.q", steer=steer),
+        SamplingParams(**KEYS, capture="decoder.*.x", **edited),
     ]
     found = llm.generate(prompts, params)
     assert bits(found[0]) == bits(answer(llm, long))
-    trace = llm.trace([*long, *found[0].token_ids[:-1]], names)
-    assert set(found[0].captured) == set(trace)
-    for name, values in found[0].captured.items():
-        assert values.dtype == np.float32
-        np.testing.assert_allclose(values, trace[name], rtol=0, atol=1e-5, err_msg=name)
     assert found[1].captured == {}
-    ((name, q),) = found[2].captured.items()
-    assert (name, q.shape[0]) == ("decoder.0.attn.q", len(PROMPTS[4]) + 7)
+    trace = llm.trace([*long, *found[0].token_ids[:-1]], names)
+    keys: dict[str, Any] = {"max_tokens": 8, "params": {"ignore_eos": True}}
+    other = llm.trace(PROMPTS[4], "decoder.*.x", **keys, **edited)
+    assert isinstance(trace, Trace)
+    assert isinstance(other, Trace)
+    assert other.ids[len(PROMPTS[4]) :] == found[2].token_ids
+    for one, traced in ((found[0], trace), (found[2], other)):
+        assert set(one.captured) == set(traced)
+        for name, values in one.captured.items():
+            expected = traced[name][: len(values)]
+            np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5, err_msg=name)
+    assert found[0].captured[HEADS].shape == (207, 4, 16)
+    assert found[0].captured[HEADS].dtype == np.float32
     assert not held(llm)
 
 
-def test_edits_of_a_trace(llm: LLM) -> None:
-    """Those of a request: the captured values are the same, the answer's too."""
-    edits = [Edit(HEADS, "set", 0, head=1), Edit(STREAM, "scale", 0.5, tokens="answer")]
-    asked: dict[str, Any] = {"edits": edits, "steer": Steer("decoder.0.x", VECTOR, tokens="prompt")}
-    found = answer(llm, PROMPTS[1], capture=STREAM, **asked)
-    trace = llm.trace(PROMPTS[1], STREAM, max_tokens=8, params={"ignore_eos": True}, **asked)
-    assert isinstance(trace, Trace)
-    assert trace.ids[len(PROMPTS[1]) :] == found.token_ids
-    np.testing.assert_allclose(found.captured[STREAM], trace[STREAM][:-1], rtol=0, atol=1e-5)
-
-
-def test_speculation_beams_and_quantized_caches() -> None:
-    steer = [Steer(STREAM, VECTOR, 0.5)]
-    prompt = PROMPTS[4] * 4
-    keys: dict[str, Any] = {"steer": steer, "max_tokens": 12, "ignore_eos": True}
-    drafts = {"speculation.draft": ["ngram", {"skip": [1]}], "speculation.nodes": 4}
-    kinds = {"quantization.kv_cache": "q8"}
+def test_speculation_beams_preemption_and_quantized_caches() -> None:
+    asked: dict[str, Any] = {"steer": [Steer(STREAM, VECTOR, 0.5)], "ignore_eos": True}
+    prompt, keys = PROMPTS[4] * 12, asked | {"max_tokens": 70}
+    kinds: dict[str, Any] = {"quantization.kv_cache": "q8", "engine.kv_tokens": 256}
+    drafts = {"speculation.draft": "ngram", "speculation.nodes": 4}
     with open_model(**kinds) as plain:
-        expected = plain.generate([prompt], **keys)[0].token_ids
-        beams = [
-            plain.generate([prompt], strategy="beam", beams=3, **asked)[0].token_ids
-            for asked in (keys, keys | {"steer": ()})
-        ]
-        assert beams[0] != beams[1]
-        assert plain.generate([prompt], **keys | {"steer": ()})[0].token_ids != expected
+        alone = plain.generate([prompt], capture=STREAM, **keys)[0]
+        assert plain.generate([prompt], **keys | {"steer": ()})[0].token_ids != alone.token_ids
+        # More requests than the cache has room for: some are computed twice.
+        several = plain.generate([prompt] * 4, capture=STREAM, **keys)
+        assert plain.stats().preemptions
+        for one in several:
+            assert one.token_ids == alone.token_ids
+            np.testing.assert_array_equal(one.captured[STREAM], alone.captured[STREAM])
+        beam = plain.generate([prompt], strategy="beam", beams=1, max_tokens=8, **asked)[0]
+        assert beam.token_ids == alone.token_ids[:8]
     with open_model(**kinds, **drafts) as drafting:
-        assert drafting.generate([prompt], **keys)[0].token_ids == expected
+        assert drafting.generate([prompt], **keys)[0].token_ids == alone.token_ids
         assert drafting.stats().draft_tokens
         found = drafting.generate([prompt], capture=STREAM, **keys)[0]
-        assert found.token_ids == expected
-        assert found.captured[STREAM].shape == (len(prompt) + 11, 64)
-
-
-def test_preempted_requests_are_edited_again() -> None:
-    """Of more requests than the cache has room for, some are computed twice."""
-    asked: dict[str, Any] = {"steer": [Steer(STREAM, VECTOR)], "capture": STREAM}
-    keys = KEYS | {"max_tokens": 70}
-    with open_model(**{"engine.kv_tokens": 256}) as small:
-        found = small.generate([PROMPTS[6], PROMPTS[3]] * 2, **keys, **asked)
-        assert small.stats().preemptions
-        alone = small.generate([PROMPTS[6]], **keys, **asked)[0]
-    for one in (found[0], found[2]):
-        assert bits(one) == bits(alone)
-        np.testing.assert_array_equal(one.captured[STREAM], alone.captured[STREAM])
+        assert found.token_ids == alone.token_ids
+        np.testing.assert_array_equal(found.captured[STREAM], alone.captured[STREAM])
 
 
 @pytest.mark.parametrize(
