@@ -23,7 +23,6 @@ from jinfer.server.http_responses import (
     error_response,
 )
 from jinfer.server.ignored_fields import ignored_fields
-from jinfer.server.request_activations import check_inspection
 from jinfer.server.service import Handler, RequestContext, Service
 
 _log = logging.getLogger("jinfer.server")
@@ -140,7 +139,6 @@ class EndpointApp:
             call = RequestContext(self.service, parsed, request, notes.get("id", ""), notes)
             for field, why in unread:
                 call.ignore(field, why)
-            check_inspection(parsed, settings)
             model = getattr(parsed, "model", request.query_params.get("model"))
             if model is not None and self.service.models.answers_to(model):
                 call.ignore("model", "one model is served, whatever it is called")

@@ -19,6 +19,7 @@ from jinfer.server.file_store import FileStore
 from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
 from jinfer.server.metrics import Metrics, RequestTimer
 from jinfer.server.model_manager import ModelManager, ServedModel
+from jinfer.server.request_activations import check_inspection
 from jinfer.server.request_runner import PromptRequests, RequestRunner, check_captured_bytes
 from jinfer.server.response_jobs import ResponseJobs
 from jinfer.server.response_store import ResponseStore
@@ -124,6 +125,7 @@ class RequestContext[B: BaseModel]:
             prepare: tokenizes and validates the prompts; called in a worker thread.
         """
         models, body = self.service.models, cast("Any", self.body)
+        check_inspection(body, self.service.settings)
         async with models.use(body.model) as hosted:
             self.note(model=hosted.name)
             hosted.session.processors.by_name = self.service.settings.logits_processors
