@@ -12,20 +12,26 @@ import numpy as np
 import pytest
 
 from jinfer import Edit, Steer
+from jinfer.opening.open_model import open_files
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.engine.test_activation_requests import VECTOR, write_control_vector
-from tests.engine.tiny import GOLDEN, PROMPTS
+from tests.engine.tiny import PROMPTS
 from tests.server.running import Running, serving
+from tools.bench_models import LlamaShape, make_up
 
-STREAM = "decoder.1.x"
-TOKENS = {"prompt": PROMPTS[3], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
-KEYS: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+STREAM, HEADS = "decoder.1.x", "decoder.0.attn.heads"
+KEYS: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+TOKENS = {"prompt": PROMPTS[3], "return_token_ids": True, **KEYS}
 SETTINGS = ServerSettings(warm_up=False, strict=True, allow_inspection=True)
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with serving([ModelSource("tiny", str(GOLDEN), {"dtype": "float32"})], SETTINGS) as running:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model of random weights that has a chat template."""
+    path = tmp_path_factory.mktemp("tiny") / "model.gguf"
+    words = open_files("smollm2_135m_instruct", {}).weights
+    make_up(LlamaShape(2, 64, 4, 2, 96), words, path, "Q4_0")
+    with serving([ModelSource("tiny", str(path), {"dtype": "float32"})], SETTINGS) as running:
         yield running
 
 
@@ -53,7 +59,7 @@ def test_fields_are_those_of_python(running: Running) -> None:
     patch = trace["decoder.0.x"][:2]
     steer = {"name": STREAM, "scale": 2.0, "tokens": "answer"}
     edits = [
-        {"name": "decoder.0.attn.heads", "operation": "set", "value": 0, "head": 1},
+        {"name": HEADS, "operation": "set", "value": 0, "head": 1},
         {"name": "decoder.0.x", "operation": "set", "value": npy(patch), "tokens": [3, 5]},
     ]
     (expected,) = llm.generate(
@@ -61,19 +67,19 @@ def test_fields_are_those_of_python(running: Running) -> None:
         **KEYS,
         steer=Steer(STREAM, VECTOR, 2.0, "answer"),
         edits=[
-            Edit("decoder.0.attn.heads", "set", 0, head=1),
+            Edit(HEADS, "set", 0, head=1),
             Edit("decoder.0.x", "set", patch, slice(3, 5)),
         ],
-        capture=[STREAM, "logits"],
+        capture=[STREAM, HEADS],
     )
-    asked = {"edits": edits, "capture": ["decoder.1.*x", "logits"]}
+    asked = {"edits": edits, "capture": ["decoder.1.*x", HEADS]}
     lists = choice(running, steer=[steer | {"vector": VECTOR.tolist()}], **asked)
     arrays = choice(
         running, steer=[steer | {"vector": npy(VECTOR)}], **asked, capture_format="list"
     )
     for found in (lists, arrays):
         assert found["token_ids"] == expected.token_ids
-        assert set(found["captured"]) == {STREAM, "logits"}
+        assert set(found["captured"]) == {STREAM, HEADS}
     for name, values in expected.captured.items():
         given, listed = lists["captured"][name], arrays["captured"][name]
         assert given["shape"] == listed["shape"] == [*values.shape]
@@ -84,9 +90,18 @@ def test_fields_are_those_of_python(running: Running) -> None:
 
 
 def test_chat(running: Running) -> None:
-    """Of a model without a chat template the route refuses; of one with it the choice has them."""
-    answer = post(running, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
-    assert answer.status_code == 400
+    llm, steer = running.hosted().llm, {"name": STREAM, "vector": VECTOR.tolist()}
+    expected = llm.chat("Hello", **KEYS, steer=Steer(STREAM, VECTOR), capture=[STREAM, HEADS])
+    messages = [{"role": "user", "content": "Hello"}]
+    asked: dict[str, Any] = {"messages": messages, "steer": [steer], "return_token_ids": True}
+    answer = post(running, "/v1/chat/completions", **KEYS, **asked, capture=[STREAM, HEADS])
+    (found,) = answer.json()["choices"]
+    assert found["token_ids"] == expected.token_ids
+    for name, values in expected.captured.items():
+        read = np.load(io.BytesIO(base64.b64decode(found["captured"][name]["npy"])))
+        np.testing.assert_array_equal(read, values)
+    keys = {"model": "tiny", "messages": messages, "steer": [steer], **KEYS}
+    assert post(running, "/v1/messages", **keys).json()["content"][0]["text"] == expected.text
 
 
 def test_kept_vectors(running: Running, tmp_path: Path) -> None:
