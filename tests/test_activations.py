@@ -13,7 +13,7 @@ from jinfer import LLM, RequestError
 from jinfer.api import activation_tracing
 from jinfer.api.trace import Trace
 from tests.reference import numpy_activations
-from tests.reference.numpy_activations import Floats
+from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_tensors import read_safetensors
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -73,7 +73,7 @@ def test_names_are_what_a_trace_has(name: str) -> None:
         inner = one.name.startswith("encoder.") and encoder is not None
         count = len(tokens) if encoder is None or not inner else len(encoder)
         keys = 5 if ".cross." in one.name else count
-        sizes = {"tokens": count, "keys": keys}
+        sizes: dict[Any, Any] = {"tokens": count, "keys": keys}
         assert trace[one.name].shape == tuple(sizes.get(s, s) for s in one.shape), one
         assert trace.axes[one.name] == one.axes
         assert not np.isnan(trace[one.name]).any(), one
@@ -107,7 +107,8 @@ def test_chunks_give_the_values_of_the_whole() -> None:
     names = ["decoder.*.x", "decoder.*.attn.pattern", "logits"]
     tokens = np.random.default_rng(1).integers(3, 300, 150).tolist()
     whole = model("gemma2").trace(tokens, names)
-    with LLM(GOLDENS / "gemma2", dtype="float32", **{"engine.prefill_chunk": 32}) as llm:
+    small: dict[str, Any] = {"engine.prefill_chunk": 32}
+    with LLM(GOLDENS / "gemma2", dtype="float32", **small) as llm:
         parts = llm.trace([tokens[:70], tokens], names)
     assert [len(each.ids) for each in parts] == [70, 150]
     for name in whole:
@@ -119,8 +120,8 @@ def test_chunks_give_the_values_of_the_whole() -> None:
 def test_a_generation_is_traced() -> None:
     llm = model("llama2")
     (answer,) = llm.generate([TOKENS], max_tokens=5, ignore_eos=True)
-    given = {"max_tokens": 5, "params": {"ignore_eos": True}}
-    trace = llm.trace(TOKENS, ["decoder.1.x", "logits"], **given)
+    names = ["decoder.1.x", "logits"]
+    trace = llm.trace(TOKENS, names, max_tokens=5, params={"ignore_eos": True})
     assert trace.ids == [*TOKENS, *answer.token_ids]
     assert (trace.prompt_tokens, len(trace.tokens)) == (40, 45)
     again = llm.trace([trace.ids], "decoder.1.x")
@@ -159,7 +160,8 @@ def test_reprs() -> None:
 
 def _dequantized(quantized: LLM, name: str) -> LLM:
     """The same model in float32, with the values of the other one's weights."""
-    plain = LLM(GOLDENS / name, dtype="float32", **{"quantization.weights": "plain"})
+    keys: dict[str, Any] = {"quantization.weights": "plain"}
+    plain = LLM(GOLDENS / name, dtype="float32", **keys)
     plain.update_weights({each: quantized.weights[each].values for each in quantized.weights})
     return plain
 

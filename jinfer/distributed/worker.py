@@ -34,4 +34,5 @@ def worker_loop(group: ProcessGroup, programs: DistributedPrograms, leaves: Sequ
 
 def _shape(told: dict[str, Any]) -> StepKey:
     # A message has lists for tuples.
-    return StepKey(**{n: tuple(v) if isinstance(v, list) else v for n, v in told.items()})
+    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in told.items()}
+    return StepKey(**fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import nnx
@@ -93,7 +94,11 @@ class Layer(nnx.Module):
 def _observe_states(states: StateCache, batch: ForwardBatch) -> None:
     """Taps of a recurrent block's states after the batch: [sequences, ...]."""
     for name, table in states.items():
-        observed(name, lambda table=table: table[batch.attention_metadata(STATE).tables[:, 0]])
+        observed(name, partial(_of_sequences, table, batch))
+
+
+def _of_sequences(table: Array, batch: ForwardBatch) -> Array:
+    return table[batch.attention_metadata(STATE).tables[:, 0]]
 
 
 def shared_modules(layer: Layer, shared: nnx.Dict) -> dict[str, nnx.Module]:
