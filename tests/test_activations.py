@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer import LLM, RequestError
+from jinfer import LLM, Edit, RequestError
 from jinfer.api import activation_tracing
 from jinfer.api.trace import Trace
 from tests.reference import numpy_activations
@@ -186,3 +186,55 @@ def test_values_of_quantized_weights(name: str, keys: dict[str, Any]) -> None:
             coded[value], whole[value], rtol=0, atol=TOLERANCE, err_msg=value
         )
     plain.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v2"])
+def test_edited_attention(name: str) -> None:
+    """A head without a key, a pattern from elsewhere, scaled scores: against NumPy."""
+    knocked = Edit("decoder.0.attn.pattern", "set", 0, tokens=slice(7, 30), head=2)
+    patch = np.random.default_rng(2).random((4, 40, 40)).astype(np.float32)
+    patched = Edit("decoder.1.attn.pattern", "set", patch)
+    scaled = Edit("decoder.2.attn.scores", "scale", 2.0)
+    seen = np.tril(np.ones((40, 40))) > 0
+
+    def tap(value: str, x: Floats) -> Floats:
+        if value == "decoder.0.attn.pattern":
+            x = x.copy()
+            x[2, 7:30] = 0
+        if value == "decoder.1.attn.pattern":
+            x = np.where(x > 0, patch, 0.0) if name == "gemma2" else np.where(seen, patch, 0.0)
+        return 2 * x if value == "decoder.2.attn.scores" else x
+
+    names = ["decoder.0.attn.pattern", "decoder.*.x", "logits"]
+    trace = model(name).trace(TOKENS, names, edits=[knocked, patched, scaled])
+    known = dict[str, Floats]()
+    logits = reference(name)(TOKENS, lambda value, x: known.setdefault(value, tap(value, x)))
+    assert not trace["decoder.0.attn.pattern"][2, 7:30].any()
+    np.testing.assert_allclose(trace["decoder.2.x"], known["decoder.2.x"], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(trace["logits"], logits, rtol=0, atol=TOLERANCE)
+    assert np.abs(model(name).trace(TOKENS, "logits")["logits"] - logits).max() > 0.01
+
+
+def test_an_edited_encoder() -> None:
+    """The embeddings of another text give its results; a pattern of its own changes nothing."""
+    llm = model("bert")
+    one, other = (llm.trace(TOKENS[at : at + 9], "*") for at in (0, 20))
+    edits = [
+        Edit("embed", "set", other["embed"], tokens=slice(0, 9)),
+        Edit("encoder.1.attn.pattern", "set", other["encoder.1.attn.pattern"]),
+        Edit("encoder.0.ffn.hidden", "scale", 1.0),
+    ]
+    found = llm.trace(TOKENS[:9], ["hidden", "pooled"], edits=edits)
+    for name in ("hidden", "pooled"):
+        np.testing.assert_allclose(found[name], other[name], rtol=0, atol=1e-5)
+        assert np.abs(found[name] - one[name]).max() > 0.01
+    for wrong, said in (("encoder.9.x", "did you mean"), ("pooled", "not a vector for each token")):
+        with pytest.raises(RequestError, match=said):
+            llm.trace(TOKENS[:9], "hidden", edits=Edit(wrong, "scale", 2.0))
+    for field in ("k", "v"):
+        edit = Edit(f"decoder.0.attn.{field}", "scale", 2.0)
+        with pytest.raises(RequestError, match=f"attn.{field} is computed beside"):
+            model("deepseek_v2").trace(TOKENS[:9], "hidden", edits=edit)
+    edit = Edit("encoder.0.x", "scale", 2.0)
+    with pytest.raises(RequestError, match="is computed once for all requests"):
+        model("t5").trace(TOKENS[:9], "hidden", encoder_ids=TOKENS[:5], edits=edit)

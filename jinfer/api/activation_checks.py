@@ -51,16 +51,6 @@ def request_activations(
     return ActivationUse.of(capture, edited, 4 * sum(each.values()))
 
 
-def traced_edits(engine: Engine, sampling: SamplingParams, prompt: int) -> ActivationUse | None:
-    """The edits of a trace; None: none. Raises `RequestError` as `request_activations`."""
-    if not (edits := all_edits(sampling)):
-        return None
-    if engine.model.modules.spec.decoder is None:
-        raise RequestError(f"{edits[0].field}: the model has no decoder, whose values are edited")
-    shapes = edited_shapes(edits, engine.model.activations)
-    return ActivationUse.of((), place_edits(edits, shapes, prompt))
-
-
 def all_edits(sampling: SamplingParams) -> list[Edit]:
     """The edits of a request in their order, steering vectors last."""
     edits, steer = sampling.edits, sampling.steer
@@ -136,7 +126,7 @@ def _of_token(field: str, name: str, known: Mapping[str, ActivationShape]) -> tu
     if shape is None:
         axes = ", ".join(known[name].axes)
         raise RequestError(
-            f"{field}: {name} has axes ({axes}), not a vector for each token; llm.trace captures it"
+            f"{field}: {name} has axes ({axes}), not a vector for each token; use llm.trace"
         )
     return shape
 

@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.api.activation_checks import traced_edits
 from jinfer.api.activation_names import ActivationNames, activation_names, matching
 from jinfer.api.forward_results import encoded_prompts, token_types
 from jinfer.api.prompt_inputs import Params
 from jinfer.api.session import Session
 from jinfer.api.trace import Trace
+from jinfer.api.traced_edits import edited_keys, traced_edits
 from jinfer.engine.activation_use import ActivationUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.output.generation import Completion
 from jinfer.engine.requests import RequestError
-from jinfer.engine.runner.trace_passes import TracePlan, Values, trace_decoder, trace_encoder
+from jinfer.engine.runner.trace_passes import (
+    TracePlan,
+    Values,
+    key_width,
+    trace_decoder,
+    trace_encoder,
+)
 from jinfer.engine.scheduling.cache_size import host_memory
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
@@ -78,18 +84,17 @@ def trace_prompts(
     shapes = _chosen(session.engine.model.activations, capture)
     edited = SamplingParams.from_names({"edits": edits, "steer": steer})
     inputs = _inputs(session, given, encoder_given, token_type_ids)
-    uses = [traced_edits(session.engine, edited, len(one.ids)) for one in inputs]
     if max_tokens:
         changes = {"max_tokens": max_tokens, "edits": edited.edits, "steer": edited.steer}
         answers = _answers(session, generate, inputs, params, changes)
         inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
-    plans = [_plans(session, shapes, one) for one in inputs]
+    scored = edited_keys(edited, session.engine.model.activations)
+    plans = [_plans(session, shapes, scored, one) for one in inputs]
     _check_memory([plan for each in plans for plan in each.values()])
     traces = [
-        _trace(session, one, each, shapes, use)
-        for one, each, use in zip(inputs, plans, uses, strict=True)
+        _trace(session, one, each, shapes, edited) for one, each in zip(inputs, plans, strict=True)
     ]
     return traces[0] if _is_one(given) else traces
 
@@ -157,9 +162,16 @@ def _with_answer(session: Session, one: TraceInputs, answer: list[int]) -> Trace
 
 
 def _plans(
-    session: Session, shapes: Mapping[str, ActivationShape], one: TraceInputs
+    session: Session,
+    shapes: Mapping[str, ActivationShape],
+    scored: Sequence[str],
+    one: TraceInputs,
 ) -> dict[str, TracePlan]:
-    """The plan of each stack that has captured values."""
+    """The plan of each stack that has captured values.
+
+    Args:
+        scored: the scores and patterns that are edited.
+    """
     found = dict[str, TracePlan]()
     beside = bool(one.encoder)
     for stack in session.opened.spec.stacks:
@@ -167,10 +179,12 @@ def _plans(
         own = {n: s for n, s in shapes.items() if not beside or n.startswith(_ENCODER) == inside}
         tokens = len(one.encoder if inside else one.ids)
         caches = session.engine.model.caches
+        known = session.engine.model.activations
+        names = [*own, *(n for n in scored if n.startswith(f"{stack.name}."))]
         keys = {
             name: len(one.encoder) if _reads_encoder(caches, name) else tokens
-            for name, shape in own.items()
-            if "keys" in shape.axes
+            for name in names
+            if "keys" in known[name].axes
         }
         if own:
             found[stack.name] = TracePlan(own, tokens, keys)
@@ -202,10 +216,18 @@ def _trace(
     one: TraceInputs,
     plans: Mapping[str, TracePlan],
     shapes: Mapping[str, ActivationShape],
-    edits: ActivationUse | None,
+    edited: SamplingParams,
 ) -> Trace:
     values: Values = {}
+    known = session.engine.model.activations
+    # An encoder beside a decoder is computed as it is.
+    changed = "decoder" if one.encoder else session.opened.spec.stacks[0].name
+    of_stack = {n: s for n, s in known.items() if not (one.encoder and n.startswith(_ENCODER))}
     for stack, plan in plans.items():
+        edits = None
+        if stack == changed:
+            width = key_width(session.engine, stack, plan)
+            edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width)
         try:
             values |= session.thread.run(partial(_pass, stack, one, plan, edits))
         except TapError as error:
@@ -224,7 +246,7 @@ def _pass(
         return trace_decoder(engine, one.ids, plan, one.encoder, edits=edits)
     text = one.encoder or one.ids
     types = [0] * len(text) if one.encoder else one.types
-    return trace_encoder(engine, text, types, plan)
+    return trace_encoder(engine, text, types, plan, edits)
 
 
 def _is_one(given: object) -> bool:

@@ -158,7 +158,9 @@ def _trace(inputs: StepInputs, key: StepKey) -> StepFunction:
 def _trace_encoder(inputs: StepInputs, key: StepKey) -> StepFunction:
     texts = int32(key.rows, key.tokens)
     function = inputs.with_leaves(trace_steps.trace_encoder, key.capture)
-    return StepFunction(function, (), (inputs.leaves, {}, texts, texts, int32(key.rows)))
+    tables = abstract_edit_tables(key.taps, key.rows)
+    arguments: tuple[Any, ...] = inputs.leaves, {}, texts, texts, int32(key.rows), tables
+    return StepFunction(function, (), arguments)
 
 
 def _copy_blocks(inputs: StepInputs, key: StepKey) -> StepFunction:

@@ -45,7 +45,7 @@ class TracePlan:
     Attributes:
         shapes: of the values, by name.
         tokens: of the prompt.
-        keys: of the attentions whose scores are captured, by name.
+        keys: of the attentions whose scores or patterns are captured or edited, by their names.
     """
 
     shapes: Mapping[str, ActivationShape]
@@ -124,18 +124,37 @@ def trace_decoder(
 
 
 def trace_encoder(
-    engine: EngineCore, text: Sequence[int], types: Sequence[int], plan: TracePlan
+    engine: EngineCore,
+    text: Sequence[int],
+    types: Sequence[int],
+    plan: TracePlan,
+    edits: ActivationUse | None = None,
 ) -> Passes[Values]:
-    """Values of an encoder, of a text."""
-    values = plan.empty()
-    size = max(len(text), min(padded_length(len(text)), engine.programs.sizes.context))
+    """Values of an encoder, of a text; arguments as of `trace_decoder`."""
+    values, size, taps = plan.empty(), _padded_text(engine, len(text)), taps_of([edits])
     tokens, lengths = padded_texts([text], size)
     token_types, _ = padded_texts([types], size)
-    key = StepKey("trace_encoder", size, rows=1, capture=tuple(sorted(plan.shapes)))
+    capture = tuple(sorted(plan.shapes))
+    key = StepKey("trace_encoder", size, rows=1, capture=capture, taps=taps)
     program = yield from compiled_program(engine, key)
-    captured = program(engine.leaves, {}, tokens, token_types, lengths)
+    tables = {}
+    if taps is not None and edits is not None:
+        tables = engine.edit_tables(taps, 1, [(0, edits)])
+    captured = program(engine.leaves, {}, tokens, token_types, lengths, tables)
     plan.put(values, captured, 0, len(text))
     return values
+
+
+def key_width(engine: EngineCore, stack: str, plan: TracePlan) -> int:
+    """How many keys scores and patterns have in a program."""
+    if stack == "encoder":
+        return _padded_text(engine, plan.tokens)
+    return (_blocks(engine, plan) or engine.programs.sizes.table) * BLOCK
+
+
+def _padded_text(engine: EngineCore, tokens: int) -> int:
+    # Not beyond the context, where a table of learned positions ends.
+    return max(tokens, min(padded_length(tokens), engine.programs.sizes.context))
 
 
 def _blocks(engine: EngineCore, plan: TracePlan) -> int:

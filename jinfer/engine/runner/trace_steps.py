@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,6 +12,7 @@ from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.steps import Leaves
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.activation_taps import ActivationTaps
+from jinfer.nn.row_edits import take_row_edits
 from jinfer.ops.attention.kv_cache import Cache
 
 if TYPE_CHECKING:
@@ -47,9 +49,17 @@ def trace_encoder(
     tokens: Int[Array, "1 tokens"],
     types: Int[Array, "1 tokens"],
     lengths: Int[Array, " 1"],
+    tables: Mapping[str, Any],
 ) -> Captured:
-    """The encoder's forward pass over a text; the values as of `trace`. The cache is empty."""
-    taps = ActivationTaps(capture)
+    """The encoder's forward pass over a text; the values as of `trace`. The cache is empty.
+
+    Args:
+        tables: of edits, if there are any.
+    """
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    rows = jnp.where(positions < lengths[0], 0, -1)
+    _, edits = take_row_edits(dict(tables), rows, positions)
+    taps = ActivationTaps(capture, edits)
     return _plain(model.module(leaves).encode(tokens, types, lengths, taps)["captured"])
 
 

@@ -1,0 +1,86 @@
+"""Edits of a trace: those of requests, and of scores, patterns and an encoder's values as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from jinfer.api.activation_checks import all_edits, edited_shapes
+from jinfer.api.activation_names import nearest
+from jinfer.engine.activation_use import ActivationUse, place_edits
+from jinfer.engine.requests import RequestError
+from jinfer.modelspec.spec_errors import show_value
+from jinfer.nn.activation_shapes import ActivationShape
+from jinfer.sampling.activation_edits import Edit
+from jinfer.sampling.sampling_params import SamplingParams
+
+_OF_KEYS = ("heads", "tokens", "keys")
+
+
+def edited_keys(sampling: SamplingParams, known: Mapping[str, ActivationShape]) -> list[str]:
+    """The scores and patterns that are edited."""
+    names = {edit.name for edit in all_edits(sampling)} & known.keys()
+    return [name for name in names if known[name].axes == _OF_KEYS]
+
+
+def traced_edits(
+    sampling: SamplingParams,
+    known: Mapping[str, ActivationShape],
+    prompt: int,
+    tokens: int,
+    keys: int,
+) -> ActivationUse | None:
+    """The edits of a trace; None: none.
+
+    Args:
+        sampling: has `edits` and `steer`.
+        known: the values of the stack that is computed.
+        prompt, tokens: of the prompt, and of prompt and answer together.
+        keys: width of scores and patterns in the program.
+
+    Raises:
+        RequestError: a name or a shape that the model has not.
+    """
+    edits, shapes = list[Edit](), dict[str, tuple[int, ...]]()
+    for edit in all_edits(sampling):
+        shape = known.get(edit.name)
+        beside = not any(name.startswith("encoder.") for name in known)
+        if shape is None and beside and edit.name.startswith("encoder."):
+            raise RequestError(
+                f"{edit.field}: {edit.name} is computed once for all requests with the same text, "
+                "and cannot be edited"
+            )
+        if shape is None:
+            raise RequestError(
+                f"{edit.field}: no value {show_value(edit.name)} is computed here"
+                f"{nearest(edit.name, known)}"
+            )
+        if shape.axes == _OF_KEYS:
+            heads = shape.sizes[0]
+            assert isinstance(heads, int), "tokens and keys alone are free"
+            edits.append(_by_token(edit, tokens, keys))
+            shapes[edit.name] = heads, keys
+        elif shape.of_token is not None:
+            edits.append(edit)
+            shapes[edit.name] = shape.of_token
+        else:
+            shapes |= edited_shapes([edit], known)  # which says what is wrong
+    return ActivationUse.of((), place_edits(edits, shapes, prompt)) if edits else None
+
+
+def _by_token(edit: Edit, tokens: int, keys: int) -> Edit:
+    """An edit of [heads, tokens, keys], or of a head's [tokens, keys], with tokens first.
+
+    What lies beyond the keys of a trace is seen by no token.
+    """
+    value = edit.value
+    if value.ndim == 0:
+        return edit
+    if value.shape[-1] > keys:
+        raise RequestError(f"{edit.field}: {edit.name}: there are not {value.shape[-1]} keys")
+    value = value.swapaxes(0, 1) if value.ndim == 3 else value
+    missing = [(0, 0)] * (value.ndim - 1) + [(0, keys - value.shape[-1])]
+    whole = edit.tokens if edit.tokens != "all" or value.ndim == 1 else slice(0, tokens)
+    return replace(edit, value=np.pad(value, missing), tokens=whole)
