@@ -99,7 +99,7 @@ ONE_IN = {
     **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
     "tests/kernels_pallas/": 16,
 }
-# Of tests that take longest and have no variants, or few, `make test` runs one of each of these rows.
+# Of tests that take longest and have few variants, `make test` runs one of each row.
 IN_TURN = (
     (
         "tests/engine/test_sparse_models.py::test_drafts",
