@@ -323,19 +323,16 @@ def test_answers_in_a_notebook(llm: LLM) -> None:
     answers = llm.generate(IDS, max_tokens=3, logprobs=2)
     assert pickle.loads(pickle.dumps(answers)) == answers
     shown = answers._repr_html_()  # type: ignore[attr-defined]
-    assert shown == f"<div>{answers[0]._repr_html_()[5:-6]}</div>"
+    assert shown == answers[0]._repr_html_()
     assert shown.count("<span") == 3
     assert all(f"{math.exp(e.logprob):6.1%}" in shown for e in answers[0].logprobs or ())
-    entry = TokenLogprob(1, "<b>", math.log(0.25), (TokenLogprob(2, "x", math.log(0.5)),))
+    entry = TokenLogprob(1, "<b>", math.log(0.25), (TokenLogprob(2, "x\n", math.log(0.5)),))
     made = replace(answers[0], logprobs=[entry], text="<b>", token_ids=[1])
-    (span,) = re.findall(r'<span style="([^"]*)" title="([^"]*)">([^<]*)<', made._repr_html_())
-    assert span == (
-        "background:rgba(217,95,2,0.56);border-radius:3px",
-        " 25.0%  &#x27;&lt;b&gt;&#x27;  1\n 50.0%  &#x27;x&#x27;  2",
-        "&lt;b&gt;",
-    )
+    (span,) = re.findall(r"<span ([^>]*)>([^<]*)<", made._repr_html_())
+    said = " 25.0%  &lt;b&gt;  1\n 50.0%  x↵  2"
+    assert span == (f'class="token" style="--s:.75" tabindex="0" title="{said}"', "&lt;b&gt;")
     plain = replace(made, logprobs=None)._repr_html_()
-    assert "&lt;b&gt;<div" in plain
+    assert ">&lt;b&gt;</div>" in plain
     assert "1 token, length; logprobs=5 shades its tokens" in plain
     assert "1, 2, 3" in replace(made, logprobs=None, text="", token_ids=[1, 2, 3])._repr_html_()
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # import the levels above its own in this list, and its own level as long as no circle arises.
 KERNELS = {"kernels_pallas", "cpu"}
 LEVELS = [
-    {"progress", "runtime"},
+    {"markup", "progress", "runtime"},
     KERNELS,
     {"guard", "matmul_precision", "version"},
     {"modelspec", "checkpoint", "tokenizer"},
@@ -34,7 +34,7 @@ LEVELS = [
     {"opening", "parallel"},
     {"distributed", "speculate"},
     {"api"},
-    {"jinfer"},
+    {"jinfer", "views"},
     {"cli"},
     {"server", "generate", "serve", "client", "tools", "__main__"},
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from secrets import token_hex
@@ -103,6 +103,20 @@ class ModelWeights:
             nbytes(stored),
             self.tensors.get(full, ()),
         )
+
+    def rows(self, name: str, rows: Sequence[int]) -> Float[np.ndarray, "rows inputs"]:
+        """Some rows of a matrix in float32, such as a token's of the embedding.
+
+        Raises:
+            RequestError, EngineError: as `[]`.
+        """
+        full = self._full(name)
+        stored, chosen = self._stored(full), np.asarray(rows, np.int32)
+        if isinstance(stored, QuantizedTensor):
+            return np.asarray(stored.take(jax.numpy.asarray(chosen), np.float32))
+        if isinstance(stored, OutlierTensor | ReorderedTensor):
+            return np.asarray(self[full].values[chosen], np.float32)
+        return np.asarray(stored[chosen], np.float32)
 
     def update(self, values: Mapping[str, Any]) -> None:
         """As `LLM.update_weights`."""

@@ -31,6 +31,7 @@ COMMANDS = (
     Subcommand("pull", "jinfer.cli.pull_model", "fetch a model's weights, or say how"),
     Subcommand("docs", "jinfer.cli.show_docs", "the pages of the documentation"),
     Subcommand("inspect", "jinfer.tools.inspect", "what a checkpoint is, tensor by tensor"),
+    Subcommand("look", "jinfer.tools.look", "what a model does, as a picture in a file"),
     Subcommand("quantize", "jinfer.tools.quantize", "write a quantized checkpoint"),
     Subcommand("rotate", "jinfer.tools.rotate_weights", "write an equal model with other weights"),
     Subcommand("perplexity", "jinfer.tools.perplexity", "the perplexity of a text"),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Protocol
 
 from jinfer.engine.output.token_logprob import TokenLogprob
+from jinfer.markup.html_page import fragment
+from jinfer.markup.token_spans import token_spans
+from jinfer.markup.token_text import flowing
 
-_BOX = (
-    "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,Menlo,Consolas,monospace;"
-    "font-size:13px;line-height:1.6;margin:4px 0 10px;padding:6px 10px;border-left:3px solid #8888"
-)
-_SMALL = "font-size:12px;opacity:.7"
 _MOST = 20_000  # characters, or tokens, shown of an answer
-_SHADE = "217,95,2"  # legible on white and on black
+_HINT = "the likeliest at a token: point at it, or go to it with Tab and arrows"
 
 
 class Completion(Protocol):
@@ -33,30 +30,21 @@ class Completion(Protocol):
 
 def completions_html(answers: Sequence[Completion]) -> str:
     """Each answer in a box, with its number of tokens and its finish reason."""
-    return f"<div>{''.join(map(_completion, answers))}</div>"
+    said = f'<output data-hint="{_HINT}"></output>' if any(a.logprobs for a in answers) else ""
+    return fragment("".join([*map(_completion, answers), said]))
 
 
 def _completion(answer: Completion) -> str:
-    if answer.logprobs:
-        shown = "".join(map(_token, answer.logprobs[:_MOST]))
-        hint = "the darker, the less likely; hover for the likeliest"
-    elif answer.text or not answer.token_ids:
-        shown, hint = escape(answer.text[:_MOST]), "logprobs=5 shades its tokens"
-    else:
-        shown, hint = escape(str(answer.token_ids[:_MOST])[1:-1]), "token ids: no tokenizer"
+    shown, hint = completion_text(answer)
     count = len(answer.token_ids)
     caption = f"{count} token{'s' * (count != 1)}, {answer.finish_reason}; {hint}"
-    return f'<div style="{_BOX}">{shown}<div style="{_SMALL}">{escape(caption)}</div></div>'
+    return f'<div class="text" data-keys="0">{shown}</div><p>{escape(caption)}</p>'
 
 
-def _token(entry: TokenLogprob) -> str:
-    shade = 1 - math.exp(min(0.0, entry.logprob))
-    title = "\n".join(_lines(entry, [one for one in entry.top if one.id != entry.id]))
-    text = escape(entry.text or f"[{entry.id}]").replace("\n", "↵\n")
-    style = f"background:rgba({_SHADE},{0.75 * shade:.2f});border-radius:3px"
-    return f'<span style="{style}" title="{escape(title)}">{text}</span>'
-
-
-def _lines(entry: TokenLogprob, others: Iterable[TokenLogprob]) -> Iterable[str]:
-    for one in (entry, *others):
-        yield f"{math.exp(min(0.0, one.logprob)):6.1%}  {one.text!r}  {one.id}"
+def completion_text(answer: Completion) -> tuple[str, str]:
+    """An answer's text as HTML, and what to know of how it is shown."""
+    if answer.logprobs:
+        return token_spans(answer.logprobs[:_MOST]), "the more shaded, the less likely"
+    if answer.text or not answer.token_ids:
+        return escape(flowing(answer.text[:_MOST], "\n")), "logprobs=5 shades its tokens"
+    return escape(str(answer.token_ids[:_MOST])[1:-1]), "token ids: no tokenizer"

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from jinfer.engine.output.drafted_step import DraftedStep
+from jinfer.markup.token_text import visible
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 104, 24, 34, 10, 16
-_CHARACTERS = 12  # of a token's text
+_CHARACTERS = 12  # columns of a token's text
 _COLOURS = ("#3d6ea5", "#4f8a4a", "#a0702a", "#8a4f8f", "#2f8f8f", "#a54a4a")
 _ROOT, _CHOSEN = -1, -2  # nodes left of the drafted ones, and of the token sampled after them
 _STYLE = """
@@ -75,11 +76,12 @@ def _tree(
             kind, stroke, text = "box own", "", "…"
         elif node == _CHOSEN:
             kind, stroke, token = "box own right", "", drafted.chosen[-1]
-            text = _shown(text_of(token)) or str(token)
+            text = visible(text_of(token), _CHARACTERS) or str(token)
         else:
             kind = "box right" if node in way else "box"
             stroke = f' stroke="{colours[drafted.sources[node]]}"'
-            text = _shown(text_of(drafted.tokens[node])) or str(drafted.tokens[node])
+            drafts = text_of(drafted.tokens[node])
+            text = visible(drafts, _CHARACTERS) or str(drafted.tokens[node])
         boxes.append(
             f'<rect class="{kind}"{stroke} x="{x}" y="{y}" rx="4" width="{_WIDTH}" '
             f'height="{_HEIGHT}"/><text x="{x + _WIDTH // 2}" y="{y + 16}" '
@@ -107,9 +109,3 @@ def _places(drafted: DraftedStep) -> dict[int, tuple[int, int]]:
         below = children.get(node, [])
         stack += [(child, column + 1, i == 0) for i, child in enumerate(below)][::-1]
     return cells
-
-
-def _shown(text: str) -> str:
-    """A token's text with visible blanks."""
-    text = text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
-    return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 1]}…"

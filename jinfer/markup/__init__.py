@@ -1,0 +1,1 @@
+"""Markup: the stylesheet, script and elements that all views in HTML and SVG share."""

@@ -1,0 +1,34 @@
+"""Views: what a model does, as pictures for notebooks and files.
+
+Each takes an `LLM` and, but for `memory`, a prompt, and gives a `View`: a notebook shows it, `save`
+writes it to a file, `to_pandas` has its numbers. The `draw_...` functions beside them make the same
+of arrays.
+"""
+
+from jinfer.views.activation_outliers import outliers
+from jinfer.views.alternatives_tree import alternatives
+from jinfer.views.attention_maps import attention_patterns
+from jinfer.views.draft_trees import speculation
+from jinfer.views.expert_loads import router_loads
+from jinfer.views.layer_lens import logit_lens
+from jinfer.views.memory_use import memory
+from jinfer.views.residual_parts import attribution
+from jinfer.views.strategy_table import strategies
+from jinfer.views.token_likelihoods import tokens
+from jinfer.views.view import View
+from jinfer.views.weight_errors import quantization_error
+
+__all__ = [
+    "View",
+    "alternatives",
+    "attention_patterns",
+    "attribution",
+    "logit_lens",
+    "memory",
+    "outliers",
+    "quantization_error",
+    "router_loads",
+    "speculation",
+    "strategies",
+    "tokens",
+]

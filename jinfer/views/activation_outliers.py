@@ -1,0 +1,124 @@
+"""Activation outliers: how far the largest activation of each layer is above the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jinfer.markup.token_text import visible
+from jinfer.views.cell_grid import Cell, cell_grid
+from jinfer.views.view import Table, View
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from jinfer.api.llm import LLM
+    from jinfer.api.prompt_inputs import Prompt
+
+_SAID = 30  # columns of a token
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """The largest activation of a place.
+
+    Attributes:
+        value: of greatest size.
+        ratio: its size over the root mean square of its token's vector.
+        token, dimension: where it is.
+    """
+
+    value: float
+    ratio: float
+    token: int
+    dimension: int
+
+
+def outliers(llm: LLM, prompt: Prompt) -> View:
+    """The outliers of the residual stream and of what each module is given.
+
+    What is given to a matrix is what quantized activations round: an outlier takes the others'
+    precision.
+
+    Raises:
+        RequestError: the model has no decoder.
+    """
+    from jinfer.modelspec.blocks import LayerNormSpec, RMSNormSpec
+    from jinfer.views.token_likelihoods import token_names
+    from jinfer.views.traced_values import captured, layer_count, names_like
+
+    layer_count(llm)
+    assert llm.spec.decoder is not None
+    kinds = {
+        f"decoder.{at}.{name}": block
+        for at, layer in enumerate(llm.spec.decoder.layers)
+        for name, block in layer.modules
+    }
+    names = [
+        name
+        for name in names_like(llm, r"decoder\.\d+\.(x|[^.]+\.input)")
+        if not isinstance(kinds.get(name.removesuffix(".input")), RMSNormSpec | LayerNormSpec)
+    ]
+    ids = llm.encode(prompt)
+    found = captured(llm, ids, names)
+    places = {name: largest(value.reshape(len(ids), -1)) for name, value in found.items()}
+    return draw_outliers(places, token_names(llm, ids))
+
+
+def largest(values: Float[np.ndarray, "tokens width"]) -> Outlier:
+    """The value that stands out most from its own vector."""
+    size = np.abs(values)
+    ratios = size.max(axis=1) / np.maximum(np.sqrt((values.astype(np.float64) ** 2).mean(1)), 1e-30)
+    token = int(np.argmax(ratios))
+    dimension = int(np.argmax(size[token]))
+    return Outlier(float(values[token, dimension]), float(ratios[token]), token, dimension)
+
+
+def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
+    """The view of outliers: a row for each layer, a column for each place.
+
+    Args:
+        places: by names such as "decoder.3.x" and "decoder.3.ffn.input".
+    """
+    rows: dict[str, dict[str, Outlier]] = {}
+    for name, outlier in places.items():
+        _, layer, place = name.split(".", 2)
+        rows.setdefault(layer, {})[place] = outlier
+    columns = list(dict.fromkeys(place for row in rows.values() for place in row))
+    most = max((outlier.ratio for outlier in places.values()), default=0) or 1.0
+
+    def cell(name: str, one: Outlier | None) -> Cell | None:
+        if one is None:
+            return None
+        token = f"{one.token} {visible(tokens[one.token], _SAID)}"
+        said = (
+            f"{name}: {one.value:.4g} at {token}, dimension {one.dimension}; {one.ratio:.1f} × rms"
+        )
+        return Cell(f"{one.ratio:.1f}", said, one.ratio / most)
+
+    listed = [
+        (layer, [cell(f"decoder.{layer}.{place}", row.get(place)) for place in columns])
+        for layer, row in rows.items()
+    ]
+    about = (
+        f"{len(rows)} layers, {len(tokens)} tokens; the largest activation, in root mean squares "
+        "of its token's vector"
+    )
+    wide = max(7, *(len(name) + 1 for name in columns)) if columns else 7
+    grid = cell_grid("layer", columns, listed, wide=wide, number=True)
+    return View("activation outliers", about, grid, lambda: _table(places, tokens))
+
+
+def _table(places: Mapping[str, Outlier], tokens: Sequence[str]) -> Table:
+    each = list(places.values())
+    return {
+        "name": list(places),
+        "value": [one.value for one in each],
+        "ratio": [one.ratio for one in each],
+        "position": [one.token for one in each],
+        "token": [tokens[one.token] for one in each],
+        "dimension": [one.dimension for one in each],
+    }

@@ -1,0 +1,78 @@
+"""Captured values: what views take from `LLM.trace`, with errors of one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jinfer.sampling.request_errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from jinfer.api.llm import LLM
+
+_TOP = 20
+
+
+def captured(
+    llm: LLM, ids: Sequence[int], names: Sequence[str]
+) -> Mapping[str, Float[np.ndarray, "tokens ..."]]:
+    """Values of a prompt by name. Raises `RequestError`."""
+    trace = llm.trace(list(ids), capture=list(names))
+    assert not isinstance(trace, list), "one prompt has one trace"
+    return {name: trace[name] for name in trace.names}
+
+
+def residual_streams(
+    llm: LLM, ids: Sequence[int]
+) -> tuple[list[str], list[Float[np.ndarray, "tokens hidden"]]]:
+    """The decoder's input and what each layer gives, with names: "embed", "0", "1", ...
+
+    Raises:
+        RequestError: the model has no decoder.
+    """
+    layers = range(layer_count(llm))
+    found = captured(llm, ids, ["embed", *(f"decoder.{at}.x" for at in layers)])
+    streams = [found["embed"], *(found[f"decoder.{at}.x"] for at in layers)]
+    return ["embed", *map(str, layers)], streams
+
+
+def layer_count(llm: LLM) -> int:
+    """How many layers the decoder has. Raises `RequestError` where there is none."""
+    from jinfer.api.prompt_inputs import no_decoder_error
+
+    if llm.spec.decoder is None:
+        raise RequestError(no_decoder_error(llm.spec))
+    return len(llm.spec.decoder.layers)
+
+
+def layer_number(llm: LLM, layer: int) -> int:
+    """A layer from 0 on; -1 is the last one. Raises `RequestError`."""
+    count = layer_count(llm)
+    if type(layer) is not int or not -count <= layer < count:
+        raise RequestError(f"there is no layer {layer!r}; the decoder has 0 to {count - 1}")
+    return layer % count
+
+
+def check_top(top: int) -> None:
+    """Raises `RequestError` unless it is a number of tokens that a view shows."""
+    if type(top) is not int or not 1 <= top <= _TOP:
+        raise RequestError(f"top is {top!r}; give how many tokens, from 1 to {_TOP}")
+
+
+def names_like(llm: LLM, pattern: str) -> list[str]:
+    """Names of values that there are, for a regular expression that matches the whole name."""
+    every = re.compile(pattern)
+    return [one.name for one in llm.names() if every.fullmatch(one.name)]
+
+
+def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
+    """Names "decoder.3.ffn" by their layer."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        found.setdefault(int(name.split(".")[1]), []).append(name)
+    return found

@@ -1,0 +1,111 @@
+"""Views of models: against what the model itself says, and the sums of their parts."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jinfer import LLM, RequestError, views
+from jinfer.views.lm_head import frozen_head, likeliest_tokens
+from jinfer.views.residual_parts import attribute
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+IDS = [1, 5, 9, 2, 40, 7, 3, 11]
+PLAIN: dict[str, Any] = {"dtype": "float32", "quantization.weights": "plain"}
+
+
+def opened(name: str, **more: Any) -> LLM:
+    return LLM(GOLDENS / name, **{**PLAIN, **more})
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return opened("llama2")
+
+
+def test_tokens_have_their_scores(llm: LLM) -> None:
+    table = views.tokens(llm, IDS, top=3, max_tokens=2).table()
+    np.testing.assert_allclose(table["logprob"][:7], llm.score([IDS])[0], atol=1e-6)
+    assert list(table["id"][:7]) == IDS[1:]
+    assert list(table["generated"]) == [False] * 7 + [True] * 2
+    with pytest.raises(RequestError, match="needs two tokens"):
+        views.tokens(llm, [1])
+    with pytest.raises(RequestError, match="top is 21; give how many alternatives, from 0 to 20"):
+        views.tokens(llm, IDS, top=21)
+
+
+def test_memory_is_what_there_is(llm: LLM) -> None:
+    table = views.memory(llm).table()
+    sizes = dict(zip(table["name"], table["bytes"], strict=True))
+    own = {name: llm.weights[name].nbytes for name in llm.weights}
+    assert {name: size for name, size in sizes.items() if name in own} == own
+    assert sum(size for name, size in sizes.items() if name.startswith("cache.")) > 0
+
+
+def test_alternatives_go_on_as_the_model_would(llm: LLM) -> None:
+    table = views.alternatives(llm, IDS, max_tokens=4, branches=2, ahead=2).table()
+    rows = list(zip(*(table[name] for name in ("branch", "position", "id")), strict=True))
+    answer = [id for branch, _, id in rows if branch == -1]
+    assert answer == llm.generate([IDS], max_tokens=4, strategy="greedy")[0].token_ids
+    for branch in (0, 1):
+        own = [(at, id) for one, at, id in rows if one == branch]
+        begin = own[0][0]
+        prompt = [*IDS, *answer[:begin], own[0][1]]
+        (follows,) = llm.generate([prompt], max_tokens=2, strategy="greedy")
+        assert own[0][1] != answer[begin]
+        assert [id for _, id in own[1:]] == follows.token_ids
+    with pytest.raises(RequestError, match="branches is 0; give how many, from 1"):
+        views.alternatives(llm, IDS, branches=0)
+
+
+def test_strategies_are_those_asked_for(llm: LLM) -> None:
+    table = views.strategies(llm, IDS, ["greedy", "beam"], max_tokens=3).table()
+    assert list(table["strategy"]) == ["greedy", "beam"]
+    assert list(table["tokens"]) == [3, 3]
+    with pytest.raises(RequestError, match="no usual strategy 'hot'; there are greedy, sample"):
+        views.strategies(llm, IDS, ["hot"])
+
+
+def test_errors_are_those_of_the_weights(llm: LLM) -> None:
+    coarse = opened("llama2", **{"quantization.weights": "q4", "quantization.threshold": 1})
+    table = views.quantization_error(coarse, llm).table()
+    found = dict(zip(table["name"], table["relative_error"], strict=True))
+    name = "decoder.1.attn.q"
+    exact = llm.weights[name].values
+    wrong = np.linalg.norm(coarse.weights[name].values - exact) / np.linalg.norm(exact)
+    assert found[name] == pytest.approx(wrong, rel=1e-5)
+    assert 0.02 < wrong < 0.2
+
+
+def test_rows_of_weights_are_those_of_the_matrix(llm: LLM) -> None:
+    values = llm.weights["embed"].values
+    np.testing.assert_array_equal(llm.weights.rows("embed", [3, 0]), values[[3, 0]])
+
+
+@pytest.mark.parametrize("name", ["llama2", "gpt2", "gemma2"])
+def test_the_head_alone_is_the_models(name: str) -> None:
+    """Norm and head, applied to the last layer's stream, give its logits; frozen, linear ones."""
+    with opened(name) as llm:
+        logits = llm.logits([IDS])[0]
+        trace = llm.trace(IDS, capture=["decoder.*.x", "embed"])
+        last = trace[f"decoder.{len(llm.spec.decoder.layers) - 1}.x"]  # type: ignore[union-attr]
+        ids, logprobs, of_next = likeliest_tokens(llm, last, [*IDS[1:], 0], 3)
+        exact = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        np.testing.assert_allclose(logprobs, -np.sort(-exact, axis=-1)[:, :3], atol=1e-5)
+        np.testing.assert_allclose(of_next[:-1], exact[np.arange(7), IDS[1:]], atol=1e-5)
+        np.testing.assert_array_equal(ids[:, 0], logits.argmax(-1))
+        head = frozen_head(llm, last[-1], 7)
+        linear = float(head.direction @ last[-1]) + head.constant
+        cap = 30.0 if name == "gemma2" else None
+        assert head.stage == ("logit" if cap is None else "logit before tanh")
+        wanted = logits[-1, 7] if cap is None else cap * np.arctanh(logits[-1, 7] / cap)
+        assert linear == pytest.approx(wanted, abs=2e-4)
+        found = attribute(llm, IDS, 7, None, -1)
+        assert found.total == pytest.approx(wanted, abs=2e-4)
+        assert not np.isnan(found.heads).any()
+        column = found.parts.index("attn")
+        biased = name == "gpt2"  # its projection adds a bias beside the heads
+        heads, attn = found.heads.sum(axis=1), found.values[:, column]
+        np.testing.assert_allclose(heads, attn, atol=1.0 if biased else 2e-4)
