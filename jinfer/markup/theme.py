@@ -35,8 +35,8 @@ overflow-wrap:anywhere;color:var(--ink)}}
 .jv.jv table{{border-collapse:separate;border-spacing:1px;margin:0;border:0;
 font:12px/20px var(--mono);table-layout:auto}}
 .jv.jv tbody tr,.jv.jv thead tr{{background:none;border:0}}
-.jv.jv td,.jv.jv th{{height:22px;padding:0 5px;border:0;overflow:hidden;white-space:nowrap;
-text-overflow:ellipsis;text-align:left;vertical-align:middle;color:var(--ink);font-weight:400;
+.jv.jv td,.jv.jv th{{height:22px;line-height:20px;padding:0 5px;border:0;overflow:hidden;
+white-space:nowrap;text-overflow:ellipsis;text-align:left;vertical-align:middle;color:var(--ink);font-weight:400;
 max-width:calc(var(--wide,9ch) + 10px);min-width:calc(var(--wide,9ch) + 10px);
 unicode-bidi:isolate;border-radius:2px}}
 .jv.jv th{{color:var(--faint);background:var(--page);position:sticky}}

@@ -15,6 +15,7 @@ from jinfer.views.memory_use import memory
 from jinfer.views.residual_parts import attribution
 from jinfer.views.strategy_table import strategies
 from jinfer.views.token_likelihoods import tokens
+from jinfer.views.value_grid import grid
 from jinfer.views.view import View
 from jinfer.views.weight_errors import quantization_error
 
@@ -23,6 +24,7 @@ __all__ = [
     "alternatives",
     "attention_patterns",
     "attribution",
+    "grid",
     "logit_lens",
     "memory",
     "outliers",

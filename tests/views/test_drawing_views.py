@@ -20,6 +20,7 @@ from jinfer.views.layer_lens import Lens, draw_lens
 from jinfer.views.logit_attribution import Attribution, draw_attribution
 from jinfer.views.memory_use import MemoryUse, draw_memory
 from jinfer.views.token_likelihoods import draw_tokens
+from jinfer.views.value_grid import grid
 from jinfer.views.view_table import VIEWS, keywords
 from jinfer.views.weight_errors import percent, relative_error
 from tests.views.made_up import SCRIPT, nat, views
@@ -118,6 +119,16 @@ def test_attributions_add_up() -> None:
     assert [text for text, _, _ in rows[2]] == ["", "", "-0.50", "", "-0.50"]
     assert rows[2][2][2] == "--n:.17"
     assert rows[-1][-1][0] == "+2.75"
+
+
+def test_a_matrix_of_ones_own() -> None:
+    view = grid([[1.0, -2.0], [np.nan, 0.0]], ["a", " b"], ["\n", "<"], "t")  # type: ignore[arg-type]
+    rows = cells(view)
+    assert [[text for text, _, _ in row] for row in rows] == [["1", "-2"], ["nan", "0"]]
+    assert rows[0][1][1:] == ("a, <: -2", "--n:1.00")
+    assert list(view.table()["column"]) == ["\n", "<", "\n", "<"]
+    with pytest.raises(RequestError, match="the values are 1 × 2, and there are 2 × 2 names"):
+        grid(np.ones((1, 2)), ["a", "b"], ["c", "d"])
 
 
 def test_heads_are_scored() -> None:

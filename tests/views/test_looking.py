@@ -1,5 +1,6 @@
 """Views of models: against what the model itself says, and the sums of their parts."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def test_the_head_alone_is_the_models(name: str) -> None:
     with opened(name) as llm:
         logits = llm.logits([IDS])[0]
         trace = llm.trace(IDS, capture=["decoder.*.x", "embed"])
+        assert not isinstance(trace, list)
         last = trace[f"decoder.{len(llm.spec.decoder.layers) - 1}.x"]  # type: ignore[union-attr]
         ids, logprobs, of_next = likeliest_tokens(llm, last, [*IDS[1:], 0], 3)
         exact = np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -109,3 +111,51 @@ def test_the_head_alone_is_the_models(name: str) -> None:
         biased = name == "gpt2"  # its projection adds a bias beside the heads
         heads, attn = found.heads.sum(axis=1), found.values[:, column]
         np.testing.assert_allclose(heads, attn, atol=1.0 if biased else 2e-4)
+
+
+def test_a_lens_ends_with_what_the_model_says(llm: LLM) -> None:
+    table = views.logit_lens(llm, IDS, top=2).table()
+    likeliest = table["predicted"][::2][-len(IDS) :]
+    assert likeliest == [f"[{id}]" for id in llm.logits([IDS])[0].argmax(-1)]
+    assert (table["layer"][0], table["layer"][-1]) == ("embed", "2")
+    with pytest.raises(RequestError, match="top is 0; give how many tokens, from 1 to 20"):
+        views.logit_lens(llm, IDS, top=0)
+
+
+def test_patterns_and_outliers_are_the_traces(llm: LLM) -> None:
+    trace = llm.trace(IDS, ["decoder.1.attn.pattern", "decoder.1.ffn.input"])
+    assert not isinstance(trace, list)
+    table = views.attention_patterns(llm, IDS, layer=-2).table()
+    np.testing.assert_array_equal(table["attention"], trace["decoder.1.attn.pattern"].ravel())
+    found = views.outliers(llm, IDS).table()
+    at = list(found["name"]).index("decoder.1.ffn.input")
+    values = trace["decoder.1.ffn.input"]
+    assert found["value"][at] == values[found["position"][at], found["dimension"][at]]
+    ratios = np.abs(values).max(1) / np.sqrt((values**2).mean(1))
+    assert found["ratio"][at] == pytest.approx(ratios.max())
+    assert not any("norm" in name for name in found["name"])
+    with pytest.raises(RequestError, match="there is no layer 9; the decoder has 0 to 2"):
+        views.attention_patterns(llm, IDS, layer=9)
+
+
+def test_experts_are_counted() -> None:
+    with opened("mixtral") as llm:
+        table = views.router_loads(llm, IDS).table()
+        trace = llm.trace(IDS, "decoder.1.ffn.experts")
+        assert not isinstance(trace, list)
+        chosen = trace["decoder.1.ffn.experts"].astype(int).ravel().tolist()
+        rows = zip(table["layer"], table["expert"], table["tokens"], strict=True)
+        assert {e: n for layer, e, n in rows if layer == "1.ffn" and n} == Counter(chosen)
+        assert len(chosen) == len(IDS) * 2
+
+
+def test_what_a_model_has_not_is_a_line(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no mixture of experts, so there is no router"):
+        views.router_loads(llm, IDS)
+    with pytest.raises(RequestError, match="nobody drafts for this model; open it with"):
+        views.speculation(llm, IDS)
+    refused = pytest.raises(RequestError, match="the model's head applies project_out too")
+    with opened("opt350m") as projected, refused:
+        views.attribution(projected, IDS)
+    with opened("bert") as encoder, pytest.raises(RequestError, match="the model has no decoder"):
+        views.logit_lens(encoder, IDS)

@@ -1,0 +1,67 @@
+"""Value grid: a matrix of your own numbers with names of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jinfer.markup.token_text import columns_of, visible
+from jinfer.sampling.request_errors import RequestError
+from jinfer.views.cell_grid import Cell, cell_grid
+from jinfer.views.view import View
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_NAME, _LEAST = 12, 7  # columns of a name, and of a cell
+
+
+def grid(
+    values: Float[np.ndarray, "rows columns"],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str = "values",
+) -> View:
+    """A matrix, shaded from its least (blue) to its greatest value (orange), zero not shaded.
+
+    Args:
+        rows, columns: names, such as those of layers and tokens.
+        title: what it shows, such as "logit of Paris by patched place".
+
+    Raises:
+        RequestError: it is no matrix, or has other numbers of names.
+    """
+    matrix = np.asarray(values, np.float64)
+    if matrix.shape != (len(rows), len(columns)):
+        shape = " × ".join(map(str, matrix.shape))
+        raise RequestError(
+            f"the values are {shape}, and there are {len(rows)} × {len(columns)} names"
+        )
+    most = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
+    heads = [visible(name, _NAME) for name in columns]
+
+    def cell(row: str, column: str, value: float) -> Cell:
+        shade = value / most if np.isfinite(value) else 0.0
+        return Cell(f"{value:.3g}", f"{visible(row)}, {visible(column)}: {value:.6g}", shade)
+
+    listed = [
+        (visible(row), [cell(row, *each) for each in zip(columns, line.tolist(), strict=True)])
+        for row, line in zip(rows, matrix, strict=True)
+    ]
+    wide = max([_LEAST, *map(columns_of, heads)])
+    drawn = cell_grid("", heads, listed, wide=wide, number=True)
+    about = f"{len(rows)} × {len(columns)} values, from {matrix.min(initial=0):.4g} to "
+    about += f"{matrix.max(initial=0):.4g}"
+    count = len(columns)
+    return View(
+        title,
+        about,
+        drawn,
+        lambda: {
+            "row": np.repeat(np.array(rows, object), count),
+            "column": np.tile(np.array(columns, object), len(rows)),
+            "value": matrix.ravel(),
+        },
+    )
