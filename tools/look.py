@@ -34,11 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = CliParser(
         prog=prog_of_module(__spec__.name),
         description="Draws what a model does with a prompt, as a page or an image.",
-        epilog="views: " + "; ".join(f"{name}: {one.about}" for name, one in VIEWS.items()),
+        epilog="\n".join(["views:", *(f"  {n:14}{one.about}" for n, one in VIEWS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("source", help="a spec (.toml), a checkpoint folder or file, package://..., hf://...")
-    add("--view", choices=list(VIEWS), default="tokens", help="what to draw (tokens)")
+    add("--view", choices=list(VIEWS), default="tokens", metavar="NAME",
+        help="what to draw: one of those below (tokens)")  # fmt: skip
     add("--prompt", metavar="TEXT", help="the text to look at, as it is")
     add("--prompt-file", metavar="FILE", help="a file with it, UTF-8")
     add("--chat", action="store_true", help="the text is a message of the user's")

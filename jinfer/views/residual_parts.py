@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.modelspec.blocks import Block, LayerNormSpec, RMSNormSpec
-from jinfer.modelspec.expressions import calls
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.progress import track
 from jinfer.sampling.request_errors import RequestError
@@ -37,7 +36,7 @@ class _Line:
 
     Attributes:
         value: name of the stream behind it: "x@1", "x".
-        modules: what it calls and is no norm.
+        modules: those whose outputs it adds, norms looked into.
         outer: an RMS norm that is applied to the output of its only module; "": none.
     """
 
@@ -128,19 +127,35 @@ def attribute(
 
 
 def _lines(llm: LLM, layer: LayerSpec) -> list[_Line]:
+    """The lines of a layer that give a new stream."""
     blocks = {**dict(llm.spec.shared), **dict(layer.modules)}
     statements = layer.wiring.statements
-    streams = [at for at, (name, _) in enumerate(statements) if name == "x"]
     last = len(statements) - 1
-    streams += [] if streams and streams[-1] == last else [last]
-    before, found = -1, []
-    for count, at in enumerate(streams, start=1):
-        called = [name for _, value in statements[before + 1 : at + 1] for name in calls(value)]
-        modules = tuple(name for name in called if name in blocks and not _is_norm(blocks[name]))
-        name = "x" if count == len(streams) else f"x@{count}"
-        found.append(_Line(name, modules, _outer(statements[at][1], blocks, modules)))
-        before = at
+    streams = [at for at, (name, _) in enumerate(statements) if name == "x" or at == last]
+    assigned, found = dict[str, ast.expr](), list[_Line]()
+    for at, (target, value) in enumerate(statements):
+        if at not in streams:
+            assigned[target] = value
+            continue
+        modules = tuple(dict.fromkeys(_outermost(value, blocks, assigned)))
+        name = "x" if at == last else f"x@{len(found) + 1}"
+        found.append(_Line(name, modules, _outer(value, blocks, modules)))
     return found
+
+
+def _outermost(
+    value: ast.AST, blocks: Mapping[str, Block], assigned: Mapping[str, ast.expr]
+) -> Iterator[str]:
+    """The modules whose outputs a value is made of; norms are looked into."""
+    match value:
+        case ast.Call(func=ast.Name(id=name)) if name in blocks and not _is_norm(blocks[name]):
+            yield name
+            return
+        case ast.Name(id=name) if name in assigned:
+            others = {other: of for other, of in assigned.items() if other != name}
+            yield from _outermost(assigned[name], blocks, others)
+    for part in ast.iter_child_nodes(value):
+        yield from _outermost(part, blocks, assigned)
 
 
 def _is_norm(block: Block) -> bool:
@@ -156,6 +171,30 @@ def _outer(value: ast.expr, blocks: Mapping[str, Block], modules: Sequence[str])
     return ""
 
 
+def _factors(
+    line: _Line,
+    here: Mapping[str, np.ndarray],
+    number: int,
+    added: Float[np.ndarray, " hidden"],
+) -> Sequence[Float[np.ndarray, ...]] | None:
+    """What each module's output is multiplied with before a line adds them; None: they do not add.
+
+    A number each, as multipliers of residuals are, found by least squares; or for each dimension
+    where an RMS norm, whose scale is held fixed, is between.
+    """
+    outputs = [here.get(f"decoder.{number}.{name}") for name in line.modules]
+    known = [out for out in outputs if out is not None and out.shape == added.shape]
+    if not outputs or len(known) < len(outputs):
+        return None
+    if line.outer:
+        (out,) = known
+        return [np.where(out == 0, 0, added / np.where(out == 0, 1, out)).astype(np.float32)]
+    matrix = np.stack(known, axis=1).astype(np.float64)
+    factors, *_ = np.linalg.lstsq(matrix, added.astype(np.float64), rcond=None)
+    close = np.linalg.norm(added - matrix @ factors) <= _CLOSE * np.linalg.norm(added)
+    return [np.asarray(factor, np.float32) for factor in factors] if close else None
+
+
 def _split(
     line: _Line,
     here: Mapping[str, np.ndarray],
@@ -164,18 +203,16 @@ def _split(
     direction: Float[np.ndarray, " hidden"],
 ) -> Iterator[tuple[str, float]]:
     """What a line's modules add to the logit; the names of all of them where they do not add up."""
-    outputs = [here.get(f"decoder.{number}.{name}") for name in line.modules]
-    whole = float(added @ direction)
-    if len(line.modules) > 1 and all(o is not None and o.shape == added.shape for o in outputs):
-        known = [output for output in outputs if output is not None]
-        if _relative(added - np.sum(known, axis=0), added) < _CLOSE:
-            for name, output in zip(line.modules, known, strict=True):
-                yield name, float(output @ direction)
-            rest = whole - sum(float(output @ direction) for output in known)
-            if abs(rest) > _ROUNDING:
-                yield "rounding", rest
-            return
-    yield " + ".join(line.modules) or "rest", whole
+    whole, factors = float(added @ direction), _factors(line, here, number, added)
+    if len(line.modules) < 2 or factors is None:
+        yield " + ".join(line.modules) or "rest", whole
+        return
+    for name, factor in zip(line.modules, factors, strict=True):
+        part = float((factor * here[f"decoder.{number}.{name}"]) @ direction)
+        whole -= part
+        yield name, part
+    if abs(whole) > _ROUNDING:
+        yield "rounding", whole
 
 
 def _heads(
@@ -187,38 +224,17 @@ def _heads(
     direction: Float[np.ndarray, " hidden"],
 ) -> Float[np.ndarray, " heads"] | None:
     """What each head of the line's attention adds; None where heads do not add up."""
-    for name in line.modules:
+    factors = _factors(line, here, number, added)
+    for name, factor in zip(line.modules, factors or (), strict=factors is not None):
         prefix = f"decoder.{number}.{name}"
-        heads, out = here.get(f"{prefix}.heads"), here.get(prefix)
-        weight = f"{prefix}.o.weight"
-        if heads is None or out is None or weight not in llm.weights:
+        heads, weight = here.get(f"{prefix}.heads"), f"{prefix}.o.weight"
+        if heads is None or weight not in llm.weights:
             continue
         matrix = np.asarray(llm.weights[weight].values, np.float32)
-        if matrix.shape != (len(added), heads.size):
-            continue
-        scale = _scale(line, out, added)
-        if scale is None:
-            continue
-        onto = (scale * direction) @ matrix
-        return np.asarray((heads.reshape(-1) * onto).reshape(len(heads), -1).sum(axis=1))
+        if matrix.shape == (len(added), heads.size):
+            onto = (factor * direction) @ matrix
+            return np.asarray((heads.reshape(-1) * onto).reshape(len(heads), -1).sum(axis=1))
     return None
-
-
-def _scale(
-    line: _Line, out: Float[np.ndarray, " hidden"], added: Float[np.ndarray, " hidden"]
-) -> Float[np.ndarray, ...] | None:
-    """The factor from an attention's output to what its line adds, a norm's scale held fixed."""
-    if len(line.modules) > 1:
-        return np.ones((), np.float32)  # a part of the sum, or `_split` shows the line as a whole
-    if line.outer:
-        return np.where(out == 0, 0, added / np.where(out == 0, 1, out)).astype(np.float32)
-    factor = float(out @ added) / max(float(out @ out), 1e-30)
-    close = _relative(added - factor * out, added) < _CLOSE
-    return np.asarray(factor, np.float32) if close else None
-
-
-def _relative(part: np.ndarray, whole: np.ndarray) -> float:
-    return float(np.linalg.norm(part) / max(float(np.linalg.norm(whole)), 1e-30))
 
 
 def _token(llm: LLM, given: str | int | None, default: int) -> int:

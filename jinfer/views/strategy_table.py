@@ -34,7 +34,8 @@ padding:8px 10px;background:var(--raised)}
 .jv .card .text{border:0;padding:0}
 .jv .card dl{display:grid;grid-template-columns:auto 1fr;gap:0 10px;margin:6px 0 0;
 font:12px/1.5 var(--mono);color:var(--faint)}
-.jv .card dd{margin:0;color:var(--ink)}
+.jv .card dt,.jv .card dd{float:none;width:auto;margin:0;padding:0;font-weight:400}
+.jv .card dd{color:var(--ink)}
 """
 
 

@@ -22,6 +22,11 @@ def captured(
     llm: LLM, ids: Sequence[int], names: Sequence[str]
 ) -> Mapping[str, Float[np.ndarray, "tokens ..."]]:
     """Values of a prompt by name. Raises `RequestError`."""
+    if llm.session.engine.model.has_cross_attention:
+        raise RequestError(
+            "an encoder reads the prompt, and this view is of a decoder's; llm.trace with "
+            "encoder_ids has the values"
+        )
     trace = llm.trace(list(ids), capture=list(names))
     assert not isinstance(trace, list), "one prompt has one trace"
     return {name: trace[name] for name in trace.names}

@@ -85,7 +85,7 @@ def test_rows_of_weights_are_those_of_the_matrix(llm: LLM) -> None:
     np.testing.assert_array_equal(llm.weights.rows("embed", [3, 0]), values[[3, 0]])
 
 
-@pytest.mark.parametrize("name", ["llama2", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["falcon_h1", "gpt2", "gemma2"])
 def test_the_head_alone_is_the_models(name: str) -> None:
     """Norm and head, applied to the last layer's stream, give its logits; frozen, linear ones."""
     with opened(name) as llm:
