@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinfer.engine.engine import Engine
+from jinfer.distributed.process_group import current_group
 from jinfer.engine.requests import Request, RequestError
-from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.thinking_budget import ThinkingLimit
 from jinfer.opening.open_model import Opened
@@ -20,6 +19,10 @@ from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
+
+
+# Parameters that only programs of one process can have.
+_ONE_HOST = ("logits_processors", "logprob_token_ids", "post_sampling_probs")
 
 
 def start_grammar(request: Request, tokenizer: Tokenizer) -> Matcher:
@@ -40,9 +43,7 @@ def start_grammar(request: Request, tokenizer: Tokenizer) -> Matcher:
     return compile_constraint(tokenizer, **given, at_text_start=at_start).start()
 
 
-def sampling_row(
-    request: Request, opened: Opened, engine: Engine, known: LogitsProcessors
-) -> SamplingRow:
+def sampling_row(request: Request, opened: Opened, known: LogitsProcessors) -> SamplingRow:
     """A request's parameters as a row of the device state.
 
     Args:
@@ -53,23 +54,22 @@ def sampling_row(
     """
     tokenizer = opened.tokenizer
     encode = partial(tokenizer.encode, special=False) if tokenizer else None
-    vocab, own = opened.spec.dims["vocab"], _processors(request.sampling, engine, known)
+    for name in _ONE_HOST:
+        if getattr(request.sampling, name) and current_group() is not None:
+            raise RequestError(f"{name} cannot be kept by a model on several hosts")
+    vocab, own = opened.spec.dims["vocab"], _processors(request.sampling, known)
     try:
         return SamplingRow.from_params(request.sampling, request.end_ids, vocab, encode, own)
     except ValueError as error:
         raise RequestError(str(error)) from error
 
 
-def _processors(
-    sampling: SamplingParams, engine: Engine, known: LogitsProcessors
-) -> tuple[LogitsProcessor, ...]:
-    """The logits processors of a request; strategies and partitions may take none."""
+def _processors(sampling: SamplingParams, known: LogitsProcessors) -> tuple[LogitsProcessor, ...]:
+    """The logits processors of a request; searches take none."""
     if not sampling.logits_processors:
         return ()
     if sampling.strategy in ("beam", "contrastive"):
         raise RequestError(f"logits_processors cannot be kept with strategy={sampling.strategy!r}")
-    if type(engine.programs) is not CompiledPrograms:
-        raise RequestError("logits_processors need a model on one device; leave out [partition]")
     return known.resolve(sampling.logits_processors)
 
 

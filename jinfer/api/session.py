@@ -335,7 +335,7 @@ class Session:
         return prepared
 
     def _prepared(self, request: Request, rank: int) -> PreparedRequest:
-        choice = sampling_row(request, self.opened, self.engine, self.processors)
+        choice = sampling_row(request, self.opened, self.processors)
         check_thinking(request, choice, self.engine.model.never)
         bound = request.sampling.constrained
         matcher = start_grammar(request, self.tokenizer) if bound else None

@@ -170,7 +170,7 @@ class PipelinePrograms(CompiledPrograms):
         return run
 
     def _sample(self, shape: StepKey) -> Program:
-        program = self.compiler.choose(shape.chosen, self.width, shape.stages).program
+        program = self.compiler.choose(shape.chosen, self.width, shape.sampling).program
 
         def run(states: MicroBatchStates, logits: Any, rows: Any, mask: Any, masked: Any) -> Any:
             in_lane = isinstance(rows, MicroBatchRows)
@@ -184,7 +184,7 @@ class PipelinePrograms(CompiledPrograms):
     def _decode(self, shape: StepKey) -> Program:
         count = shape.tokens
         flow = self._of_state(count, count)
-        choose = self.compiler.choose(count, self.width, shape.stages).program
+        choose = self.compiler.choose(count, self.width, shape.sampling).program
         newest, every = np.full(count, -1, np.int32), np.arange(count, dtype=np.int32)
         unmasked = np.zeros((count, self.words), np.uint32), np.bool_(False)
 

@@ -108,7 +108,7 @@ class StageCompiler:
         key = "begin", tokens, chosen
         return self.cached(key, lambda: self.compile(make_flat_batch, (), arguments))
 
-    def choose(self, count: int, width: int, stages: tuple[str, ...]) -> CompiledStage:
+    def choose(self, count: int, width: int, stages: tuple[steps.Stage, ...]) -> CompiledStage:
         """The sampler at home, for logits of a width."""
         rows = self.home.abstract_replicated((float32(count, width), int32(count)))
         masks = jax.ShapeDtypeStruct((count, self.words), jnp.uint32)
@@ -128,7 +128,7 @@ class StageCompiler:
         logits = self.home.abstract_replicated(float32(shape.tokens, width))
         masks = jax.ShapeDtypeStruct((shape.tokens, self.words), jnp.uint32)
         arguments = self.state, abstract_nodes(shape), logits, masks if shape.masked else None
-        function = partial(sample_along_trees, self.model, shape.stages)
+        function = partial(sample_along_trees, self.model, shape.sampling)
         return self.cached(("walk", shape), lambda: self.compile(function, 0, arguments))
 
     def decoder(

@@ -57,7 +57,7 @@ def test_numpy(name: str) -> None:
         trace = llm.trace(other, "decoder.0.x")
         assert isinstance(trace, Trace)
         patch = trace["decoder.0.x"][4:8]
-        vector = RNG.normal(0, 1, patch.shape[1]).astype(np.float32)
+        vector = RNG.normal(0, 1, (patch.shape[1],)).astype(np.float32)
         (found,) = llm.generate(
             [prompt],
             edits=[

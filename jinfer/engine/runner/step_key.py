@@ -57,6 +57,11 @@ class StepKey:
     taps: StepTaps | None = None
 
     @property
+    def sampling(self) -> tuple[Extra | str, ...]:
+        """The stages and what is wanted beside them."""
+        return (*self.stages, *self.extras)
+
+    @property
     def task(self) -> str:
         """Progress message while the step is compiled."""
         unit = "sequence" if self.kind in _OF_SEQUENCES else "token"

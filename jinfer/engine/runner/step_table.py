@@ -74,13 +74,13 @@ def _logits(inputs: StepInputs, key: StepKey) -> StepFunction:
 def _sample(inputs: StepInputs, key: StepKey) -> StepFunction:
     words = jax.ShapeDtypeStruct((key.chosen, inputs.words), np.uint32)
     logits = inputs.abstract_result(StepKey("logits", key.chosen, key.chosen))[1:]
-    function = partial(steps.sample_logits, inputs.model, (*key.stages, *key.extras))
+    function = partial(steps.sample_logits, inputs.model, key.sampling)
     flag = jax.ShapeDtypeStruct((), np.bool_)
     return StepFunction(function, 0, (inputs.state, *logits, words, flag))
 
 
 def _decode(inputs: StepInputs, key: StepKey) -> StepFunction:
-    function = inputs.with_leaves(steps.decode, (*key.stages, *key.extras))
+    function = inputs.with_leaves(steps.decode, key.sampling)
     return StepFunction(function, (1, 2), (*_decoding(inputs, key), int32()))
 
 
@@ -108,7 +108,7 @@ def _propose_with_head(inputs: StepInputs, key: StepKey) -> StepFunction:
 def _verify(inputs: StepInputs, key: StepKey) -> StepFunction:
     masks = [jax.ShapeDtypeStruct((key.tokens, inputs.words), np.uint32)] if key.masked else []
     arguments = (*_arrays(inputs), abstract_nodes(key), _tables(inputs, key, key.tokens), *masks)
-    function = inputs.with_leaves(verify, (*key.stages, *key.extras))
+    function = inputs.with_leaves(verify, key.sampling)
     return StepFunction(function, (1, 2), arguments)
 
 

@@ -1,5 +1,6 @@
 """Requests of every kind through several stages: the tokens of one device, nothing left over."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,26 @@ def test_answers_under_a_grammar(tmp_path: Path) -> None:
             return found
 
     assert texts(**{"partition.devices": "0;1"}) == texts()
+
+
+@pytest.mark.soak
+def test_what_few_requests_want() -> None:
+    """A user's function, log-probabilities of ids and after the samplers, in stages too."""
+    from tests.engine.test_logits_processors import even
+
+    greedy = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=2)
+    params = [
+        replace(greedy, logits_processors=(even,)),
+        replace(greedy, logprob_token_ids=(5, 9, 7)),
+        replace(greedy, temperature=0.8, top_k=3, seed=1, post_sampling_probs=True),
+    ]
+
+    def answers(**plan: Any) -> list[Any]:
+        with opened("llama2", **plan, **KEYS) as llm:
+            found = llm.generate([[5, 6, 7], [9, 3], [8]], params)
+            return [(one.token_ids, one.logprobs) for one in found]
+
+    assert answers(devices="0;1") == answers()
 
 
 @pytest.mark.soak
