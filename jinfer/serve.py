@@ -47,6 +47,9 @@ def _serve_in_job(job: JobConfig, settings: Mapping[str, Any]) -> int:
     from jinfer.server.run_server import serve
     from jinfer.server.serve_flags import model_sources_of
 
+    if settings["models_dir"] or settings["models"]:
+        flag = "--models-dir" if settings["models_dir"] else "--models"
+        raise SourceError(f"{job.size} processes serve one model; leave out {flag}")
     source, *others = model_sources_of(settings)
     if others:
         raise SourceError(f"{job.size} processes serve one model; leave out {others[0].path}")

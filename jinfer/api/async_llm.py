@@ -129,6 +129,8 @@ class AsyncLLM(BaseLLM):
     update_weights = _in_thread(LLM.update_weights)
     save_cache = _in_thread(LLM.save_cache)
     load_cache = _in_thread(LLM.load_cache)
+    sleep = _in_thread(LLM.sleep)
+    wake_up = _in_thread(LLM.wake_up)
     logits = _in_thread(LLM.logits)
     score = _in_thread(LLM.score)
     hidden = _in_thread(LLM.hidden)

@@ -111,6 +111,11 @@ class BaseLLM:
         """Tokens and times of the request that ended last."""
         return self.session.thread.last_usage
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given back, until `wake_up`."""
+        return self.session.sleep_level > 0
+
     def stats(self) -> Stats:
         """The engine's current load, and its counters since the start."""
         return self.session.thread.stats()

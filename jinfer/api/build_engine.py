@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,12 +31,14 @@ from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
 from jinfer.progress import line
 from jinfer.sampling.sampler_chain import stage_sets
+from jinfer.tokenizer import Tokenizer
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan
 
 if TYPE_CHECKING:
     from jinfer.distributed.distributed_programs import DistributedPrograms
     from jinfer.parallel.pipeline_programs import PipelinePrograms
+    from jinfer.speculate.build_drafters import OpenedDrafters
 
 
 def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None = None) -> Engine:
@@ -79,6 +83,25 @@ def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None =
         1 if lanes is None else lanes.count,
     )
     return Engine(programs=programs, scheduler=scheduler)
+
+
+def open_drafts(
+    opened: Opened, source: str | Path, overrides: Mapping[str, Any]
+) -> OpenedDrafters | None:
+    """What `[speculation]` asks for, opened; None: nothing."""
+    if not opened.spec.speculation.draft:
+        return None
+    # Here: without speculative decoding none of its imports is needed.
+    from jinfer.speculate.build_drafters import open_drafters
+
+    return open_drafters(opened, source, overrides)
+
+
+def forget_tokenizer(tokenizer: Tokenizer | None) -> None:
+    """Frees the grammars and the trie of a closed model's tokenizer, if there are any."""
+    structured = sys.modules.get("jinfer.sampling.structured")
+    if structured is not None and tokenizer is not None:
+        structured.forget_constraints(tokenizer)
 
 
 def load(engine: Engine, plan: WeightPlan, *, progress: bool = False) -> None:

@@ -24,6 +24,7 @@ from jinfer.api.mask_filling import fill_mask
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.saved_cache import SavedCache, load_cache, save_cache
 from jinfer.api.session import PreparedRequest, Session
+from jinfer.api.sleep_mode import SleepMode
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
 from jinfer.engine.output.collect import Completions, best_of, collect, next_piece
 from jinfer.engine.output.generation import Chunk, Completion, Usage
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 Prompts = Prompt | Sequence[Prompt]
 
 
-class LLM(ActivationMethods):
+class LLM(ActivationMethods, SleepMode):
     """A loaded model. Thread-safe: any number of threads may call it at a time.
 
     Attributes:

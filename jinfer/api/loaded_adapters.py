@@ -108,6 +108,11 @@ class Adapters:
         for name, adapter in self.listed.items():
             self._load(name, adapter, engine, thread)
 
+    def restore(self, engine: Engine) -> None:
+        """Gives an engine whose weights were loaded again those that were loaded before."""
+        if self._stacks:
+            place_parameters(engine, self._stacks)
+
     def load(self, name: object, source: object, engine: Engine, thread: EngineThread) -> None:
         """As `LLM.load_adapter`."""
         if not isinstance(name, str) or not name or len(name) > 200 or not name.isprintable():

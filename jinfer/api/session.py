@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jinfer.api.activation_checks import compile_for, request_activations
-from jinfer.api.build_engine import all_shapes, build_engine, first_shapes, load
+from jinfer.api.build_engine import (
+    all_shapes,
+    build_engine,
+    first_shapes,
+    forget_tokenizer,
+    load,
+    open_drafts,
+)
 from jinfer.api.loaded_adapters import Adapters, with_merged_adapters
 from jinfer.api.model_weights import ModelWeights
 from jinfer.api.prepare_request import (
@@ -62,13 +70,12 @@ from jinfer.sampling.sampling_params import PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
-from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.plan_weights import WeightPlan, plan_weights
 
 MAX_THREADS = 4096
 
 if TYPE_CHECKING:
     from jinfer.sampling.structured import Matcher
-    from jinfer.speculate.build_drafters import OpenedDrafters
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,13 @@ class Session:
         load_seconds: time that loading the weights took.
         steering: its named steering vectors.
         closed: whether it was closed.
+        source, overrides: what was opened.
+        sleep_level, weights_at_host: while it sleeps, see `jinfer.api.sleep_mode`; 0: it is awake.
     """
 
     closed = False
+    sleep_level = 0
+    weights_at_host: tuple[np.ndarray, ...] | None = None
 
     def __init__(
         self,
@@ -119,21 +130,14 @@ class Session:
         lift_limit = (lambda: None) if threads is None else limit_threads(threads)
         self._lift = weakref.finalize(self, lift_limit)
         start()
+        self.source, self.overrides, self.changing = source, overrides, threading.Lock()
         opened = open_model(source, overrides)
-        asked = _drafts(opened, source, overrides)
+        asked = open_drafts(opened, source, overrides)
         self.opened = opened = opened if asked is None else asked.opened
-        model = build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf)
-        opened = with_merged_adapters(opened, model)
+        self._forget = weakref.finalize(self, forget_tokenizer, opened.tokenizer)
+        self._model = build_abstract_model(opened.spec, np.dtype(opened.dtype), shelf)
         self.adapters = Adapters.of(opened)
-        plan = plan_weights(
-            model,
-            opened.spec,
-            opened.checkpoint,
-            opened.activations,
-            # Equalization would move channels from keys to queries under the adapters.
-            kv_cache=opened.kv_cache if self.adapters.slots is None else None,
-            free_memory=free_memory,
-        )
+        plan = self.plan(opened)
         self.engine = build_engine(opened, self.adapters.room_in(plan.model), shelf)
         drafts = None if asked is None else asked.drafts(self.engine)
         self.engine.speculator = None if drafts is None else drafts.speculation
@@ -162,11 +166,24 @@ class Session:
         gc.collect(0)
         gc.freeze()
 
+    def plan(self, opened: Opened) -> WeightPlan:
+        """The plan of the model's weights, from a checkpoint that is open."""
+        return plan_weights(
+            self._model,
+            opened.spec,
+            with_merged_adapters(opened, self._model).checkpoint,
+            opened.activations,
+            # Equalization would move channels from keys to queries under the adapters.
+            kv_cache=opened.kv_cache if self.adapters.slots is None else None,
+            free_memory=free_memory,
+        )
+
     def close(self) -> None:
         """As `LLM.close`."""
         self.closed = True
         self.thread.close()
         self._lift()
+        self._forget()
 
     def warm_up(self, progress: bool = False) -> None:
         """Compiles all programs that requests may need, with one progress bar."""
@@ -367,14 +384,3 @@ class Session:
         """Submits a request; `sink` gets its chunks, then its usage, or an exception."""
         driver, matcher = prepared.driver, prepared.matcher
         self.thread.submit(prepared.request, prepared.choice, sink, driver, matcher)
-
-
-def _drafts(
-    opened: Opened, source: str | Path, overrides: Mapping[str, Any]
-) -> OpenedDrafters | None:
-    if not opened.spec.speculation.draft:
-        return None
-    # Here: without speculative decoding none of its imports is needed.
-    from jinfer.speculate.build_drafters import open_drafters
-
-    return open_drafters(opened, source, overrides)

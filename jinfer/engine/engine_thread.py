@@ -51,10 +51,12 @@ class EngineThread:
 
     Attributes:
         last_usage: usage of the request that ended last.
+        refusal: why no requests are taken; "": they are.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.last_usage = Usage(0, 0, 0.0, 0.0)
+        self.refusal = ""
         self._loop = _EngineLoop(engine, tokenizer, weakref.ref(self))
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -75,7 +77,11 @@ class EngineThread:
             sink: called on the engine's thread with each `Chunk`, and last with the `Usage` or
                 with the exception that ends the request.
             driver, matcher: as `Engine.submit`.
+
+        Raises:
+            RequestError: no requests are taken.
         """
+        self._check_taken()
         self._send(lambda loop: loop.submit(request, choice, sink, driver, matcher))
 
     def cancel(self, request: int) -> None:
@@ -93,14 +99,23 @@ class EngineThread:
             return None
         return sequence.cached, sequence.computed
 
-    def run(self, job: EngineJob) -> Any:
+    def run(self, job: EngineJob, *, always: bool = False) -> Any:
         """Runs a job between two steps and returns its result; its exceptions are raised here.
 
         If the job returns a generator, `Passes`, a step runs after each of its parts.
+
+        Args:
+            always: also while no requests are taken.
         """
+        if not always:
+            self._check_taken()
         work = QueuedJob(job)
         self._send(lambda loop: loop.jobs.append(work))
         return work.future.result()
+
+    def _check_taken(self) -> None:
+        if self.refusal:
+            raise RequestError(self.refusal)
 
     def stats(self) -> Stats:
         """Engine statistics."""

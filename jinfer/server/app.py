@@ -26,8 +26,9 @@ from jinfer.server.http_responses import dumps
 from jinfer.server.metrics import Metrics
 from jinfer.server.middleware import RequestMiddleware
 from jinfer.server.model_manager import ModelManager
+from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.routes import ENDPOINTS, PAGE
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.server_settings import ServerSettings
 from jinfer.server.service import Service
 from jinfer.server.stores import open_stores
 
@@ -36,7 +37,7 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
 
 
 def build_app(
-    sources: Sequence[ModelSource],
+    registry: ModelRegistry,
     settings: ServerSettings,
     *,
     on_load_error: Callable[[BaseException], Any] = lambda error: None,
@@ -45,17 +46,15 @@ def build_app(
     """Builds the ASGI application. Its models are loaded when the lifespan starts.
 
     Args:
+        registry: where its models come from.
         on_load_error: called with the error if a model cannot be loaded at startup.
         on_service: called with the `Service` once it is built.
+
+    Raises:
+        SourceError, SpecError: the folder or the file of models cannot be read.
     """
     metrics = Metrics()
-    models = ModelManager(
-        sources,
-        max_loaded=settings.max_loaded,
-        strict=settings.strict,
-        warm_up=settings.warm_up,
-        unloaded=metrics.keep_totals,
-    )
+    models = ModelManager(registry, settings, unloaded=metrics.keep_totals)
     metrics.stats = models.stats
     service = Service(settings, models, metrics, **open_stores(settings))
     on_service(service)

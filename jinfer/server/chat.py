@@ -15,7 +15,6 @@ from jinfer.server.field_checks import check_stream, ignore_verbose, reject_fiel
 from jinfer.server.http_errors import as_api_error, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.ignored_fields import Ignore
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.output_deltas import OutputDelta, OutputParser, OutputParsing, ToolCallDelta
 from jinfer.server.prompt_builder import chat_prompt_ids, request_template
@@ -25,6 +24,7 @@ from jinfer.server.request_params import CHAT, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.chat import ChatRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext, Service
 from jinfer.server.thinking_choice import (
     UNLIMITED,

@@ -12,7 +12,6 @@ from jinfer.server.field_checks import check_stream, ignore_verbose, reject_fiel
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, dumps
 from jinfer.server.infill import fim_options, infill_ids
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.openai_answer import OpenAIAnswer, stream_answer
 from jinfer.server.prompt_builder import prompt_ids
 from jinfer.server.prompt_logprobs import score_prompt
@@ -21,6 +20,7 @@ from jinfer.server.request_params import COMPLETIONS, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.completions import CompletionRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.server.text_offsets import TextOffsets, token_offsets, token_offsets_in
 

@@ -23,9 +23,9 @@ from jinfer.server.http_errors import (
     unsupported_field,
 )
 from jinfer.server.http_responses import HttpResponse, dumps_list
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.schemas import embeddings as schemas
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext, Service
 
 

@@ -143,7 +143,7 @@ class EndpointApp:
             if model is not None and self.service.models.answers_to(model):
                 call.ignore("model", "one model is served, whatever it is called")
             reply: HttpResponse | StreamedResponse = await self.endpoint.handler(call)
-            failure = await reply.send(send, settings.send_seconds)
+            failure = await reply.send(send, settings.send_seconds, settings.ping)
             if failure is not None:
                 notes["error"] = as_api_error(failure).code
                 _note(failure)

@@ -160,8 +160,32 @@ def model_loading() -> ApiError:
     return _retry(503, "Loading model", "loading", 1)
 
 
+def model_not_loaded(name: str) -> ApiError:
+    """The model is offered, but requests do not load it."""
+    return invalid_request(
+        f"{name} is not loaded; load it with POST /models/load", "model", "model_not_loaded"
+    )
+
+
+def load_failed(name: str, reason: str) -> ApiError:
+    """The model could not be loaded; the next request tries again: its files may be repaired."""
+    return ApiError(503, f"{name} could not be loaded: {reason}", code="load_failed")
+
+
+def no_room(name: str, most: int, retry_after: int) -> ApiError:
+    """Other models are in use, so that this one cannot be loaded."""
+    why = f"there is no room for {name}: {most} of --max-loaded {most} models are in use"
+    return _retry(503, f"{why}; try again later", "no_room", retry_after)
+
+
 def unknown_model(name: str, served: list[str]) -> ApiError:
     """No model of that name is served."""
-    names = ", ".join(served)
+    names = ", ".join(served) or "none"
     message = f"there is no model {name[:200]!r}; there is: {names}"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def repeated(error: ApiError) -> ApiError:
+    """The same error for another request."""
+    known: dict[str, Any] = {"param": error.param, "code": error.code, "headers": error.headers}
+    return ApiError(error.status, error.message, **known)

@@ -64,7 +64,7 @@ class HttpResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
     media_type: str = JSON_MEDIA_TYPE
 
-    async def send(self, send: Send, seconds: float) -> None:
+    async def send(self, send: Send, seconds: float, ping: float | None = None) -> None:
         """Sends the response, within a time limit."""
         data = self.content if isinstance(self.content, bytes) else dumps(self.content)
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
@@ -99,8 +99,15 @@ class StreamedResponse:
     media_type: str = SSE_MEDIA_TYPE
     failed: Callable[[ApiError], bytes] = sse_error
 
-    async def send(self, send: Send, seconds: float) -> BaseException | None:
+    async def send(
+        self, send: Send, seconds: float, ping: float | None = None
+    ) -> BaseException | None:
         """Sends pieces as they come. An error before the first piece, even an empty one, is raised.
+
+        Args:
+            seconds: time limit of a piece.
+            ping: seconds without a first piece, while a model loads, after which a stream of events
+                begins with a comment; None: it does not.
 
         Returns:
             The error in the middle of the stream that was sent to the client, if any.
@@ -114,7 +121,7 @@ class StreamedResponse:
         }
         async with contextlib.aclosing(self.pieces) as pieces:
             try:
-                async for piece in pieces:
+                async for piece in self._with_pings(pieces, ping):
                     async with asyncio.timeout(seconds):
                         if not begun:
                             begun = True
@@ -137,6 +144,26 @@ class StreamedResponse:
             await send(_start(200, headers))
         await send(_part(b"", more=False))
         return failure
+
+    async def _with_pings(
+        self, pieces: AsyncGenerator[bytes], ping: float | None
+    ) -> AsyncGenerator[bytes]:
+        if ping is None or self.media_type != SSE_MEDIA_TYPE:
+            async for piece in pieces:
+                yield piece
+            return
+        first = asyncio.ensure_future(anext(pieces, None))
+        try:
+            while not (await asyncio.wait({first}, timeout=ping))[0]:
+                yield SSE_PING
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
+        if (piece := first.result()) is not None:
+            yield piece
+            async for piece in pieces:
+                yield piece
 
 
 def _part(data: bytes, more: bool) -> dict[str, Any]:

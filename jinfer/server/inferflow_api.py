@@ -17,11 +17,11 @@ from jinfer.server.http_responses import (
     StreamedResponse,
     dumps,
 )
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_params import INFERFLOW, request_options
 from jinfer.server.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}

@@ -11,12 +11,12 @@ from jinfer.api.session import Session
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse
 from jinfer.server.llamacpp_api import answer_prompts, prepare_llama
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import check_prompt_count, is_single_prompt
 from jinfer.server.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests
 from jinfer.server.schemas.llamacpp_api import InfillRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.tokenizer import TokenizerError
 from jinfer.tokenizer.fill_in_middle import infill_prompt

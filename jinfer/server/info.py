@@ -7,7 +7,7 @@ from typing import Any
 
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.metrics import CONTENT_TYPE
-from jinfer.server.model_manager import ServedModel
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.version import __version__
 
@@ -35,6 +35,8 @@ async def metrics(call: RequestContext[Any]) -> HttpResponse:
 
 async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
+    if call.request.query_params.get("reload") in ("1", "true"):  # as llama.cpp's router
+        await call.service.models.reload()
     listed = []
     for one in call.service.models.models:
         listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
@@ -56,46 +58,31 @@ def adapter_card(one: ServedModel, name: str) -> dict[str, Any]:
 
 
 def model_card(one: ServedModel) -> dict[str, Any]:
-    """A model as in `/v1/models`; sizes are known only while it is loaded."""
+    """A model as in `/v1/models`; sizes are known once it was loaded."""
+    status: dict[str, Any] = {"value": one.state}
+    if one.state == "unloaded" and one.error:
+        status |= {"failed": True, "error": one.error}
     shown: dict[str, Any] = {
         "id": one.name,
         "object": "model",
         "created": one.created,
         "owned_by": "jinfer",
         "root": one.source.path,
-        "status": {"value": one.state},
+        "status": status,
     }
-    if one.state != "ready":
+    if one.source.aliases:
+        shown["aliases"] = list(one.source.aliases)
+    if (known := one.details) is None:
         return shown
-    llm = one.llm
-    dims = llm.spec.dims
-    weights = llm.session.engine.weights
     return {
         **shown,
-        "max_model_len": llm.context,
-        "capabilities": capabilities(one),
+        "max_model_len": known.context,
+        "capabilities": list(known.capabilities),
         "meta": {
-            "n_vocab": dims.get("vocab", 0),
-            "n_ctx_train": dims.get("context", llm.context),
-            "n_embd": dims.get("hidden", 0),
-            "n_params": one.parameters,
-            "size": sum(one.size * one.dtype.itemsize for one in weights),
+            "n_vocab": known.vocab,
+            "n_ctx_train": known.trained_context,
+            "n_embd": known.hidden,
+            "n_params": known.parameters,
+            "size": known.size,
         },
     }
-
-
-def capabilities(one: ServedModel) -> list[str]:
-    """What a model can do: embeddings, completion, chat, fill-mask, classify, rerank."""
-    spec = one.llm.spec
-    result = ["embeddings"]
-    if spec.generates:
-        result.append("completion")
-        if one.llm.can_chat:
-            result.append("chat")
-    tokenizer = one.llm.tokenizer
-    if spec.decoder is None and tokenizer is not None and tokenizer.mask_id is not None:
-        result.append("fill-mask")
-    opened = one.session.opened
-    result += ["classify"] if opened.classification is not None else []
-    ranks = opened.classification is not None and opened.classification.relevance is not None
-    return [*result, "rerank"] if ranks or opened.pooling.late else result

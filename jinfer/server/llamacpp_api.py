@@ -15,13 +15,13 @@ from jinfer.server import usage
 from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.native_answer import set_parameters, slot_of, statistics
 from jinfer.server.prompt_builder import is_single_prompt, prompt_ids
 from jinfer.server.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.request_runner import PromptRequests, RequestRunner, prepare_prompt
 from jinfer.server.schemas.llamacpp_api import LlamaPrompt, LlamaRequest, LlamaText
 from jinfer.server.schemas.sampling_fields import SamplingFields
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import Prepare, RequestContext
 from jinfer.version import __version__
 
@@ -206,7 +206,8 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
 
 async def props(call: RequestContext[Any]) -> HttpResponse:
     """Properties of a model, as llama.cpp's /props."""
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+    name = call.request.query_params.get("model")
+    async with call.service.models.see(name) as hosted:
         session, opened = hosted.session, hosted.session.opened
         tokenizer = opened.tokenizer
         names = {}
@@ -225,6 +226,7 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
                 "chat_template": conversation.prompt.template or conversation.jinja or "",
                 **names,
                 "modalities": {"vision": False, "audio": False},
+                "is_sleeping": hosted.state == "sleeping",
                 "build_info": f"jinfer {__version__}",
             }
         )

@@ -19,7 +19,6 @@ from jinfer.server.http_responses import HttpResponse, StreamedResponse, sse_eve
 from jinfer.server.ignored_fields import Ignore
 from jinfer.server.message_blocks import MessageBlocks
 from jinfer.server.message_prompt import chat_request, field_name, with_field_names
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.output_deltas import WholeCallsParser
 from jinfer.server.prompt_builder import chat_prompt_ids
 from jinfer.server.request_runner import PromptRequests, RequestRunner
@@ -29,6 +28,7 @@ from jinfer.server.schemas.messages import (
     CountTokensRequest,
     MessagesRequest,
 )
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.template import TemplateError
 

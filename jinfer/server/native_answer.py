@@ -8,8 +8,8 @@ from typing import Any
 from jinfer.engine.output.generation import Completion
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server import usage
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_runner import PromptRequests
+from jinfer.server.served_model import ServedModel
 
 
 def native_answer(

@@ -23,7 +23,6 @@ from jinfer.server.http_responses import (
     StreamedResponse,
     dumps,
 )
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.ollama_request import chat_request, ollama_name
 from jinfer.server.output_deltas import OutputDelta, WholeCallsParser
 from jinfer.server.request_params import OLLAMA, request_options
@@ -33,6 +32,7 @@ from jinfer.server.schemas.ollama_api import (
     OllamaError,
     OllamaGenerateRequest,
 )
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 
 
@@ -72,11 +72,11 @@ async def _answer(call: _Call, *, empty: bool) -> HttpResponse | StreamedRespons
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("it needs logprobs: true", "top_logprobs")
     if empty:
-        async with call.service.models.use(body.model) as hosted:
-            clock.loaded()
-            times = {"total_duration": clock.total, "load_duration": clock.load}
-            end = {"done": True, "done_reason": "load", **times}
-            return HttpResponse({**_head(hosted), **_shape(body, _Parts()), **end})
+        hosted, reason = await _load_or_unload(call)
+        clock.loaded()
+        times = {"total_duration": clock.total, "load_duration": clock.load}
+        end = {"done": True, "done_reason": reason, **times}
+        return HttpResponse({**_head(hosted), **_shape(body, _Parts()), **end})
     if body.stream is not False:
         return StreamedResponse(_lines(call, clock), NDJSON_MEDIA_TYPE, _failed)
     prepare = partial(_prepare, clock)
@@ -86,6 +86,17 @@ async def _answer(call: _Call, *, empty: bool) -> HttpResponse | StreamedRespons
             for _, chunk in batch or ():
                 whole += answer.push(chunk)
         return HttpResponse(answer.end(whole))
+
+
+async def _load_or_unload(call: _Call) -> tuple[ServedModel, str]:
+    """Loads the model of a request that asks nothing; with a `keep_alive` of 0, unloads it."""
+    models, keep = call.service.models, call.keep_alive()
+    if keep == 0:
+        hosted = models.by_name(call.body.model)
+        await models.unload(hosted)
+        return hosted, "unload"
+    async with models.use(call.body.model, keep=keep) as hosted:
+        return hosted, "load"
 
 
 async def _lines(call: _Call, clock: Clock) -> AsyncGenerator[bytes]:

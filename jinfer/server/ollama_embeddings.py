@@ -15,7 +15,7 @@ async def embed(call: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
     """Handles an embedding request; vectors have the length 1, as Ollama's."""
     body, clock = call.body, Clock()
     truncate = None if body.truncate is False else _AS_MANY_AS_FIT
-    async with call.service.models.use(body.model) as hosted:
+    async with call.service.models.use(body.model, keep=call.keep_alive()) as hosted:
         clock.loaded()
         call.note(model=hosted.name)
         head = {"model": hosted.name, "load_duration": clock.load}
@@ -33,7 +33,7 @@ async def embed(call: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
 async def embeddings(call: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
     """Handles a request of the older route; the vector's length is the model's, as Ollama's."""
     body = call.body
-    async with call.service.models.use(body.model) as hosted:
+    async with call.service.models.use(body.model, keep=call.keep_alive()) as hosted:
         call.note(model=hosted.name)
         if not body.prompt:
             return HttpResponse({"embedding": []})

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from jinfer.api.session import Session
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.opening.open_model import Opened
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
-from jinfer.server.http_errors import unsupported_field
+from jinfer.server.http_errors import load_failed, unsupported_field
 from jinfer.server.http_responses import HttpResponse, dumps
-from jinfer.server.info import capabilities, model_card
-from jinfer.server.model_manager import ServedModel
+from jinfer.server.model_details import ModelDetails, opened_details
 from jinfer.server.ollama_api import timestamp
 from jinfer.server.request_params import OLLAMA
 from jinfer.server.schemas.ollama_api import OllamaShowRequest
 from jinfer.server.schemas.parameter_groups import parameter_of
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.server.tool_parsers.parser_registry import reasoning_format, tool_call_format
 from jinfer.version import __version__
 
 # The version of Ollama whose fields are read: clients refuse to talk to an older one.
 OLLAMA_VERSION = "0.12.11"
-_FOREVER = "9999-12-31T23:59:59Z"  # served models leave memory for others only
+_FOREVER = "9999-12-31T23:59:59Z"
 _UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": ""}
 
 
@@ -40,46 +43,63 @@ async def tags(call: RequestContext[Any]) -> HttpResponse:
 
 
 async def running(call: RequestContext[Any]) -> HttpResponse:
-    """Lists the models in memory."""
-    ready = [one for one in call.service.models.models if one.state == "ready"]
+    """Lists the models in memory, but for those that sleep."""
     listed = []
-    for one in ready:
-        shown = _listed(one)
-        more = {"size_vram": shown["size"], "context_length": one.llm.context}
-        listed.append({**shown, "expires_at": _FOREVER, **more})
+    for one in call.service.models.models:
+        if one.state == "loaded":
+            shown = _listed(one)
+            more = {"size_vram": shown["size"], "context_length": one.llm.context}
+            listed.append({**shown, "expires_at": _expiry(one), **more})
     return HttpResponse({"models": listed})
 
 
 async def show(call: RequestContext[OllamaShowRequest]) -> HttpResponse:
-    """Describes one model."""
-    body = call.body
-    async with call.service.models.use(body.model or body.name) as hosted:
-        session, opened = hosted.session, hosted.session.opened
-        conversation = opened.conversation
-        template = conversation.prompt.template or conversation.jinja or ""
-        return HttpResponse(
-            {
-                "modelfile": f"FROM {hosted.name}\n",
-                "parameters": "\n".join(_parameters(session) if opened.spec.generates else ()),
-                "template": template,
-                "details": _details(hosted),
-                "model_info": _model_info(hosted),
-                "capabilities": _capabilities(hosted),
-                "modified_at": _modified(hosted),
-            }
-        )
+    """Describes one model; it is not loaded for that."""
+    hosted = await call.service.models.find(call.body.model or call.body.name)
+    if hosted.open and hosted.details is not None:
+        opened, known = hosted.session.opened, hosted.details
+    else:
+        try:
+            opened, known = await call.service.in_thread(opened_details, hosted.source)
+        except USER_ERRORS as error:
+            raise load_failed(hosted.name, " ".join(str(error).split())) from error
+        hosted.details = hosted.details or known
+    conversation = opened.conversation
+    return HttpResponse(
+        {
+            "modelfile": f"FROM {hosted.name}\n",
+            "parameters": "\n".join(_parameters(opened) if opened.spec.generates else ()),
+            "template": conversation.prompt.template or conversation.jinja or "",
+            "details": _details(hosted),
+            "model_info": _model_info(hosted.name, known),
+            "capabilities": _capabilities(opened, known),
+            "modified_at": _modified(hosted),
+        }
+    )
 
 
 async def refuse(call: RequestContext[Any]) -> HttpResponse:
     """Refuses to change the models that are served."""
     raise unsupported_field(
-        "the models are those that the server was started with; name another on its command line"
+        "requests do not change the server's models; name others on its command line, or put them "
+        "into the folder of --models-dir"
     )
 
 
-def _parameters(session: Session) -> Iterator[str]:
+def _expiry(one: ServedModel) -> str:
+    """When a model leaves memory if nobody asks it anything meanwhile."""
+    if one.keep is None or one.keep == math.inf or one.source.pinned:
+        return _FOREVER
+    rested = 0.0 if one.users else time.monotonic() - one.last_used
+    try:
+        return timestamp(datetime.now(UTC) + timedelta(seconds=max(0.0, one.keep - rested)))
+    except OverflowError:
+        return _FOREVER
+
+
+def _parameters(opened: Opened) -> Iterator[str]:
     """Lines with the parameters of a request to /api/chat that says nothing."""
-    params = SamplingParams(**over_defaults(dict(OLLAMA), canonical_names(session.opened.defaults)))
+    params = SamplingParams(**over_defaults(dict(OLLAMA), canonical_names(opened.defaults)))
     for option in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n"):
         yield f"{option} {getattr(params, parameter_of(option))}"
     yield from (f"stop {dumps(one).decode()}" for one in params.stop)
@@ -96,12 +116,12 @@ def _with_adapters(one: ServedModel) -> Iterator[dict[str, Any]]:
 
 
 def _listed(one: ServedModel) -> dict[str, Any]:
-    """A model of a list; sizes are known only while it is loaded."""
+    """A model of a list; what is not known yet is empty."""
     return {
         "name": one.name,
         "model": one.name,
         "modified_at": _modified(one),
-        "size": model_card(one).get("meta", {}).get("size", 0),
+        "size": one.details.size if one.details else one.file_bytes,
         "digest": _digest(one.name, one.source.path),
         "details": _details(one),
     }
@@ -117,16 +137,15 @@ def _modified(one: ServedModel) -> str:
 
 
 def _details(one: ServedModel) -> dict[str, Any]:
-    if one.state != "ready":
+    if (known := one.details) is None:
         return {"parent_model": "", **_UNKNOWN, "quantization_level": ""}
-    family = one.session.family
     return {
         "parent_model": "",
-        "format": one.session.opened.checkpoint.format,
-        "family": family,
-        "families": [family],
-        "parameter_size": _rounded(one.parameters),
-        "quantization_level": one.session.stored_as.upper(),
+        "format": known.format,
+        "family": known.family,
+        "families": [known.family],
+        "parameter_size": _rounded(known.parameters),
+        "quantization_level": known.stored_as.upper(),
     }
 
 
@@ -138,28 +157,28 @@ def _rounded(count: int) -> str:
     return str(count)
 
 
-def _model_info(one: ServedModel) -> dict[str, Any]:
+def _model_info(name: str, known: ModelDetails) -> dict[str, Any]:
     """What is known of a model, under GGUF's names."""
-    meta, family = model_card(one)["meta"], one.session.family or "jinfer"
+    family = known.family or "jinfer"
     return {
         "general.architecture": family,
-        "general.basename": one.name,
-        "general.parameter_count": meta["n_params"],
-        f"{family}.context_length": one.llm.context,
-        f"{family}.embedding_length": meta["n_embd"],
-        f"{family}.vocab_size": meta["n_vocab"],
+        "general.basename": name,
+        "general.parameter_count": known.parameters,
+        f"{family}.context_length": known.context,
+        f"{family}.embedding_length": known.hidden,
+        f"{family}.vocab_size": known.vocab,
     }
 
 
-def _capabilities(one: ServedModel) -> list[str]:
+def _capabilities(opened: Opened, known: ModelDetails) -> list[str]:
     """What a model can do, in Ollama's words. Any model that chats can be given tools."""
-    known = capabilities(one)
-    result = ["completion"] if "completion" in known else []
-    result += ["tools"] if "chat" in known else []
-    conversation, tokenizer = one.session.opened.conversation, one.session.opened.tokenizer
+    chats = "chat" in known.capabilities
+    result = ["completion"] if "completion" in known.capabilities else []
+    result += ["tools"] if chats else []
+    conversation, tokenizer = opened.conversation, opened.tokenizer
     template, prompt = conversation.jinja or "", conversation.prompt
     thinks = tool_call_format(template, prompt.tool_calls).has_reasoning or (
         tokenizer is not None and reasoning_format(template, tokenizer, prompt.reasoning)
     )
-    result += ["thinking"] if "chat" in known and thinks else []
+    result += ["thinking"] if chats and thinks else []
     return [*result, "embedding"]

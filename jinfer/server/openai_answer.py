@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.server import usage
 from jinfer.server.http_responses import SSE_DONE, batch_bytes, sse_event
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.native_answer import native_answer
 from jinfer.server.request_runner import PromptRequests, RequestRunner
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import Prepare, RequestContext
 
 

@@ -94,7 +94,7 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
         for name in re.findall(r"{(\w+)", path)
     ]
     for name in endpoint.query:
-        parameters.append({"name": name, "in": "query", **QUERY_PARAMETERS[name]})
+        parameters.append({"in": "query", "name": name, **QUERY_PARAMETERS[name]})
     if parameters:
         operation["parameters"] = parameters
     return operation

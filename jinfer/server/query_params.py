@@ -18,6 +18,19 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
         "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
         "description": "what is done with what is cached of a slot",
     },
+    "each": {
+        "name": "model",
+        "schema": {"type": "string"},
+        "description": "one of the models; all if not given",
+    },
+    "level": {
+        "schema": {"type": "string", "enum": ["1", "2"]},
+        "description": "1: the KV cache is freed; 2: the weights too",
+    },
+    "reload": {
+        "schema": {"type": "boolean"},
+        "description": "true, or 1: models that have come or gone are looked for",
+    },
     "after": {"schema": {"type": "string"}, "description": "the id that the page begins after"},
     "limit": {
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},

@@ -16,7 +16,6 @@ from jinfer.server.chat import prepare_chat
 from jinfer.server.field_checks import TOKEN_FIELDS, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.output_deltas import WholeCallsParser
 from jinfer.server.request_runner import PromptRequests, RequestRunner
 from jinfer.server.response_input import ResponseInput, read_input, to_chat_request
@@ -30,6 +29,7 @@ from jinfer.server.schemas.responses import (
     FunctionTool,
     ResponseRequest,
 )
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 
 # Chat completion field -> its name in the Responses API.

@@ -14,6 +14,7 @@ from jinfer.server import (
     info,
     llamacpp_api,
     messages,
+    model_routes,
     ollama_api,
     ollama_embeddings,
     ollama_models,
@@ -34,6 +35,7 @@ from jinfer.server.schemas import activations
 from jinfer.server.schemas import adapters as lora
 from jinfer.server.schemas import embeddings as vectors
 from jinfer.server.schemas import info as about
+from jinfer.server.schemas import model_routes as residency
 from jinfer.server.schemas import ollama_api as ollama
 from jinfer.server.schemas import pooling_routes as pools
 from jinfer.server.schemas import ranking as ranks
@@ -64,6 +66,7 @@ _anthropic = partial(Endpoint, tag="Anthropic", errors=ANTHROPIC_ERRORS)
 _vectors = partial(Endpoint, tag="vectors")
 _tokens = partial(Endpoint, tag="tokens")
 _llama = partial(Endpoint, tag="llama.cpp")
+_vllm = partial(Endpoint, tag="vLLM")
 _ollama = partial(Endpoint, tag="Ollama", errors=ollama_api.OLLAMA_ERRORS)
 _ollama_stream = partial(_ollama, stream_media_type=NDJSON_MEDIA_TYPE)
 _page = partial(Endpoint, tag=PAGE, public=True)
@@ -80,7 +83,47 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _about("GET /docs", _docs, "This description, for a person", media_type="text/html"),
     _about("GET /version", info.show_version, "Which jinfer this is", about.Version),
     _about("GET /metrics", info.metrics, "Figures for Prometheus", media_type="text/plain"),
-    _openai("GET /v1/models /models", info.models, "What is served", about.ModelList),
+    # Before the routes whose paths have a model's name, which match theirs.
+    _llama(
+        "POST /models/load",
+        model_routes.load_model,
+        "Loads a model, or wakes it",
+        residency.Success,
+    ),
+    _llama(
+        "POST /models/unload",
+        model_routes.unload_model,
+        "Unloads a model once its requests have ended",
+        residency.Success,
+    ),
+    _vllm(
+        "POST /sleep",
+        model_routes.sleep,
+        "Lets models sleep once their requests have ended",
+        media_type="text/plain",
+        query=("each", "level"),
+    ),
+    _vllm(
+        "POST /wake_up",
+        model_routes.wake_up,
+        "Wakes models",
+        media_type="text/plain",
+        query=("each",),
+    ),
+    _vllm(
+        "GET /is_sleeping",
+        model_routes.is_sleeping,
+        "Whether a model sleeps, or all that are in memory",
+        residency.SleepState,
+        query=("each",),
+    ),
+    _openai(
+        "GET /v1/models /models",
+        info.models,
+        "What is served",
+        about.ModelList,
+        query=("reload",),
+    ),
     _openai(
         "GET /v1/models/{model:path} /models/{model:path}",
         info.model,

@@ -13,7 +13,7 @@ import ssl
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,9 @@ from jinfer.opening.local_weights import check
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log
 from jinfer.server.app import build_app
-from jinfer.server.serve_flags import model_sources_of, server_settings_of
+from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
+from jinfer.server.server_settings import ModelSource
 from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
@@ -58,9 +60,10 @@ def serve(flags: Mapping[str, Any]) -> int:
     _check_tls(flags)
     for one in sources:  # fails before the first model is loaded
         check(one.path, one.overrides)
+    registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(
-            build_app(sources, settings, on_load_error=failed, on_service=services.append),
+            build_app(registry, settings, on_load_error=failed, on_service=services.append),
             access_log=False,
             log_config=None,
             http=_protocol(),
@@ -79,7 +82,9 @@ def serve(flags: Mapping[str, Any]) -> int:
         log = request_log.set_up_logging(plain=plain, level=flags["log_level"])
         progress.show(False)  # progress goes to the log instead
         where = _url(listeners[0], config.is_ssl)
-        _log.info("listening", extra={"at": where, "models": [one.name for one in sources]})
+        _log.info(
+            "listening", extra={"at": where, "models": [one.name for one in registry.sources()]}
+        )
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
         if not settings.keys and {*_hosts(flags)} - {"127.0.0.1", "localhost", "::1"}:
@@ -98,6 +103,14 @@ def serve(flags: Mapping[str, Any]) -> int:
         print(f"error: {failures[0]}", file=sys.stderr)
         return 2
     return 0
+
+
+def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> ModelRegistry:
+    """Where the server's models come from."""
+    folder, file = (
+        flags[key] and Path(flags[key]).expanduser() for key in ("models_dir", "models")
+    )
+    return ModelRegistry(tuple(sources), folder or None, file or None, overrides_of(flags))
 
 
 class _Server(uvicorn.Server):

@@ -94,7 +94,34 @@ FLAGS: tuple[ServeFlag, ...] = (
     ),
     ServeFlag(("--queue",), "requests that may wait; more are answered with 429", size, 256),
     ServeFlag(
-        ("--max-loaded",), "models in memory at a time; the least recently used leaves", count
+        ("--models-dir",),
+        "a folder whose GGUF files, checkpoint folders and specifications are loaded on demand",
+    ),
+    ServeFlag(
+        ("--models",), "a TOML file of models that are loaded on demand, with settings of each"
+    ),
+    ServeFlag(
+        ("--models-autoload",),
+        "a request loads the model that it names",
+        bool,
+        ServerSettings.autoload,
+    ),
+    ServeFlag(
+        ("--max-loaded", "--models-max"),
+        "models in memory at a time; the least recently used leaves",
+        count,
+    ),
+    ServeFlag(
+        ("--model-wait",),
+        "seconds that a request may wait for room for its model; 0: none",
+        float,
+        ServerSettings.model_wait,
+    ),
+    ServeFlag(("--idle-unload",), "seconds without requests after which a model leaves", seconds),
+    ServeFlag(
+        ("--idle-sleep", "--sleep-idle-seconds"),
+        "seconds without requests after which a model sleeps: its weights and cache leave",
+        seconds,
     ),
     ServeFlag(
         ("--warm-up",),
@@ -296,6 +323,10 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         request_templates=bool(flags["request_chat_templates"]),
         strict=bool(flags["strict"]),
         max_loaded=flags["max_loaded"],
+        model_wait=flags["model_wait"],
+        autoload=flags["models_autoload"],
+        idle_unload=flags["idle_unload"],
+        idle_sleep=flags["idle_sleep"],
         warm_up=flags["warm_up"] == "background",
         cors=tuple(flags["cors"]),
         page=flags["page"],
@@ -316,20 +347,23 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
 
 
 def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
-    """The models to serve.
+    """The models that the command line names.
 
     Raises:
-        SourceError: there is none, or two have the same name.
+        SourceError: there is none, and no folder or file of models; or two have the same name.
         SpecError: an invalid override.
     """
     named = [*([flags["model"]] if flags["model"] else []), *flags["source"]]
-    if not named:
+    if not named and not flags["models_dir"] and not flags["models"]:
         raise SourceError(
-            "there is no SOURCE; write a spec, a checkpoint, package://... or hf://..."
+            "there is no SOURCE; write a spec, a checkpoint, package://... or hf://..., or "
+            "--models-dir FOLDER"
         )
-    overrides = _overrides(flags)
+    overrides = overrides_of(flags)
     sources = [_source(text, overrides) for text in named]
     if called := [one.strip() for one in (flags["alias"] or "").split(",") if one.strip()]:
+        if not sources:
+            raise SourceError("--alias names the first SOURCE, and there is none")
         sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
     names = [name for one in sources for name in (one.name, *one.aliases)]
     for name in names:
@@ -338,7 +372,8 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
     return sources
 
 
-def _overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
+def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of all models' specifications. Raises `SourceError` and `SpecError`."""
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))

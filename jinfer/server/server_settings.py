@@ -25,12 +25,18 @@ class ModelSource:
         path: a source as `LLM` takes it.
         overrides: keys of its specification.
         aliases: other names of it.
+        on_demand: it is loaded by the first request for it, rather than when the server starts.
+        pinned: it does not leave memory by itself.
+        idle_unload: seconds without requests after which it leaves; None: as the server says.
     """
 
     name: str
     path: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    on_demand: bool = False
+    pinned: bool = False
+    idle_unload: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,12 @@ class ServerSettings:
         request_templates: whether a request may bring its own chat template.
         strict: whether fields without effect, and names of models that are not served, are
             rejected.
-        max_loaded: number of models in memory at a time; None: all.
+        max_loaded: number of models in memory at a time; None: all that are loaded at the start,
+            and at least four where others are loaded on demand.
+        model_wait: seconds that a request may wait for room for its model.
+        autoload: whether a request loads the model that it names.
+        idle_unload, idle_sleep: seconds without requests after which a model leaves memory, or
+            sleeps; None: never.
         warm_up: whether all programs are compiled in the background.
         cors: origins that browsers may call from (CORS); "*" for any.
         page: whether the web page at / is served.
@@ -81,6 +92,10 @@ class ServerSettings:
     request_templates: bool = False
     strict: bool = False
     max_loaded: int | None = None
+    model_wait: float = 60.0
+    autoload: bool = True
+    idle_unload: float | None = None
+    idle_sleep: float | None = None
     warm_up: bool = True
     cors: tuple[str, ...] = ()
     page: bool = True

@@ -17,12 +17,14 @@ from jinfer.server import ignored_fields
 from jinfer.server.batch_store import BatchStore
 from jinfer.server.file_store import FileStore
 from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
+from jinfer.server.keep_alive import keep_alive_seconds
 from jinfer.server.metrics import Metrics, RequestTimer
-from jinfer.server.model_manager import ModelManager, ServedModel
+from jinfer.server.model_manager import ModelManager
 from jinfer.server.request_activations import check_inspection
 from jinfer.server.request_runner import PromptRequests, RequestRunner, check_captured_bytes
 from jinfer.server.response_jobs import ResponseJobs
 from jinfer.server.response_store import ResponseStore
+from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ServerSettings
 
 # Fields that may need a grammar to be compiled.
@@ -117,6 +119,21 @@ class RequestContext[B: BaseModel]:
             raise unsupported_field(why, field)
         ignored_fields.note_ignored(self.notes, field)
 
+    def keep_alive(self) -> float | None:
+        """Seconds that the model stays in memory after this request; None: it says nothing.
+
+        Raises:
+            ApiError: it is no duration; or the server is strict, and its models stay.
+        """
+        value = getattr(self.body, "keep_alive", None)
+        if value is None:
+            return None
+        seconds = keep_alive_seconds(value)
+        if self.service.models.come_and_go:
+            return seconds
+        self.ignore("keep_alive", "the server's models stay in memory; see --models-dir")
+        return None
+
     @contextlib.asynccontextmanager
     async def running(self, prepare: Prepare) -> AsyncIterator[tuple[ServedModel, RequestRunner]]:
         """Runs the request on its model, which stays loaded meanwhile.
@@ -126,7 +143,7 @@ class RequestContext[B: BaseModel]:
         """
         models, body = self.service.models, cast("Any", self.body)
         check_inspection(body, self.service.settings)
-        async with models.use(body.model) as hosted:
+        async with models.use(body.model, keep=self.keep_alive()) as hosted:
             self.note(model=hosted.name)
             hosted.session.processors.by_name = self.service.settings.logits_processors
             # Requests with a grammar have a pool of their own, so that slow ones delay only each

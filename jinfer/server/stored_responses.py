@@ -7,13 +7,13 @@ from typing import Any
 from jinfer.engine.requests import RequestError
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse, StreamedResponse
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.prompt_builder import chat_prompt_ids
 from jinfer.server.query_params import listed_page, query_value
 from jinfer.server.response_input import ResponseInput, read_input, to_chat_request
 from jinfer.server.response_store import UNFINISHED, StoredResponse
 from jinfer.server.responses import check_response, failed_event
 from jinfer.server.schemas.responses import InputTokensRequest
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.template import TemplateError
 

@@ -13,7 +13,8 @@ import uvicorn
 
 from jinfer.server.app import build_app
 from jinfer.server.http_protocol import BoundedProtocol
-from jinfer.server.model_manager import ServedModel
+from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import Service
 
@@ -51,14 +52,15 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    sources: Sequence[ModelSource],
+    models: Sequence[ModelSource] | ModelRegistry,
     settings: ServerSettings | None = None,
     *,
     wait: bool = True,
     protocol: type[BoundedProtocol] = BoundedProtocol,
 ) -> Iterator[Running]:
     """A server with these models; waits until they are there."""
-    app = build_app(sources, settings or ServerSettings(warm_up=False))
+    registry = models if isinstance(models, ModelRegistry) else ModelRegistry(tuple(models))
+    app = build_app(registry, settings or ServerSettings(warm_up=False))
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -179,10 +179,14 @@ def test_other_tools_leave_functions_alone(smol: Running) -> None:
 
 def test_several_models_have_names() -> None:
     from jinfer.server.model_manager import ModelManager
-    from jinfer.server.server_settings import ModelSource
+    from jinfer.server.model_registry import ModelRegistry
+    from jinfer.server.server_settings import ModelSource, ServerSettings
+
+    def manager(*sources: ModelSource, strict: bool = False) -> ModelManager:
+        return ModelManager(ModelRegistry(sources), ServerSettings(strict=strict))
 
     one, two = ModelSource("a", "x"), ModelSource("b", "y")
-    assert ModelManager([one]).answers_to("gpt")
-    assert not ModelManager([one]).answers_to("a")
-    assert not ModelManager([one], strict=True).answers_to("gpt")
-    assert not ModelManager([one, two]).answers_to("gpt")
+    assert manager(one).answers_to("gpt")
+    assert not manager(one).answers_to("a")
+    assert not manager(one, strict=True).answers_to("gpt")
+    assert not manager(one, two).answers_to("gpt")

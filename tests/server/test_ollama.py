@@ -11,7 +11,7 @@ import numpy as np
 import ollama
 import pytest
 
-from jinfer.server.model_manager import ServedModel
+from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of

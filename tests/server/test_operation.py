@@ -267,14 +267,14 @@ def test_silence_has_pings() -> None:
 def test_while_it_loads(monkeypatch: Any) -> None:
     release = threading.Event()
 
-    def slow(source: ModelSource) -> Any:
+    def slow(source: ModelSource, warm_up: bool) -> Any:
         release.wait(60)
-        return opened(source)
+        return opened(source, warm_up)
 
-    from jinfer.server import model_manager
+    from jinfer.server import model_residency
 
-    opened = model_manager._open_llm
-    monkeypatch.setattr(model_manager, "_open_llm", slow)
+    opened = model_residency.open_llm
+    monkeypatch.setattr(model_residency, "open_llm", slow)
     with serving([LLAMA], wait=False) as running:
         health = httpx.get(f"{running.url}/health")
         assert health.status_code == 503
@@ -297,17 +297,17 @@ def test_several_models_of_which_one_fits() -> None:
         def states() -> list[str]:
             return [one.state for one in running.service.models.models]
 
-        assert states() == ["ready", "absent", "absent"]
+        assert states() == ["loaded", "unloaded", "unloaded"]
         body = {**LONG, "max_tokens": 3}
         assert post(running, {**body, "model": "two"}).json()["model"] == "two"
-        assert states() == ["absent", "ready", "absent"]
+        assert states() == ["unloaded", "loaded", "unloaded"]
         assert post(running, body).json()["model"] == "one"
         # Asked for side by side, each waits until the other is not used any more.
         with ThreadPoolExecutor(6) as pool:
             asked = ["one", "two", "three"] * 2
             answers = list(pool.map(lambda name: post(running, {**body, "model": name}), asked))
         assert [answer.json().get("model") for answer in answers] == asked
-        assert states().count("ready") == 1
+        assert states().count("loaded") == 1
         text = httpx.get(f"{running.url}/metrics").text
         assert 'jinfer:generation_tokens_total{model_name="three"} 6.0' in text
 

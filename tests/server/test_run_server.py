@@ -23,7 +23,6 @@ from jinfer import serve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log, run_server
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.serve_flags import (
     FLAGS,
     default_model_name,
@@ -31,6 +30,7 @@ from jinfer.server.serve_flags import (
     parse_options,
     server_settings_of,
 )
+from jinfer.server.served_model import ServedModel
 from tests.server.running import GOLDENS, ROOT
 
 LLAMA = str(GOLDENS / "llama2")
@@ -38,12 +38,15 @@ LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0,
 
 
 @contextlib.contextmanager
-def command(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, running."""
+def command(
+    *arguments: str, without: tuple[str, ...] = (), **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, running; `without`: variables that its environment does not have."""
+    found = {name: value for name, value in os.environ.items() if name not in without}
     process = subprocess.Popen(
         [sys.executable, "-m", "jinfer.serve", *arguments],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**found, **environment},
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -20,8 +20,20 @@ of the answer alone. For drafts: `fork`, or `advance` and `rollback`.
 """
 
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.sampling.structured.constraint import Constraint, compile_constraint
+from jinfer.sampling.structured.constraint import (
+    Constraint,
+    compile_constraint,
+    forget_constraints,
+)
 from jinfer.sampling.structured.matcher import Matcher
 from jinfer.sampling.structured.schema_relaxation import relaxed, supported
 
-__all__ = ["Constraint", "ConstraintError", "Matcher", "compile_constraint", "relaxed", "supported"]
+__all__ = [
+    "Constraint",
+    "ConstraintError",
+    "Matcher",
+    "compile_constraint",
+    "forget_constraints",
+    "relaxed",
+    "supported",
+]

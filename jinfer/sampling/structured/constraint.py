@@ -19,7 +19,7 @@ from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
 from jinfer.sampling.structured.sandboxed_compile import UnfinishedError, compile_sandboxed
-from jinfer.sampling.structured.token_trie import Vocabulary, vocabulary
+from jinfer.sampling.structured.token_trie import Vocabulary, forget_vocabulary, vocabulary
 from jinfer.sampling.structured.vocab_coverage import find_answer
 from jinfer.tokenizer import Tokenizer
 
@@ -161,6 +161,12 @@ class _Cache:
             raise ConstraintError(made)
         return made
 
+    def forget(self, tokenizer: Tokenizer) -> None:
+        """Frees the constraints of a tokenizer."""
+        with self._lock:
+            for key in [key for key in self._constraints if key[0].tokenizer is tokenizer]:
+                del self._constraints[key]
+
     def _make(
         self, key: Any, result: Future[Constraint | str], make: Callable[[], Constraint]
     ) -> None:
@@ -180,6 +186,12 @@ class _Cache:
 
 
 _CACHE = _Cache()
+
+
+def forget_constraints(tokenizer: Tokenizer) -> None:
+    """Frees what is cached for a tokenizer: its model was closed."""
+    _CACHE.forget(tokenizer)
+    forget_vocabulary(tokenizer)
 
 
 def compile_constraint(

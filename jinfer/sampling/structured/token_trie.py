@@ -7,9 +7,9 @@ that the detokenizer joins. No text matches control tokens, only a grammar that 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from threading import Lock
 from typing import cast
 
@@ -24,6 +24,7 @@ _SPECIAL_MARK = b"\xff"  # no byte of UTF-8: before the name of a token that is 
 _UTF8_BYTES = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
 _COMMON = frozenset({*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC3, 0xF0)})
 _LOCK = Lock()
+_KNOWN: OrderedDict[Tokenizer, Vocabulary] = OrderedDict()  # those used last
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +59,20 @@ class Vocabulary:
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """The trie of a tokenizer, built at first use; thread-safe."""
     with _LOCK:
-        return _build(tokenizer)
+        if (found := _KNOWN.get(tokenizer)) is None:
+            found = _KNOWN[tokenizer] = _build(tokenizer)
+            while len(_KNOWN) > MAX_TOKENIZERS:
+                _KNOWN.popitem(last=False)
+        _KNOWN.move_to_end(tokenizer)
+        return found
 
 
-@lru_cache(maxsize=MAX_TOKENIZERS)
+def forget_vocabulary(tokenizer: Tokenizer) -> None:
+    """Frees the trie of a tokenizer that is not needed any more."""
+    with _LOCK:
+        _KNOWN.pop(tokenizer, None)
+
+
 def _build(tokenizer: Tokenizer) -> Vocabulary:
     special = _special_tokens(tokenizer)
     tokens = tuple(

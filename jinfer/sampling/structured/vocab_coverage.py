@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 500
 _CLOSING = b'}]")>,:.0123456789'  # what tends to end something, the likeliest first
 _ALIKE = 64  # candidates that are ordered by how often they were tried
+_RANKED: WeakKeyDictionary[Vocabulary, np.ndarray] = WeakKeyDictionary()
 
 
 def find_answer(matcher: Matcher, vocabulary: Vocabulary) -> bool:
@@ -52,13 +53,16 @@ def find_answer(matcher: Matcher, vocabulary: Vocabulary) -> bool:
     return False
 
 
-@lru_cache(maxsize=4)
 def _ranked(vocabulary: Vocabulary) -> Int[np.ndarray, " ids"]:
     """Ids of the tokens that are text, those to try first at the beginning."""
+    if (known := _RANKED.get(vocabulary)) is not None:
+        return known
 
     def key(id: int) -> tuple[int, int]:
         data = vocabulary.tokens[id]
         place = _CLOSING.find(data)
         return len(data), place if place >= 0 else len(_CLOSING)
 
-    return np.array(sorted((i for i, data in enumerate(vocabulary.tokens) if data), key=key))
+    ids = (i for i, data in enumerate(vocabulary.tokens) if data)
+    found = _RANKED[vocabulary] = np.array(sorted(ids, key=key))
+    return found

@@ -32,7 +32,7 @@ class OpenApiDocument(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """A model; sizes are known only while it is loaded."""
+    """A model; sizes are known once it was loaded."""
 
     id: str
     object: Literal["model"]
@@ -40,6 +40,8 @@ class ModelCard(ResponseModel):
     owned_by: str
     root: str | None = None
     parent: str | None = None
+    status: dict[str, Any]
+    aliases: list[str] | None = None
     max_model_len: int | None = None
     meta: dict[str, int] | None = None
 
@@ -60,6 +62,7 @@ class Props(ResponseModel):
     model_path: str
     chat_template: str
     modalities: dict[str, bool]
+    is_sleeping: bool
     build_info: str
 
 

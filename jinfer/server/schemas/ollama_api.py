@@ -10,10 +10,9 @@ from jinfer.server.schemas import schema_base as base
 from jinfer.server.schemas.chat import AnyTool
 
 _HOLDS = base.Ignored("a served model has what it was loaded with")
-_STAYS = base.Ignored("the server's flags say how long a model stays in memory")
 _UNSAMPLED = base.Ignored("vectors are not sampled")
 Loading = Annotated[Any, _HOLDS]
-KeepAlive = Annotated[str | float | None, _STAYS]
+KeepAlive = str | float | None  # told where models stay in memory
 
 
 class OllamaOptions(base.RequestModel):
@@ -161,7 +160,7 @@ class OllamaFigures(base.ResponseModel):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None

@@ -199,7 +199,7 @@ def test_editing_and_regenerating(page: Any) -> None:
 
 def test_several_models(browser: Any, smol: Running) -> None:
     names = ["smol", "other", "vectors"]
-    listed = [{"id": name, "status": {"value": "absent"}} for name in names]
+    listed = [{"id": name, "status": {"value": "unloaded"}} for name in names]
     listed[2]["capabilities"] = ["embeddings"]
     with opened(browser, smol.url) as page:
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": listed}))

@@ -117,7 +117,7 @@ function list(models) {
 async function modelChanged(models) {
   engine.clear();
   const one = models.find(({ id }) => id === model.value);
-  settings.defaults(one?.status?.value === "ready" ? await api.defaults(model.value) : {});
+  settings.defaults(one?.status?.value === "loaded" ? await api.defaults(model.value) : {});
 }
 
 model.addEventListener("change", () => {
