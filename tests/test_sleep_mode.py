@@ -23,7 +23,7 @@ def arrays() -> int:
 
 
 def test_a_model_sleeps() -> None:
-    with LLM(GOLDENS / "llama2", dtype="float32", **{"engine.slots": 2}) as llm:
+    with LLM(GOLDENS / "llama2", dtype="float32", engine={"slots": 2}) as llm:
         before = llm.generate(IDS, **GREEDY)[0].token_ids
         compiled, awake = llm.compilations, arrays()
         weights = sum(one.nbytes for one in llm.session.engine.weights)
@@ -38,7 +38,7 @@ def test_a_model_sleeps() -> None:
         assert arrays() <= awake - weights
         llm.wake_up()
         llm.wake_up()  # nothing happens
-        assert not llm.is_sleeping
+        assert llm.session.sleep_level == 0
         assert llm.generate(IDS, **GREEDY)[0].token_ids == before
         assert llm.compilations == compiled
         # As on a device with a memory of its own: the weights go through the host's.
@@ -59,7 +59,7 @@ def test_a_model_that_answers_does_not_sleep() -> None:
             await anext(pieces)
             with pytest.raises(RequestError, match="requests run; let the model sleep when none"):
                 await llm.sleep()
-            assert not llm.is_sleeping
+            assert llm.session.sleep_level == 0
             rest = [one async for one in pieces]
             assert rest[-1].finish_reason == "length"
             await llm.sleep(2)

@@ -42,6 +42,7 @@ def build_app(
     *,
     on_load_error: Callable[[BaseException], Any] = lambda error: None,
     on_service: Callable[[Service], Any] = lambda service: None,
+    more: Sequence[Route] = (),
 ) -> ASGIApp:
     """Builds the ASGI application. Its models are loaded when the lifespan starts.
 
@@ -49,6 +50,7 @@ def build_app(
         registry: where its models come from.
         on_load_error: called with the error if a model cannot be loaded at startup.
         on_service: called with the `Service` once it is built.
+        more: routes that are not described.
 
     Raises:
         SourceError, SpecError: the folder or the file of models cannot be read.
@@ -84,7 +86,7 @@ def build_app(
     endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
     errors = {path: one.errors for one in endpoints for path in one.paths}
     app = Starlette(
-        routes=_routes(endpoints, service),
+        routes=[*_routes(endpoints, service), *more],
         lifespan=lifespan,
         exception_handlers={HTTPException: partial(_routing_error, errors)},
     )

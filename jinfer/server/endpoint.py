@@ -15,7 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jinfer.server import request_body
-from jinfer.server.http_errors import OPENAI_ERRORS, ErrorFormat, as_api_error, cancel_reason
+from jinfer.server.forwarding import forward
+from jinfer.server.http_errors import (
+    OPENAI_ERRORS,
+    ErrorFormat,
+    RunsElsewhereError,
+    as_api_error,
+    cancel_reason,
+)
 from jinfer.server.http_responses import (
     JSON_MEDIA_TYPE,
     HttpResponse,
@@ -142,8 +149,7 @@ class EndpointApp:
             model = getattr(parsed, "model", request.query_params.get("model"))
             if model is not None and self.service.models.answers_to(model):
                 call.ignore("model", "one model is served, whatever it is called")
-            reply: HttpResponse | StreamedResponse = await self.endpoint.handler(call)
-            failure = await reply.send(send, settings.send_seconds, settings.ping)
+            failure = await self._reply(call, data, send)
             if failure is not None:
                 notes["error"] = as_api_error(failure).code
                 _note(failure)
@@ -156,6 +162,26 @@ class EndpointApp:
             await self._refuse(reason, notes, send)
         except Exception as error:
             await self._refuse(error, notes, send)
+
+    async def _reply(
+        self, call: RequestContext[Any], data: bytes, send: Send
+    ) -> BaseException | None:
+        """Answers a request, here or where its model runs; an error that a stream ended with."""
+        settings, reply = self.service.settings, None
+        try:
+            reply = await self.endpoint.handler(call)
+            answer: HttpResponse | StreamedResponse = reply
+            return await answer.send(send, settings.send_seconds, settings.ping)
+        except RunsElsewhereError as found:
+            failed = reply.failed if isinstance(reply, StreamedResponse) else None
+            begun = failed if found.begun else None
+            # What has no effect there is told, and logged, there.
+            call.notes.pop("ignored", None)
+            call.notes["elsewhere"] = True
+            async with self.service.models.hold(found.model, awake=found.awake) as one:
+                path = one.worker.socket
+                given = call.request, data, call.id, path, send, settings.send_seconds
+                return await forward(*given, begun=begun, failed=failed)
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:
         known = as_api_error(error, self.service.settings.retry_after)

@@ -56,6 +56,20 @@ class ApiError(Exception):
         return {"error": error}
 
 
+class RunsElsewhereError(Exception):
+    """No error: the model of a request is in a process of its own, which is to answer.
+
+    Attributes:
+        model: the `ServedModel`.
+        awake: whether it has to be woken for the answer.
+        begun: whether the client has a response's status already.
+    """
+
+    def __init__(self, model: Any, *, awake: bool = True) -> None:
+        super().__init__(f"{model.name} runs in a process of its own")
+        self.model, self.awake, self.begun = model, awake, False
+
+
 @dataclass(frozen=True)
 class ErrorFormat:
     """How the routes of an API write errors.

@@ -15,6 +15,7 @@ from jinfer.server.http_errors import (
     OPENAI_ERRORS,
     ApiError,
     ErrorFormat,
+    RunsElsewhereError,
     as_api_error,
     cancel_reason,
 )
@@ -134,6 +135,9 @@ class StreamedResponse:
                 failure = cancel_reason(error)
                 if not begun or failure is None:
                     raise
+            except RunsElsewhereError as error:
+                error.begun = begun
+                raise
             except Exception as error:
                 if not begun:
                     raise
@@ -160,8 +164,9 @@ class StreamedResponse:
             if not first.done():
                 first.cancel()
                 await asyncio.wait({first})
-        if (piece := first.result()) is not None:
-            yield piece
+        begin = first.result()
+        if begin is not None:
+            yield begin
             async for piece in pieces:
                 yield piece
 

@@ -30,6 +30,7 @@ async def show_version(call: RequestContext[Any]) -> HttpResponse:
 
 async def metrics(call: RequestContext[Any]) -> HttpResponse:
     """Metrics in Prometheus's text format."""
+    await call.service.models.refresh()
     return HttpResponse(call.service.metrics.text(), media_type=CONTENT_TYPE)
 
 
@@ -53,7 +54,7 @@ async def model(call: RequestContext[Any]) -> HttpResponse:
 def adapter_card(one: ServedModel, name: str) -> dict[str, Any]:
     """A LoRA adapter of a model as in `/v1/models`."""
     shared = {key: model_card(one)[key] for key in ("object", "created", "owned_by", "status")}
-    root = one.session.adapters.sources.get(name, "")
+    root = one.adapter_sources.get(name, "")
     return {"id": name, **shared, "root": root, "parent": one.name}
 
 

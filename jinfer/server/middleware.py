@@ -81,7 +81,9 @@ class RequestMiddleware:
             else:
                 await self.app(scope, receive, noted)
         # Health checks come every few seconds, and page assets by the dozen.
-        usual = logging.DEBUG if open_to_all else logging.INFO
+        # A model's own process logs what it has answered.
+        quiet = notes.pop("elsewhere", False) or open_to_all
+        usual = logging.DEBUG if quiet else logging.INFO
         self._count(scope, notes, time.perf_counter() - begun, usual)
 
     def _is_public(self, method: str, path: str) -> bool:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 
+import jax
+
 from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.opening.open_keywords import override_tables
 from jinfer.opening.open_model import open_files
+from jinfer.ops.platforms import start
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.model_details import ModelDetails, details_of
-from jinfer.server.server_settings import ModelSource
+from jinfer.server.model_worker import ModelWorker
+from jinfer.server.server_settings import ModelSource, ServerSettings
 
 _log = logging.getLogger("jinfer.server")
+type Opened = tuple[LLM | ModelWorker, ModelDetails]
 _WARM_UP_TOKENS = 33  # tokens of the warm-up prompt
 
 
-def open_llm(source: ModelSource, warm_up: bool) -> tuple[LLM, ModelDetails]:
+def open_llm(source: ModelSource, warm_up: bool) -> Opened:
     """Opens and loads a model.
 
     Args:
@@ -32,6 +37,18 @@ def open_llm(source: ModelSource, warm_up: bool) -> tuple[LLM, ModelDetails]:
         engine = llm.session.engine
         engine.programs.announce(all_shapes(engine))
     return llm, details_of(llm)
+
+
+def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
+    """Loads a model beside others, whose streams go on meanwhile: in a process of its own.
+
+    Two processes would contend for the memory of a GPU, so there it is loaded in this one.
+    """
+    start()
+    if not settings.model_processes or jax.default_backend() != "cpu":
+        return open_llm(source, settings.warm_up)
+    worker = ModelWorker(source, settings)
+    return worker, worker.details
 
 
 def warm_up_constraints(llm: LLM) -> None:

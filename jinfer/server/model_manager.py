@@ -15,7 +15,7 @@ from jinfer.distributed.process_group import current_group
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
 from jinfer.server import http_errors
-from jinfer.server.http_errors import ApiError
+from jinfer.server.http_errors import ApiError, RunsElsewhereError
 from jinfer.server.model_loading import examine
 from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.model_residency import ModelResidency
@@ -77,7 +77,8 @@ class ModelManager:
     def come_and_go(self) -> bool:
         """Whether models are loaded on demand, or leave when others come or nobody asks them."""
         idle = self._settings.idle_unload is not None or self._settings.idle_sleep is not None
-        return not self.registry.is_fixed or self.residency.most < len(self.models) or idle
+        few = self.residency.most < len(self.models)
+        return not self.registry.is_fixed or few or idle or self._settings.is_worker
 
     def unavailable_reason(self) -> str:
         """Why loaded models do not answer (a process of the job is silent); "": they do."""
@@ -98,7 +99,7 @@ class ModelManager:
             await self.residency.load(one)
             if one.state != "loaded":
                 raise ApiError(503, one.error)
-        self._started = True
+        self._started = self.residency.beside_others = True
         await self._examine([one for one in self.models if one.source.on_demand])
 
     def refuse_requests(self) -> None:
@@ -115,7 +116,13 @@ class ModelManager:
 
     def stats(self) -> dict[str, Stats]:
         """The statistics of each loaded model, awake or asleep."""
-        return {one.name: one.llm.stats() for one in self.models if one.llm_or_none is not None}
+        return {one.name: stats for one in self.models if (stats := one.stats) is not None}
+
+    async def refresh(self) -> None:
+        """Asks the models' own processes for their statistics and adapters."""
+        for one in self.models:
+            if one.open and one.worker is not None:
+                await self._in_worker(one.worker.stats)
 
     def by_name(self, name: str | None) -> ServedModel:
         """The model of that name; None: the first. Raises `ApiError` if there is none."""
@@ -146,9 +153,12 @@ class ModelManager:
         try:
             return self.by_name(name)
         except ApiError:
-            if self.registry.is_fixed:
+            if self.registry.is_fixed and not self._settings.runtime_adapters:
                 raise
-        await self.reload()
+        if self._settings.runtime_adapters:
+            await self.refresh()  # the name of an adapter that came meanwhile
+        if not self.registry.is_fixed:
+            await self.reload()
         return self.by_name(name)
 
     def answers_to(self, name: str) -> bool:
@@ -171,16 +181,31 @@ class ModelManager:
             ApiError: the name is unknown, the model is still loading or could not be loaded, there
                 is no room for it, the server is shutting down, or a process of the job does not
                 respond.
+            RunsElsewhereError: another process is to answer.
         """
         one = await self.find(name)
         self._check_open(one)
         if not self._settings.autoload and one.state == "unloaded":
             raise http_errors.model_not_loaded(one.name)
-        await self.residency.arrive(one)
+        async with self.hold(one):
+            one.keep = self._keep(one.source) if keep is None else keep
+            if one.worker is not None:
+                raise RunsElsewhereError(one)
+            yield one
+
+    @contextlib.asynccontextmanager
+    async def hold(self, one: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
+        """Loads a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
+
+        Args:
+            awake: whether one that sleeps is woken.
+        """
+        self.residency.forget(one)
+        if awake or one.state != "sleeping":
+            await self.residency.arrive(one)
         one.users += 1
         one.cancel_timers()
         one.last_used = time.monotonic()
-        one.keep = self._keep(one.source) if keep is None else keep
         try:
             yield one
         finally:
@@ -197,6 +222,8 @@ class ModelManager:
         """
         one = await self.find(name)
         if one.state == "sleeping":
+            if one.worker is not None:
+                raise RunsElsewhereError(one, awake=False)
             yield one
         else:
             async with self.use(name) as one:

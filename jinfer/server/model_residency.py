@@ -14,9 +14,9 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.engine_stats import Stats
 from jinfer.server import http_errors
 from jinfer.server.http_errors import ApiError
-from jinfer.server.model_loading import open_llm, warm_up_constraints
+from jinfer.server.model_loading import Opened, open_beside, open_llm, warm_up_constraints
 from jinfer.server.served_model import ServedModel
-from jinfer.server.server_settings import ServerSettings
+from jinfer.server.server_settings import ModelSource, ServerSettings
 
 _log = logging.getLogger("jinfer.server")
 _DOZES = 2  # the level of those that sleep because nobody asks them anything
@@ -34,6 +34,7 @@ class ModelResidency:
     Attributes:
         models: the models of the server.
         most: number of models in memory at a time.
+        beside_others: whether models are loaded while others answer.
         closed: whether nothing is loaded any more.
     """
 
@@ -44,7 +45,8 @@ class ModelResidency:
         settings: ServerSettings,
         unloaded: Callable[[str, Stats], Any],
     ) -> None:
-        self.models, self.most, self.closed = list(models), most, False
+        self.models, self.most = list(models), most
+        self.beside_others = self.closed = False
         self._settings, self._unloaded = settings, unloaded
         self._queue: list[ServedModel] = []
         self._watching: dict[ServedModel, list[asyncio.Future[None]]] = {}
@@ -98,9 +100,8 @@ class ModelResidency:
         one.state, begun, error = "loading", time.perf_counter(), ""
         try:
             if one.llm_or_none is None:
-                one.llm_or_none, one.details = await _in(
-                    self._loader, open_llm, one.source, self._settings.warm_up
-                )
+                opened = await _in(self._loader, self._open, one.source)
+                one.llm_or_none, one.details = opened
             else:
                 await _in(self._loader, one.llm_or_none.wake_up)
         except USER_ERRORS as failure:
@@ -117,10 +118,23 @@ class ModelResidency:
         if not error:
             seconds = round(time.perf_counter() - begun, 3)
             _log.info("model loaded", extra={"model": one.name, "seconds": seconds})
-            if self._settings.warm_up:
+            if self._settings.warm_up and one.worker is None:
                 self.run(asyncio.to_thread(warm_up_constraints, one.llm))
         _answer(one, http_errors.load_failed(one.name, error) if error else None)
         self.rest(one)
+
+    def _open(self, source: ModelSource) -> Opened:
+        if self.beside_others:
+            return open_beside(source, self._settings)
+        return open_llm(source, self._settings.warm_up)
+
+    def forget(self, one: ServedModel) -> None:
+        """Notes that a model's process has ended by itself; the next request loads it again."""
+        if one.worker is not None and one.worker.has_ended and one.open:
+            self.run(_in(self._unloader, one.worker.close))
+            _log.error("%s: its process has ended", one.name)
+            one.state, one.llm_or_none, one.error = "unloaded", None, "its process has ended"
+            self.rest(one)
 
     def dismiss(self, one: ServedModel) -> None:
         """Unloads a model that is not offered any more, once nobody uses it."""
@@ -160,7 +174,7 @@ class ModelResidency:
         for one in self.models:
             one.cancel_timers()
             if one.open:
-                await _in(self._unloader, one.llm.close)
+                await _in(self._unloader, one.loaded.close)
         for pool in (self._loader, self._unloader):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -208,11 +222,11 @@ class ModelResidency:
         self.run(self._take_away(one, level))
 
     async def _take_away(self, one: ServedModel, level: int) -> None:
-        llm, why = one.llm, ""
-        if not level:
-            one.llm_or_none = None
-            self._unloaded(one.name, llm.stats())
+        llm, why = one.loaded, ""
         try:
+            if not level:
+                self._unloaded(one.name, await _in(self._unloader, llm.stats))
+                one.llm_or_none = None
             await _in(self._unloader, *((llm.sleep, level) if level else (llm.close,)))
         except USER_ERRORS as error:
             why = " ".join(str(error).split())

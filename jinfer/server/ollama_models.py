@@ -13,7 +13,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.opening.open_model import Opened
 from jinfer.sampling.param_keywords import over_defaults
 from jinfer.sampling.sampling_params import SamplingParams, canonical_names
-from jinfer.server.http_errors import load_failed, unsupported_field
+from jinfer.server.http_errors import RunsElsewhereError, load_failed, unsupported_field
 from jinfer.server.http_responses import HttpResponse, dumps
 from jinfer.server.model_details import ModelDetails, opened_details
 from jinfer.server.ollama_api import timestamp
@@ -48,7 +48,10 @@ async def running(call: RequestContext[Any]) -> HttpResponse:
     for one in call.service.models.models:
         if one.state == "loaded":
             shown = _listed(one)
-            more = {"size_vram": shown["size"], "context_length": one.llm.context}
+            more = {
+                "size_vram": shown["size"],
+                "context_length": one.details.context if one.details else 0,
+            }
             listed.append({**shown, "expires_at": _expiry(one), **more})
     return HttpResponse({"models": listed})
 
@@ -56,6 +59,8 @@ async def running(call: RequestContext[Any]) -> HttpResponse:
 async def show(call: RequestContext[OllamaShowRequest]) -> HttpResponse:
     """Describes one model; it is not loaded for that."""
     hosted = await call.service.models.find(call.body.model or call.body.name)
+    if hosted.open and hosted.worker is not None:
+        raise RunsElsewhereError(hosted, awake=False)
     if hosted.open and hosted.details is not None:
         opened, known = hosted.session.opened, hosted.details
     else:

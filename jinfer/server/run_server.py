@@ -14,6 +14,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -48,7 +49,9 @@ def serve(flags: Mapping[str, Any]) -> int:
         SourceError, SpecError: an invalid flag.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    sources, settings = model_sources_of(flags), server_settings_of(flags)
+    sources, plain = model_sources_of(flags), _is_plain(flags["log_format"])
+    log_as = {"plain": plain, "level": flags["log_level"]}
+    settings = replace(server_settings_of(flags), log=log_as)
     grace = flags["stop_timeout"]
     failures: list[BaseException] = []
     services: list[Service] = []
@@ -66,7 +69,7 @@ def serve(flags: Mapping[str, Any]) -> int:
             build_app(registry, settings, on_load_error=failed, on_service=services.append),
             access_log=False,
             log_config=None,
-            http=_protocol(),
+            http=http_protocol(),
             server_header=False,
             timeout_graceful_shutdown=None if grace is None else math.ceil(grace) + _NOTIFY_SECONDS,
             ssl_certfile=flags["ssl_certfile"],
@@ -78,8 +81,7 @@ def serve(flags: Mapping[str, Any]) -> int:
         with _tls_errors(flags):
             config.load()
         server = _Server(config, services[0], grace)
-        plain = _is_plain(flags["log_format"])
-        log = request_log.set_up_logging(plain=plain, level=flags["log_level"])
+        log = request_log.set_up_logging(**log_as)
         progress.show(False)  # progress goes to the log instead
         where = _url(listeners[0], config.is_ssl)
         _log.info(
@@ -150,7 +152,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _protocol() -> Any:
+def http_protocol() -> Any:
     """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"

@@ -107,6 +107,12 @@ FLAGS: tuple[ServeFlag, ...] = (
         ServerSettings.autoload,
     ),
     ServeFlag(
+        ("--model-processes",),
+        "on a CPU, models that are loaded beside others have processes of their own",
+        bool,
+        True,
+    ),
+    ServeFlag(
         ("--max-loaded", "--models-max"),
         "models in memory at a time; the least recently used leaves",
         count,
@@ -325,6 +331,7 @@ def server_settings_of(flags: Mapping[str, Any]) -> ServerSettings:
         max_loaded=flags["max_loaded"],
         model_wait=flags["model_wait"],
         autoload=flags["models_autoload"],
+        model_processes=flags["model_processes"],
         idle_unload=flags["idle_unload"],
         idle_sleep=flags["idle_sleep"],
         warm_up=flags["warm_up"] == "background",

@@ -9,8 +9,10 @@ from typing import Literal
 
 from jinfer.api.llm import LLM
 from jinfer.api.session import Session
+from jinfer.engine.engine_stats import Stats
 from jinfer.server.http_errors import ApiError
 from jinfer.server.model_details import ModelDetails
+from jinfer.server.model_worker import ModelWorker
 from jinfer.server.server_settings import ModelSource
 
 LoadState = Literal["unloaded", "loading", "loaded", "sleeping", "unloading"]
@@ -56,7 +58,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     arrival: asyncio.Future[ApiError | None] | None = None
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    llm_or_none: LLM | None = None
+    llm_or_none: LLM | ModelWorker | None = None
 
     @property
     def name(self) -> str:
@@ -71,19 +73,47 @@ class ServedModel:
 
     @property
     def llm(self) -> LLM:
-        """The loaded model, awake or asleep."""
+        """The model that is loaded in this process, awake or asleep."""
+        assert isinstance(self.llm_or_none, LLM), f"{self.name} is not loaded here"
+        return self.llm_or_none
+
+    @property
+    def loaded(self) -> LLM | ModelWorker:
+        """The loaded model, wherever it is, awake or asleep."""
         assert self.llm_or_none is not None, f"{self.name} is not loaded"
         return self.llm_or_none
 
     @property
+    def worker(self) -> ModelWorker | None:
+        """The model's own process; None: it has none."""
+        return self.llm_or_none if isinstance(self.llm_or_none, ModelWorker) else None
+
+    @property
     def open(self) -> bool:
-        """Whether its `llm` is there, awake or asleep."""
+        """Whether it is there, awake or asleep."""
         return self.llm_or_none is not None and self.state in ("loaded", "sleeping")
 
     @property
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that are loaded beside it, which are names of models too."""
-        return [*self.session.adapters.loaded] if self.open else []
+        return [*self.adapter_sources]
+
+    @property
+    def adapter_sources(self) -> dict[str, str]:
+        """Names of the LoRA adapters that are loaded beside it, and where each is from."""
+        if not self.open:
+            return {}
+        if self.worker is not None:
+            return self.worker.adapters
+        adapters = self.session.adapters
+        return {name: adapters.sources.get(name, "") for name in adapters.loaded}
+
+    @property
+    def stats(self) -> Stats | None:
+        """Its statistics; None: it is not in memory. Those of another process are a while old."""
+        if self.llm_or_none is None:
+            return None
+        return self.worker.last if self.worker is not None else self.llm.stats()
 
     @property
     def session(self) -> Session:

@@ -78,6 +78,9 @@ class ServerSettings:
         allow_inspection: whether requests may capture, steer and edit activations.
         inspection_bytes: bytes of activations that a request may capture, and of the steering
             vectors that are kept for a model.
+        model_processes: whether models that are loaded beside others have processes of their own.
+        is_worker: whether this is such a process.
+        log: arguments of `request_log.set_up_logging` for such processes.
     """
 
     keys: tuple[str, ...] = ()
@@ -112,3 +115,6 @@ class ServerSettings:
     logits_processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     allow_inspection: bool = False
     inspection_bytes: int = 64 << 20
+    model_processes: bool = False
+    is_worker: bool = False
+    log: Mapping[str, Any] = field(default_factory=lambda: {"plain": True, "level": "warning"})

@@ -45,7 +45,7 @@ class World:
         chosen = ServerSettings(**{"warm_up": False, "max_loaded": 2, **settings})
         self.manager = ModelManager(ModelRegistry(tuple(sources)), chosen)
 
-    def open(self, source: ModelSource, warm_up: bool) -> tuple[Fake, None]:
+    def open(self, source: ModelSource, settings: Any) -> tuple[Fake, None]:
         self.log.append(f"open {source.name}")
         assert self.gate.wait(10)
         if source.name in self.broken:
@@ -79,6 +79,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         async def whole() -> World:
             made = World(*given, **settings)
             monkeypatch.setattr(model_residency, "open_llm", made.open)
+            monkeypatch.setattr(model_residency, "open_beside", made.open)
             monkeypatch.setattr("jinfer.server.model_manager.examine", lambda source: ("", 0))
             await made.manager.start()
             try:

@@ -12,6 +12,7 @@ import ollama
 import openai
 import pytest
 
+from jinfer import LLM
 from jinfer.server import model_residency
 from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.server_settings import ModelSource, ServerSettings
@@ -182,13 +183,13 @@ def test_a_stream_that_waits_for_its_model(
 ) -> None:
     """It has comments meanwhile, and the error as an event if the model does not come."""
     done(http, "/models/unload", model="one")
-    release, opened = threading.Event(), model_residency.open_llm
+    release, opened = threading.Event(), model_residency.open_beside
 
-    def slow(source: ModelSource, warm_up: bool) -> Any:
+    def slow(source: ModelSource, settings: ServerSettings) -> Any:
         release.wait(30)
-        return opened(source, warm_up)
+        return opened(source, settings)
 
-    monkeypatch.setattr(model_residency, "open_llm", slow)
+    monkeypatch.setattr(model_residency, "open_beside", slow)
     for model in ("one", "damaged"):
         release.clear()
         body = {**ASKED, "model": model, "stream": True}
@@ -228,3 +229,52 @@ def test_no_room_beside_models_in_use(running: Running, http: httpx.Client) -> N
     for thread in threads:
         thread.join()
     assert answered(http, "three")["model"] == "three"
+
+
+def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
+    """Every interface answers as if it were in the server's."""
+    settings = ServerSettings(warm_up=False, model_processes=True, ping=0.3, keys=("secret",))
+    key = {"authorization": "Bearer secret"}
+    with (
+        serving(ModelRegistry((), folder, None, TINY), settings) as running,
+        running.client(headers=key) as http,
+        LLM(str(folder / "one"), **TINY) as llm,
+    ):
+        expected = llm.generate(ASKED["prompt"], max_tokens=3, temperature=0, ignore_eos=True)
+        ids = list(expected[0].token_ids)
+        body = {**ASKED, "model": "one", "return_token_ids": True}
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[0] == ": ping"  # while it was loaded
+        assert lines[-1] == "data: [DONE]"
+        pieces = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+        assert [id for (one,) in pieces for id in one.get("token_ids") or ()] == ids
+        worker = running.hosted("one").worker
+        assert worker is not None
+        told = done(http, "/v1/completions", **{**body, "id_slot": 1})
+        assert told.json()["choices"][0]["token_ids"] == ids
+        assert told.headers["x-jinfer-ignored"] == "id_slot"
+        assert len(told.headers.get_list("x-request-id")) == 1
+        wrong = http.post("/v1/completions", json={**body, "temperature": -1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
+        assert http.get("/props", params={"model": "one"}).json()["total_slots"] == 2
+        assert http.head("/props", params={"model": "one"}).status_code == 200
+        assert http.get("/api/ps").json()["models"][0]["context_length"] == 256
+        text = http.get("/metrics").text
+        assert 'jinfer:generation_tokens_total{model_name="one"} 6.0' in text
+        for level in ("1", "2"):
+            assert http.post("/sleep", params={"model": "one", "level": level}).status_code == 200
+            assert http.get("/props", params={"model": "one"}).json()["is_sleeping"]
+            assert state(http, "one") == "sleeping"
+            told = done(http, "/v1/completions", **body)
+            assert told.json()["choices"][0]["token_ids"] == ids
+        worker._process.kill()  # as by the system, where memory runs out
+        worker._process.wait()
+        assert done(http, "/v1/completions", **body).json()["choices"][0]["token_ids"] == ids
+        again = running.hosted("one").worker
+        assert again is not None
+        assert again is not worker
+        done(http, "/models/unload", model="one")
+        assert again.has_ended
+        assert state(http, "one") == "unloaded"
+        assert 'jinfer:generation_tokens_total{model_name="one"} ' in http.get("/metrics").text

@@ -180,6 +180,7 @@ def test_two_hundred_hostile_grammars_keep_nobody_waiting() -> None:
 def test_a_model_comes_and_goes_beside_a_stream(tmp_path: Path) -> None:
     """Its memory is given back each time, and the stream of the other one has no gap."""
     (tmp_path / "guest.toml").write_text(Path(SOURCE).read_text())
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(40))
     port, times = free_port(), int(os.environ.get("JINFER_SOAK_LOADS", "50"))
     given = (f"smol={SOURCE}", "--models-dir", str(tmp_path), "--port", str(port), "-c", "1024")
     # As for users: programs are stored ready to run, unless JAX has a cache of its own.
@@ -188,6 +189,9 @@ def test_a_model_comes_and_goes_beside_a_stream(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, timeout=120) as client:
             ready(client, process)
+            refused = client.post("/models/load", json={"model": "damaged"})
+            assert refused.status_code == 503
+            assert str(tmp_path) in refused.json()["error"]["message"]
 
         async def visit(http: httpx.AsyncClient) -> int:
             """The guest is loaded, answers and leaves; memory of the server afterwards."""

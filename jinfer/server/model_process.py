@@ -1,0 +1,109 @@
+"""Model process: serves one model at a Unix socket, for the server that started it.
+
+It is told what to serve in a line of JSON on its standard input, says in one on its standard output
+that the model is there, or why not, and ends when its standard input does: with its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from jinfer.runtime.startup import importing
+
+_SWITCH_INTERVAL = 0.001  # as of the server
+_POLL = 0.01  # seconds between two looks whether the model is there
+
+
+def main() -> int:
+    """Serves until its server has gone; returns the exit status."""
+    # Both come to every process of a terminal, or of a service; the server ends its models itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    asked = json.loads(sys.stdin.buffer.readline())
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    with importing():
+        from jinfer.server import request_log
+    log = request_log.set_up_logging(**asked["settings"]["log"])
+    # That it was loaded is said by its server.
+    logging.getLogger("jinfer.server").setLevel(logging.WARNING)
+    try:
+        asyncio.run(_serve(asked, said))
+    finally:
+        log.stop()
+    return 0
+
+
+async def _serve(asked: dict[str, Any], said: Any) -> None:
+    import uvicorn
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    from jinfer import progress
+    from jinfer.server.app import build_app
+    from jinfer.server.model_registry import ModelRegistry
+    from jinfer.server.run_server import http_protocol
+    from jinfer.server.server_settings import ModelSource, ServerSettings
+    from jinfer.server.service import Service
+
+    progress.show(False)
+    source, settings = ModelSource(**asked["source"]), ServerSettings(**asked["settings"])
+    services, failures = list[Service](), list[BaseException]()
+
+    async def described(request: Request) -> JSONResponse:
+        """The model's statistics and adapters."""
+        (one,) = services[0].models.models
+        adapters = one.adapter_sources
+        return JSONResponse({"stats": asdict(one.llm.stats()), "adapters": adapters})
+
+    app = build_app(
+        ModelRegistry((source,)),
+        settings,
+        on_load_error=failures.append,
+        on_service=services.append,
+        more=[Route("/worker", described)],
+    )
+    (service,) = services
+    (one,) = service.models.models
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(asked["socket"])
+        listener.listen()
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            http=http_protocol(),
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            lifespan="on",
+        )
+        config.load()
+        server = uvicorn.Server(config)
+        serving = asyncio.ensure_future(server.serve([listener]))
+        while not (service.models.ready or failures or serving.done()):
+            await asyncio.sleep(_POLL)
+        answer: dict[str, Any] = {"error": " ".join(str(failures[0]).split())} if failures else {}
+        if one.details is not None:
+            answer = {"details": asdict(one.details), "adapters": one.adapter_sources}
+        print(json.dumps(answer), file=said, flush=True)
+        if not failures:
+            await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has gone
+            service.cancel_answers()
+            await asyncio.sleep(_POLL)
+        server.should_exit = True
+        await serving
+
+
+if __name__ == "__main__":
+    sys.exit(main())
