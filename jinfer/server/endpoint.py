@@ -179,8 +179,9 @@ class EndpointApp:
             call.notes.pop("ignored", None)
             call.notes["elsewhere"] = True
             async with self.service.models.hold(found.model, awake=found.awake) as one:
-                path = one.worker.socket
-                given = call.request, data, call.id, path, send, settings.send_seconds
+                assert one.worker is not None, "it has a process of its own"
+                socket, seconds = one.worker.socket, settings.send_seconds
+                given = call.request, data, call.id, socket, send, seconds
                 return await forward(*given, begun=begun, failed=failed)
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:

@@ -39,6 +39,7 @@ async def models(call: RequestContext[Any]) -> HttpResponse:
     if call.request.query_params.get("reload") in ("1", "true"):  # as llama.cpp's router
         await call.service.models.reload()
     listed = []
+    call.service.models.notice_ends()
     for one in call.service.models.models:
         listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
     return HttpResponse({"object": "list", "data": listed})

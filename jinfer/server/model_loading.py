@@ -39,13 +39,18 @@ def open_llm(source: ModelSource, warm_up: bool) -> Opened:
     return llm, details_of(llm)
 
 
+def has_own_processes(settings: ServerSettings) -> bool:
+    """Whether models that are opened beside others have processes of their own."""
+    start()
+    return settings.model_processes and jax.default_backend() == "cpu"
+
+
 def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
     """Loads a model beside others, whose streams go on meanwhile: in a process of its own.
 
     Two processes would contend for the memory of a GPU, so there it is loaded in this one.
     """
-    start()
-    if not settings.model_processes or jax.default_backend() != "cpu":
+    if not has_own_processes(settings):
         return open_llm(source, settings.warm_up)
     worker = ModelWorker(source, settings)
     return worker, worker.details

@@ -118,6 +118,11 @@ class ModelManager:
         """The statistics of each loaded model, awake or asleep."""
         return {one.name: stats for one in self.models if (stats := one.stats) is not None}
 
+    def notice_ends(self) -> None:
+        """Notes of models whose processes have ended by themselves that they are not loaded."""
+        for one in self.models:
+            self.residency.forget(one)
+
     async def refresh(self) -> None:
         """Asks the models' own processes for their statistics and adapters."""
         for one in self.models:

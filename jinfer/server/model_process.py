@@ -37,10 +37,27 @@ def main() -> int:
     # That it was loaded is said by its server.
     logging.getLogger("jinfer.server").setLevel(logging.WARNING)
     try:
-        asyncio.run(_serve(asked, said))
+        if asked["socket"]:
+            asyncio.run(_serve(asked, said))
+        else:
+            _describe(asked, said)
     finally:
         log.stop()
     return 0
+
+
+def _describe(asked: dict[str, Any], said: Any) -> None:
+    """Says what there is to say of a model without its weights."""
+    from jinfer.api.user_errors import USER_ERRORS
+    from jinfer.server.ollama_models import describe
+    from jinfer.server.server_settings import ModelSource
+
+    try:
+        text, details = describe(ModelSource(**asked["source"]))
+        answer = {"description": text, "details": asdict(details)}
+    except USER_ERRORS as error:
+        answer = {"error": " ".join(str(error).split())}
+    print(json.dumps(answer), file=said, flush=True)
 
 
 async def _serve(asked: dict[str, Any], said: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.engine_stats import Stats
+from jinfer.engine.scheduling.cache_size import trim
 from jinfer.server import http_errors
 from jinfer.server.http_errors import ApiError
 from jinfer.server.model_loading import Opened, open_beside, open_llm, warm_up_constraints
@@ -233,6 +234,9 @@ class ModelResidency:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             _log.exception("%s could not be unloaded", one.name)
+        if not level:
+            del llm
+            await _in(self._unloader, trim)  # the tokenizer is freed only now
         one.error = why
         if why and level:
             one.state = "loaded"

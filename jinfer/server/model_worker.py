@@ -26,6 +26,7 @@ from jinfer.server.server_settings import ModelSource, ServerSettings
 
 _SECONDS = 30.0  # for a process to end, or to say how it is
 _SOCKET = "model.sock"
+_COMMAND = (sys.executable, "-m", "jinfer.server.model_process")
 # What the server does for all its models: keys, lists, and who is in memory.
 _OF_SERVER: dict[str, Any] = {
     "keys": (),
@@ -64,36 +65,23 @@ class ModelWorker:
         self.socket = str(self._folder / _SOCKET)
         self.adapters: dict[str, str] = {}
         self.last = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-        command = [sys.executable, "-m", "jinfer.server.model_process"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
-        own = replace(settings, **_OF_SERVER)
-        alone = replace(source, on_demand=False, pinned=True, idle_unload=None)
-        asked = {"source": asdict(alone), "settings": asdict(own), "socket": self.socket}
+        self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            said = self._told(json.dumps(asked))
+            said = self._told(_question(source, settings, self.socket))
         except BaseException:
             self.close()
             raise
-        self.details = ModelDetails(**said["details"])
-        self.adapters = said["adapters"]
+        self.details, self.adapters = _details(said), said["adapters"]
 
-    def _told(self, question: str) -> dict[str, Any]:
+    def _told(self, question: bytes) -> Any:
         """What the process says once it has loaded its model."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(question.encode() + b"\n")
+            self._process.stdin.write(question)
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        if not answer:
-            status = self._process.wait(_SECONDS)
-            raise RequestError(f"the model's process has ended with the status {status}")
-        said: dict[str, Any] = json.loads(answer)
-        if "error" in said:
-            raise RequestError(said["error"])
-        said["details"]["capabilities"] = tuple(said["details"]["capabilities"])
-        return said
+        return _said(answer, None if answer else self._process.wait(_SECONDS))
 
     @property
     def has_ended(self) -> bool:
@@ -140,6 +128,43 @@ class ModelWorker:
         if answer.status != http.HTTPStatus.OK:
             raise RequestError(str(json.loads(body)["error"]["message"]))
         return body
+
+
+def asked_process(
+    source: ModelSource, settings: ServerSettings
+) -> tuple[dict[str, Any], ModelDetails]:
+    """What /api/show says of a model, which another process opens for that.
+
+    Raises:
+        RequestError: it cannot be opened.
+    """
+    question = _question(source, settings, "")
+    done = subprocess.run(_COMMAND, input=question, stdout=subprocess.PIPE, check=False)
+    said = _said(done.stdout, done.returncode)
+    return said["description"], _details(said)
+
+
+def _question(source: ModelSource, settings: ServerSettings, socket: str) -> bytes:
+    """The line that a process is told; without a socket it only describes the model."""
+    own = replace(settings, **_OF_SERVER)
+    alone = replace(source, on_demand=False, pinned=True, idle_unload=None)
+    asked = {"source": asdict(alone), "settings": asdict(own), "socket": socket}
+    return json.dumps(asked).encode() + b"\n"
+
+
+def _said(answer: bytes, status: int | None) -> Any:
+    """What a process has answered. Raises `RequestError`: an error, or nothing."""
+    if not answer:
+        raise RequestError(f"the model's process has ended with the status {status}")
+    said = json.loads(answer)
+    if "error" in said:
+        raise RequestError(said["error"])
+    return said
+
+
+def _details(said: Any) -> ModelDetails:
+    known = said["details"]
+    return ModelDetails(**{**known, "capabilities": tuple(known["capabilities"])})
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -16,11 +16,14 @@ from jinfer.sampling.sampling_params import SamplingParams, canonical_names
 from jinfer.server.http_errors import RunsElsewhereError, load_failed, unsupported_field
 from jinfer.server.http_responses import HttpResponse, dumps
 from jinfer.server.model_details import ModelDetails, opened_details
+from jinfer.server.model_loading import has_own_processes
+from jinfer.server.model_worker import asked_process
 from jinfer.server.ollama_api import timestamp
 from jinfer.server.request_params import OLLAMA
 from jinfer.server.schemas.ollama_api import OllamaShowRequest
 from jinfer.server.schemas.parameter_groups import parameter_of
 from jinfer.server.served_model import ServedModel
+from jinfer.server.server_settings import ModelSource, ServerSettings
 from jinfer.server.service import RequestContext
 from jinfer.server.tool_parsers.parser_registry import reasoning_format, tool_call_format
 from jinfer.version import __version__
@@ -62,25 +65,46 @@ async def show(call: RequestContext[OllamaShowRequest]) -> HttpResponse:
     if hosted.open and hosted.worker is not None:
         raise RunsElsewhereError(hosted, awake=False)
     if hosted.open and hosted.details is not None:
-        opened, known = hosted.session.opened, hosted.details
+        said = description(hosted.name, hosted.session.opened, hosted.details)
     else:
         try:
-            opened, known = await call.service.in_thread(opened_details, hosted.source)
+            given = hosted.source, call.service.settings
+            said, known = await call.service.in_thread(describe_beside, *given)
         except USER_ERRORS as error:
             raise load_failed(hosted.name, " ".join(str(error).split())) from error
         hosted.details = hosted.details or known
+    return HttpResponse({**said, "details": _details(hosted), "modified_at": _modified(hosted)})
+
+
+def description(name: str, opened: Opened, known: ModelDetails) -> dict[str, Any]:
+    """What /api/show says of a model that was opened."""
     conversation = opened.conversation
-    return HttpResponse(
-        {
-            "modelfile": f"FROM {hosted.name}\n",
-            "parameters": "\n".join(_parameters(opened) if opened.spec.generates else ()),
-            "template": conversation.prompt.template or conversation.jinja or "",
-            "details": _details(hosted),
-            "model_info": _model_info(hosted.name, known),
-            "capabilities": _capabilities(opened, known),
-            "modified_at": _modified(hosted),
-        }
-    )
+    return {
+        "modelfile": f"FROM {name}\n",
+        "parameters": "\n".join(_parameters(opened) if opened.spec.generates else ()),
+        "template": conversation.prompt.template or conversation.jinja or "",
+        "model_info": _model_info(name, known),
+        "capabilities": _capabilities(opened, known),
+    }
+
+
+def describe(source: ModelSource) -> tuple[dict[str, Any], ModelDetails]:
+    """Describes a model that is not loaded.
+
+    Raises:
+        USER_ERRORS: it cannot be opened.
+    """
+    opened, known = opened_details(source)
+    return description(source.name, opened, known), known
+
+
+def describe_beside(
+    source: ModelSource, settings: ServerSettings
+) -> tuple[dict[str, Any], ModelDetails]:
+    """As `describe`, where other models' streams go on meanwhile: in a process of its own."""
+    if not has_own_processes(settings):
+        return describe(source)
+    return asked_process(source, settings)
 
 
 async def refuse(call: RequestContext[Any]) -> HttpResponse:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from jinfer.engine.requests import RequestError
-from jinfer.server import model_residency
 from jinfer.server.http_errors import ApiError
 from jinfer.server.keep_alive import keep_alive_seconds
 from jinfer.server.model_manager import ModelManager
@@ -78,8 +77,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def run(scene: Callable[[World], Any], *given: Any, **settings: Any) -> World:
         async def whole() -> World:
             made = World(*given, **settings)
-            monkeypatch.setattr(model_residency, "open_llm", made.open)
-            monkeypatch.setattr(model_residency, "open_beside", made.open)
+            for name in ("open_llm", "open_beside"):
+                monkeypatch.setattr(f"jinfer.server.model_residency.{name}", made.open)
             monkeypatch.setattr("jinfer.server.model_manager.examine", lambda source: ("", 0))
             await made.manager.start()
             try:

@@ -13,13 +13,13 @@ import openai
 import pytest
 
 from jinfer import LLM
-from jinfer.server import model_residency
+from jinfer.server.model_loading import open_beside
 from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
 from tests.server.test_operation import until
 
-TINY = {"dtype": "float32", "engine": {"slots": 2, "queue": 3}}
+TINY: dict[str, Any] = {"dtype": "float32", "engine": {"slots": 2, "queue": 3}}
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
 
@@ -183,13 +183,13 @@ def test_a_stream_that_waits_for_its_model(
 ) -> None:
     """It has comments meanwhile, and the error as an event if the model does not come."""
     done(http, "/models/unload", model="one")
-    release, opened = threading.Event(), model_residency.open_beside
+    release = threading.Event()
 
     def slow(source: ModelSource, settings: ServerSettings) -> Any:
         release.wait(30)
-        return opened(source, settings)
+        return open_beside(source, settings)
 
-    monkeypatch.setattr(model_residency, "open_beside", slow)
+    monkeypatch.setattr("jinfer.server.model_residency.open_beside", slow)
     for model in ("one", "damaged"):
         release.clear()
         body = {**ASKED, "model": model, "stream": True}

@@ -271,10 +271,9 @@ def test_while_it_loads(monkeypatch: Any) -> None:
         release.wait(60)
         return opened(source, warm_up)
 
-    from jinfer.server import model_residency
+    from jinfer.server.model_loading import open_llm as opened
 
-    opened = model_residency.open_llm
-    monkeypatch.setattr(model_residency, "open_llm", slow)
+    monkeypatch.setattr("jinfer.server.model_residency.open_llm", slow)
     with serving([LLAMA], wait=False) as running:
         health = httpx.get(f"{running.url}/health")
         assert health.status_code == 503
