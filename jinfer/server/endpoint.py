@@ -164,7 +164,7 @@ class EndpointApp:
             await self._refuse(error, notes, send)
 
     async def _reply(
-        self, call: RequestContext[Any], data: bytes, send: Send
+        self, call: RequestContext[Any], data: bytes | BaseModel, send: Send
     ) -> BaseException | None:
         """Answers a request, here or where its model runs; an error that a stream ended with."""
         settings, reply = self.service.settings, None
@@ -181,7 +181,8 @@ class EndpointApp:
             async with self.service.models.hold(found.model, awake=found.awake) as one:
                 assert one.worker is not None, "it has a process of its own"
                 socket, seconds = one.worker.socket, settings.send_seconds
-                given = call.request, data, call.id, socket, send, seconds
+                body = data if isinstance(data, bytes) else b""
+                given = call.request, body, call.id, socket, send, seconds
                 return await forward(*given, begun=begun, failed=failed)
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:

@@ -130,6 +130,8 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RunsElsewhereError):  # a batch, or an answer in the background
+        return _not_elsewhere(error)
     if isinstance(error, QueueFullError):
         why = "too many requests wait already; try again later"
         return _retry(429, why, "queue_full", retry_after)
@@ -141,6 +143,12 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     if isinstance(error, USER_ERRORS) and not isinstance(error, EngineError):
         return invalid_request(" ".join(str(error).split()), param)
     return ApiError(500, "the server failed at this request; its log says why", code="internal")
+
+
+def _not_elsewhere(error: RunsElsewhereError) -> ApiError:
+    """What only the server's own process does."""
+    reason = f"{error}, which answers no batches, and nothing in the background"
+    return unsupported_field(f"{reason}; serve with --no-model-processes", "model")
 
 
 def _retry(status: int, message: str, code: str, seconds: int) -> ApiError:

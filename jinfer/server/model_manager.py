@@ -147,16 +147,23 @@ class ModelManager:
             return self.models[0]
         return max(self.models, key=lambda one: (one.open, one.open and one.last_used))
 
-    async def find(self, name: str | None) -> ServedModel:
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a model to be loaded."""
+        return sum(one.waiters for one in self.models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that a request means, of those that are known. Raises `ApiError`."""
+        return self.models[0] if self._any_name else self.by_name(name)
+
+    async def look_for(self, name: str | None) -> ServedModel:
         """The model that a request means; where there is none, it is looked for in the folder.
 
         Raises:
             ApiError: there is none.
         """
-        if self._any_name:
-            return self.models[0]
         try:
-            return self.by_name(name)
+            return self.find(name)
         except ApiError:
             if self.registry.is_fixed and not self._settings.runtime_adapters:
                 raise
@@ -188,7 +195,7 @@ class ModelManager:
                 respond.
             RunsElsewhereError: another process is to answer.
         """
-        one = await self.find(name)
+        one = await self.look_for(name)
         self._check_open(one)
         if not self._settings.autoload and one.state == "unloaded":
             raise http_errors.model_not_loaded(one.name)
@@ -225,7 +232,7 @@ class ModelManager:
         Raises:
             ApiError: as `use`.
         """
-        one = await self.find(name)
+        one = await self.look_for(name)
         if one.state == "sleeping":
             if one.worker is not None:
                 raise RunsElsewhereError(one, awake=False)
@@ -236,7 +243,7 @@ class ModelManager:
 
     async def load(self, name: str | None) -> ServedModel:
         """Loads a model, or wakes it, unless it is there. Raises `ApiError`."""
-        one = await self.find(name)
+        one = await self.look_for(name)
         self._check_open(one)
         await self.residency.arrive(one)
         return one

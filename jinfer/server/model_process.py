@@ -69,12 +69,14 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
     from jinfer import progress
     from jinfer.server.app import build_app
     from jinfer.server.model_registry import ModelRegistry
+    from jinfer.server.processor_flags import named_functions
     from jinfer.server.run_server import http_protocol
     from jinfer.server.server_settings import ModelSource, ServerSettings
     from jinfer.server.service import Service
 
     progress.show(False)
-    source, settings = ModelSource(**asked["source"]), ServerSettings(**asked["settings"])
+    source, processors = ModelSource(**asked["source"]), named_functions(asked["processors"])
+    settings = ServerSettings(**{**asked["settings"], "logits_processors": processors})
     services, failures = list[Service](), list[BaseException]()
 
     async def described(request: Request) -> JSONResponse:

@@ -20,6 +20,7 @@ from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ModelSource, ServerSettings
 
 _log = logging.getLogger("jinfer.server")
+_LEAVING = 0.1  # seconds between two looks whether one that leaves has left
 _DOZES = 2  # the level of those that sleep because nobody asks them anything
 
 
@@ -186,13 +187,18 @@ class ModelResidency:
         elif one.waiters and one.state in ("unloaded", "sleeping") and one not in self._queue:
             one.cancel_timers()
             self._queue.append(one)
-            wait, loop = self._settings.model_wait, asyncio.get_running_loop()
-            one.timers.append(loop.call_later(wait, self._give_up, one))
+            self._give_up_later(one, self._settings.model_wait)
         self._advance()
+
+    def _give_up_later(self, one: ServedModel, seconds: float) -> None:
+        timer = asyncio.get_running_loop().call_later(seconds, self._give_up, one)
+        one.timers.append(timer)
 
     def _give_up(self, one: ServedModel) -> None:
         """Tells those who wait for a model that there was no room for it."""
-        if one in self._queue:
+        if one in self._queue and any(each.state == "unloading" for each in self.models):
+            self._give_up_later(one, _LEAVING)
+        elif one in self._queue:
             self._queue.remove(one)
             _answer(one, http_errors.no_room(one.name, self.most, self._settings.retry_after))
             self.rest(one)

@@ -36,6 +36,10 @@ _OF_SERVER: dict[str, Any] = {
     "max_loaded": None,
     "idle_unload": None,
     "idle_sleep": None,
+    "files_dir": None,
+    "responses_dir": None,
+    "max_responses": 0,
+    "logits_processors": {},
     "model_processes": False,
     "is_worker": True,
 }
@@ -148,7 +152,13 @@ def _question(source: ModelSource, settings: ServerSettings, socket: str) -> byt
     """The line that a process is told; without a socket it only describes the model."""
     own = replace(settings, **_OF_SERVER)
     alone = replace(source, on_demand=False, pinned=True, idle_unload=None)
-    asked = {"source": asdict(alone), "settings": asdict(own), "socket": socket}
+    named = settings.logits_processors.items()
+    asked = {
+        "source": asdict(alone),
+        "settings": asdict(own),
+        "processors": [f"{name}={one.__module__}:{one.__qualname__}" for name, one in named],
+        "socket": socket,
+    }
     return json.dumps(asked).encode() + b"\n"
 
 

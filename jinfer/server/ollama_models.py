@@ -61,7 +61,7 @@ async def running(call: RequestContext[Any]) -> HttpResponse:
 
 async def show(call: RequestContext[OllamaShowRequest]) -> HttpResponse:
     """Describes one model; it is not loaded for that."""
-    hosted = await call.service.models.find(call.body.model or call.body.name)
+    hosted = await call.service.models.look_for(call.body.model or call.body.name)
     if hosted.open and hosted.worker is not None:
         raise RunsElsewhereError(hosted, awake=False)
     if hosted.open and hosted.details is not None:
