@@ -55,6 +55,7 @@ def read_input(body: ResponseRequest, store: ResponseStore) -> ResponseInput:
     own = body.input
     if isinstance(own, str):
         own = [InputItem.model_validate({"role": "user", "content": own})] if own else []
+    own = [_referenced(item, f"input.{i}.id", store) for i, item in enumerate(own)]
     if body.previous_response_id is None:
         return ResponseInput([], own)
     found = store.get(body.previous_response_id)
@@ -68,6 +69,16 @@ def read_input(body: ResponseRequest, store: ResponseStore) -> ResponseInput:
     if (status := found.response["status"]) in (*UNFINISHED, "failed", "cancelled"):
         raise invalid_request(f"it is {status}; only an answer goes on", "previous_response_id")
     return ResponseInput(found.conversation(), own)
+
+
+def _referenced(item: InputItem, path: str, store: ResponseStore) -> InputItem:
+    """The item that a reference names, or an item as it is. Raises `ApiError`."""
+    if item.type != "item_reference":
+        return item
+    if (found := store.item(item.id or "")) is None:
+        message = f"no stored answer has the item {(item.id or '')[:80]!r}; send it whole"
+        raise invalid_request(message, path)
+    return InputItem.model_validate(found)
 
 
 def _listed(item: InputItem) -> dict[str, Any]:
@@ -188,9 +199,7 @@ def _message(item: InputItem, path: str) -> dict[str, Any]:
             texts = [one.get("text") if isinstance(one, dict) else one.text for one in parts]
             thought = "".join(text for text in texts if isinstance(text, str))
             return {"role": "assistant", "content": "", "reasoning_content": thought}
-    raise unsupported_field(
-        f"items of the type {item.type} are not read; send the item itself", f"{path}.type"
-    )
+    raise unsupported_field(f"items of the type {item.type} are not read", f"{path}.type")
 
 
 def _called(id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class ResponseStore:
     _known: dict[str, tuple[float, int]] = field(default_factory=dict)  # oldest first
     _bytes: int = 0
     _data: dict[str, bytes] = field(default_factory=dict)
+    _items: dict[str, str] = field(default_factory=dict)  # output item -> its response
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class ResponseStore:
                 os.replace(whole, self._path(id))
             self._bytes += len(data) - size
             self._known[id] = created, len(data)
+            self._items |= {one["id"]: id for one in stored.response["output"] if "id" in one}
             self._remove_old()
 
     def get(self, id: str) -> StoredResponse | None:
@@ -110,6 +112,12 @@ class ResponseStore:
                 self.delete(id)
                 return None
 
+    def item(self, id: str) -> dict[str, Any] | None:
+        """An output item of a response that was stored since the start; None if there is none."""
+        found = self.get(self._items.get(id, ""))
+        items = [] if found is None else found.response["output"]
+        return next((one for one in items if one.get("id") == id), None)
+
     def delete(self, id: str) -> bool:
         """Removes a response. Returns whether it was there."""
         with self._lock:
@@ -118,6 +126,7 @@ class ResponseStore:
                 return False
             self._bytes -= known[1]
             self._data.pop(id, None)
+            self._items = {item: of for item, of in self._items.items() if of != id}
             if self.folder is not None:
                 self._path(id).unlink(missing_ok=True)
             return True

@@ -152,7 +152,7 @@ def test_truncation(client: openai.OpenAI) -> None:
         ({"tool_choice": {"type": "web_search"}}, None),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"background": True, "store": False}, "background"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0.id"),
         ({"input": [{"type": "local_shell_call", "call_id": "a"}]}, "input.0"),
         ({"input": [{"type": "custom_tool_call", "name": "a"}]}, "input.0"),
         (

@@ -54,6 +54,11 @@ def test_a_conversation_goes_on(client: openai.OpenAI, smol: Running) -> None:
         client.responses.retrieve(first.id)
     third = asked(client, "Sure?", previous_response_id=second.id, max_output_tokens=2)
     assert third.usage.input_tokens > second.usage.input_tokens
+    reference: Any = {"type": "item_reference", "id": third.output[0].id}
+    given: Any = [{"role": "user", "content": "a"}, reference, {"role": "user", "content": "b"}]
+    again = asked(client, given, max_output_tokens=1)
+    given[1] = {"role": "assistant", "content": third.output_text}
+    assert asked(client, given, max_output_tokens=1).usage.input_tokens == again.usage.input_tokens
     count = client.responses.input_tokens.count(
         model="smol", input="Sure?", previous_response_id=second.id
     )
@@ -138,7 +143,11 @@ def test_what_there_is_not(smol: Running, path: str, status: int, param: str | N
 
 
 def stored(number: int, words: int = 1, status: str = "completed") -> StoredResponse:
-    response = {"id": f"resp_{number:032x}", "status": status, "output": [{"text": "a" * words}]}
+    response = {
+        "id": f"resp_{number:032x}",
+        "status": status,
+        "output": [{"id": f"m{number}", "text": "a" * words}],
+    }
     return StoredResponse(response, [{"type": "message", "content": str(number)}])
 
 
@@ -158,7 +167,9 @@ def test_a_store_is_bounded(tmp_path: Path, folder: bool) -> None:
     store.put(stored(5, 5000))
     assert store.get(ids[5]) is None
     store.put(stored(6))
+    assert store.item("m6") == stored(6).response["output"][0]
     assert store.delete(ids[6])
+    assert store._items == {}
     assert not store.delete(ids[6])
     assert store._bytes == 0
 
