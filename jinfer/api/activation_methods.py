@@ -26,6 +26,7 @@ class ActivationMethods(BaseLLM):
         params: Params | None = None,
         encoder_ids: Prompt | Sequence[Prompt] | None = None,
         token_type_ids: Sequence[Sequence[int]] | None = None,
+        adapter: str | None = None,
     ) -> Any:
         """Values inside the model at every token: `llm.trace(text, "decoder.*.x")["decoder.3.x"]`.
 
@@ -40,6 +41,7 @@ class ActivationMethods(BaseLLM):
             max_tokens: length of an answer, whose tokens are traced too; 0: none.
             params: sampling parameters of the answer, as of `generate`.
             encoder_ids, token_type_ids: as `logits`.
+            adapter: name of the LoRA adapter to compute with.
 
         Returns:
             A `Trace` of a single prompt, a list of them of several.
@@ -61,4 +63,5 @@ class ActivationMethods(BaseLLM):
             params=params,
             encoder_given=encoder_ids,
             token_type_ids=token_type_ids,
+            adapter=adapter,
         )

@@ -16,6 +16,7 @@ from jinfer.api.session import Session
 from jinfer.api.trace import Trace
 from jinfer.api.traced_edits import edited_keys, traced_edits
 from jinfer.engine.activation_use import ActivationUse
+from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.output.generation import Completion
 from jinfer.engine.requests import RequestError
@@ -71,6 +72,7 @@ def trace_prompts(
     params: Params | None = None,
     encoder_given: object | None = None,
     token_type_ids: Sequence[Sequence[int]] | None = None,
+    adapter: str | None = None,
 ) -> Trace | list[Trace]:
     """As `LLM.trace`.
 
@@ -83,10 +85,12 @@ def trace_prompts(
         )
     shapes = _chosen(session.engine.model.activations, capture)
     edited = SamplingParams.from_names({"edits": edits, "steer": steer})
+    use = None if adapter is None else session.adapters.find(adapter)
     inputs = _inputs(session, given, encoder_given, token_type_ids)
     if max_tokens:
         changes = {"max_tokens": max_tokens, "edits": edited.edits, "steer": edited.steer}
-        answers = _answers(session, generate, inputs, params, changes)
+        answer = partial(generate, adapter=adapter)
+        answers = _answers(session, answer, inputs, params, changes)
         inputs = [_with_answer(session, one, ids) for one, ids in zip(inputs, answers, strict=True)]
     elif params is not None:
         raise RequestError("trace: params are for answers; give max_tokens too")
@@ -94,7 +98,8 @@ def trace_prompts(
     plans = [_plans(session, shapes, scored, one) for one in inputs]
     _check_memory([plan for each in plans for plan in each.values()])
     traces = [
-        _trace(session, one, each, shapes, edited) for one, each in zip(inputs, plans, strict=True)
+        _trace(session, one, each, shapes, edited, use)
+        for one, each in zip(inputs, plans, strict=True)
     ]
     return traces[0] if _is_one(given) else traces
 
@@ -217,6 +222,7 @@ def _trace(
     plans: Mapping[str, TracePlan],
     shapes: Mapping[str, ActivationShape],
     edited: SamplingParams,
+    adapter: AdapterUse | None,
 ) -> Trace:
     values: Values = {}
     known = session.engine.model.activations
@@ -229,7 +235,7 @@ def _trace(
             width = key_width(session.engine, stack, plan)
             edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width)
         try:
-            values |= session.thread.run(partial(_pass, stack, one, plan, edits))
+            values |= session.thread.run(partial(_pass, stack, one, plan, edits, adapter))
         except TapError as error:
             raise RequestError(f"edits: {error}") from error
     tokenizer = session.opened.tokenizer
@@ -240,10 +246,15 @@ def _trace(
 
 
 def _pass(
-    stack: str, one: TraceInputs, plan: TracePlan, edits: ActivationUse | None, engine: Engine
+    stack: str,
+    one: TraceInputs,
+    plan: TracePlan,
+    edits: ActivationUse | None,
+    adapter: AdapterUse | None,
+    engine: Engine,
 ) -> Any:
     if stack == "decoder":
-        return trace_decoder(engine, one.ids, plan, one.encoder, edits=edits)
+        return trace_decoder(engine, one.ids, plan, one.encoder, adapter, edits)
     text = one.encoder or one.ids
     types = [0] * len(text) if one.encoder else one.types
     return trace_encoder(engine, text, types, plan, edits)

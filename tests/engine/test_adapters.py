@@ -55,6 +55,11 @@ def test_several_in_one_batch(llm: LLM, adapters: dict[str, Path], tmp_path: Pat
         mixed = list(pool.map(lambda i: answer(llm, PROMPTS[i], WITH[i]), range(8)))
     for prompt, name, found in zip(PROMPTS, WITH, mixed, strict=False):
         assert same(found, answer(llm, prompt, name)), name
+    i = WITH.index("r4")
+    for name in (None, "r4"):
+        logits = llm.trace(PROMPTS[i], "logits", adapter=name)["logits"][-1]
+        top = np.sort(jax.nn.log_softmax(logits))[::-1][: mixed[i][1].shape[1]]
+        assert np.allclose(top, mixed[i][1][0], atol=1e-4) == (name is not None)
     with opened() as plain:
         for prompt, name, found in zip(PROMPTS, WITH, mixed, strict=False):
             assert same(found, answer(plain, prompt)) == (name is None)
