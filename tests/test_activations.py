@@ -145,6 +145,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             llm.trace(TOKENS, capture)
     with pytest.raises(RequestError, match="params are for answers"):
         llm.trace(TOKENS, "embed", params={"temperature": 1.0})
+    monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
+    with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
+        llm.trace(TOKENS, "embed")
 
 
 def test_reprs() -> None:
