@@ -1,6 +1,7 @@
 """The model as a pure function: values of the references, derivatives of finite differences."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +36,7 @@ type Params = dict[str, Any]
 def function(name: str) -> tuple[PureFunction, Params]:
     """The function outlives the model that it is of."""
     with decoders.open_model(name) as llm:
-        return llm.function()
+        return llm.function(remat=name == "gemma2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,6 +171,22 @@ def test_nothing_is_captured() -> None:
     twice = {**params, "logits.weight": 2 * params["logits.weight"]}
     compiled = jax.jit(apply).lower(params, tokens).compile()
     np.testing.assert_allclose(compiled(twice, tokens), 2 * compiled(params, tokens), rtol=1e-5)
+
+
+def test_layers_are_computed_again_backwards() -> None:
+    """What a backward pass holds beside parameters; its gradient is among `test_derivatives`."""
+    function_of_llama, params = function("llama2")
+    tokens, whole = np.arange(100), {each.shape for each in params.values()}
+
+    def held(apply: PureFunction) -> int:
+        def backwards(x: jax.Array, params: Params) -> Any:
+            return jax.vjp(lambda x: apply(params, tokens, embeddings=x), x)[1]
+
+        x = jax.eval_shape(apply.embed, params, tokens)
+        leaves = jax.tree.leaves(jax.eval_shape(backwards, x, params))
+        return sum(each.size for each in leaves if each.shape not in whole)
+
+    assert held(replace(function_of_llama, remat=True)) < held(function_of_llama) / 5
 
 
 def test_lora_is_learnt_and_put_in_place() -> None:

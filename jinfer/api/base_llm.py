@@ -64,7 +64,9 @@ class BaseLLM:
 
         return names_of(self.session, pattern)
 
-    def function(self, *, dequantize: bool = False) -> tuple[PureFunction, dict[str, Any]]:
+    def function(
+        self, *, dequantize: bool = False, remat: bool = False
+    ) -> tuple[PureFunction, dict[str, Any]]:
         """The model as a pure function in JAX, and its parameters by name.
 
             apply, params = llm.function()
@@ -78,13 +80,15 @@ class BaseLLM:
         Args:
             dequantize: quantized parameters as float32 arrays, which have derivatives; otherwise
                 params have their codes, which are dequantized where they are multiplied.
+            remat: a backward pass holds each layer's input alone and computes the layer again
+                (rematerialization, gradient checkpointing): a third more time, for long texts.
 
         Raises:
             RequestError: the model is divided among devices, or closed.
         """
         from jinfer.api.pure_function import pure_function
 
-        return pure_function(self.session, dequantize=dequantize)
+        return pure_function(self.session, dequantize=dequantize, remat=remat)
 
     @property
     def context(self) -> int:

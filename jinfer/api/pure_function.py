@@ -48,12 +48,14 @@ class PureFunction:
         context: how many tokens a text may have.
         types: how many token types there are; None: unknown.
         wants: the results that there are.
+        remat: whether a backward pass computes each layer again.
     """
 
     model: AbstractModel
     context: int
     types: int | None
     wants: tuple[str, ...]
+    remat: bool = False
 
     def __call__(
         self,
@@ -191,11 +193,14 @@ class PureFunction:
         for name in extra:
             hint = nearest_hint(str(name), list(model.names))
             raise RequestError(f"there is no parameter {str(name)!r:.200}; {hint}")
-        return model.module(tuple(leaves))
+        module = model.module(tuple(leaves))
+        for stack in module.stacks.values():
+            stack.remat = self.remat
+        return module
 
 
 def pure_function(
-    session: Session, *, dequantize: bool = False
+    session: Session, *, dequantize: bool = False, remat: bool = False
 ) -> tuple[PureFunction, dict[str, Any]]:
     """As `LLM.function`."""
     engine = session.engine
@@ -221,7 +226,7 @@ def pure_function(
     if spec.decoder is not None and not spec.generates:
         found = tuple(name for name in found if name != "logits")
     wants = (*found, "hidden")
-    return PureFunction(model, session.opened.context, spec.dims.get("types"), wants), params
+    return PureFunction(model, session.opened.context, spec.dims.get("types"), wants, remat), params
 
 
 def _dequantized(params: Params) -> Iterator[tuple[str, Array]]:

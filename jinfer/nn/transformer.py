@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class Stack(nnx.Module):
         self.stem, self.head = spec.stem, spec.head
         self.follows = spec.follows
         self.rounded = False  # whether products may round; see `jinfer.ops.matmul.dense`
+        self.remat = False  # whether a backward pass computes each layer again (`jax.checkpoint`)
         self.carried = spec.carried
         self.sent = spec.values_before(len(spec.layers))
         with building_with(adapters):
@@ -203,7 +205,8 @@ class Stack(nnx.Module):
         with allow_bfloat16_rounding(self.rounded):
             here = backend(), interpreted(), allows_bfloat16_rounding()
             given = layer.state, hidden, tokens, batch, cache, table
-            return run_layer(here, layer.definition, alone, *given)
+            call = partial(run_layer, here, layer.definition, alone)
+            return (jax.checkpoint(call) if self.remat else call)(*given)
 
     def run_alone(
         self,
