@@ -21,11 +21,12 @@ TOLERANCE = 2e-4
 GOLDENS = decoders.GOLDENS
 
 # Values inside that derivatives are taken of: beside a state space; with experts and latent
-# attention; with soft-caps in windows; with every quantized format of GGUF.
+# attention; with soft-caps in windows; with scores by distance; with every format of GGUF.
 INSIDE = {
     "falcon_h1": ("decoder.0.x", "decoder.1.attn.heads", "decoder.1.ffn_down"),
     "deepseek_v2": ("decoder.0.x@1", "decoder.1.attn.latent", "decoder.1.ffn"),
     "gemma2": ("embed", "decoder.1.attn.pattern", "decoder.0.ffn.gate"),
+    "bloom": ("embed", "decoder.1.attn.scores", "decoder.0.ffn.up"),
     "gguf_llama_mixed": ("decoder.0.x", "decoder.1.attn.k", "hidden"),
 }
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jinfer.matmul_precision import matmul_precision
 from jinfer.ops.attention.mask_rules import ScoreRules, attention_mask, modify_scores
+from jinfer.ops.backend import needs_derivatives
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -53,10 +54,21 @@ def dense_pattern(
     if rules.sinks is not None:
         sinks = jnp.broadcast_to(rules.sinks[None, :, None, None], (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sinks.astype(jnp.float32)], axis=-1)
-    highest = jnp.max(scores, axis=-1, keepdims=True)
+    highest = highest_score(scores)[..., None]
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return (weights / jnp.where(total == 0, 1.0, total))[..., :keys]
+
+
+def highest_score(scores: Float[Array, "*rows keys"]) -> Float[Array, "*rows"]:
+    """What a softmax subtracts, which changes nothing of its result, and so has no derivative.
+
+    That of a maximum divides by how many scores are equal to it: by none, where a compiler computes
+    the scores a second time and rounds them otherwise.
+    """
+    if needs_derivatives():
+        scores = lax.stop_gradient(scores)
+    return jnp.max(scores, axis=-1)
 
 
 def weighted_values(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jinfer.matmul_precision import matmul_precision
+from jinfer.ops.attention.dense_attention import highest_score
 from jinfer.ops.attention.kv_cache import AttentionMetadata, KVPool, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import ScoreRules, attention_mask, modify_scores
 from jinfer.ops.attention.partial_merge import PartialAttention
@@ -267,7 +268,7 @@ def _partial(
     visible = attention_mask(distance, last, here, rules) & shown
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     scores = scores.reshape(batch, kv_heads, -1, scores.shape[3])
-    highest = jnp.max(scores, axis=-1)
+    highest = highest_score(scores)
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
     weights = jnp.exp(scores - finite[..., None])
     # A masked value may be NaN, and 0 * NaN is NaN: non-finite values stay out of the product, and
