@@ -24,7 +24,8 @@ from jinfer.api.prompt_inputs import (
     parse_prompt,
     parse_prompts,
 )
-from jinfer.sampling.sampling_params import PARAMETERS, SamplingKeywords
+from jinfer.sampling.sampling_keywords import SamplingKeywords
+from jinfer.sampling.sampling_params import PARAMETERS
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "specs" / "smollm2_135m_instruct.toml"

@@ -12,7 +12,8 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.opening.chat_prompt import Message
 from jinfer.sampling.param_keywords import is_parameter, merged
-from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingKeywords, SamplingParams
+from jinfer.sampling.sampling_keywords import SamplingKeywords
+from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingParams
 from jinfer.sampling.unknown_params import no_parameter
 
 if TYPE_CHECKING:  # the HTTP client uses this module too, and should not import JAX

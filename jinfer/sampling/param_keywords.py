@@ -9,13 +9,8 @@ from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Any, cast
 
-from jinfer.sampling.sampling_params import (
-    ALIASES,
-    PARAMETERS,
-    SamplingKeywords,
-    SamplingParams,
-    canonical_names,
-)
+from jinfer.sampling.sampling_keywords import SamplingKeywords
+from jinfer.sampling.sampling_params import ALIASES, PARAMETERS, SamplingParams, canonical_names
 
 
 class ChatKeywords(SamplingKeywords, total=False):

@@ -54,7 +54,7 @@ def _describe(asked: dict[str, Any], said: Any) -> None:
 
     try:
         text, details = describe(ModelSource(**asked["source"]))
-        answer = {"description": text, "details": asdict(details)}
+        answer: dict[str, Any] = {"description": text, "details": asdict(details)}
     except USER_ERRORS as error:
         answer = {"error": " ".join(str(error).split())}
     print(json.dumps(answer), file=said, flush=True)

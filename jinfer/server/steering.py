@@ -12,9 +12,9 @@ from jinfer.sampling.activation_edits import Steer
 from jinfer.server.activation_arrays import read_array
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse
-from jinfer.server.model_manager import ServedModel
 from jinfer.server.request_activations import OFF
 from jinfer.server.schemas.activations import KeepSteering
+from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.weights.control_vectors import read_control_vector
 

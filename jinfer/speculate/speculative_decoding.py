@@ -249,8 +249,7 @@ class SpeculativeDecoder:
         begun = time.perf_counter()
         arguments: tuple[Any, ...] = (nodes, tables)
         if masks is not None:
-            mask = layout_masks(masks, decoding, layout, size, engine.programs.words)
-            arguments = (nodes, tables, mask)
+            arguments += (layout_masks(masks, decoding, layout, size, engine.programs.words),)
         cache, state, output = program(engine.leaves, engine.cache, engine.state, *arguments)
         engine.set_cache(cache, state)
         call = CallInFlight(output, tuple(enumerate(decoding)), size, begun)

@@ -23,8 +23,8 @@ from jinfer import serve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log, run_server
+from jinfer.server.flag_table import FLAGS
 from jinfer.server.serve_flags import (
-    FLAGS,
     default_model_name,
     model_sources_of,
     parse_options,

@@ -182,8 +182,8 @@ def test_a_model_comes_and_goes_beside_a_stream(tmp_path: Path) -> None:
     (tmp_path / "guest.toml").write_text(Path(SOURCE).read_text())
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(40))
     port, times = free_port(), int(os.environ.get("JINFER_SOAK_LOADS", "50"))
-    given = (f"smol={SOURCE}", "--models-dir", str(tmp_path), "--port", str(port), "-c", "1024")
-    given += ("--set", "engine.kv_tokens=2048")  # a cache that is soon all in use
+    given = [f"smol={SOURCE}", "--models-dir", str(tmp_path), "--port", str(port), "-c", "1024"]
+    given += ["--set", "engine.kv_tokens=2048"]  # a cache that is soon all in use
     # As for users: programs are stored ready to run, unless JAX has a cache of its own.
     own = tuple(name for name in os.environ if name.startswith("JAX_"))
     with command(*given, "--log-level", "error", without=own) as process:
