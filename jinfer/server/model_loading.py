@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 
-import jax
-
 from jinfer.api.build_engine import all_shapes
 from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
@@ -42,6 +40,8 @@ def open_llm(source: ModelSource, warm_up: bool) -> Opened:
 def has_own_processes(settings: ServerSettings) -> bool:
     """Whether models that are opened beside others have processes of their own."""
     start()
+    import jax
+
     return settings.model_processes and jax.default_backend() == "cpu"
 
 
