@@ -83,13 +83,15 @@ def compile_for(engine: Engine, request: Request) -> None:
         RequestError: a value is computed beside the forward pass, and cannot be edited.
     """
     taps = taps_of([request.activations])
-    if taps is not None:
-        shapes = first_shapes(engine, len(request.prompt), taps)
-        try:
-            for program in engine.programs.announce(shapes):
-                program.result()
-        except TapError as error:
-            raise RequestError(f"edits: {error}") from error
+    if taps is None:
+        return
+    try:
+        for program in engine.programs.announce(first_shapes(engine, len(request.prompt), taps)):
+            program.result()
+    except TapError as error:  # it has the name within the layer
+        part, _, why = str(error).partition(" ")
+        named = [place.name for place in taps.places if f".{place.name}".endswith(f".{part}")]
+        raise RequestError(f"edits: {' or '.join(named) or part} {why}") from error
 
 
 def check_steering(engine: Engine, vectors: Sequence[Steer]) -> None:

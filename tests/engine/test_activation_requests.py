@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from jinfer import LLM, Completion, Edit, RequestError, SamplingParams, Steer, read_control_vector
+from jinfer.api.activation_checks import request_activations
 from jinfer.api.trace import Trace
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.sampling.sampler_chain import stage_sets
 from tests.engine.tiny import PROMPTS, held, open_model
@@ -134,7 +137,15 @@ def test_the_programs_of_others_are_the_same(llm: LLM) -> None:
     with open_model(**SIZES) as other:
         before = texts(other)
     answer(llm, PROMPTS[0], **ASKED[1])
-    assert texts(llm) == before
+    after = texts(llm)
+    assert after == before
+    # Where vectors are added, a call of fused layers goes on, in every layer.
+    steer = SamplingParams(steer=[Steer(f"decoder.{i}.x", VECTOR) for i in range(3)])
+    taps = taps_of([request_activations(llm.session.engine, steer, 10, 20)])
+    keys = [replace(key, taps=taps) for key in keys]
+    for plain, steered in zip(after, texts(llm), strict=True):
+        assert steered != plain
+        assert steered.count("custom_call @") == plain.count("custom_call @")
 
 
 def test_another_vector_compiles_nothing(llm: LLM) -> None:
