@@ -60,14 +60,14 @@ def test_numpy(name: str) -> None:
         trace = llm.trace(other, "decoder.0.x")
         assert isinstance(trace, Trace)
         patch = trace["decoder.0.x"][4:8]
-        vector = RNG.normal(0, 1, (patch.shape[1],)).astype(np.float32)
+        steered = vector(patch.shape[1]) / 3
         (found,) = llm.generate(
             [prompt],
             edits=[
                 Edit("decoder.1.attn.heads", "set", 0, tokens=slice(2, None), head=1),
                 Edit("decoder.0.x", "set", patch, tokens=slice(4, 8)),
             ],
-            steer=Steer("decoder.1.x", vector, 0.5, tokens="answer"),
+            steer=Steer("decoder.1.x", steered, 0.5, tokens="answer"),
             capture="logits",
             max_tokens=4,
             ignore_eos=True,
@@ -81,7 +81,7 @@ def test_numpy(name: str) -> None:
             case "decoder.0.x":
                 new[4:8] = patch
             case "decoder.1.x":
-                new[12:] += 0.5 * vector
+                new[12:] += 0.5 * steered
         return x if value == left_out else new
 
     ids = [*prompt, *found.token_ids[:3]]
