@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jinfer import LLM, RequestError
+from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api.pure_function import PureFunction
 from jinfer.quant import QuantizedTensor
 from tests import test_encoders as encoders
@@ -161,6 +161,17 @@ def test_values_by_name() -> None:
     blind = compiled(params, {"decoder.1.attn.pattern": np.zeros((heads, 6, 6))})
     assert abs(blind[0] - logits).max() > 0.01
     assert not blind[1]["decoder.1.attn.pattern"].any()
+    # What a request has in words, as a function.
+    steer = Steer("decoder.0.x", np.ones(64), 5.0)
+    listed = [Edit("decoder.1.attn.heads", "set", 0, head=1), steer]
+    functions = {
+        "decoder.1.attn.heads": lambda heads: heads.at[:, 1].set(0),
+        "decoder.0.x": lambda x: x + 5,
+    }
+    both = jax.jit(lambda params: [apply(params, ids, edits=each) for each in (listed, functions)])
+    told, same = both(params)
+    np.testing.assert_allclose(same, told, rtol=0, atol=TOLERANCE)
+    assert abs(told - logits).max() > 0.01
 
 
 def test_nothing_is_captured() -> None:
@@ -284,7 +295,10 @@ def test_what_is_refused() -> None:
         ),
         (lambda: apply(params, [1], capture="decoder.0.y"), "no value 'decoder.0.y'; did you mean"),
         (lambda: apply(params, [1], capture=[3]), "a name is 3; give a text such as"),
-        (lambda: apply(params, [1], edits=["decoder.0.x"]), "edits are .*; give names with a func"),
+        (
+            lambda: apply(params, [1], edits=["decoder.0.x"]),
+            "edits are .*; give names with a func.* list of Edit",
+        ),
         (
             lambda: apply(params, [1], edits={"decoder.0.x": np.zeros(3)}),
             r"edits: decoder.0.x is \[1, \d+\], and the edit gives \[3\]",

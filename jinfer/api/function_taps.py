@@ -13,17 +13,23 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jinfer.api.activation_names import matching
+from jinfer.api.traced_edits import traced_edits
 from jinfer.engine.requests import RequestError
+from jinfer.engine.runner.edit_tables import edit_tables, taps_of
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.activation_shapes import ActivationShape
-from jinfer.nn.activation_taps import ActivationTaps
-from jinfer.ops.attention.kv_cache import ENCODER
+from jinfer.nn.activation_taps import ActivationTaps, ValueEdit
+from jinfer.nn.row_edits import take_row_edits
+from jinfer.ops.attention.kv_cache import BLOCK, ENCODER
+from jinfer.sampling.activation_edits import Edit, Steer
+from jinfer.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-type Edits = Mapping[str, Callable[[Array], ArrayLike] | ArrayLike]
+type Functions = Mapping[str, Callable[[Array], ArrayLike] | ArrayLike]
+type Edits = Functions | Edit | Steer | Sequence[Edit | Steer]
 
 _BY_HEADS = ("heads", "tokens", "keys")  # as named; a tap has [batch, tokens, heads, keys]
 
@@ -50,15 +56,15 @@ class FunctionTaps:
         known = self.model.activations if capture or edits else {}
         patterns = (capture,) if isinstance(capture, str) else tuple(capture)
         wanted = {name for pattern in patterns for name in matching(_text(pattern), known)}
-        if not isinstance(edits, Mapping):
-            raise RequestError(
-                f"edits are {show_value(edits)}; give names with a function or an array each"
-            )
-        changed = {
-            name: self._edit(name, known[name], edit)
-            for pattern, edit in edits.items()
-            for name in matching(_text(pattern), known)
-        }
+        changed: Mapping[str, ValueEdit]
+        if isinstance(edits, Mapping):
+            changed = {
+                name: self._edit(name, known[name], edit)
+                for pattern, edit in edits.items()
+                for name in matching(_text(pattern), known)
+            }
+        else:
+            changed = self._row_edits(edits)
         names = tuple(name for name in known if name in wanted)
         return ActivationTaps(names, changed) if names or changed else None
 
@@ -92,6 +98,30 @@ class FunctionTaps:
         # What is part of a program's key must not hold arrays: without its constants.
         code = traced.jaxpr.replace(constvars=traced.jaxpr.constvars)
         return TracedEdit(tuple(traced.consts), _Code(code), keys)
+
+    def _row_edits(self, edits: object) -> Mapping[str, ValueEdit]:
+        """Those of requests and traces, in their order."""
+        listed: Any = (edits,) if isinstance(edits, Edit | Steer) else edits
+        if not isinstance(listed, Sequence) or not all(isinstance(e, Edit | Steer) for e in listed):
+            raise RequestError(
+                f"edits are {show_value(edits)}; give names with a function or an array each, or "
+                "a list of Edit and Steer"
+            )
+        plain = tuple(each.edit if isinstance(each, Steer) else each for each in listed)
+        decoder = self.model.modules.spec.decoder is not None
+        keys = -(-self.tokens // BLOCK) * BLOCK if decoder else self.tokens
+        shapes = {
+            name: shape
+            for name, shape in self.model.activations.items()
+            if not (self.read and name.startswith("encoder."))
+        }
+        sampling = SamplingParams(edits=plain)
+        use = traced_edits(sampling, shapes, self.tokens, self.tokens, keys)
+        if use is None or (taps := taps_of([use])) is None:
+            return {}
+        positions = jnp.arange(self.tokens, dtype=jnp.int32)
+        tables = jax.tree.map(jnp.asarray, edit_tables(taps, 1, [(0, use)]))
+        return take_row_edits(tables, jnp.zeros_like(positions), positions)[1]
 
     def _tokens(self, name: str) -> int:
         """Tokens that the stack of a value computes."""

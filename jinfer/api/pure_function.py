@@ -92,7 +92,7 @@ class PureFunction:
                 result: (logits, {name: value}), each float32 with its axes as they are named.
             edits: by such names, a function of a value, or an array, whose result stands in its
                 place. What a function refers to has derivatives, too: of a value by itself, they
-                are those of zeros that are added to it.
+                are those of zeros that are added to it. Or `Edit` and `Steer`, as in requests.
 
         Raises:
             RequestError: an argument that the model has no use for, or of a wrong shape, or an
