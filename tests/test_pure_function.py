@@ -163,12 +163,13 @@ def test_values_by_name() -> None:
     assert not blind[1]["decoder.1.attn.pattern"].any()
     # What a request has in words, as a function.
     steer = Steer("decoder.0.x", np.ones(64), 5.0)
-    listed = [Edit("decoder.1.attn.heads", "set", 0, head=1), steer]
+    listed: list[Edit | Steer] = [Edit("decoder.1.attn.heads", "set", 0, head=1), steer]
     functions = {
         "decoder.1.attn.heads": lambda heads: heads.at[:, 1].set(0),
         "decoder.0.x": lambda x: x + 5,
     }
-    both = jax.jit(lambda params: [apply(params, ids, edits=each) for each in (listed, functions)])
+    same_edits: list[Any] = [listed, functions]
+    both = jax.jit(lambda params: [apply(params, ids, edits=each) for each in same_edits])
     told, same = both(params)
     np.testing.assert_allclose(same, told, rtol=0, atol=TOLERANCE)
     assert abs(told - logits).max() > 0.01
