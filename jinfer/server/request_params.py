@@ -35,7 +35,7 @@ _ELSEWHERE = frozenset(
     {
         *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "priority"),
         *("return_token_ids", "cache_prompt", "timings_per_token", "return_progress", "verbose"),
-        *("logprobs", "lora", "t_max_predict_ms", "capture_format", *ACTIVATIONS),
+        *("logprobs", "lora", "t_max_predict_ms", "id_slot", "capture_format", *ACTIVATIONS),
         *PeerFields.model_fields,
     }
 )
@@ -195,9 +195,9 @@ def request_options(
 
 
 def _slot(body: SamplingFields, session: Session) -> int | None:
-    asked, slots = body.id_slot, session.engine.scheduler.slots
-    if asked is None or asked == -1:
+    if (asked := body.id_slot) is None or asked == -1:
         return None
+    slots = session.engine.scheduler.slots
     if not 0 <= asked < slots:
         raise invalid_request(f"there is no slot {asked}; slots are 0 to {slots - 1}", "id_slot")
     return asked

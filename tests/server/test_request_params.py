@@ -151,6 +151,7 @@ def test_fields_that_are_no_parameters() -> None:
             max_tokens=0,
             truncation_side="right",
             t_max_predict_ms=500,
+            id_slot=-1,
         ),
         session(),
         CHAT,
