@@ -88,8 +88,8 @@ import sys
 from pathlib import Path
 from tests.engine.test_disk_store import content, store
 kept = store(Path(sys.argv[1]), limit=40 * 10_000)
-print("ready", flush=True)
 for number in range(int(sys.argv[2]), 10**9):
+    print("writes", flush=True)
     kept.put(str(number % 60), content(str(number % 60)))
 """
 
@@ -102,8 +102,9 @@ def kill_while_it_writes(folder: Path, times: int) -> None:
         asked = [sys.executable, "-c", WRITER, str(folder), str(number)]
         with subprocess.Popen(asked, cwd=root, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            time.sleep(rng.random() * 0.02)
+            for _ in range(rng.randrange(1, 100)):  # contents, the last of which is interrupted
+                assert writer.stdout.readline() == b"writes\n"
+            time.sleep(rng.random() * 0.001)
             writer.send_signal(signal.SIGKILL)
         kept = store(folder, limit=40 * SIZE)
         for key in map(str, range(60)):
