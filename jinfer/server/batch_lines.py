@@ -16,7 +16,13 @@ from starlette.requests import Request
 from jinfer.server.chat import chat
 from jinfer.server.completions import completions
 from jinfer.server.embeddings import embeddings
-from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
+from jinfer.server.forwarding import forward
+from jinfer.server.http_errors import (
+    ApiError,
+    RunsElsewhereError,
+    as_api_error,
+    invalid_request,
+)
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.ignored_fields import ignored_fields
 from jinfer.server.request_body import parse_body
@@ -138,11 +144,14 @@ async def answer_line(
     handler, schema = RUNNABLE[endpoint]
     scope = {"type": "http", "method": "POST", "path": endpoint, "headers": [], "query_string": b""}
     try:
-        body = await service.in_thread(_read_body, path, line, schema)
+        body, data = await service.in_thread(_read_body, path, line, schema)
         call = RequestContext(service, body, Request(scope), id)
         for field, why in ignored_fields(body):
             call.ignore(field, why)
-        reply = cast("HttpResponse", await handler(call))
+        try:
+            reply = cast("HttpResponse", await handler(call))
+        except RunsElsewhereError as found:
+            return await _elsewhere(service, found, Request(scope), data, id)
         content = reply.content
         return 200, orjson.loads(content) if isinstance(content, bytes) else content, id
     except Exception as error:
@@ -152,8 +161,26 @@ async def answer_line(
         return known.status, known.body(), id
 
 
-def _read_body(path: Path, line: BatchLine, schema: type[BaseModel]) -> BaseModel:
-    """The body of a request, with the batch's priority. Raises `ApiError`."""
+async def _elsewhere(
+    service: Service, found: RunsElsewhereError, request: Request, data: bytes, id: str
+) -> tuple[int, Any, str]:
+    """Has a request answered by the process that its model has."""
+    status, pieces = 0, list[bytes]()
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        pieces.append(message.get("body", b""))
+
+    async with service.models.hold(found.model, awake=found.awake) as one:
+        assert one.worker is not None, "it has a process of its own"
+        seconds = service.settings.send_seconds
+        await forward(request, data, id, one.worker.socket, send, seconds)
+    return status, orjson.loads(b"".join(pieces)), id
+
+
+def _read_body(path: Path, line: BatchLine, schema: type[BaseModel]) -> tuple[BaseModel, bytes]:
+    """The body of a request, parsed and as JSON, with the batch's priority. Raises `ApiError`."""
     with path.open("rb") as file:
         file.seek(line.start)
         value = orjson.loads(file.read(line.length))["body"]
@@ -162,7 +189,7 @@ def _read_body(path: Path, line: BatchLine, schema: type[BaseModel]) -> BaseMode
         if getattr(body, name, None):
             raise invalid_request("a batch gives whole answers; leave it out", name)
     if "priority" in schema.model_fields:
-        body.priority = PRIORITY
+        body.priority = value["priority"] = PRIORITY
     if isinstance(body, ResponseRequest) and body.store is None:
-        body.store = False
-    return cast("BaseModel", body)
+        body.store = value["store"] = False
+    return body, orjson.dumps(value)

@@ -130,7 +130,7 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RunsElsewhereError):  # a batch, or an answer in the background
+    if isinstance(error, RunsElsewhereError):  # an answer in the background
         return _not_elsewhere(error)
     if isinstance(error, QueueFullError):
         why = "too many requests wait already; try again later"
@@ -147,7 +147,7 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
 
 def _not_elsewhere(error: RunsElsewhereError) -> ApiError:
     """What only the server's own process does."""
-    reason = f"{error}, which answers no batches, and nothing in the background"
+    reason = f"{error}, which answers nothing in the background"
     return unsupported_field(f"{reason}; serve with --no-model-processes", "model")
 
 

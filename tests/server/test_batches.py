@@ -14,11 +14,17 @@ import openai
 import pytest
 
 from jinfer.opening.sources import SourceError
-from jinfer.server.batch_lines import BatchErrors, BatchLine, read_lines
+from jinfer.server.batch_lines import (
+    PRIORITY,
+    BatchErrors,
+    BatchLine,
+    answer_line,
+    read_lines,
+)
 from jinfer.server.batch_runner import BatchRunner
 from jinfer.server.batch_store import BatchStore
 from jinfer.server.file_store import FileStore
-from jinfer.server.http_errors import ApiError
+from jinfer.server.http_errors import ApiError, RunsElsewhereError
 from jinfer.server.multipart import MultipartParser, boundary_of
 from jinfer.server.server_settings import ServerSettings
 from jinfer.server.service import Service
@@ -296,6 +302,41 @@ def test_what_passes_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(folder.run(busy))
     assert folder.output(id) == ["0"]
     assert len(seen) == 3
+
+
+def test_a_model_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Its requests go there, with the batch's priority."""
+    (tmp_path / "a").write_bytes(line("a", hello()))
+    socket, seen = str(tmp_path / "s"), []
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        seen.append((head.split(b"\r\n")[0], json.loads(await reader.readexactly(length))))
+        writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\n{"a":1}')
+        writer.close()
+
+    class Elsewhere(Models):
+        one = SimpleNamespace(name="m", worker=SimpleNamespace(socket=socket))
+
+        @contextlib.asynccontextmanager
+        async def use(self, *given: Any, **more: Any) -> AsyncIterator[Any]:
+            raise RunsElsewhereError(self.one)
+            yield
+
+        @contextlib.asynccontextmanager
+        async def hold(self, one: Any, *, awake: bool) -> AsyncIterator[Any]:
+            yield one
+
+    async def ask() -> Any:
+        service = Service(ServerSettings(), Elsewhere(), None)  # type: ignore[arg-type]
+        async with await asyncio.start_unix_server(answered, socket):
+            (one,) = read_lines(tmp_path / "a", CHAT, 500)
+            return await answer_line(service, CHAT, tmp_path / "a", one)
+
+    status, body, _ = asyncio.run(ask())
+    assert (status, body) == (200, {"a": 1})
+    assert seen == [(b"POST /v1/chat/completions HTTP/1.1", hello(priority=PRIORITY))]
 
 
 def test_one_server_has_a_folder(tmp_path: Path) -> None:
