@@ -79,34 +79,28 @@ def tab(pages: dict[str, Path]) -> Iterator[Any]:
         browser.close()
 
 
-def test_nothing_leaves_its_place(tab: Any, pages: dict[str, Path]) -> None:
+def test_nothing_leaves_its_place_and_all_is_legible(tab: Any, pages: dict[str, Path]) -> None:
     complaints = list[str]()
     tab.on("pageerror", lambda error: complaints.append(str(error)))
     tab.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
     tab.on("request", lambda one: complaints.append(one.url) if "http" in one.url[:4] else None)
-    for name, path in pages.items():
-        for width in (900, 420):
-            tab.set_viewport_size({"width": width, "height": 700})
-            tab.goto(path.as_uri())
-            assert tab.evaluate(OUTSIDE) == [], f"{name} at {width}"
-        assert tab.title() != "run", name
-    assert complaints == []
-
-
-def test_text_is_legible_light_and_dark(tab: Any, pages: dict[str, Path]) -> None:
-    tab.set_viewport_size({"width": 900, "height": 700})
+    colour = "getComputedStyle(document.querySelector('.jv')).color"
     for name, path in pages.items():
         tab.goto(path.as_uri())
-        shades = set()
+        assert tab.title() != "run", name
+        for width in (420, 900):
+            tab.set_viewport_size({"width": width, "height": 700})
+            assert tab.evaluate(OUTSIDE) == [], f"{name} at {width}"
+        colours = set()
         for scheme in ("light", "dark"):
             tab.emulate_media(color_scheme=scheme)
             least, of = tab.evaluate(CONTRAST)
             assert least >= 4.5, f"{name}, {scheme}: {of}"
-            shades.add(tab.evaluate("getComputedStyle(document.querySelector('.jv')).color"))
+            colours.add(tab.evaluate(colour))
         # A notebook's own theme counts more than the system's.
         tab.evaluate("document.body.dataset.jpThemeLight = 'true'")
-        shades.add(tab.evaluate("getComputedStyle(document.querySelector('.jv')).color"))
-        assert len(shades) == 2, name
+        assert len({*colours, tab.evaluate(colour)}) == 2, name
+    assert complaints == []
 
 
 def test_keys_move_and_say_where(tab: Any, pages: dict[str, Path]) -> None:
