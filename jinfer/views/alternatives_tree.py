@@ -12,6 +12,7 @@ from jinfer.markup.token_spans import probability, token_spans
 from jinfer.markup.token_text import clipped, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import named, text_height, token_names
+from jinfer.views.traced_values import check_llm
 from jinfer.views.view import Drawn, Table, View
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def alternatives(
     """
     from jinfer.sampling.sampling_params import SamplingParams
 
+    check_llm(llm)
     for name, value in (("branches", branches), ("ahead", ahead)):
         if type(value) is not int or value < 1:
             raise RequestError(f"{name} is {value!r}; give how many, from 1")

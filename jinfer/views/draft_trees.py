@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jinfer.engine.output.draft_trace import MOST_DRAWN, Steps
 from jinfer.engine.output.draft_tree_svg import draw
 from jinfer.sampling.request_errors import RequestError
+from jinfer.views.traced_values import check_llm
 from jinfer.views.view import Drawn, Table, View
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def speculation(llm: LLM, prompt: Prompt, *, max_tokens: int = 48) -> View:
     Raises:
         RequestError: the model was opened without a draft source, or nothing was drafted.
     """
+    check_llm(llm)
     if llm.session.engine.speculator is None:
         raise RequestError(
             "nobody drafts for this model; open it with speculation.draft, such as ngram"

@@ -11,6 +11,7 @@ from jinfer.engine.output.completions_html import completion_text
 from jinfer.progress import track
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import text_height
+from jinfer.views.traced_values import check_llm
 from jinfer.views.view import Drawn, Table, View
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def strategies(
     Raises:
         RequestError: an unknown name or parameter.
     """
+    check_llm(llm)
     if chosen is None or not isinstance(chosen, Mapping):
         names = list(USUAL) if chosen is None else list(chosen)
         if unknown := [name for name in names if name not in USUAL]:

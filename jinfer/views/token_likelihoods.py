@@ -34,7 +34,9 @@ def tokens(llm: LLM, prompt: Prompt, *, top: int = 5, max_tokens: int = 0) -> Vi
     """
     from jinfer.api.prompt_scores import prompt_logprobs
     from jinfer.engine.requests import RequestError
+    from jinfer.views.traced_values import check_llm
 
+    check_llm(llm)
     ids = llm.encode(prompt)
     if len(ids) < 2:
         raise RequestError("a prompt needs two tokens: the first has none before it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ def captured(
     llm: LLM, ids: Sequence[int], names: Sequence[str]
 ) -> Mapping[str, Float[np.ndarray, "tokens ..."]]:
     """Values of a prompt by name. Raises `RequestError`."""
+    check_llm(llm)
     if llm.session.engine.model.has_cross_attention:
         raise RequestError(
             "an encoder reads the prompt, and this view is of a decoder's; llm.trace with "
@@ -61,6 +63,14 @@ def layer_number(llm: LLM, layer: int) -> int:
     if type(layer) is not int or not -count <= layer < count:
         raise RequestError(f"there is no layer {layer!r}; the decoder has 0 to {count - 1}")
     return layer % count
+
+
+def check_llm(llm: object) -> None:
+    """Raises `RequestError` for what is no `LLM`, such as an `AsyncLLM`."""
+    generate = getattr(llm, "generate", None)
+    if generate is None or inspect.iscoroutinefunction(generate):
+        kind = type(llm).__name__
+        raise RequestError(f"a view is of an LLM, not of {kind}; open the model as LLM(source)")
 
 
 def check_top(top: int) -> None:

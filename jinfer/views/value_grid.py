@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -40,17 +41,19 @@ def grid(
             f"the values are {shape}, and there are {len(rows)} × {len(columns)} names"
         )
     most = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
+    digits = max(0, min(6, 2 - math.floor(math.log10(most))))  # three of the greatest value
     heads = [visible(name, _NAME) for name in columns]
 
     def cell(row: str, column: str, value: float) -> Cell:
         shade = value / most if np.isfinite(value) else 0.0
-        return Cell(f"{value:.3g}", f"{visible(row)}, {visible(column)}: {value:.6g}", shade)
+        return Cell(f"{value:.{digits}f}", f"{visible(row)}, {visible(column)}: {value:.6g}", shade)
 
     listed = [
         (visible(row), [cell(row, *each) for each in zip(columns, line.tolist(), strict=True)])
         for row, line in zip(rows, matrix, strict=True)
     ]
-    wide = max([_LEAST, *map(columns_of, heads)])
+    texts = [cell.text for _, cells in listed for cell in cells]
+    wide = max([_LEAST, *map(columns_of, heads), *map(len, texts)])
     drawn = cell_grid("", heads, listed, wide=wide, number=True)
     about = f"{len(rows)} × {len(columns)} values, from {matrix.min(initial=0):.4g} to "
     about += f"{matrix.max(initial=0):.4g}"

@@ -124,7 +124,7 @@ def test_attributions_add_up() -> None:
 def test_a_matrix_of_ones_own() -> None:
     view = grid([[1.0, -2.0], [np.nan, 0.0]], ["a", " b"], ["\n", "<"], "t")  # type: ignore[arg-type]
     rows = cells(view)
-    assert [[text for text, _, _ in row] for row in rows] == [["1", "-2"], ["nan", "0"]]
+    assert [[text for text, _, _ in row] for row in rows] == [["1.00", "-2.00"], ["nan", "0.00"]]
     assert rows[0][1][1:] == ("a, <: -2", "--n:1.00")
     assert list(view.table()["column"]) == ["\n", "<", "\n", "<"]
     with pytest.raises(RequestError, match="the values are 1 × 2, and there are 2 × 2 names"):
