@@ -92,7 +92,7 @@ ONE_IN = {
     "tests/test_pure_function.py::test_logits_of_decoders": 90,
     "tests/test_pure_function.py::test_hidden_states_of_encoders": 12,
     "tests/test_pure_function.py::test_logits_of_encoder_decoders": 5,
-    "tests/test_pure_function.py::test_derivatives": 4,
+    "tests/test_pure_function.py::test_derivatives": 5,
     "tests/test_pure_function.py::test_lora_beside_any_matrix": 3,
     "tests/test_classification.py": 2,
     "tests/template/test_bounds.py": 3,
@@ -116,6 +116,12 @@ IN_TURN = (
     (
         "tests/distributed/test_hosts.py::test_by_tensors_with_strangers",
         "tests/distributed/test_answers.py::test_both_ways_with_two_devices_each",
+    ),
+    (
+        "tests/test_pure_function.py::test_derivatives",
+        "tests/test_pure_function.py::test_logits_of_encoder_decoders",
+        "tests/test_pure_function.py::test_lora_is_learnt_and_put_in_place",
+        "tests/test_pure_function.py::test_lora_beside_any_matrix",
     ),
 )
 
