@@ -16,7 +16,7 @@ from jinfer.modelspec.quantization_table import Role
 from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
-from jinfer.ops.matmul.lora import add_lora
+from jinfer.ops.matmul.lora import Stacks, add_lora
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class Linear(nnx.Module):
         """Whether it is the product with its weight and nothing else."""
         return self.bias is None and (self.lora_a is None or adapted_rows() is None)
 
-    def adapted(self, y: Float[Array, "*rows outputs"], x: Float[Array, "*rows inputs"]) -> Array:
-        """A product in float32 with the terms of the rows' adapters."""
-        rows = adapted_rows()
-        if rows is None or self.lora_a is None or self.lora_b is None:
-            return y
-        return add_lora(y, x, self.lora_a[...], self.lora_b[...], rows)
+    @property
+    def stacks(self) -> Stacks:
+        """The stacks of adapters, of which there is room for some."""
+        assert self.lora_a is not None, "it has room"
+        assert self.lora_b is not None, "it has room"
+        return Stacks(self.lora_a[...], self.lora_b[...])
 
 
 class BlockLinear(nnx.Module):
@@ -89,12 +89,17 @@ def project(
     """Several projections of the same vectors, which may be one operation."""
     biases = [None if each.bias is None else each.bias[...] for each in projections]
     weights = [each.weight[...] for each in projections]
-    if adapted_rows() is None or all(each.lora_a is None for each in projections):
+    rows = adapted_rows()
+    if rows is None or all(each.lora_a is None for each in projections):
         return linears(x, weights, biases)
     # In float32 until all terms are added: rows without an adapter are rounded as without any.
     wide = linears(x, weights, biases, jnp.float32)
-    each_with = zip(projections, wide, strict=True)
-    return tuple(each.adapted(y, x).astype(x.dtype) for each, y in each_with)
+    has = [each.lora_a is not None and each.lora_b is not None for each in projections]
+    stacks = [each.stacks for each, there in zip(projections, has, strict=True) if there]
+    products = [y for y, there in zip(wide, has, strict=True) if there]
+    adapted = iter(add_lora(products, x, stacks, rows))
+    every = zip(wide, has, strict=True)
+    return tuple((next(adapted) if there else y).astype(x.dtype) for y, there in every)
 
 
 class Embedding(nnx.Module):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jinfer.ops.matmul import lora
-from jinfer.ops.matmul.lora import add_lora, row_adapters
+from jinfer.ops.matmul.lora import Stacks, add_lora, row_adapters
 
 RNG = np.random.default_rng(4)
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 8, 48, 40
@@ -17,8 +17,12 @@ TABLE = np.stack([np.array([2, 0, 1, 0, 2], np.int32), SCALES.view(np.int32)], a
 
 def added(x: np.ndarray, y: np.ndarray, rows: np.ndarray, b: np.ndarray = B) -> np.ndarray:
     at = row_adapters(jnp.asarray(TABLE), jnp.asarray(rows))
-    a, stack = jnp.asarray(A), jnp.asarray(b)
-    return np.asarray(add_lora(jnp.asarray(y)[None], jnp.asarray(x)[None], a, stack, at)[0])
+    stacks = Stacks(jnp.asarray(A), jnp.asarray(b))
+    other = Stacks(jnp.asarray(A[::-1].copy()), jnp.zeros((SLOTS, 8, RANK)))
+    ys = [jnp.asarray(y)[None], jnp.zeros((1, len(rows), 8))]
+    first, second = add_lora(ys, jnp.asarray(x)[None], [stacks, other], at)
+    assert not second.any()
+    return np.asarray(first[0])
 
 
 @pytest.mark.parametrize("grouped", [True, False])

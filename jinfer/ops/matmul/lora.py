@@ -8,6 +8,7 @@ so only slots that have rows are read. W may be of any format: nothing of it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +19,13 @@ from jinfer.ops.matmul.matmul import grouped_linears, supports_grouped
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+
+class Stacks(NamedTuple):
+    """The adapters of one projection, a matrix each slot."""
+
+    a: Float[Array, "slots rank inputs"]
+    b: Float[Array, "slots outputs rank"]
 
 
 class RowAdapters(NamedTuple):
@@ -61,42 +69,47 @@ def row_adapters(table: Int[Array, "sequences 2"], rows: Int[Array, " rows"]) ->
 
 
 def add_lora(
-    y: Float[Array, "*rows outputs"],
+    ys: Sequence[Float[Array, "*rows outputs"]],
     x: Float[Array, "*rows inputs"],
-    a: Float[Array, "slots rank inputs"],
-    b: Float[Array, "slots outputs rank"],
+    stacks: Sequence[Stacks],
     at: RowAdapters,
-) -> Float[Array, "*rows outputs"]:
-    """`y` with the low-rank terms of the rows' adapters; the other rows keep their bits.
+) -> tuple[Float[Array, "*rows outputs"], ...]:
+    """`ys` with the low-rank terms of the rows' adapters; the other rows keep their bits.
 
     Args:
-        y: the product without adapters, float32.
-        x: its left factor.
-        a, b: the stacked adapters.
+        ys: products of the same vectors without adapters, float32.
+        x: their left factor.
+        stacks: the stacked adapters of each.
     """
     flat = x.reshape(-1, x.shape[-1])
     assert flat.shape[0] == at.slots.shape[0], "each row is a token"
-    terms = _grouped(flat, a, b, at) if supports_grouped(a) else _masked(flat, a, b, at)
-    terms = terms.reshape(y.shape)
+    grouped = all(supports_grouped(a) for a, _ in stacks)
+    terms = (_grouped if grouped else _masked)(flat, stacks, at)
     # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.
-    own = (at.slots > 0).reshape(*y.shape[:-1], 1)
-    return jnp.where(own, y + terms, y)
+    own = (at.slots > 0).reshape(*x.shape[:-1], 1)
+    each = zip(ys, terms, strict=True)
+    return tuple(jnp.where(own, y + term.reshape(y.shape), y) for y, term in each)
 
 
-def _grouped(x: Array, a: Array, b: Array, at: RowAdapters) -> Array:
-    offsets = at.offsets(a.shape[0])
-    (inner,) = grouped_linears(x[at.order], [a], offsets)
-    inner = inner * at.scales[at.order][:, None]
-    (terms,) = grouped_linears(inner.astype(x.dtype), [b], offsets)
-    return terms[at.places]
+def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
+    offsets = at.offsets(stacks[0][0].shape[0])
+    scales = at.scales[at.order][:, None]
+    inner = grouped_linears(x[at.order], [a for a, _ in stacks], offsets)
+    terms = []
+    for part, (_, b) in zip(inner, stacks, strict=True):
+        terms += grouped_linears((part * scales).astype(x.dtype), [b], offsets)
+    return [term[at.places] for term in terms]
 
 
-def _masked(x: Array, a: Array, b: Array, at: RowAdapters) -> Array:
+def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
     """Two products with all slots, of which each row keeps its own."""
-    slots, rank, inputs = a.shape
-    (inner,) = dense_matmul(x, [a.reshape(slots * rank, inputs)])
-    inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]
-    own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
-    inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
-    (terms,) = dense_matmul(inner, [b.transpose(1, 0, 2).reshape(b.shape[1], slots * rank)])
+    terms = list[Array]()
+    for a, b in stacks:
+        slots, rank, inputs = a.shape
+        (inner,) = dense_matmul(x, [a.reshape(slots * rank, inputs)])
+        inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]
+        own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
+        inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
+        flat_b = b.transpose(1, 0, 2).reshape(b.shape[1], slots * rank)
+        terms += dense_matmul(inner, [flat_b])
     return terms
