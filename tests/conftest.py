@@ -95,6 +95,7 @@ ONE_IN = {
     "tests/test_pure_function.py::test_derivatives": 5,
     "tests/test_pure_function.py::test_lora_beside_any_matrix": 3,
     "tests/test_classification.py": 2,
+    "tests/test_notebooks.py::test_a_notebook_runs": 7,
     "tests/template/test_bounds.py": 3,
     **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
     "tests/kernels_pallas/": 16,

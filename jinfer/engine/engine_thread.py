@@ -102,7 +102,8 @@ class EngineThread:
     def run(self, job: EngineJob, *, always: bool = False) -> Any:
         """Runs a job between two steps and returns its result; its exceptions are raised here.
 
-        If the job returns a generator, `Passes`, a step runs after each of its parts.
+        If the job returns a generator, `Passes`, a step runs after each of its parts. Ctrl-C ends
+        it after the part that runs.
 
         Args:
             always: also while no requests are taken.
@@ -111,7 +112,11 @@ class EngineThread:
             self._check_taken()
         work = QueuedJob(job)
         self._send(lambda loop: loop.jobs.append(work))
-        return work.future.result()
+        try:
+            return work.future.result()
+        except KeyboardInterrupt:
+            work.abandoned = not always
+            raise
 
     def _check_taken(self) -> None:
         if self.refusal:

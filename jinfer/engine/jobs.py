@@ -16,14 +16,22 @@ type EngineJob = Callable[[Engine], Any]  # returns its result, or a generator t
 
 @dataclass
 class QueuedJob:
-    """A queued job; once begun, its passes can restart."""
+    """A queued job; once begun, its passes can restart.
+
+    Attributes:
+        abandoned: nobody waits for its result; it ends at its next part.
+    """
 
     job: EngineJob
     future: Future[Any] = field(default_factory=Future)
     passes: Passes[Any] | None = None
+    abandoned: bool = False
 
     def advance(self, engine: Engine) -> Pause | None:
-        """Runs its next part; None once it has a result or an exception."""
+        """Runs its next part; None once it has a result or an exception, or is abandoned."""
+        if self.abandoned:
+            self.restart()
+            return None
         try:
             if self.passes is None:
                 result = self.job(engine)

@@ -1,5 +1,6 @@
 """Requests that are refused, closed, interrupted or fail, and what becomes of the others."""
 
+import signal
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from jinfer.cpu import build_library
 from jinfer.cpu import interrupt_call as cpu
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner import sampler_output
+from jinfer.engine.runner.forward_passes import Passes
 from jinfer.engine.runner.step_key import StepKey
 from tests.engine.tiny import GREEDY, PROMPTS, held, ids, open_model
 
@@ -156,6 +158,24 @@ def test_ctrl_c_ends_the_requests_of_its_caller(llm: LLM, alone: list[list[int]]
         stream.throw(KeyboardInterrupt)
     tokens += [id for chunk in other for id in chunk.token_ids]
     assert tokens == alone[1]
+
+
+def test_ctrl_c_ends_the_passes_of_its_caller(llm: LLM, alone: list[list[int]]) -> None:
+    """Those of a trace or a score, after the part that runs; the model can be used at once."""
+    ended = threading.Event()
+
+    def passes(engine: Engine) -> Passes[None]:
+        try:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            while True:
+                yield "computed"
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.session.thread.run(passes)
+    assert ended.wait(10)
+    assert ids(llm.generate(PROMPTS, GREEDY)) == alone
 
 
 def test_a_closed_model_says_so() -> None:
