@@ -42,7 +42,7 @@ def run(notebook: Json) -> Iterator[list[Json]]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             value = _execute(source, f"<cell {number}>", namespace)
-        outputs = []
+        outputs = list[Json]()
         if text := printed.getvalue():
             outputs.append({"name": "stdout", "output_type": "stream", "text": _lines(text)})
         if value is not None and not source.rstrip().endswith(";"):
@@ -59,10 +59,11 @@ def run(notebook: Json) -> Iterator[list[Json]]:
 
 def _execute(source: str, name: str, namespace: Json) -> Any:
     body = ast.parse(source, name).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    exec(compile(ast.Module(body, []), name, "exec"), namespace)
-    if last is None:
+    last = body[-1] if body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(ast.Module(body, []), name, "exec"), namespace)
         return None
+    exec(compile(ast.Module(body[:-1], []), name, "exec"), namespace)
     return eval(compile(ast.Expression(last.value), name, "eval"), namespace)
 
 
