@@ -95,7 +95,7 @@ def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]
     offsets = at.offsets(stacks[0][0].shape[0])
     scales = at.scales[at.order][:, None]
     inner = grouped_linears(x[at.order], [a for a, _ in stacks], offsets)
-    terms = []
+    terms = list[Array]()
     for part, (_, b) in zip(inner, stacks, strict=True):
         terms += grouped_linears((part * scales).astype(x.dtype), [b], offsets)
     return [term[at.places] for term in terms]
