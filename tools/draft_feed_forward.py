@@ -83,6 +83,43 @@ def feed_forward(
     return branch
 
 
+def matrices_by_shape(
+    roles: Mapping[str, Part], parts: Mapping[str, Part], facts: DraftFacts, transposed: bool
+) -> dict[str, Part]:
+    """Role -> matrix of a feed-forward whose names say nothing: from hidden to a width and back.
+
+    They are in one module, and there are no others of its shapes; of two that go to the width the
+    one that is called a gate is it, or else the first.
+    """
+    if any(role.startswith("ffn.") for role in roles):
+        return {}
+    hidden, taken = facts.known["hidden"], {part.inner for part in roles.values()}
+    by_module: dict[str, list[Part]] = {}
+    for inner, part in parts.items():
+        if (
+            inner not in taken
+            and len(part.shape) == 2
+            and hidden in part.shape
+            and part.vector == 0
+        ):
+            by_module.setdefault(inner.rpartition(".")[0], []).append(part)
+    for matrices in by_module.values():
+        widths = {sum(part.shape) - hidden for part in matrices}
+        inputs = 0 if transposed else 1
+        ups = [part for part in matrices if part.shape[inputs] == hidden]
+        downs = [part for part in matrices if part not in ups]
+        if len(widths) != 1 or hidden in widths or len(downs) != 1 or len(ups) not in (1, 2):
+            continue
+        names = ", ".join(part.last for part in matrices)
+        facts.note(f"{names}: read as a feed-forward by their shapes")
+        if len(ups) == 1:
+            return {"ffn.up": ups[0], "ffn.down": downs[0]}
+        gate = next((part for part in ups if "gate" in part.last.lower()), ups[0])
+        up = next(part for part in ups if part is not gate)
+        return {"ffn.gate": gate, "ffn.up": up, "ffn.down": downs[0]}
+    return {}
+
+
 def _normed(
     own: Mapping[str, Part], sub: Part, table: Mapping[str, Any], width: int, facts: DraftFacts
 ) -> Branch:

@@ -6,19 +6,21 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from .checkpoint_layers import CheckpointStack, LayerKind, Part
 from .draft_attention import attention
 from .draft_branch import Branch, norm
 from .draft_facts import DraftFacts
-from .draft_feed_forward import experts, feed_forward
+from .draft_feed_forward import experts, feed_forward, matrices_by_shape
 from .draft_recurrences import channel_mixing
 from .draft_state import state_block, unknown_state
 from .guess_roles import role_in_layer
 
 _SIDE = ("parallel_attn", "use_parallel_residual", "parallel_block", "parallel_attention")
 _BEFORE = ("normalize_before", "do_layer_norm_before", "prenorm")
+_BARE = re.compile(r"(layer_?)?norm")
 _SLOTS = ("attn_norm", "attn_post", "cross_norm", "cross_post", "ffn_norm", "ffn_post")
 
 
@@ -60,7 +62,8 @@ def draft_layer(
     roles: dict[str, Part] = {}
     for inner, part in rest.items():
         if role := role_in_layer(inner, rest) or _beside(inner, rest):
-            roles.setdefault(role, part)
+            _set_role(roles, role, part)
+    roles |= matrices_by_shape(roles, rest, facts, transposed)
     mixers = [b for b in (state, attention(roles, facts, "attn", transposed, stack)) if b]
     cross = attention(roles, facts, "cross", transposed) if facts.encoded else None
     feeds = [b for b in (mixing, experts(roles, facts)) if b]
@@ -94,6 +97,17 @@ def draft_layer(
             used.add(norms[slot].inner)
     drafted.unplaced = [part for inner, part in parts.items() if inner not in used]
     return drafted
+
+
+def _set_role(roles: dict[str, Part], role: str, part: Part) -> None:
+    """Gives a role to the first of its parts; a bare norm beside attention's own is the next."""
+    held = roles.setdefault(role, part)
+    if role != "attn_norm" or held is part:
+        return
+    bare = next((each for each in (held, part) if "." not in each.inner), None)
+    if bare is not None and _BARE.fullmatch(bare.inner.lower()):
+        roles["attn_norm"] = part if bare is held else held
+        roles.setdefault("ffn_norm", bare)
 
 
 def _note_unknown(inside: Iterable[str], parts: Mapping[str, Part], facts: DraftFacts) -> None:
@@ -226,6 +240,8 @@ def pattern_of(stack: CheckpointStack, words: Sequence[str], facts: DraftFacts) 
         if len(of) > 1 and all(len(found) == 1 for found in of.values()):
             at = "i" if len(values) >= len(kinds) else f"i % {len(values)}"
             return _chain(key, {value: words[found.pop()] for value, found in of.items()}, at)
+    if text := _of_two_keys(kinds, words, facts):
+        return text
     if len(stack.kinds) == 2 and kinds == sorted(kinds):
         first = kinds.index(1)
         key = next((k for k in _FIRST if facts.get(k) == first), "")
@@ -236,6 +252,27 @@ def pattern_of(stack: CheckpointStack, words: Sequence[str], facts: DraftFacts) 
         if all(kinds[i] == kinds[i % n] for i in range(len(kinds)))
     )
     return [words[kind] for kind in kinds[:period]]
+
+
+def _of_two_keys(kinds: Sequence[int], words: Sequence[str], facts: DraftFacts) -> str:
+    """Kinds that two keys with a word for each layer tell apart together; "" if none do."""
+    lists = [
+        (key, values)
+        for key, values in _lists(facts)
+        if len(values) == len(kinds) and all(isinstance(each, str) for each in values)
+    ]
+    for (one, mixers), (other, feeds) in combinations(lists, 2):
+        of: dict[tuple[str, str], set[int]] = {}
+        for kind, pair in zip(kinds, zip(mixers, feeds, strict=True), strict=True):
+            of.setdefault(pair, set()).add(kind)
+        if any(len(found) > 1 for found in of.values()):
+            continue
+        *first, (_, last) = ((pair, words[found.pop()]) for pair, found in of.items())
+        text = last
+        for (mixer, feed), word in reversed(first):
+            text = f"{word} if ${one}[i] == '{mixer}' and ${other}[i] == '{feed}' else {text}"
+        return text
+    return ""
 
 
 _FIRST = (

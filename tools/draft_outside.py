@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,13 @@ def draft_outside(layers: CheckpointLayers, facts: DraftFacts) -> DraftedOutside
     for name, part in layers.outside.items():
         role = roles[name]
         if "relative_attention_bias" in name or "rope_freqs" in name:
-            where = next((s for s in names if re.search(rf"(^|\.){s}\.", name)), outside.last)
+            where = _stack_of(name, names, outside.last)
             facts.shared["rope_freqs" if "rope" in name else f"{where}.relative"] = part
             continue
         if "seq_relationship" in name or name.endswith("rope_factors_long"):
             outside.ignored += [f'"{name}.*"' if "seq" in name else f'"{name}.weight"']
             continue
-        stack = next((s for s in names if re.search(rf"(^|\.){s}\.", name)), outside.last)
+        stack = _stack_of(name, names, outside.last)
         own = outside.of_stack.setdefault(stack, {})
         if part is embed:
             continue
@@ -121,9 +121,15 @@ def draft_outside(layers: CheckpointLayers, facts: DraftFacts) -> DraftedOutside
     if copies:
         outside.copies["embed.weight"] = copies
     _masked(outside, facts)
+    _head_by_shape(outside, facts, width)
     _tie(outside, facts, width)
     _scales(outside, facts)
     return outside
+
+
+def _stack_of(name: str, stacks: Iterable[str], last: str) -> str:
+    """The stack that a module's name says, or else the last one."""
+    return next((stack for stack in stacks if re.search(rf"(^|[._]){stack}\.", name)), last)
 
 
 def _embed(layers: CheckpointLayers, roles: Mapping[str, str], facts: DraftFacts) -> Part | None:
@@ -132,6 +138,10 @@ def _embed(layers: CheckpointLayers, roles: Mapping[str, str], facts: DraftFacts
     tables = [part for part in found if len(part.shape) == 2]
     told = facts.get(*KEYS["vocab"])
     exact = [part for part in tables if part.shape[0] == told]
+    if not tables and isinstance(told, int):  # none that is called so: the first of its shape
+        sizes = (told, facts.get(*KEYS["hidden"]))
+        unnamed = [part for part in layers.outside.values() if part.shape == sizes]
+        exact = [part for part in unnamed if roles[part.name] != "logits"]
     return next(iter(exact or tables), None)
 
 
@@ -236,7 +246,8 @@ def _masked(outside: DraftedOutside, facts: DraftFacts) -> None:
     width = outside.modules["embed"].get("width", facts.known["hidden"])
     own = outside.of_stack.setdefault(stack, {})
     found: dict[str, Part] = {}
-    for part in sorted(outside.unplaced, key=lambda part: part.shape[0] == vocab):
+    order = sorted(outside.unplaced, key=lambda part: (part.shape[0] == vocab, part.vector > 0))
+    for part in order:
         if not _MASKED.search(part.name):
             continue
         if (
@@ -274,6 +285,19 @@ def _masked(outside: DraftedOutside, facts: DraftFacts) -> None:
     elif "bias" in found:
         head["bias"] = True
         outside.tensors["logits.bias"] = _whole(found["bias"])
+
+
+def _head_by_shape(outside: DraftedOutside, facts: DraftFacts, width: int) -> None:
+    """A head whose name says nothing: the only matrix left that gives the vocabulary."""
+    shape = (facts.known.get("vocab", 0), width)
+    found = [part for part in outside.unplaced if part.shape == shape]
+    if "logits" in outside.tensors or len(found) != 1:
+        return
+    (part,) = found
+    outside.unplaced.remove(part)
+    outside.tensors["logits"] = part.name
+    outside.modules["logits"] = {"kind": "head"} | ({"bias": True} if part.bias else {})
+    facts.note(f"{part.name}: read as the head by its shape")
 
 
 def _whole(part: Part) -> str:

@@ -28,7 +28,7 @@ _SCALING_KEYS = frozenset(
         "long_mscale",
     }
 )
-_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic", "su")
+_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic", "su", "proportional")
 
 
 def rotary(facts: DraftFacts, head_dim: int) -> dict[str, Any]:
@@ -115,10 +115,13 @@ def _by_type(facts: DraftFacts, tables: Mapping[str, Mapping[str, Any]]) -> dict
     """Theta and scaling of each type of layer, from config.json's tables."""
     at, types = facts.key("rope_parameters"), facts.key("layer_types")
     table: dict[str, Any] = {}
-    if any("partial_rotary_factor" in v for v in tables.values()):
+    # Where a rule of scaling takes a share, it is of the pairs that turn.
+    shares = [t for t, v in tables.items() if "partial_rotary_factor" in v]
+    shares = [t for t in shares if tables[t].get("rope_type") != "proportional"]
+    if shares:
         text = "head_dim"
-        for t, v in tables.items():
-            if "partial_rotary_factor" in v:
+        for t in tables:
+            if t in shares:
                 share = f"floor(head_dim * ${at}.{t}.partial_rotary_factor)"
                 text = f"{share} if ${types}[i] == '{t}' else {text}"
         table["dim"] = f"({text})"

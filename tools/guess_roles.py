@@ -34,23 +34,26 @@ _ATTENTION = {
     "attn.kv_b": r"(attn_)?kv_b(_proj)?|wkv_b",
     "attn.q_norm": r"q_(layer_?)?norm|(q|query)_(layernorm|ln|norm)|attn_q_norm|norm_q|q_layernorm",
     "attn.k_norm": r"k_(layer_?)?norm|(k|key)_(layernorm|ln|norm)|attn_k_norm|norm_k|k_layernorm",
-    "attn.q": r"q|wq|q_proj|query|q_lin|attn_q|query_proj",
-    "attn.k": r"k|wk|k_proj|key|k_lin|attn_k|key_proj",
-    "attn.v": r"v|wv|v_proj|value|v_lin|attn_v|value_proj",
+    "attn.q": r"q|wq|q_proj|query|q_lin(ear)?|attn_q|query_proj|(project|to|linear)_q",
+    "attn.k": r"k|wk|k_proj|key|k_lin(ear)?|attn_k|key_proj|(project|to|linear)_k",
+    "attn.v": r"v|wv|v_proj|value|v_lin(ear)?|attn_v|value_proj|(project|to|linear)_v",
     "attn.gate": r"gate_proj|g_proj|attn_gate|output_gate|gate|o_gate|qkv_gate",
     "attn.out_norm": r"(attn_)?sub_norm|attn_sub_norm|o_norm|out_norm|inner_attn_ln|subln",
     "attn.sinks": r"(attn_)?sinks?(_bias)?|attention_sink_bias|softmax_offset",
     **{f"attn.differential.lambda_{n}": f"lambda_{n}" for n in ("q1", "k1", "q2", "k2")},
-    "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj|attn_out|out|output",
+    "attn.o": r"o|wo|o_proj|out_proj|out_lin|c_proj|dense|attn_output|proj|attn_out|out|output"
+    r"|attention_out(put)?|(project|to|linear)_o(ut)?|output_proj(ection)?",
     "attn.relative": r"relative_attention_bias|attn_rel_b",
     "attn_norm": r".*norm.*|ln.*|.*_ln",
 }
 _FEED_FORWARD = {
     "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused",
-    "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer",
+    "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer"
+    r"|w_0|proj_up_gate",
     "ffn.up": r"fc11|up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|c_fc_1|dense_h_to_4h|lin1|dense|up"
-    r"|w_1|intermediate_proj|up_layer",
-    "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj|w_2",
+    r"|w_1|intermediate_proj|up_layer|intermediate|layer_1|w_in|proj_up|ffn",
+    "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj|w_2"
+    r"|output|layer_2|w_out|proj_down|ffn_output",
     "ffn.router": r"gate|router|ffn_gate_inp|wg|classifier|router_proj",
     "ffn.router.correction": r"e_score_correction_bias|expert_bias|exp_probs_b|moe_statics"
     r"|correction_bias|score_correction_bias",
@@ -93,16 +96,17 @@ _NORMS = {
     "attn_norm": r"input_layernorm|ln_?1|norm_?1|input_norm|sa_layer_norm|operator_norm"
     r"|(temporal_pre|pre_mixer|pre_self_attn|pre_self_attention|pre_attn|pre_attention)_(layer_?)?norm"
     r"|(self_)?att(n|ention)?_(layer_?)?norm|attn_ln|ln_attn|norm|layer_norm|attention_layernorm"
-    r"|pre_(self_)?attn_(layer)?norm|norm_attn|input_ln|attn_norm",
+    r"|pre_(self_)?attn_(layer)?norm|norm_attn|input_ln|attn_norm|layer_?norm_?1|layernorm",
     "cross_post": r"post_cross.*norm",
     "attn_post": r"post_(self_)?att(n|ention)?_norm|post_self_attn_layernorm|attn_post_norm"
     r"|post_self_attention_(layer)?norm|post_attention_norm|attn_out_norm|post_attn_layernorm"
-    r"|post_norm1|attention_output_norm|post_mixer_norm",
+    r"|post_norm1|attention_output_norm|post_(mixer|operator)_norm",
     "after_attn": r"post_attention_layernorm|attn_output_norm",
     "ffn_post": r"post_(ffn|mlp|ff|ffw|feed_?forward)_?(layer_?)?norm|layer_output_norm"
     r"|ffn_post_norm|post_norm2|post_moe_norm|post_feedforward_layernorm",
     "ffn_norm": r"ln_?2|norm_?2|(final|output)_layer_?norm|(channel_pre|pre_moe)_norm|ln_mlp|mlp_ln"
-    r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|norm_mlp|norm_ffn|pre_ffw_norm|post_ln|ln",
+    r"|(pre_)?(ffn|mlp|ff|feed_?forward)_(layer_?)?norm|norm_mlp|norm_ffn|pre_ffw_norm|post_ln|ln"
+    r"|layer_?norm_?2|full_layer_layer_norm",
 }
 _OUTSIDE = {
     "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd|pos_emb.*"
@@ -150,7 +154,7 @@ def role_in_layer(inner: str, names: Collection[str]) -> str:
         inner: its name in the layer.
         names: those of the layer's modules: with w1 but no w3, w1 is the first of two matrices.
     """
-    words = inner.lower()
+    words = inner.lower().removesuffix(".linear")  # a wrapped projection
     last = words.rpartition(".")[2]
     if "indexer" in words:  # of sparse attention, whose words are attention's
         return ""

@@ -17,6 +17,7 @@ from jinfer.modelspec.blocks import (
     AttentionSpec,
     Block,
     GatedMLPSpec,
+    LatentAttentionSpec,
     LayerNormSpec,
     MLPSpec,
     MoESpec,
@@ -187,6 +188,7 @@ def same_chosen(value: Any, spec: ModelSpec) -> bool:
 
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 _WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
+_NO_ATTENTION = {"linear_attention", "mamba", "conv"}
 
 
 def same_layers(value: Any, spec: ModelSpec) -> bool:
@@ -207,6 +209,7 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
     if not _INDEXED.isdisjoint(each for each in value if isinstance(each, str)):
         return [each in _INDEXED for each in value] == [bool(k) for k in _chosen(spec)]
     said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
+    said = [None if isinstance(each, str) and each in _NO_ATTENTION else each for each in said]
     if not any(said) and None not in said:
         return all(attn is None or attn.window in (None, reach) for attn in built)
     return said == [None if attn is None else attn.window is not None for attn in built]
@@ -258,6 +261,7 @@ def same_share(value: Any, spec: ModelSpec) -> bool:
     scalings = [each for each in scalings if each.rope_type == "proportional"]
     return (
         (usual and value is not False)
+        or not (attentions or _ropes(spec))
         or any(int(size * value) == dim for dim, size in shares)
         or any(near(value, each.partial_rotary_factor) for each in scalings)
     )
@@ -272,9 +276,12 @@ def usual_query_scale(value: Any, spec: ModelSpec) -> bool:
 
 
 def same_scale(value: Any, spec: ModelSpec) -> bool:
-    """Whether scores are multiplied by it; none built is 1 / sqrt(head_dim)."""
+    """Whether scores, if there are any, are multiplied by it; none built is 1 / sqrt(head_dim)."""
     usual = spec.dims.get("head_dim", 1) ** -0.5
     scales = values_of(spec, "scale", of=AttentionSpec)
+    kinds = (AttentionSpec, LatentAttentionSpec)
+    if not any(isinstance(block, kinds) for block in _blocks(spec)):
+        return True
     return any(near(float(value), usual if each is None else each) for each in scales)
 
 
