@@ -20,6 +20,7 @@ _IGNORED = re.compile(
     r"|(query|key|diagonal)_decay|act_fn\.(beta|eps)"
     r"|attn_mask|expert_bias_update|tokens_per_expert|cos_cached|sin_cached)"
 )
+_LISTED = re.compile(r"((?:\w+\.)*?)(\w+)\.\{i\}((?:\..+)?)")
 # Stacks of other modes than text, and heads that predict further tokens: not the model's layers.
 _OTHER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp|image\w*|\w*projector)\.")
 
@@ -137,16 +138,20 @@ def layers_of(tensors: Iterable[Tensor], only: str = "") -> CheckpointLayers:
     found: dict[str, dict[str, Part]] = {"ignored": {}, "elsewhere": {}, "outside": {}}
     layers: dict[str, dict[int, dict[str, Part]]] = {}
     tensors = list(tensors)
-    once = _once(tensors)
+    once, split = _once(tensors), _split_lists(tensors)
     for tensor in tensors:
         name, leaf = module_name(tensor.name), leaf_of(tensor.name)
         prefix, mark, inner = name.partition("{i}.")
+        before = prefix
+        if (listed := _LISTED.fullmatch(name)) and listed[1] in split:
+            before, mark = f"{listed[1]}{listed[2]}.", "{i}"
+            prefix, inner = listed[1], f"{listed[2]}{listed[3]}"
         if is_ignorable(tensor):
             place = "ignored"
         elif _OTHER.search(name):
             place = "elsewhere"
         elif mark and name not in once:
-            number = int(tensor.name[len(prefix) :].partition(".")[0])
+            number = int(tensor.name[len(before) :].partition(".")[0])
             parts = layers.setdefault(prefix, {}).setdefault(number, {})
             part = parts.setdefault(inner, Part(name, inner))
             part.leaves[leaf] = tensor.shape
@@ -175,6 +180,25 @@ def _once(tensors: Iterable[Tensor]) -> set[str]:
             number = re.search(r"\.(\d+)\.", tensor.name)
             layers.setdefault(name, set()).add(number[1] if number else "")
     return {name for name, found in layers.items() if found == {"0"}}
+
+
+def _split_lists(tensors: Iterable[Tensor]) -> set[str]:
+    """What stands before lists of which each has one sort of module of all layers.
+
+    Such as `attentions.0`, `ffns.0` and `layer_norm1.0`, instead of `layers.0.attention`.
+    """
+    lists: dict[str, dict[str, set[str]]] = {}
+    for tensor in tensors:
+        if found := _LISTED.fullmatch(module_name(tensor.name)):
+            number = tensor.name[len(found[1]) + len(found[2]) + 1 :].partition(".")[0]
+            lists.setdefault(found[1], {}).setdefault(found[2], set()).add(number)
+    return {
+        parent
+        for parent, words in lists.items()
+        if len({frozenset(numbers) for numbers in words.values()}) == 1
+        and any(re.search(r"att", word) for word in words)
+        and any(re.search(r"ffn|mlp|feed|moe", word) for word in words)
+    }
 
 
 def _stacks(layers: Mapping[str, Mapping[int, Mapping[str, Part]]]) -> dict[str, str]:

@@ -175,6 +175,9 @@ def _extras(
         branch.take("attn.q_norm", part)
         branch.take("attn.k_norm", own["k_norm"])
         facts.note("norms of queries and keys stand before the rotation, unless rotated = true")
+    elif facts.get("use_qk_norm") is True:
+        table["qk_norm"] = {"kind": "rms", "eps": "eps", "weight": False, "when": "$use_qk_norm"}
+        facts.note("norms of queries and keys: a key says them, without weights; which layers?")
     if (gate := own.get("gate")) and gate.shape[0] in (width, heads):
         table["gate"] = {"per": "element" if gate.shape[0] == width else "head"}
         table["gate"] |= {"bias": True} if gate.bias else {}
@@ -220,6 +223,11 @@ def _scores(table: dict[str, Any], facts: DraftFacts, head_dim: int) -> None:
             "beta": "$rope_scaling.llama_4_scaling_beta",
             "span": "$rope_scaling.original_max_position_embeddings",
         }
+    tuned = "attn_temperature_tuning", "attn_scale", "floor_scale"
+    if all(facts.get(key) for key in tuned):
+        table["temperature"] = {"beta": "$attn_scale", "span": "$floor_scale"}
+        table["temperature"]["when"] = "$attn_temperature_tuning"
+        facts.note("temperature: which layers have it, and from which position on")
 
 
 def windows(facts: DraftFacts) -> str:
@@ -288,6 +296,8 @@ def _latent(own: Mapping[str, Part], facts: DraftFacts) -> Branch | None:
         if name in own:
             branch.take(f"attn.{name}", own[name])
     _scores(table, facts, rope)
-    table.pop("softcap", None), table.pop("window", None)
+    for key in ("softcap", "window", "temperature", "clip", "chunk"):
+        if table.pop(key, None) is not None:
+            facts.note(f"{key}: a key says it, but latent attention has none here")
     branch.modules["attn"], branch.value = table, "attn({n})"
     return branch

@@ -20,6 +20,7 @@ from .guess_roles import role_in_layer
 
 _SIDE = ("parallel_attn", "use_parallel_residual", "parallel_block", "parallel_attention")
 _BEFORE = ("normalize_before", "do_layer_norm_before", "prenorm")
+_SCALAR = re.compile(r"layer_?(output_)?scal(e|ar)")
 _BARE = re.compile(r"(layer_?)?norm")
 _SLOTS = ("attn_norm", "attn_post", "cross_norm", "cross_post", "ffn_norm", "ffn_post")
 
@@ -95,6 +96,12 @@ def draft_layer(
             drafted.modules[slot] = norm(norms[slot])
             drafted.tensors[slot] = norms[slot].name
             used.add(norms[slot].inner)
+    for inner, part in rest.items():
+        if _SCALAR.fullmatch(inner) and part.shape in ((), (1,)) and not part.leaves.get("weight"):
+            drafted.modules["layer_scale"] = {"kind": "scale", "size": 1}
+            drafted.tensors["layer_scale.weight"] = part.name
+            drafted.formula += "\nx = layer_scale(x)"
+            used.add(inner)
     drafted.unplaced = [part for inner, part in parts.items() if inner not in used]
     return drafted
 

@@ -15,7 +15,7 @@ from .guess_roles import role_outside
 
 _TABLES = {"position": "positions", "token_type": "token_types"}
 _MASKED = re.compile(
-    r"final_logits_bias|predictions|lm_head|vocab_|(^|\.)head\.|^decoder$|^decoder\.|generator"
+    r"final_logits_bias|predictions|lm_head|vocab_|(^|\.)head\.|pred_layer|^decoder$|^decoder\.|generator"
 )
 
 
@@ -87,9 +87,13 @@ def draft_outside(layers: CheckpointLayers, facts: DraftFacts) -> DraftedOutside
     outside.last = names[-1] if names else "decoder"
     roles = {name: role_outside(name) for name in layers.outside}
     embed = _embed(layers, roles, facts)
-    _sizes(layers, embed, facts)
+    head = next((p for name, p in layers.outside.items() if roles[name] == "logits"), None)
+    _sizes(layers, embed, head, facts)
     hidden, vocab = facts.known["hidden"], facts.known.get("vocab", 0)
     outside.modules["embed"] = {"kind": "embedding"}
+    if embed and embed.shape[0] != vocab:
+        outside.modules["embed"]["size"] = embed.shape[0]
+        facts.note(f"{embed.name}: more rows than the head gives tokens")
     width = embed.shape[-1] if embed else hidden
     if width != hidden:
         outside.modules["embed"]["width"] = width
@@ -145,10 +149,14 @@ def _embed(layers: CheckpointLayers, roles: Mapping[str, str], facts: DraftFacts
     return next(iter(exact or tables), None)
 
 
-def _sizes(layers: CheckpointLayers, embed: Part | None, facts: DraftFacts) -> None:
+def _sizes(
+    layers: CheckpointLayers, embed: Part | None, head: Part | None, facts: DraftFacts
+) -> None:
     """vocab, hidden, layers, context and eps."""
     told = facts.get(*KEYS["vocab"])
-    if embed or isinstance(told, int):
+    if embed and head and head.shape[0] == told < embed.shape[0]:
+        facts.dim("vocab", told)  # embeddings of further inputs stand behind those of tokens
+    elif embed or isinstance(told, int):
         facts.dim("vocab", embed.shape[0] if embed else told)
     if not embed:
         facts.note("no table of token embeddings is known by its name")

@@ -100,6 +100,9 @@ def rotary(facts: DraftFacts, head_dim: int) -> dict[str, Any]:
         table["factors"] = True
     if isinstance(facts.get("layer_rope_theta"), list):
         table["theta"] = "$layer_rope_theta[i]"
+        if not all(facts.get("layer_rope_theta")):  # 0: without positions
+            table["theta"] = "$layer_rope_theta[i] or rope_theta"
+            table["when"] = "$layer_rope_theta[i] > 0"
     if isinstance(facts.get("no_rope_layers"), list) and facts.get("no_rope_layers"):
         table["when"] = "$no_rope_layers[i] == 1"
     if key := facts.key(

@@ -47,13 +47,13 @@ _ATTENTION = {
     "attn_norm": r".*norm.*|ln.*|.*_ln",
 }
 _FEED_FORWARD = {
-    "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused",
+    "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused|gate_and_up_proj",
     "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer"
     r"|w_0|proj_up_gate",
     "ffn.up": r"fc11|up_proj|w3|wi_1|wi|ffn_up|fc1|fc_in|c_fc|c_fc_1|dense_h_to_4h|lin1|dense|up"
-    r"|w_1|intermediate_proj|up_layer|intermediate|layer_1|w_in|proj_up|ffn",
+    r"|w_1|intermediate_proj|up_layer|intermediate|layer_1|w_in|proj_up|ff_proj|ffn",
     "ffn.down": r"down_proj|w2|wo|ffn_down|fc2|fc_out|c_proj|dense_4h_to_h|lin2|down|proj|w_2"
-    r"|output|layer_2|w_out|proj_down|ffn_output",
+    r"|output|layer_2|w_out|proj_down|ffn_output|ff_out",
     "ffn.router": r"gate|router|ffn_gate_inp|wg|classifier|router_proj",
     "ffn.router.correction": r"e_score_correction_bias|expert_bias|exp_probs_b|moe_statics"
     r"|correction_bias|score_correction_bias",
@@ -110,10 +110,10 @@ _NORMS = {
 }
 _OUTSIDE = {
     "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd|pos_emb.*"
-    r"|position_embed",
+    r"|position_embed(ding)?",
     "token_type": r"token_type_embeddings|token_types",
     "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm|emb_ln"
-    r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|pre_ln",
+    r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|layer_norm_emb|pre_ln",
     "project_in": r"project_in|embeddings_project|embedding_hidden_mapping_in",
     "project_out": r"project_out",
     "logits": r"lm_head|embed_out|output|head|proj_out|output_layer",
