@@ -71,7 +71,7 @@ def attention(
             branch.take(f"{area}.{name}", own[name], transpose=transposed)
     if fused:
         branch.take(
-            f"{area}.{_FUSED}",
+            f"{area}.{_FUSED}{'' if fused.leaves.keys() - {''} else '.weight'}",
             fused,
             groups=_groups(fused, heads, kv_heads, facts),
             transpose=transposed,
@@ -84,6 +84,9 @@ def attention(
         )
     inner = {name: fused or own[name] for name in "qkv"} | {"o": out}
     letters = "".join(name for name, part in inner.items() if part.bias)
+    if fused and (alone := own.get(f"{_FUSED}.bias")):  # as PyTorch's own module has it
+        branch.take(f"{area}.{_FUSED}.bias", alone)
+        letters = "qkv" + letters
     if letters:
         table["bias"] = True if letters == "qkvo" else letters
     if area == "cross":

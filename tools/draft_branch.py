@@ -89,9 +89,14 @@ def sized(facts: DraftFacts, value: int, by: str, *keys: str) -> Value:
     return f"{by} * {found}" if isinstance(found, str) else facts.size(value, *keys)
 
 
-def norm(part: Part, eps: Value = "eps", **keys: Any) -> dict[str, Any]:
-    """The table of a norm, by whether it has a bias."""
-    return {"kind": "layer" if part.bias else "rms", **keys, "eps": eps}
+def norm(part: Part, eps: Value = "eps", layered: bool = False, **keys: Any) -> dict[str, Any]:
+    """The table of a norm, by whether it has a bias.
+
+    Args:
+        layered: a key says that it is a layer norm; without a bias, it has none.
+    """
+    own = {} if part.bias or not layered else {"bias": False}
+    return {"kind": "layer" if part.bias or layered else "rms", **keys, **own, "eps": eps}
 
 
 def act(branch: Branch, function: Value = "silu", name: str = "act") -> None:

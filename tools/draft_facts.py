@@ -132,6 +132,11 @@ class DraftFacts:
         names = (f"{table}{key}" for table in self._tables for key in keys)
         return next((name for name in names if self._get(name) is not None), "")
 
+    @property
+    def layered(self) -> bool:
+        """Whether a key says that norms are layer norms, with a bias or without."""
+        return bool(re.fullmatch(r"(\w+_)?layer_?norm", str(self.get("norm_type")).lower()))
+
     def size(self, value: float, *keys: str) -> Value:
         """A size as `$key` where one of these keys says the same, else as a number."""
         names = (f"{table}{key}" for table in self._tables for key in keys)

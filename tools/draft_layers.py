@@ -93,7 +93,7 @@ def draft_layer(
         facts.note("there are no norms with a weight: norms without one stand before each branch")
     for slot in _SLOTS:
         if slot in norms and f"{slot}(" in drafted.formula:
-            drafted.modules[slot] = norm(norms[slot])
+            drafted.modules[slot] = norm(norms[slot], layered=facts.layered)
             drafted.tensors[slot] = norms[slot].name
             used.add(norms[slot].inner)
     for inner, part in rest.items():

@@ -211,9 +211,13 @@ def _place(
     hidden = facts.known["hidden"]
     width = outside.modules["embed"].get("width", hidden)
     if role == "norm" and "norm" not in own and part.vector in (hidden, width):
-        own["norm"] = norm(part) | ({"size": part.vector} if part.vector != hidden else {})
+        own["norm"] = norm(part, layered=facts.layered) | (
+            {"size": part.vector} if part.vector != hidden else {}
+        )
     elif role == "embed_norm" and part.vector in (hidden, width):
-        own["embed_norm"] = norm(part) | ({"size": part.vector} if part.vector != hidden else {})
+        own["embed_norm"] = norm(part, layered=facts.layered) | (
+            {"size": part.vector} if part.vector != hidden else {}
+        )
     elif role == "position" and len(part.shape) == 2:
         own["position"] = {"kind": "learned_positions"}
         facts.positions = True

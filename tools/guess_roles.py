@@ -25,7 +25,9 @@ _AREAS = {
 }
 # Last words of names by role; those of `attn` apply to `cross` as well.
 _ATTENTION = {
-    "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj|att_proj",
+    "attn.{q,k,v}": r"c_attn|w?qkv(_proj)?|query_key_value|w_pack|attn_qkv|in_proj(_weight)?"
+    r"|att_proj",
+    "attn.{q,k,v}.bias": r"in_proj_bias",
     "attn.q_a": r"(attn_)?q_a(_proj)?|q_down_proj|wq_a",
     "attn.q_a_norm": r"(attn_)?q_a_(layer)?norm",
     "attn.q_b": r"(attn_)?q_b(_proj)?|q_up_proj|wq_b",
@@ -109,15 +111,15 @@ _NORMS = {
     r"|layer_?norm_?2|full_layer_layer_norm",
 }
 _OUTSIDE = {
-    "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd|pos_emb.*"
-    r"|position_embed(ding)?",
+    "position": r"wpe|embed_positions|positions_embed|position_embeddings|position_embd"
+    r"|pos(itional)?_emb.*|position_embed(ding)?",
     "token_type": r"token_type_embeddings|token_types",
     "embed_norm": r"word_embeddings_layernorm|layernorm_embedding|embed_norm|token_embd_norm|emb_ln"
     r"|embedding_layernorm|embeddings_layernorm|embed_layer_norm|layer_norm_emb|pre_ln",
     "project_in": r"project_in|embeddings_project|embedding_hidden_mapping_in",
     "project_out": r"project_out",
     "logits": r"lm_head|embed_out|output|head|proj_out|output_layer",
-    "norm": r".*norm.*|ln_f|ln_out|final_ln|ln",
+    "norm": r".*norm.*|ln_f|ln_out|final_ln|ln_final|ln",
     "embed": r"embed_tokens|tokens_embed|wte|word_embeddings|tok_embeddings|token_embd|embed_in"
     r"|shared|embed.*|word_embedding",
 }
