@@ -326,7 +326,7 @@ def _tie(outside: DraftedOutside, facts: DraftFacts, width: int) -> None:
     inputs = own["mlm"]["outputs"] if "mlm" in own else width
     if "logits" not in outside.tensors:
         head["tied"] = True
-    elif inputs != width:
+    elif inputs != width or "size" in outside.modules["embed"]:
         pass
     elif facts.get("tie_word_embeddings") is True:
         head["tied"] = True
