@@ -20,6 +20,7 @@ _IGNORED = re.compile(
     r"|(query|key|diagonal)_decay|act_fn\.(beta|eps)"
     r"|attn_mask|expert_bias_update|tokens_per_expert|cos_cached|sin_cached)"
 )
+_INSIDE = re.compile(r"\w+\.\d+\.")
 _LISTED = re.compile(r"((?:\w+\.)*?)(\w+)\.\{i\}((?:\..+)?)")
 # Stacks of other modes than text, and heads that predict further tokens: not the model's layers.
 _OTHER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|mtp|image\w*|\w*projector)\.")
@@ -169,6 +170,27 @@ def layers_of(tensors: Iterable[Tensor], only: str = "") -> CheckpointLayers:
                 found["elsewhere"].update({part.name: part for part in parts.values()})
     stacks = tuple(CheckpointStack(n, _kinds(layers[prefix])) for n, prefix in chosen.items())
     return CheckpointLayers(stacks, found["outside"], found["elsewhere"], found["ignored"])
+
+
+def repeated(layers: CheckpointLayers, count: int) -> CheckpointLayers:
+    """The same where a stack's only layer in the file is each of `count` layers (ALBERT)."""
+    stacks = []
+    for stack in layers.stacks:
+        if stack.count != 1:
+            stacks.append(stack)
+            continue
+        parts = stack.kinds[0].parts
+        inside = {found[0] if (found := _INSIDE.match(inner)) else "" for inner in parts}
+        start = inside.pop() if len(inside) == 1 else ""
+        number = str(stack.kinds[0].layers[0])
+        shared = {
+            inner.removeprefix(start): Part(
+                part.name.replace("{i}", number), inner.removeprefix(start), part.leaves
+            )
+            for inner, part in parts.items()
+        }
+        stacks.append(CheckpointStack(stack.name, (LayerKind(tuple(range(count)), shared),)))
+    return CheckpointLayers(tuple(stacks), layers.outside, layers.elsewhere, layers.ignored)
 
 
 def _once(tensors: Iterable[Tensor]) -> set[str]:

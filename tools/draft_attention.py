@@ -20,6 +20,9 @@ _WINDOWS = (
 )
 
 
+_TYPES = ("layer_types", "attention_layers")
+
+
 def attention(
     roles: Mapping[str, Part],
     facts: DraftFacts,
@@ -135,7 +138,12 @@ def _head_dim(
     dims = [facts.get(key) for key in (*KEYS["head_dim"], "swa_head_dim", "global_head_dim")]
     told = [dim for dim in dims if isinstance(dim, int) and dim > 0]
     if queries:
-        exact = [dim for dim in told if queries in (heads * dim, 2 * heads * dim)]
+        whole = own["o"].shape
+        exact = [
+            dim
+            for dim in told
+            if queries == heads * dim or (queries == 2 * heads * dim and heads * dim in whole)
+        ]
         return exact[0] if exact else queries // heads
     out = own["o"].shape
     widths = [size // heads for size in out if size % heads == 0]
@@ -242,14 +250,14 @@ def windows(facts: DraftFacts) -> str:
     if key == "local_attention":  # half of it before a token, half behind
         reach = f"{reach} // 2 + 1"
         facts.note(f"{key}: read as a window of half of it on each side")
-    types = facts.get("layer_types")
+    types = facts.get(*_TYPES)
     if isinstance(types, list) and types:
         local = sorted(
             {t for t in types if isinstance(t, str)} & {"sliding_attention", "local", "sliding"}
         )
         if not local:
             return ""
-        return f"({reach} if ${facts.key('layer_types')}[i] == '{local[0]}' else none)"
+        return f"({reach} if ${facts.key(*_TYPES)}[i] == '{local[0]}' else none)"
     every = facts.key("sliding_window_pattern", "_sliding_window_pattern")
     if every and isinstance(facts.get(every), int):
         return f"(none if (i + 1) % ${every} == 0 else {reach})"

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.opening.model_files import ModelFiles
 
-from .checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of
+from .checkpoint_layers import CheckpointLayers, CheckpointStack, Part, layers_of, repeated
 from .draft_facts import KEYS, DraftFacts, read_keys
 from .draft_layers import DraftedLayer, draft_layer, pattern_of
 from .draft_outside import DraftedOutside, draft_outside
@@ -39,6 +39,10 @@ def draft(opened: ModelFiles, weights: str = "") -> str:
     only = "encoder" if facts.gguf and causal is False else "decoder" if causal is True else ""
     facts.asked.add("is_decoder")
     layers = layers_of(opened.checkpoint.tensors.values(), only)
+    told = facts.get(*KEYS["layers"])
+    if len(layers.stacks) == 1 == layers.stacks[0].count < (told if isinstance(told, int) else 0):
+        layers = repeated(layers, told)
+        facts.note(f"the file has one layer: read as each of the {told} that a key says")
     at = f"weights = {json.dumps(weights, ensure_ascii=False)}" if weights else ""
     facts.encoded = len(layers.stacks) > 1
     outside = draft_outside(layers, facts)
