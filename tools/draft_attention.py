@@ -267,6 +267,28 @@ def windows(facts: DraftFacts) -> str:
     return f"{reach} | none"
 
 
+def _indexer(
+    branch: Branch, table: dict[str, Any], own: Mapping[str, Part], facts: DraftFacts
+) -> None:
+    """The indexer that chooses each query's keys (DeepSeek-V3.2), if there is a whole one."""
+    parts = {name: own.get(f"indexer.{name}") for name in ("q", "k", "k_norm", "head_weights")}
+    found = {name: part for name, part in parts.items() if part is not None}
+    chosen = facts.key("index_topk", "attention.indexer.top_k")
+    if len(found) < len(parts) or not chosen:
+        return
+    heads, size = found["head_weights"].shape[0], found["k"].shape[0]
+    table["indexer"] = {
+        "top_k": f"${chosen}",
+        "heads": facts.size(heads, "index_n_heads", "attention.indexer.head_count"),
+        "head_dim": facts.size(size, "index_head_dim", "attention.indexer.key_length"),
+    }
+    if isinstance(table["position"], dict):
+        table["indexer"]["position"] = table["position"] | {"pairs": "halves"}
+    for name, part in found.items():
+        branch.take(f"attn.indexer.{name}", part)
+    facts.note("the indexer: rotated as attention is, but in halves")
+
+
 def _latent(own: Mapping[str, Part], facts: DraftFacts) -> Branch | None:
     """Multi-head latent attention, its sizes from the shapes of the latents' norms."""
     if not {"kv_a", "kv_a_norm", "kv_b", "o"} <= set(own) or not {"q", "q_b"} & set(own):
@@ -306,6 +328,7 @@ def _latent(own: Mapping[str, Part], facts: DraftFacts) -> Branch | None:
     for name in ("q", "q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "kv_b", "o"):
         if name in own:
             branch.take(f"attn.{name}", own[name])
+    _indexer(branch, table, own, facts)
     _scores(table, facts, rope)
     for key in ("softcap", "window", "temperature", "clip", "chunk"):
         if table.pop(key, None) is not None:

@@ -48,6 +48,12 @@ _ATTENTION = {
     "attn.relative": r"relative_attention_bias|attn_rel_b",
     "attn_norm": r".*norm.*|ln.*|.*_ln",
 }
+_INDEXER = {
+    "attn.indexer.q": r"wq_b|attn_q_b",
+    "attn.indexer.k": r"wk|attn_k",
+    "attn.indexer.k_norm": r"k_norm",
+    "attn.indexer.head_weights": r"weights_proj|proj",
+}
 _FEED_FORWARD = {
     "ffn.{gate,up}": r"gate_up_proj|gate_up|up_gate_proj|wi_fused|gate_and_up_proj",
     "ffn.gate": r"fc12|c_fc_0|gate_proj|w1|wi_0|ffn_gate|linear_1|linear_v|gate_layer"
@@ -159,7 +165,7 @@ def role_in_layer(inner: str, names: Collection[str]) -> str:
     words = inner.lower().removesuffix(".linear")  # a wrapped projection
     last = words.rpartition(".")[2]
     if "indexer" in words:  # of sparse attention, whose words are attention's
-        return ""
+        return _word(_INDEXER, last)
     area = next((a for a, pattern in _AREAS.items() if re.search(pattern, words)), "")
     if ("." not in words or words.startswith("layer.")) and (norm := _word(_NORMS, last)):
         return norm if "." not in words else ""

@@ -43,6 +43,11 @@ def fused_by_pytorch(tensors: Tensors) -> Tensors:
     return found
 
 
+def one_for_all_layers(tensors: Tensors) -> Tensors:
+    found = {name: array for name, array in tensors.items() if not re.search(r"layer\.[1-9]", name)}
+    return renamed((r"encoder\.layer\.0\.", "encoder.groups.0.inner.0."))(found)
+
+
 def with_scalars(tensors: Tensors) -> Tensors:
     layers = {int(i) for name in tensors for i in re.findall(r"layers\.(\d+)\.", name)}
     one = np.ones(1, np.float32)
@@ -114,6 +119,18 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Mapping[str, Any], tup
         {},
         ('"encoder.{i}.attn.{q,k,v}.bias" = "bert.encoder.layer.{i}.attention.in_proj_bias"',),
     ),
+    "one layer for all": (
+        "bert",
+        one_for_all_layers,
+        {},
+        ('"encoder.{i}.attn.q" = "bert.encoder.groups.0.inner.0.attention.self.query"',),
+    ),
+    "windows by a word for each layer": (
+        "llama2",
+        dict,
+        {"attention_layers": ["global", "local"] * 4, "window_size": 16},
+        ("($window_size if $attention_layers[i] == 'local' else none)",),
+    ),
     "keys of attention where there is none": (
         "mamba",
         dict,
@@ -150,7 +167,7 @@ def drafted(
 ) -> str:
     """The draft of a golden checkpoint with other tensors and further keys."""
     place = GOLDENS / golden
-    tensors = {}
+    tensors: Tensors = {}
     for file in place.glob("*.safetensors"):
         tensors |= load_file(file)
     save_file(change(tensors), folder / "model.safetensors")

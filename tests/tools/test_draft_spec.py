@@ -33,6 +33,7 @@ BLOCKS = {
     "minimax": ('kind = "linear_attention"',),
     "rwkv4": ('kind = "wkv"', 'kind = "shift"'),
     "deepseek_v2": ('kind = "latent_attention"', "first_k_dense_replace"),
+    "deepseek_v32": ('top_k = "$index_topk"', '"decoder.{i}.attn.indexer.k_norm"'),
     "gpt_oss": ("sinks = true", "bias = true", "clamped_swiglu"),
     "gemma2": ("attn_post(attn(attn_norm(x)))", "ffn_post(ffn(ffn_norm(x)))", "softcap"),
     "olmo2": ("attn_post(attn(x))", 'over = "width"'),
