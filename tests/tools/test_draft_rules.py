@@ -134,7 +134,11 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Tensors], Mapping[str, Any], tup
     "keys of attention where there is none": (
         "mamba",
         dict,
-        {"attention_multiplier": 0.3, "partial_rotary_factor": 0.5},
+        {
+            "attention_multiplier": 0.3,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["mamba"] * 3,
+        },
         (),
     ),
 }
