@@ -1,5 +1,6 @@
 """Names and traces of the values inside a model, against forward passes in NumPy."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jinfer import LLM, Edit, RequestError
+from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
 from jinfer.api.trace import Trace
 from tests.reference import numpy_activations
@@ -145,6 +146,9 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             llm.trace(TOKENS, capture)
     with pytest.raises(RequestError, match="params are for answers"):
         llm.trace(TOKENS, "embed", params={"temperature": 1.0})
+    with pytest.raises(RequestError, match="trace: steer stands among the params"):
+        llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
+    assert llm.trace(TOKENS[:9], llm.names("*bed")).names == ["decoder.stem.embed", "embed"]
     monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")
@@ -155,8 +159,13 @@ def test_reprs() -> None:
     assert repr(trace) == "Trace(3 tokens: decoder.0.attn.q [3, 4, 16], decoder.0.x [3, 64])"
     assert trace._ipython_key_completions_() == ["decoder.0.attn.q", "decoder.0.x"]
     assert "<code>decoder.0.x</code>" in trace._repr_html_()
-    with pytest.raises(KeyError, match=r"'decoder\.0\.y' was not captured; did you mean"):
+    said = r"'decoder\.0\.y' was not captured; did you mean 'decoder.0.x'\? captured: decoder"
+    with pytest.raises(KeyError, match=said):
         trace["decoder.0.y"]
+    twin = copy.deepcopy(trace)
+    assert trace == trace
+    assert trace != twin
+    assert len({trace, twin}) == 2
     frame = pytest.importorskip("pandas") and trace.to_pandas("decoder.0.x")
     assert frame.shape == (3, 64)
 
@@ -213,9 +222,26 @@ def test_edited_attention(name: str) -> None:
     known = dict[str, Floats]()
     logits = reference(name)(TOKENS, lambda value, x: known.setdefault(value, tap(value, x)))
     assert not trace["decoder.0.attn.pattern"][2, 7:30].any()
+    if name == "gpt2":
+        _check_scores_that_are_patched(model(name))
     np.testing.assert_allclose(trace["decoder.2.x"], known["decoder.2.x"], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(trace["logits"], logits, rtol=0, atol=TOLERANCE)
     assert np.abs(model(name).trace(TOKENS, "logits")["logits"] - logits).max() > 0.01
+
+
+def _check_scores_that_are_patched(llm: LLM) -> None:
+    """Scores of a trace, some -inf, of all tokens or of the last; other shapes are told."""
+    place = "decoder.1.attn.scores"
+    one, other = (llm.trace(TOKENS[at : at + 5], [place, "logits"]) for at in (0, 10))
+    same = llm.trace(TOKENS[:5], "logits", edits=Edit(place, "set", one[place]))
+    np.testing.assert_allclose(same["logits"], one["logits"], rtol=0, atol=1e-3)
+    last = Edit(place, "set", other[place][:, -1:], tokens=slice(np.int64(-1), None))
+    changed = llm.trace(TOKENS[:5], [place, "logits"], edits=last)
+    np.testing.assert_allclose(changed[place][:, -1], other[place][:, -1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(changed[place][:, :-1], one[place][:, :-1], rtol=0, atol=1e-5)
+    for shape in ((4, 5, 6), (3, 5, 5), (5, 5)):
+        with pytest.raises(RequestError, match=r"give a number, or \[4, 5, 5\]: heads, tokens, k"):
+            llm.trace(TOKENS[:5], "logits", edits=Edit(place, "set", np.ones(shape)))
 
 
 def test_an_edited_encoder() -> None:

@@ -67,6 +67,11 @@ def edited_shapes(
 
     shapes = dict[str, tuple[int, ...]]()
     for edit in edits:
+        if edit.name not in known and "*" in edit.name:
+            raise RequestError(
+                f"{edit.field}: {show_value(edit.name)} is a pattern, and an edit has one place; "
+                "give one for each name"
+            )
         if edit.name not in known:
             raise RequestError(
                 f"{edit.field}: the model has no value {show_value(edit.name)}"

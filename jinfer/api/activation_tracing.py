@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.api.activation_names import ActivationNames, activation_names, matching
+from jinfer.api.activation_names import ActivationName, ActivationNames, activation_names, matching
 from jinfer.api.forward_results import encoded_prompts, token_types
 from jinfer.api.prompt_inputs import Params
 from jinfer.api.session import Session
@@ -31,7 +31,7 @@ from jinfer.engine.scheduling.cache_size import host_memory
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
 from jinfer.nn.activation_taps import TapError
-from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.sampling.sampling_params import ACTIVATIONS, SamplingParams
 
 type Generate = Callable[..., Sequence[Completion]]
 
@@ -112,6 +112,7 @@ def _chosen(known: Mapping[str, ActivationShape], capture: object) -> dict[str, 
     patterns = list(patterns)
     if not patterns:
         raise RequestError("capture is empty; give names, as llm.names() lists them")
+    patterns = [one.name if isinstance(one, ActivationName) else one for one in patterns]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise RequestError(f"capture has {show_value(pattern)}; give names: ['decoder.*.x']")
@@ -151,6 +152,10 @@ def _answers(
     changes: Mapping[str, Any],
 ) -> list[list[int]]:
     """The token ids of each prompt's answer."""
+    given = session.sampling(params, {})
+    for name in ACTIVATIONS:
+        if getattr(given, name):
+            raise RequestError(f"trace: {name} stands among the params; give it to trace itself")
     sampling = session.sampling(params, changes)
     if sampling.n != 1 or sampling.best_of not in (None, 1):
         raise RequestError("trace: a prompt has one answer; leave n and best_of out")
@@ -233,7 +238,7 @@ def _trace(
         edits = None
         if stack == changed:
             width = key_width(session.engine, stack, plan)
-            edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width)
+            edits = traced_edits(edited, of_stack, one.prompt, len(one.ids), width, plan.keys)
         try:
             values |= session.thread.run(partial(_pass, stack, one, plan, edits, adapter))
         except TapError as error:

@@ -51,10 +51,14 @@ class Trace(Mapping[str, "Float[np.ndarray, '...']"]):
 
     def __getitem__(self, name: str) -> Float[np.ndarray, ...]:
         if name not in self._values:
-            hint = nearest(str(name), self._values).partition("; llm")[0].removesuffix(";")
-            captured = ", ".join(self.names[:_SHOWN])
-            raise KeyError(f"{show_value(name)} was not captured{hint or ';'} captured: {captured}")
+            hint = nearest(str(name), self._values).removesuffix(" llm.names() lists all")
+            captured = ", ".join(self.names[:_SHOWN]) + (", ..." if len(self) > _SHOWN else "")
+            raise KeyError(f"{show_value(name)} was not captured{hint} captured: {captured}")
         return self._values[name]
+
+    # Arrays have no single answer to a comparison, which `Mapping` would ask them for.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

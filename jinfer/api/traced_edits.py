@@ -13,7 +13,7 @@ from jinfer.engine.activation_use import ActivationUse, place_edits
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
-from jinfer.sampling.activation_edits import Edit
+from jinfer.sampling.activation_edits import OPEN, Edit, token_range
 from jinfer.sampling.sampling_params import SamplingParams
 
 _OF_KEYS = ("heads", "tokens", "keys")
@@ -31,6 +31,7 @@ def traced_edits(
     prompt: int,
     tokens: int,
     keys: int,
+    seen: Mapping[str, int],
 ) -> ActivationUse | None:
     """The edits of a trace; None: none.
 
@@ -39,6 +40,7 @@ def traced_edits(
         known: the values of the stack that is computed.
         prompt, tokens: of the prompt, and of prompt and answer together.
         keys: width of scores and patterns in the program.
+        seen: how many keys there are of each score and pattern.
 
     Raises:
         RequestError: a name or a shape that the model has not.
@@ -52,6 +54,8 @@ def traced_edits(
                 f"{edit.field}: {edit.name} is computed once for all requests with the same text, "
                 "and cannot be edited"
             )
+        if shape is None and "*" in edit.name:
+            edited_shapes([edit], known)  # which says what is wrong
         if shape is None:
             raise RequestError(
                 f"{edit.field}: no value {show_value(edit.name)} is computed here"
@@ -60,7 +64,10 @@ def traced_edits(
         if shape.axes == _OF_KEYS:
             heads = shape.sizes[0]
             assert isinstance(heads, int), "tokens and keys alone are free"
-            edits.append(_by_token(edit, tokens, keys))
+            begin, end = token_range(edit.tokens, prompt)
+            whole = slice(begin, tokens if end == OPEN else end)
+            _check_keys(edit, heads, max(0, whole.stop - begin), seen[edit.name])
+            edits.append(_by_token(edit, whole, keys))
             shapes[edit.name] = heads, keys
         elif shape.of_token is not None:
             edits.append(edit)
@@ -70,7 +77,19 @@ def traced_edits(
     return ActivationUse.of((), place_edits(edits, shapes, prompt)) if edits else None
 
 
-def _by_token(edit: Edit, tokens: int, keys: int) -> Edit:
+def _check_keys(edit: Edit, heads: int, tokens: int, keys: int) -> None:
+    """Raises `RequestError` if an edit has not the shape of some tokens' scores."""
+    each = [heads] if edit.head is None else []
+    allowed = [[*each, tokens, keys], [*each, keys]]
+    shape = list(edit.value.shape)
+    if shape and not any(shape[:-1] == a[:-1] and 0 < shape[-1] <= keys for a in allowed):
+        raise RequestError(
+            f"{edit.field}: {edit.name}: the value has shape {shape}; give a number, or "
+            f"{allowed[0]}: {'heads, ' if each else ''}tokens, keys"
+        )
+
+
+def _by_token(edit: Edit, whole: slice, keys: int) -> Edit:
     """An edit of [heads, tokens, keys], or of a head's [tokens, keys], with tokens first.
 
     What lies beyond the keys of a trace is seen by no token.
@@ -78,9 +97,6 @@ def _by_token(edit: Edit, tokens: int, keys: int) -> Edit:
     value = edit.value
     if value.ndim == 0:
         return edit
-    if value.shape[-1] > keys:
-        raise RequestError(f"{edit.field}: {edit.name}: there are not {value.shape[-1]} keys")
     value = value.swapaxes(0, 1) if value.ndim == 3 else value
     missing = [(0, 0)] * (value.ndim - 1) + [(0, keys - value.shape[-1])]
-    whole = edit.tokens if edit.tokens != "all" or value.ndim == 1 else slice(0, tokens)
     return replace(edit, value=np.pad(value, missing), tokens=whole)

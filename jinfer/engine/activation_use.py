@@ -161,9 +161,11 @@ def _wrong_shape(edit: Edit, each: tuple[int, ...], begin: int, end: int) -> str
     if end < OPEN:
         wanted += f", or {[end - begin, *each]} for the {end - begin} tokens of the range"
     elif edit.value.shape[1:] == each:
+        count = len(edit.value)
+        said = "1 token" if count == 1 else f"{count} tokens"
         return (
-            f"it has {len(edit.value)} tokens, and its range has no end; give tokens=slice(0, "
-            f"{len(edit.value)})"
+            f"it has vectors of {said}, and its range has no end; give {list(each)} for every "
+            f"token, or tokens=slice({begin}, {begin + count})"
         )
     return f"the value has shape {list(edit.value.shape)}; a token's is {wanted}"
 

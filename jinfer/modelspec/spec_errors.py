@@ -34,6 +34,7 @@ def nearest_hint(word: object, allowed: Iterable[str]) -> str:
 def show_value(value: object) -> str:
     """A value as written, shortened to one line of an error."""
     try:
-        return _SHORT.repr(value)
+        shown = _SHORT.repr(value)
     except ValueError:  # Python does not print integers of more than 4300 digits
         return "a number of too many digits"
+    return " ".join(shown.split()) if "\n" in shown else shown  # arrays have several lines

@@ -19,6 +19,7 @@ Operation = Literal["add", "set", "scale", "project_out"]
 Range = Literal["all", "prompt", "answer"]
 
 OPEN = 2**31 - 1  # a position that no token has: the end of a range that has none
+UNSEEN = -1e30  # a score that leaves nothing after a softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +57,13 @@ class Edit:
                 f"edits: {self.name}: the operation is {show_value(self.operation)}; "
                 f"it is one of {listed}"
             )
-        _check_tokens(self.tokens, self.name, self.field)
-        head = self.head
-        if head is not None and (isinstance(head, bool) or not isinstance(head, int) or head < 0):
-            raise RequestError(f"edits: {self.name}: head is {show_value(head)}; give its number")
+        head = self.head if self.head is None else _whole(self.head)
+        if self.head is not None and (head is None or head < 0):
+            raise RequestError(
+                f"edits: {self.name}: head is {show_value(self.head)}; give its number, from 0"
+            )
+        object.__setattr__(self, "head", head)
+        object.__setattr__(self, "tokens", _range(self.tokens, self.name, self.field))
         object.__setattr__(self, "value", _values(self.value, self.name, self.field))
         if self.operation == "project_out" and not self.value.any():
             raise RequestError(f"edits: {self.name}: project_out needs a direction, not zeros")
@@ -92,22 +96,32 @@ class Steer:
         import numpy as np
 
         _check_name(self.name, "steer")
-        _check_tokens(self.tokens, self.name, "steer")
         scale = np.asarray(self.scale)
         if scale.ndim or scale.dtype.kind not in "iuf" or not np.isfinite(scale):
             raise RequestError(
                 f"steer: {self.name}: the scale is {show_value(self.scale)}; give a number"
             )
         object.__setattr__(self, "scale", float(scale))
+        object.__setattr__(self, "tokens", _range(self.tokens, self.name, "steer"))
         object.__setattr__(self, "vector", _values(self.vector, self.name, "steer"))
+        if not np.isfinite(self.edit_values).all():
+            raise RequestError(
+                f"steer: {self.name}: scale {self.scale:g} times the vector is more than float32 "
+                "holds; give smaller ones"
+            )
 
     @property
     def edit(self) -> Edit:
         """The same as an edit."""
+        return _SteeringEdit(self.name, "add", self.edit_values, self.tokens)
+
+    @property
+    def edit_values(self) -> Float[np.ndarray, ...]:
+        """What is added."""
         import numpy as np
 
-        added = np.float32(self.scale) * self.vector
-        return _SteeringEdit(self.name, "add", added, self.tokens)
+        with np.errstate(over="ignore", invalid="ignore"):  # it is told in an error
+            return np.asarray(np.float32(self.scale) * self.vector)
 
 
 def token_range(tokens: Range | slice, prompt: int) -> tuple[int, int]:
@@ -136,17 +150,28 @@ def _check_name(name: object, field: str) -> None:
         )
 
 
-def _check_tokens(tokens: object, name: str, field: str) -> None:
-    right = isinstance(tokens, str) and tokens in get_args(Range)
-    if isinstance(tokens, slice):
-        ends = (tokens.start, tokens.stop)
-        whole = all(at is None or (type(at) is int and abs(at) < OPEN) for at in ends)
-        right = whole and tokens.step in (None, 1)
-    if not right:
-        raise RequestError(
-            f"{field}: {name}: tokens is {show_value(tokens)}; give 'all', 'prompt', 'answer' or "
-            "a slice of positions, with a step of 1"
-        )
+def _whole(number: object) -> int | None:
+    """A whole number of Python or NumPy; None: it is none."""
+    import numpy as np
+
+    right = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return int(number) if right else None  # type: ignore[call-overload]
+
+
+def _range(tokens: object, name: str, field: str) -> Range | slice:
+    """A range of tokens, a slice with Python's numbers."""
+    if isinstance(tokens, str) and tokens in get_args(Range):
+        return tokens  # type: ignore[return-value]
+    if isinstance(tokens, slice) and tokens.step in (None, 1):
+        ends = [at if at is None else _whole(at) for at in (tokens.start, tokens.stop)]
+        given = (tokens.start, tokens.stop)
+        known = [e is None or abs(e) < OPEN for e in ends]
+        if all(known) and ends.count(None) == given.count(None):
+            return slice(*ends)
+    raise RequestError(
+        f"{field}: {name}: tokens is {show_value(tokens)}; give 'all', 'prompt', 'answer' or "
+        "a slice of positions, with a step of 1"
+    )
 
 
 def _values(given: Any, name: str, field: str) -> Float[np.ndarray, ...]:
@@ -154,9 +179,15 @@ def _values(given: Any, name: str, field: str) -> Float[np.ndarray, ...]:
     import numpy as np
 
     try:
-        values = np.array(given, np.float32)
+        raw = np.array(given)
+        if raw.dtype.kind in "cSU":  # complex numbers and texts would be cast
+            raise TypeError(raw.dtype)
+        with np.errstate(over="ignore"):
+            values = raw.astype(np.float32)
     except (TypeError, ValueError):
         values = np.array(np.nan)
+    if name.endswith(".scores"):  # those of keys that a token does not see
+        values = np.where(np.isneginf(values), np.float32(UNSEEN), values)
     if given is None or not np.isfinite(values).all():
         said = "not there" if given is None else show_value(given)
         raise RequestError(

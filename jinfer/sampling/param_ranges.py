@@ -169,6 +169,15 @@ class Items(ParamRange):
         return value
 
 
+class ActivationNames(Items):
+    """Names, or what has one, as `LLM.names` lists them."""
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            value = [getattr(one, "name", one) for one in value]
+        return super().read(value)
+
+
 @dataclass(frozen=True)
 class Records(ParamRange):
     """Objects of a class, as a tuple; one alone stands for a list of one.
@@ -314,5 +323,7 @@ STOPS = Items(is_text, "texts, none empty", single=True)
 WORDS = Items(is_word, "texts, none empty", single=True)
 SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
 PROCESSORS = Items(is_processor, f"at most {MAX_FUNCTIONS} functions", most=MAX_FUNCTIONS)
-CAPTURED = Items(is_text, f"at most {MAX_CAPTURED} names of values", most=MAX_CAPTURED, single=True)
+CAPTURED = ActivationNames(
+    is_text, f"at most {MAX_CAPTURED} names of values", most=MAX_CAPTURED, single=True
+)
 SCHEMA = Instance((str, Mapping, bool), "a schema")

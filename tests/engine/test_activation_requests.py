@@ -248,12 +248,32 @@ def test_speculation_beams_preemption_and_quantized_caches() -> None:
         np.testing.assert_array_equal(found.captured[STREAM], alone.captured[STREAM])
 
 
+def test_numbers_of_edits() -> None:
+    """NumPy's whole numbers are numbers; what would be cast, or is no number, is told."""
+    edit = Edit(HEADS, "set", 0, slice(np.int64(-2), np.int32(4)), head=np.int64(1))
+    assert (edit.tokens, edit.head, type(edit.head)) == (slice(-2, 4), 1, int)
+    for wrong in (1j * VECTOR, "1", ["1"], 1e39, [np.inf], VECTOR * np.nan):
+        with pytest.raises(RequestError, match=r"the value is .*; give a finite number") as caught:
+            Edit(STREAM, "set", wrong)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RequestError, match=r"scale 1e\+30 times the vector is more than float32"):
+        Steer(STREAM, np.full(64, 1e30), scale=1e30)
+    for tokens in (3, "al", slice(0, 4, 2), slice(0.0, 2.0), slice(False, 2)):
+        with pytest.raises(RequestError, match=r"tokens is .*; give 'all'"):
+            Edit(STREAM, "set", 0, tokens=tokens)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ({"capture": "decoder.1.xx"}, "no value 'decoder.1.xx'; did you mean 'decoder.1.x'"),
         ({"edits": [Edit("decoder.9.x", "set", 0)]}, "no value 'decoder.9.x'; did you mean"),
         ({"steer": [Steer(STREAM, VECTOR[:5])]}, r"has shape \[5\]; a token's is \[64\]"),
+        ({"steer": Steer("decoder.*.x", VECTOR)}, r"'decoder.\*.x' is a pattern"),
+        (
+            {"edits": Edit(STREAM, "set", VECTOR[None], tokens=slice(-1, None))},
+            r"vectors of 1 token, and its range has no end; give \[64\] .*, or tokens=slice\(",
+        ),
         ({"capture": "decoder.0.attn.pattern"}, r"has axes \(heads, tokens, keys\), not a vector"),
         ({"edits": [{"name": STREAM}]}, "edits must be a list of at most 1024 Edit"),
         ({"capture": STREAM, "strategy": "beam"}, 'capture: strategy="beam" computes several'),
