@@ -87,6 +87,15 @@ def test_names_are_what_a_trace_has(name: str) -> None:
     )
 
 
+def test_names_of_a_model_in_float16() -> None:
+    """Its matrices stay in 16 bits on a CPU; a captured value is that of the same in float32."""
+    with LLM(GOLDENS / "llama2") as halves:
+        assert [*halves.names()] == [*model("llama2").names()]
+        found = halves.trace(TOKENS[:9], "decoder.1.x")["decoder.1.x"]
+    expected = model("llama2").trace(TOKENS[:9], "decoder.1.x")["decoder.1.x"]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.02)
+
+
 def test_names() -> None:
     llm = model("llama2")
     names = llm.names("decoder.1.attn*")

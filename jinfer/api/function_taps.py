@@ -116,7 +116,8 @@ class FunctionTaps:
             if not (self.read and name.startswith("encoder."))
         }
         sampling = SamplingParams(edits=plain)
-        use = traced_edits(sampling, shapes, self.tokens, self.tokens, keys)
+        seen = {name: self._keys(name) for name in shapes}
+        use = traced_edits(sampling, shapes, self.tokens, self.tokens, keys, seen)
         if use is None or (taps := taps_of([use])) is None:
             return {}
         positions = jnp.arange(self.tokens, dtype=jnp.int32)
