@@ -279,8 +279,26 @@ def test_what_is_refused() -> None:
     a = jnp.zeros((2, whole.shape[1]))
     cases: list[tuple[Any, str]] = [
         (lambda: apply(params, [[1, 2]]), r"2 axes; .* jax.vmap\(apply, in_axes=\(None, 0\)\)"),
-        (lambda: apply(params, []), "tokens are float64; give whole numbers"),
+        (lambda: apply(params, []), "tokens has 0 tokens; from 1 to"),
+        (lambda: apply(params, [1.0]), "tokens are float64; give whole numbers"),
         (lambda: apply(params, np.zeros(0, int)), "tokens has 0 tokens; from 1 to"),
+        (lambda: apply(params, [[1], [1, 2]]), "tokens are .*; give those of one text"),
+        (lambda: apply(params, "text"), "tokens are 'text'; give whole numbers"),
+        (lambda: apply(None, [1]), "params are no dictionary; give those of llm.function"),
+        (lambda: apply(params, [1], length=2), "length of tokens is 2; give a number from 1 to 1"),
+        (lambda: apply(params, [1], length=0.5), "length of tokens is 0.5; give a number"),
+        (lambda: apply(params, [1], embeddings="x"), "embeddings is 'x'; give an array of num"),
+        (lambda: apply(params, [1], capture=3), "capture is 3; give names"),
+        (
+            lambda: apply(params, [1], edits={"embed": lambda _: None}),
+            r"edits: embed is \[1, \d+\], and the edit gives None",
+        ),
+        (
+            lambda: apply(
+                params, [1], edits=Edit("decoder.0.attn.pattern", "set", np.ones((9, 9)))
+            ),
+            "the value has shape .*; give a number, or",
+        ),
         (lambda: apply(params, [1, 9999]), "tokens are from 0 to"),
         (lambda: apply(params, [1], want="pooled"), "no 'pooled'; want is one of logits, hidden"),
         (lambda: apply(params, [1], token_type_ids=[0]), "token_type_ids are for an encoder"),

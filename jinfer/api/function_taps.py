@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,8 @@ class FunctionTaps:
             RequestError: an unknown name, or an edit that gives no value of the right shape.
         """
         known = self.model.activations if capture or edits else {}
+        if not isinstance(capture, Iterable):
+            raise RequestError(f"capture is {show_value(capture)}; give names: ['decoder.*.x']")
         patterns = (capture,) if isinstance(capture, str) else tuple(capture)
         wanted = {name for pattern in patterns for name in matching(_text(pattern), known)}
         changed: Mapping[str, ValueEdit]
@@ -82,10 +84,16 @@ class FunctionTaps:
     def _edit(self, name: str, shape: ActivationShape, edit: Any) -> TracedEdit:
         free = {"tokens": self._tokens(name), "keys": self._keys(name)}
         sizes = tuple(free[size] if isinstance(size, str) else size for size in shape.sizes)
-        given = jax.ShapeDtypeStruct(sizes, jnp.float32)
+        abstract = jax.ShapeDtypeStruct(sizes, jnp.float32)
 
         def changed(value: Array) -> Array:
-            new = jnp.asarray(edit(value) if callable(edit) else edit).astype(jnp.float32)
+            given = edit(value) if callable(edit) else edit
+            try:
+                new = jnp.asarray(given).astype(jnp.float32)
+            except (TypeError, ValueError):
+                raise RequestError(
+                    f"edits: {name} is {list(sizes)}, and the edit gives {show_value(given)}"
+                ) from None
             try:
                 return jnp.broadcast_to(new, sizes)
             except ValueError:
@@ -93,7 +101,7 @@ class FunctionTaps:
                     f"edits: {name} is {list(sizes)}, and the edit gives {list(new.shape)}"
                 ) from None
 
-        traced = jax.make_jaxpr(changed)(given)
+        traced = jax.make_jaxpr(changed)(abstract)
         keys = self._keys(name) if shape.axes == _BY_HEADS else None
         # What is part of a program's key must not hold arrays: without its constants.
         code = traced.jaxpr.replace(constvars=traced.jaxpr.constvars)

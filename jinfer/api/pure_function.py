@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jinfer.api.function_taps import Edits, FunctionTaps
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
-from jinfer.modelspec.spec_errors import nearest_hint
+from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import AbstractModel, Want, build_abstract_model
 from jinfer.nn.activation_taps import TapError
 from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
@@ -170,19 +170,20 @@ class PureFunction:
         count = ids.shape[0]
         if not 1 <= count <= self.context:
             raise RequestError(f"{name} has {count} tokens; from 1 to {self.context}")
-        vectors = None if vectors is None else jnp.asarray(vectors)
-        size = jnp.asarray(count if length is None else length, jnp.int32)
-        return Text(ids, size, vectors=vectors)
+        vectors = None if vectors is None else _floats("embeddings", vectors)
+        return Text(ids, _length(name, length, count), vectors=vectors)
 
     def _module(self, params: Params) -> Model:
         """The model with these parameters."""
+        if not isinstance(params, Mapping):
+            raise RequestError("params are no dictionary; give those of llm.function()")
         model, extra = self.model, dict(params)
         leaves = list[Any]()
         for name, like, role in zip(model.names, model.parameters, model.roles, strict=True):
             if name not in params:
                 raise RequestError(f"params has no {name}; give all that llm.function() gave")
             value = extra.pop(name)
-            value = value if hasattr(value, "shape") else jnp.asarray(value)
+            value = value if hasattr(value, "shape") else _floats(name, value)
             _check_shape(name, value, like.shape)
             owner = name.removesuffix("weight")
             a, b = extra.pop(owner + LORA_A, None), extra.pop(owner + LORA_B, None)
@@ -272,11 +273,34 @@ def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 def _ids(name: str, given: Any, known: int | None) -> Int[Array, ...]:
     """Whole numbers below a bound, as far as they are known while the function is traced."""
-    ids = given if isinstance(given, Array) else np.asarray(given)
-    if ids.dtype.kind not in "iu":
-        raise RequestError(f"{name} are {ids.dtype.name}; give whole numbers")
+    try:
+        ids = given if isinstance(given, Array) else np.asarray(given)
+    except ValueError:  # lists of several lengths
+        raise RequestError(f"{name} are {show_value(given)}; give those of one text") from None
+    if ids.size and ids.dtype.kind not in "iu":
+        what = ids.dtype.name if ids.ndim else show_value(given)
+        raise RequestError(f"{name} are {what}; give whole numbers")
     if known and not isinstance(ids, jax.core.Tracer) and ids.size:
         numbers = np.asarray(ids)
         if numbers.min() < 0 or numbers.max() >= known:
             raise RequestError(f"{name} are from 0 to {known - 1}, as many as the model has")
     return jnp.asarray(ids, jnp.int32)
+
+
+def _length(name: str, length: Any, count: int) -> Int[Array, ""]:
+    """How many tokens are not padding, checked as far as it is known."""
+    size = count if length is None else length
+    if not isinstance(size, jax.core.Tracer):
+        number = np.asarray(size)
+        if number.ndim or number.dtype.kind not in "iu" or not 1 <= number <= count:
+            raise RequestError(
+                f"the length of {name} is {show_value(length)}; give a number from 1 to {count}"
+            )
+    return jnp.asarray(size, jnp.int32)
+
+
+def _floats(name: str, given: Any) -> Array:
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError):
+        raise RequestError(f"{name} is {show_value(given)}; give an array of numbers") from None

@@ -274,7 +274,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         activations.SteeringState,
     ),
     _openai(
-        "DELETE /v1/steering/{name}",
+        "DELETE /v1/steering/{name:path}",
         steering.forget_steering,
         "Forgets steering vectors",
         activations.SteeringState,

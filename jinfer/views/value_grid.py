@@ -35,6 +35,7 @@ def grid(
         RequestError: it is no matrix, or has other numbers of names.
     """
     matrix = np.asarray(values, np.float64)
+    rows, columns = [*map(str, rows)], [*map(str, columns)]
     if matrix.shape != (len(rows), len(columns)):
         shape = " × ".join(map(str, matrix.shape))
         raise RequestError(
@@ -55,8 +56,9 @@ def grid(
     texts = [cell.text for _, cells in listed for cell in cells]
     wide = max([_LEAST, *map(columns_of, heads), *map(len, texts)])
     drawn = cell_grid("", heads, listed, wide=wide, number=True)
-    about = f"{len(rows)} × {len(columns)} values, from {matrix.min(initial=0):.4g} to "
-    about += f"{matrix.max(initial=0):.4g}"
+    finite = matrix[np.isfinite(matrix)]
+    least, greatest = finite.min(initial=0), finite.max(initial=0)
+    about = f"{len(rows)} × {len(columns)} values, from {least:.4g} to {greatest:.4g}"
     count = len(columns)
     return View(
         title,

@@ -84,7 +84,7 @@ class View:
             The path.
 
         Raises:
-            RequestError: the name ends otherwise.
+            RequestError: the name ends otherwise, or the file cannot be written.
         """
         file = Path(path)
         match file.suffix:
@@ -97,7 +97,10 @@ class View:
                 text = picture(self._content(), width, height)
             case _:
                 raise RequestError(f"{file}: a view is a page or an image; end it in .html or .svg")
-        file.write_text(text, encoding="utf-8")
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
         return file
 
     def _content(self) -> str:

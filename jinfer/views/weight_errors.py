@@ -50,8 +50,10 @@ def quantization_error(llm: LLM, reference: LLM, prompt: Prompt | None = None) -
     Raises:
         RequestError: the models have no matrix in common.
     """
-    from jinfer.views.traced_values import residual_streams
+    from jinfer.views.traced_values import check_llm, residual_streams
 
+    check_llm(llm)
+    check_llm(reference)
     shared = [name for name in llm.weights if name in set(reference.weights)]
     errors, formats = dict[str, float](), dict[str, str]()
     for name in track(shared, "comparing weights", unit="matrix"):

@@ -70,6 +70,8 @@ def test_what_cannot_be_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         MADE["lens"].to_pandas()
     with pytest.raises(RequestError, match=r"lens\.png: a view is a page or an image"):
         MADE["lens"].save(tmp_path / "lens.png")
+    with pytest.raises(RequestError, match=r"no/lens\.svg: cannot be written: No such file"):
+        MADE["lens"].save(tmp_path / "no" / "lens.svg")
     with pytest.raises(LookupError) as error:
         keywords("lens", {"top": 3, "layer": 2})
     assert error.value.args == ("layer", ["patterns"])
@@ -127,6 +129,8 @@ def test_a_matrix_of_ones_own() -> None:
     assert [[text for text, _, _ in row] for row in rows] == [["1.00", "-2.00"], ["nan", "0.00"]]
     assert rows[0][1][1:] == ("a, <: -2", "--n:1.00")
     assert list(view.table()["column"]) == ["\n", "<", "\n", "<"]
+    assert view.about == "2 × 2 values, from -2 to 1"
+    assert list(grid(np.eye(2), range(2), range(2)).table()["row"]) == ["0", "0", "1", "1"]
     with pytest.raises(RequestError, match="the values are 1 × 2, and there are 2 × 2 names"):
         grid(np.ones((1, 2)), ["a", "b"], ["c", "d"])
 

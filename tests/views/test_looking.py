@@ -156,6 +156,8 @@ def test_what_a_model_has_not_is_a_line(llm: LLM) -> None:
         views.speculation(llm, IDS)
     with pytest.raises(RequestError, match="a view is of an LLM, not of str; open the"):
         views.strategies("llama2", IDS)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="a view is of an LLM, not of NoneType"):
+        views.quantization_error(llm, None)  # type: ignore[arg-type]
     refused = pytest.raises(RequestError, match="the model's head applies project_out too")
     with opened("opt350m") as projected, refused:
         views.attribution(projected, IDS)
