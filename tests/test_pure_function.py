@@ -294,9 +294,7 @@ def test_what_is_refused() -> None:
             r"edits: embed is \[1, \d+\], and the edit gives None",
         ),
         (
-            lambda: apply(
-                params, [1], edits=Edit("decoder.0.attn.pattern", "set", np.ones((9, 9)))
-            ),
+            lambda: apply(params, [1], edits=Edit("decoder.0.attn.pattern", "set", np.ones(9))),
             "the value has shape .*; give a number, or",
         ),
         (lambda: apply(params, [1, 9999]), "tokens are from 0 to"),

@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.modelspec.quant_format import F16_AS_INT, QuantFormat
+from jinfer.quant.f16_as_int import quantize_f16
 from jinfer.quant.outlier_weights import find_outliers, without_outliers
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes
 from jinfer.quant.round_to_nearest import (
@@ -50,6 +51,11 @@ def quantize(
         ValueError: an unsupported format or method.
     """
     values = _values(weight, format, method, hessian)
+    if format == F16_AS_INT:  # nothing is chosen
+        blocks = values.reshape(*values.shape[:-1], -1, format.block)
+        integers, scales = quantize_f16(blocks)
+        codes = (integers.astype(np.int32) + format.zero).astype(np.uint16)
+        return from_codes(codes.reshape(values.shape), scales[..., None], format, columns=columns)
     parts = []
     for index in np.ndindex(values.shape[:-2]):
         importances, products = _of(importance, index, 1), _of(hessian, index, 2)

@@ -20,6 +20,19 @@ def opened(**keys: Any) -> LLM:
     return LLM(GOLDEN, **{"dtype": "float32", "quantization.weights": "plain", **keys})
 
 
+def test_float16_is_replaced_as_it_is() -> None:
+    """A checkpoint in float16 keeps its 16 bits on a CPU; others of float16 go in exactly."""
+    golden = Path(GOLDEN).parent / "llama2"
+    with LLM(golden) as llm:
+        values = np.float16(llm.weights[NAME].values) / 2
+        llm.update_weights({NAME: values})
+        np.testing.assert_allclose(llm.weights[NAME].values, np.float32(values), rtol=0, atol=1e-5)
+        apply, params = llm.function()
+        np.testing.assert_allclose(
+            apply(params, PROMPTS[1]), llm.logits([PROMPTS[1]])[0], rtol=0, atol=0.02
+        )
+
+
 def test_read_and_replaced() -> None:
     with opened() as llm:
         weight = llm.weights[NAME]
