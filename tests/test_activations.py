@@ -157,7 +157,8 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.trace(TOKENS, "embed", params={"temperature": 1.0})
     with pytest.raises(RequestError, match="trace: steer stands among the params"):
         llm.trace(TOKENS, "embed", max_tokens=1, params={"steer": Steer("embed", 1.0)})
-    assert llm.trace(TOKENS[:9], llm.names("*bed")).names == ["decoder.stem.embed", "embed"]
+    listed: Any = llm.names("*bed")
+    assert llm.trace(TOKENS[:9], listed).names == ["decoder.stem.embed", "embed"]
     monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")

@@ -21,8 +21,8 @@ _NAME, _LEAST = 12, 7  # columns of a name, and of a cell
 
 def grid(
     values: Float[np.ndarray, "rows columns"],
-    rows: Sequence[str],
-    columns: Sequence[str],
+    rows: Sequence[object],
+    columns: Sequence[object],
     title: str = "values",
 ) -> View:
     """A matrix, shaded from its least (blue) to its greatest value (orange), zero not shaded.
@@ -35,38 +35,38 @@ def grid(
         RequestError: it is no matrix, or has other numbers of names.
     """
     matrix = np.asarray(values, np.float64)
-    rows, columns = [*map(str, rows)], [*map(str, columns)]
-    if matrix.shape != (len(rows), len(columns)):
+    row_names, column_names = [*map(str, rows)], [*map(str, columns)]
+    if matrix.shape != (len(row_names), len(column_names)):
         shape = " × ".join(map(str, matrix.shape))
         raise RequestError(
-            f"the values are {shape}, and there are {len(rows)} × {len(columns)} names"
+            f"the values are {shape}, and there are {len(row_names)} × {len(column_names)} names"
         )
     most = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
     digits = max(0, min(6, 2 - math.floor(math.log10(most))))  # three of the greatest value
-    heads = [visible(name, _NAME) for name in columns]
+    heads = [visible(name, _NAME) for name in column_names]
 
     def cell(row: str, column: str, value: float) -> Cell:
         shade = value / most if np.isfinite(value) else 0.0
         return Cell(f"{value:.{digits}f}", f"{visible(row)}, {visible(column)}: {value:.6g}", shade)
 
     listed = [
-        (visible(row), [cell(row, *each) for each in zip(columns, line.tolist(), strict=True)])
-        for row, line in zip(rows, matrix, strict=True)
+        (visible(row), [cell(row, *each) for each in zip(column_names, line.tolist(), strict=True)])
+        for row, line in zip(row_names, matrix, strict=True)
     ]
     texts = [cell.text for _, cells in listed for cell in cells]
     wide = max([_LEAST, *map(columns_of, heads), *map(len, texts)])
     drawn = cell_grid("", heads, listed, wide=wide, number=True)
     finite = matrix[np.isfinite(matrix)]
     least, greatest = finite.min(initial=0), finite.max(initial=0)
-    about = f"{len(rows)} × {len(columns)} values, from {least:.4g} to {greatest:.4g}"
-    count = len(columns)
+    about = f"{len(row_names)} × {len(column_names)} values, from {least:.4g} to {greatest:.4g}"
+    count = len(column_names)
     return View(
         title,
         about,
         drawn,
         lambda: {
-            "row": np.repeat(np.array(rows, object), count),
-            "column": np.tile(np.array(columns, object), len(rows)),
+            "row": np.repeat(np.array(row_names, object), count),
+            "column": np.tile(np.array(column_names, object), len(row_names)),
             "value": matrix.ravel(),
         },
     )

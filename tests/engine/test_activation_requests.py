@@ -250,7 +250,8 @@ def test_speculation_beams_preemption_and_quantized_caches() -> None:
 
 def test_numbers_of_edits() -> None:
     """NumPy's whole numbers are numbers; what would be cast, or is no number, is told."""
-    edit = Edit(HEADS, "set", 0, slice(np.int64(-2), np.int32(4)), head=np.int64(1))
+    head: Any = np.int64(1)
+    edit = Edit(HEADS, "set", 0, slice(np.int64(-2), np.int32(4)), head=head)
     assert (edit.tokens, edit.head, type(edit.head)) == (slice(-2, 4), 1, int)
     for wrong in (1j * VECTOR, "1", ["1"], 1e39, [np.inf], VECTOR * np.nan):
         with pytest.raises(RequestError, match=r"the value is .*; give a finite number") as caught:
