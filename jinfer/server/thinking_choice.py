@@ -12,6 +12,7 @@ from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.open_model import Opened
+from jinfer.sampling.param_ranges import MAX_INDEX
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.ignored_fields import Ignore
@@ -95,6 +96,9 @@ def without_budget[B: SamplingFields](body: B, opened: Opened, ignore: Ignore) -
     if opened.thinking is not None or not given:
         return body
     for name in given:
+        value = getattr(body, name)
+        if isinstance(value, int) and not UNLIMITED <= value <= MAX_INDEX:
+            raise invalid_request(f"{name} is {value}; give a number of tokens from -1", name)
         ignore(name, _NO_THOUGHTS)
     return body.model_copy(update=dict.fromkeys(given))
 

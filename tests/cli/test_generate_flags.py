@@ -26,7 +26,8 @@ def parsed(*arguments: str) -> argparse.Namespace:
 def test_every_parameter_has_a_flag_with_a_help_text() -> None:
     help = " ".join(make_parser("test").format_help().split())
     for field in fields(SamplingParams):
-        assert (f"{spelled(field.name)} " in help) == (field.name not in ACTIVATIONS)
+        has_flag = field.name not in (*ACTIVATIONS, "logits_processors")
+        assert (f"{spelled(field.name)} " in help) == has_flag
     assert "the k likeliest tokens; 0: all." in help
     assert "see --beams" in help
 

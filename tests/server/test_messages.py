@@ -77,6 +77,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream, each of which is named by its type."""
     events = []
     for one in text.strip().split("\n\n"):
+        if one.startswith(":"):
+            continue  # a comment, before the model is there
         name, data = one.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"

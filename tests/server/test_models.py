@@ -251,9 +251,9 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         assert [id for (one,) in pieces for id in one.get("token_ids") or ()] == ids
         worker = running.hosted("one").worker
         assert worker is not None
-        told = done(http, "/v1/completions", **{**body, "id_slot": 1})
+        told = done(http, "/v1/completions", **{**body, "n_cache_reuse": 1})
         assert told.json()["choices"][0]["token_ids"] == ids
-        assert told.headers["x-jinfer-ignored"] == "id_slot"
+        assert told.headers["x-jinfer-ignored"] == "n_cache_reuse"
         assert len(told.headers.get_list("x-request-id")) == 1
         wrong = http.post("/v1/completions", json={**body, "temperature": -1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")

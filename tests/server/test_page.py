@@ -144,7 +144,8 @@ def asked() -> dict[str, Any]:
 def test_every_parameter_is_described() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped))
-    several = {"n", "best_of", "logprobs", *ACTIVATIONS}  # several answers, and what no page shows
+    several = {"n", "best_of", *ACTIVATIONS}  # several answers, and what no page shows
+    several |= {"logprobs", "logprob_token_ids", "post_sampling_probs"}
     assert {parameter_of(name) for name in grouped} == {
         f.name for f in fields(SamplingParams)
     } - several
