@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import slow_tests
+
 
 def _cache_directory() -> str:
     """A folder of this user alone, so that nobody else on the machine can plant programs in it."""
@@ -100,31 +102,6 @@ ONE_IN = {
     **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
     "tests/kernels_pallas/": 16,
 }
-# Of tests that take longest and have few variants, `make test` runs one of each row.
-IN_TURN = (
-    (
-        "tests/engine/test_sparse_models.py::test_drafts",
-        "tests/engine/test_sparse_models.py::test_company",
-        "tests/engine/test_recurrent_models.py::test_random_schedules",
-        "tests/engine/test_recurrent_models.py::test_a_hybrid_that_nobody_ships",
-    ),
-    (
-        "tests/test_inputs.py::test_mypy_finds_mistakes",
-        "tests/weights/test_memory.py::test_loading_takes_little_more_than_the_file",
-        "tests/weights/test_gptq_weights.py::test_the_second_start_maps_what_was_kept",
-        "tests/sampling/test_structured_models.py::test_smollm2",
-    ),
-    (
-        "tests/distributed/test_hosts.py::test_by_tensors_with_strangers",
-        "tests/distributed/test_answers.py::test_both_ways_with_two_devices_each",
-    ),
-    (
-        "tests/test_pure_function.py::test_derivatives",
-        "tests/test_pure_function.py::test_logits_of_encoder_decoders",
-        "tests/test_pure_function.py::test_lora_is_learnt_and_put_in_place",
-        "tests/test_pure_function.py::test_lora_beside_any_matrix",
-    ),
-)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -152,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Other ones of each test, and with each seed; at least one stays."""
+    """Other variants of each test, and other slow tests, with each seed."""
     seed = int(os.environ[SEED])
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -162,10 +139,8 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         one_in = next((n for folder, n in ONE_IN.items() if name.startswith(folder)), 1)
         first = (zlib.crc32(name.encode()) + seed) % min(one_in, len(each))
         left_out += [item for n, item in enumerate(each) if n % one_in != first]
-    for row in IN_TURN:
-        there = [name for name in row if name in variants]
-        for n, name in enumerate(there):
-            left_out += variants[name] if n != seed % len(there) else []
+    for name in slow_tests.left_out(slow_tests.read(), seed):
+        left_out += variants.get(name, [])
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
