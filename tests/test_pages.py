@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", *(f"docs/{n}.md" for n in ("architecture", "contributing", "glossary")))
 PAGES = [ROOT / name for name in (*NAMES, "docs/install.md")]
 FOLDERS = ("docs", "jinfer", "kernels_pallas", "specs", "tests", "tools")
-SUFFIXES = {".py", ".cc", ".h", ".toml", ".md", ".svg", ".json"}
+SUFFIXES = {".py", ".cc", ".h", ".toml", ".md", ".svg", ".json", ".txt"}
 FILES = ["pyproject.toml"] + [
     str(path.relative_to(ROOT))
     for folder in FOLDERS
