@@ -36,6 +36,7 @@ class Operation(IntEnum):
     ACTIVATE = 8
     MULTIPLY = 9
     HADAMARD = 10
+    LORA = 11
 
 
 class AttentionAttributes(NamedTuple):
@@ -173,6 +174,23 @@ class Program:
     def hadamard(self, x: int, *, size: int, query: bool) -> int:
         """As `jinfer.cpu.rowwise.hadamard`."""
         return self._add(Operation.HADAMARD, x, [size, int(query)], [], [self._size(x)])[0]
+
+    def lora(
+        self,
+        x: int,
+        ys: Sequence[int],
+        adapters: Sequence[Array],
+        a: Sequence[Float[Array, "slots rank inputs"]],
+        b: Sequence[Float[Array, "slots outputs rank"]],
+    ) -> list[int]:
+        """As `lora_call.add_lora`.
+
+        Args:
+            adapters: slots, scales and order of the rows.
+        """
+        sizes = [*(stack.shape[1] for stack in a), *map(self._size, ys)]
+        out = self._add(Operation.LORA, x, [len(ys), *ys], [*adapters, *a, *b], sizes)
+        return out[len(a) :]
 
     def attention(
         self,

@@ -104,6 +104,8 @@ def _custom_call(
             return _activate(operation, makers, found)
         case "jinfer_attention":
             return _attention(operation)
+        case "jinfer_lora":
+            return _lora(operation)
     return None
 
 
@@ -198,6 +200,19 @@ def _attention(operation: JaxprOperation) -> FusibleOperation | None:
         return program.attention(values[0], values[1:], where, own, read, kind)
 
     return FusibleOperation(q.aval.shape[0], (q, *matrices), add, product=True)
+
+
+def _lora(operation: JaxprOperation) -> FusibleOperation:
+    count = len(operation.results)
+    x, *others = operation.operands
+    ys, others = others[:count], others[count:]
+    adapters, a, b = others[:3], others[3 : 3 + count], others[3 + count :]
+
+    def add(program: Program, values: Sequence[int], known: Known) -> list[int]:
+        rows, first, second = ([known[one] for one in each] for each in (adapters, a, b))
+        return program.lora(values[0], values[1:], rows, first, second)
+
+    return FusibleOperation(x.aval.shape[0], (x, *ys), add, product=True)
 
 
 def _reshape(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jinfer.cpu import lora_call as cpu
+from jinfer.ops.matmul import half_precision
 from jinfer.ops.matmul.dense import dense_matmul
 from jinfer.ops.matmul.matmul import grouped_linears, supports_grouped
 
@@ -83,6 +85,12 @@ def add_lora(
     """
     flat = x.reshape(-1, x.shape[-1])
     assert flat.shape[0] == at.slots.shape[0], "each row is a token"
+    if half_precision.reads_16_bit_weights():
+        rows = [y.reshape(-1, y.shape[-1]) for y in ys]
+        a, b = zip(*stacks, strict=True)
+        wide = flat.astype(jnp.float32)
+        sums = cpu.add_lora(wide, rows, at.slots, at.scales, at.order, a, b)
+        return tuple(total.reshape(y.shape) for total, y in zip(sums, ys, strict=True))
     grouped = all(supports_grouped(a) for a, _ in stacks)
     terms = (_grouped if grouped else _masked)(flat, stacks, at)
     # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.

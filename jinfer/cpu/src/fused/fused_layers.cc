@@ -14,6 +14,7 @@
 #include "common/operands.h"
 #include "dense/dense_driver.h"
 #include "fused/fused_attention.h"
+#include "fused/fused_lora.h"
 #include "fused/fused_program.h"
 #include "linear/linear_driver.h"
 #include "rowwise/rowwise.h"
@@ -33,7 +34,8 @@ enum Operation : int64_t {
   kAttention,
   kActivate,
   kMultiply,
-  kHadamard
+  kHadamard,
+  kLora
 };
 
 // A matrix [rows, size]: an input, or an operation's result.
@@ -45,6 +47,8 @@ struct Value {
   const float* x = nullptr;  // to read
   float* y = nullptr;        // to write
   int64_t early = 0;         // earlier stages that already write to it
+  int64_t readers = 0;       // operations that read it, an operand more than once maybe
+  int64_t in = -1;           // a value whose memory it takes over
 };
 
 // A row-wise operation. `a`, `b`, `c`: operand values; `y`: the result's number.
@@ -118,6 +122,7 @@ class FusedLayers {
   void run(ffi::ThreadPool& pool) {
     const Segment whole{0, 0, rows_};
     int64_t threads = 1;
+    for (size_t i = loras_.used; i > 0; --i) share_memory(*loras_.all[i - 1]);  // later first
     for (const ScheduledMatmul& scheduled : products_) {
       scheduled.product->partition(&whole, 1, pool);
       threads = std::max(threads, scheduled.product->threads);
@@ -134,6 +139,8 @@ class FusedLayers {
       FusedAttention& a = *attentions_.all[i];
       a.work.bind(values_[a.q].x, values_[a.k].x, values_[a.v].x, values_[a.y].y, partials_[i]);
     }
+    for (size_t i = 0; i < loras_.used; ++i)
+      loras_.all[i]->bind([this](size_t value) { return values_[value].x; });
     const int64_t row_chunks = std::min(rows_, 4 * threads);
     chunks_.clear();  // per stage: of attentions, matmuls, then rows
     for (int64_t s = 0; s < stage_count_; ++s) {
@@ -189,7 +196,8 @@ class FusedLayers {
       Stage& stage = stages_[s];
       stage.rows.clear(), stage.products.clear(), stage.attentions.clear();
     }
-    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = attentions_.used = 0;
+    rows_ = stage_count_ = 0, end_ = 0, linear_.used = dense_.used = 0;
+    attentions_.used = loras_.used = 0;
     values_.clear(), products_.clear(), slots_.clear(), plans_.clear();
   }
 
@@ -198,7 +206,7 @@ class FusedLayers {
   void assign_memory() {
     offsets_.clear();
     for (const Value& value : values_)
-      if (value.stage >= 0 && !value.y)
+      if (value.stage >= 0 && !value.y && value.in < 0)
         offsets_.push_back(
             allocate(rows_ * value.size * 4, value.stage - value.early, value.until));
     for (const auto& [product, stage, first] : products_)
@@ -212,12 +220,25 @@ class FusedLayers {
     char* room = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
     const size_t* at = offsets_.data();
     for (Value& value : values_)
-      if (value.stage >= 0 && !value.y) value.y = reinterpret_cast<float*>(room + *at++);
+      if (value.stage >= 0 && !value.y)
+        value.y = value.in < 0 ? reinterpret_cast<float*>(room + *at++) : values_[value.in].y;
     for (const ScheduledMatmul& scheduled : products_)
       for (char*& rows : scheduled.product->rows) rows = room + *at++;
     partials_.clear();
     for (size_t i = 0; i < attentions_.used; ++i)
       partials_.push_back(reinterpret_cast<float*>(room + *at++));
+  }
+
+  // Sums take over the memory of products that nothing else reads.
+  void share_memory(FusedLora& lora) {
+    for (size_t t = 0; t < lora.ys.size(); ++t) {
+      Value &y = values_[lora.ys[t]], &sum = values_[lora.first_sum + t];
+      const bool own = y.stage >= 0 && y.readers == 1 && !y.y;
+      lora.sums.sums[t].in_place = own;
+      if (!own) continue;
+      y.y = sum.y, y.until = std::max(y.until, sum.until);
+      if (!sum.y) sum.in = lora.ys[t];
+    }
   }
 
   size_t allocate(size_t bytes, int64_t stage, int64_t until) {
@@ -251,6 +272,7 @@ class FusedLayers {
       case kLinear: return read_linear(operands, reader, a);
       case kDense: return read_dense(operands, reader, a);
       case kAttention: return read_attention(operands, reader, a);
+      case kLora: return read_lora(operands, reader, a);
       case kActivate: {
         const int64_t activation = reader.next();
         if (!is_activation(activation)) return refuse("no such activation");
@@ -293,8 +315,7 @@ class FusedLayers {
     const int64_t stage = std::max(
         {first_row_stage(operation.a), first_row_stage(operation.b), first_row_stage(operation.c)});
     stage_at(stage).rows.push_back(operation);
-    for (const size_t value : {operation.a, operation.b, operation.c})
-      values_[value].until = std::max(values_[value].until, stage);
+    for (const size_t value : {operation.a, operation.b, operation.c}) is_read(value, stage);
     values_.push_back({size, stage, false, stage});
     return ffi::Error::Success();
   }
@@ -345,18 +366,39 @@ class FusedLayers {
     it.stage = 1 + std::max({first_row_stage(it.q), first_row_stage(it.k), first_row_stage(it.v)});
     for (int64_t s = 0; s < AttentionWork::kStages; ++s)
       stage_at(it.stage + s).attentions.push_back({&it.work, s});
-    for (const size_t value : {it.q, it.k, it.v})
-      values_[value].until = std::max(values_[value].until, it.stage + 1);
+    for (const size_t value : {it.q, it.k, it.v}) is_read(value, it.stage + 1);
     const int64_t last = it.stage + AttentionWork::kStages - 1;
     values_.push_back({it.result_size(), last, true, last, nullptr, nullptr, 1});
     return ffi::Error::Success();
   }
 
+  ffi::Error read_lora(Operands& operands, ProgramReader& reader, size_t a) {
+    FusedLora& it = loras_.next();
+    const auto size_of = [this](int64_t value) {
+      return value < 0 || size_t(value) >= values_.size() ? 0 : values_[value].size;
+    };
+    ffi::Error error = it.read(reader, operands, rows_, a, size_of);
+    if (error.failure()) return error;
+    it.first_inner = values_.size();
+    add_matmul(it.inner, a);
+    int64_t stage = 1 + values_.back().stage;
+    for (const size_t y : it.ys) stage = std::max(stage, values_[y].stage + 1);
+    for (const size_t y : it.ys) is_read(y, stage);
+    for (size_t value = it.first_inner; value < values_.size(); ++value) is_read(value, stage);
+    it.first_sum = values_.size();
+    add_product(it.sums, stage);
+    return ffi::Error::Success();
+  }
+
   // Prepares the matmul's rows in the stage of value `a`; the matmul is the next stage.
   void add_matmul(MatmulWork& product, size_t a) {
-    const int64_t before = first_row_stage(a), stage = before + 1;
+    const int64_t before = first_row_stage(a);
     stage_at(before).rows.push_back({kLinear, a, a, a, 0, {}, nullptr, 0, {}, &product});
-    values_[a].until = std::max(values_[a].until, before);
+    is_read(a, before);
+    add_product(product, before + 1);
+  }
+
+  void add_product(MatmulWork& product, int64_t stage) {
     stage_at(stage).products.push_back(&product);
     products_.push_back({&product, stage, values_.size()});
     for (size_t t = 0; t < product.results(); ++t)
@@ -370,6 +412,11 @@ class FusedLayers {
       return refuse("a vector does not fit its rows");
     *out = static_cast<const float*>(array->untyped_data());
     return ffi::Error::Success();
+  }
+
+  void is_read(size_t value, int64_t stage) {
+    values_[value].until = std::max(values_[value].until, stage);
+    ++values_[value].readers;
   }
 
   // The first stage in which a value's rows can be read.
@@ -415,6 +462,7 @@ class FusedLayers {
   Reused<LinearWork> linear_;
   Reused<DenseWork> dense_;
   Reused<FusedAttention> attentions_;
+  Reused<FusedLora> loras_;
   PlanCache plans_;
   std::vector<float*> partials_;
   const ffi::RemainingRets* rets_ = nullptr;
