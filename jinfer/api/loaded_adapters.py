@@ -22,6 +22,7 @@ from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
 from jinfer.nn.adapted_rows import AdapterSlots, is_adapter
 from jinfer.opening.adapter_files import merged_checkpoint
+from jinfer.opening.compute_settings import adapter_dtype
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import locate
 from jinfer.weights.adapter_terms import adapter_terms, stacked
@@ -91,7 +92,8 @@ class Adapters:
         highest = max((one.rank for one in listed.values()), default=0)
         usual = next((rank for rank in _RANKS if rank >= highest), highest)
         rank = engine.max_adapter_rank or (usual if listed else _USUAL_RANK)
-        adapters = cls(*model, listed, AdapterSlots(count, rank))
+        slots = AdapterSlots(count, rank, adapter_dtype(opened.spec))
+        adapters = cls(*model, listed, slots)
         adapters.sources |= {each.spec.name: str(each.path) for each in beside}
         return adapters
 

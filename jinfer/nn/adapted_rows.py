@@ -19,10 +19,12 @@ class AdapterSlots:
     Attributes:
         count: slots, each of which holds an adapter.
         rank: of all of them; adapters of a lower rank are padded with zeros.
+        dtype: of their matrices.
     """
 
     count: int
     rank: int
+    dtype: str
 
 
 _BUILT: ContextVar[AdapterSlots | None] = ContextVar("adapter_slots", default=None)

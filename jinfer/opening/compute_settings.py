@@ -9,6 +9,7 @@ from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
 from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.ops.matmul.half_precision import reads_16_bit_weights
 from jinfer.quant.quantized_tensor import Activations
 
 
@@ -39,6 +40,12 @@ def activation_type(spec: ModelSpec) -> Activations:
     if named != "auto":
         return named
     return "float" if spec.dtype == "float32" else "int8"
+
+
+def adapter_dtype(spec: ModelSpec) -> str:
+    """The type of LoRA adapters in slots: `dtype` if it is named, else 16 bits on a CPU, too."""
+    half = spec.dtype == "auto" and reads_16_bit_weights()
+    return "float16" if half else compute_dtype(spec.dtype)
 
 
 def kv_cache_type(spec: ModelSpec) -> Kind:
