@@ -28,9 +28,9 @@ ISA_FLAGS = {
 # For code that reads XLA's headers and calls kernels: -O2 compiles longer and gains nothing.
 HANDLER_FLAGS = ("-O1",)
 _WITHOUT_XLA = ("read_bandwidth", "repack_gguf")  # portable loops that include no XLA headers
-_TOGETHER = (("attention", "dense"), ("sample", "rowwise"))  # families that share a unit per ISA
+_TOGETHER = (("attention", "dense"), ("sample", "rowwise", "lora"))  # families that share a unit per ISA
 # Families whose `<family>_kernels.h` is all there is to compile for an instruction set.
-_GENERATED = ("attention", "dense", "recurrence", "rowwise", "sample")
+_GENERATED = ("attention", "dense", "lora", "recurrence", "rowwise", "sample")
 _GENERATED_ISAS = ("portable", "avx2", "avx512")
 
 
@@ -97,7 +97,7 @@ def _part(path: Path) -> str:
 def units(sources: Iterable[Path]) -> list[Unit]:
     """Translation units of `sources`, slowest first, so that none is waited for at the end.
 
-    Two families of kernels for one instruction set share a unit. Quantized products, the slowest
+    Some families of kernels for one instruction set share a unit. Quantized products, the slowest
     to compile, have one for themselves. Handlers are split into two, for two cores.
     """
     left = {path.stem: path for path in sources}

@@ -181,7 +181,7 @@ class Program:
         ys: Sequence[int],
         adapters: Sequence[Array],
         a: Sequence[Float[Array, "slots rank inputs"]],
-        b: Sequence[Float[Array, "slots outputs rank"]],
+        b: Sequence[Float[Array, "slots rank outputs"]],
     ) -> list[int]:
         """As `lora_call.add_lora`.
 

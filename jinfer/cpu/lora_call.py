@@ -22,9 +22,9 @@ def add_lora(
     scales: Float[Array, " rows"],
     order: Int[Array, " rows"],
     a: Sequence[Float[Array, "slots rank inputs"]],
-    b: Sequence[Float[Array, "slots outputs rank"]],
+    b: Sequence[Float[Array, "slots rank outputs"]],
 ) -> tuple[Float[Array, "rows outputs"], ...]:
-    """y + scale * (x A^T) B^T for each y, with the A and B of a row's slot, computed in float32.
+    """y + scale * (x A^T) B for each y, with the A and B of a row's slot, computed in float32.
 
     A row's bits do not depend on its company; those of a row without an adapter are y's.
 

@@ -39,9 +39,9 @@ class Linear(nnx.Module):
         self.bias = parameter((outputs,), axes[:1], dtype) if bias else None
         slots = slots_to_build() if role == "matrix" else None
         n, rank, kind = (0, 0, "") if slots is None else (slots.count, slots.rank, slots.dtype)
-        a, b = ("slots", "rank", axes[1]), ("slots", axes[0], "rank")
+        a, b = ("slots", "rank", axes[1]), ("slots", "rank", axes[0])
         self.lora_a = parameter((n, rank, inputs), a, kind) if slots else None
-        self.lora_b = parameter((n, outputs, rank), b, kind) if slots else None
+        self.lora_b = parameter((n, rank, outputs), b, kind) if slots else None
 
     @classmethod
     def of(cls, block: blocks.LinearSpec, dtype: DTypeLike) -> Linear:

@@ -158,14 +158,13 @@ def stacked(
         after[slot] = 0
         if (term := terms.get(projection)) is not None:
             rank = len(term.a)
-            if leaf == LORA_B:
-                after[slot, :, :rank] = term.b.astype(after.dtype)
-            else:
-                after[slot, :rank] = term.a.astype(after.dtype)
+            own = term.b.T if leaf == LORA_B else term.a
+            after[slot, :rank] = own.astype(after.dtype)
             # Other rows multiply this slot by zeros where there is no grouped product.
             if not np.isfinite(after[slot].astype(np.float32)).all():
                 raise LoadError(
-                    f"{projection}: an adapter's numbers are too large for {after.dtype}"
+                    f"{projection}: an adapter's numbers are too large for {after.dtype}; "
+                    'set dtype = "float32"'
                 )
         changed[name] = after
     return changed

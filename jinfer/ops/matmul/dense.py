@@ -42,7 +42,9 @@ def allows_bfloat16_rounding() -> bool:
     return _ALLOW_ROUNDING.get()
 
 
-def supports_grouped_dense(weight: Float[Array, "experts outputs inputs"]) -> bool:
+def supports_grouped_dense(
+    weight: Float[Array, "experts outputs inputs"], *, transposed: bool = False
+) -> bool:
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
         return half_precision.reads_16_bit_weights()
@@ -51,7 +53,7 @@ def supports_grouped_dense(weight: Float[Array, "experts outputs inputs"]) -> bo
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped_dense import takes
 
-    return takes(weight)
+    return takes(weight, transposed=transposed)
 
 
 def dense_matmul(
@@ -61,6 +63,7 @@ def dense_matmul(
     index: Int[Array, ""] | None = None,
     offsets: Int[Array, " experts_1"] | None = None,
     activation: str = "none",
+    transposed: bool = False,
 ) -> tuple[Float[Array, "*rows outputs"], ...]:
     """x @ weight.T for each weight, in float32.
 
@@ -72,16 +75,21 @@ def dense_matmul(
             other rows of the result are undefined. Requires `supports_grouped_dense`.
         activation: one of `FUSED_ACTIVATIONS`, or "none": there are two weights, gate and up, and
             one result, activation(x @ gate.T) * (x @ up.T).
+        transposed: with offsets: the stacks are [experts, inputs, outputs] instead.
     """
+    assert offsets is not None or not transposed, "only stacks"
     if half_precision.reads_16_bit_weights():
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
+        which["transposed"] = transposed
         results = cpu.dense_linear(rows, weights, rounded=allows_bfloat16_rounding(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
         from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 
-        product = partial(grouped_dense_matmul, interpret=interpreted())
+        product = partial(
+            grouped_dense_matmul, transposed=transposed, interpret=interpreted()
+        )
         results = tuple(product(x, offsets, weight) for weight in weights)
         return apply_activation(results, activation)
     if index is not None:

@@ -1,7 +1,7 @@
 """LoRA: low-rank terms of several adapters beside one product, each row with its own adapter's.
 
-y = x W^T + scale (x A^T) B^T (Hu et al. 2021, arXiv 2106.09685), where A and B are those of the
-row's adapter. The adapters of an engine are stacked, each in a slot, padded with zeros to one rank;
+y = x W^T + scale (x A^T) B (Hu et al. 2021, arXiv 2106.09685, with the transpose of its B), where A
+and B are those of the row's adapter. The adapters of an engine are stacked, each in a slot, padded with zeros to one rank;
 rows are sorted by slot for one grouped product with each stack (Punica's SGMV, arXiv 2310.18547),
 so only slots that have rows are read. W may be of any format: nothing of it is touched.
 """
@@ -16,8 +16,7 @@ from jax import Array, lax
 
 from jinfer.cpu import lora_call as cpu
 from jinfer.ops.matmul import half_precision
-from jinfer.ops.matmul.dense import dense_matmul
-from jinfer.ops.matmul.matmul import grouped_linears, supports_grouped
+from jinfer.ops.matmul.dense import dense_matmul, supports_grouped_dense
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -27,7 +26,7 @@ class Stacks(NamedTuple):
     """The adapters of one projection, a matrix each slot."""
 
     a: Float[Array, "slots rank inputs"]
-    b: Float[Array, "slots outputs rank"]
+    b: Float[Array, "slots rank outputs"]
 
 
 class RowAdapters(NamedTuple):
@@ -91,21 +90,25 @@ def add_lora(
         wide = flat.astype(jnp.float32)
         sums = cpu.add_lora(wide, rows, at.slots, at.scales, at.order, a, b)
         return tuple(total.reshape(y.shape) for total, y in zip(sums, ys, strict=True))
-    grouped = all(supports_grouped(a) for a, _ in stacks)
-    terms = (_grouped if grouped else _masked)(flat, stacks, at)
+    terms = (_grouped if all(map(_is_grouped, stacks)) else _masked)(flat, stacks, at)
     # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.
     own = (at.slots > 0).reshape(*x.shape[:-1], 1)
     each = zip(ys, terms, strict=True)
     return tuple(jnp.where(own, y + term.reshape(y.shape), y) for y, term in each)
 
 
+def _is_grouped(stacks: Stacks) -> bool:
+    return supports_grouped_dense(stacks.a) and supports_grouped_dense(stacks.b, transposed=True)
+
+
 def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
     offsets = at.offsets(stacks[0][0].shape[0])
     scales = at.scales[at.order][:, None]
-    inner = grouped_linears(x[at.order], [a for a, _ in stacks], offsets)
+    inner = dense_matmul(x[at.order], [a for a, _ in stacks], offsets=offsets)
     terms = list[Array]()
     for part, (_, b) in zip(inner, stacks, strict=True):
-        terms += grouped_linears((part * scales).astype(x.dtype), [b], offsets)
+        scaled = (part * scales).astype(x.dtype)
+        terms += dense_matmul(scaled, [b], offsets=offsets, transposed=True)
     return [term[at.places] for term in terms]
 
 
@@ -118,6 +121,5 @@ def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
         inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]
         own = at.slots[:, None] == jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
         inner = jnp.where(own[..., None], inner, 0.0).reshape(-1, slots * rank).astype(x.dtype)
-        flat_b = b.transpose(1, 0, 2).reshape(b.shape[1], slots * rank)
-        terms += dense_matmul(inner, [flat_b])
+        terms += dense_matmul(inner, [b.reshape(slots * rank, -1).T])
     return terms

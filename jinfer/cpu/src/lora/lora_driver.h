@@ -1,4 +1,4 @@
-// LoRA driver: y + scale * (x A^T) B^T for rows that each have an adapter of a stack, or none.
+// LoRA driver: y + scale * (x A^T) B for rows that each have an adapter of a stack, or none.
 //
 // Rows with an adapter are sorted by slot, so that each slot's matrices are read once. There are
 // two parts of work: the inner products x A^T, and the sums, which need both these and y.
@@ -12,7 +12,7 @@
 #include "common/matmul_work.h"
 #include "common/operands.h"
 #include "dense/dense_driver.h"
-#include "rowwise/rowwise.h"
+#include "lora/lora.h"
 
 namespace jinfer {
 namespace {
@@ -72,7 +72,7 @@ class LoraInner : public DenseWork {
   }
 };
 
-// The sums y + scale * inner B^T; rows without an adapter are copied, unless they are in place.
+// The sums y + scale * inner B; rows without an adapter are copied, unless they are in place.
 class LoraSums : public MatmulWork {
  public:
   // One sum. `in_place`: y is also the result.
@@ -92,9 +92,9 @@ class LoraSums : public MatmulWork {
       if (b.has_error()) return b.error();
       const auto shape = b->dimensions();
       const int64_t rank = inner.outputs(t), size = outputs[t];
-      if (shape.size() != 3 || shape[0] < inner.count() || shape[1] != size || shape[2] != rank)
+      if (shape.size() != 3 || shape[0] < inner.count() || shape[1] != rank || shape[2] != size)
         return refuse("a stack of adapters does not fit");
-      DenseMatrix matrix{b->untyped_data(), DType::f32, size, rank, false, size * rank};
+      DenseMatrix matrix{b->untyped_data(), DType::f32, size, rank, true, size * rank};
       if (!dtype_of(b->element_type(), &matrix.dtype) || matrix.dtype == DType::quantized)
         return refuse("a weight's type is not known");
       sums.push_back({matrix, nullptr, nullptr, nullptr, false, 0});
@@ -107,7 +107,7 @@ class LoraSums : public MatmulWork {
   void set_output(size_t result, float* y) override { sums[result].result = y; }
 
   void partition(const Segment*, size_t, const ffi::ThreadPool& pool) override {
-    const int64_t tile = dense_kernels().gemm_outputs, rows = adapted_->place.size();
+    const int64_t tile = lora_kernels().tile, rows = adapted_->place.size();
     int64_t work = 0, tiles = 0;  // work in bytes, as of a product
     for (Sum& sum : sums) {
       const int64_t rank = sum.b.inputs;
@@ -129,7 +129,7 @@ class LoraSums : public MatmulWork {
     int64_t tiles = 0;
     for (const Sum& sum : sums) tiles += sum.tiles;
     int64_t begin = tiles * chunk / chunks, end = tiles * (chunk + 1) / chunks;
-    const int64_t tile = dense_kernels().gemm_outputs;
+    const int64_t tile = lora_kernels().tile;
     for (const Sum& sum : sums) {
       const int64_t from = std::max<int64_t>(begin, 0), to = std::min(end, sum.tiles);
       if (from < to) add(sum, from * tile, std::min(to * tile, sum.b.outputs));
@@ -139,8 +139,6 @@ class LoraSums : public MatmulWork {
 
  private:
   static constexpr int64_t kPiece = 64 << 10;  // bytes of weights that make a chunk worthwhile
-  static constexpr int64_t kMostRows = 256;    // of a product, so that its results stay in a cache
-  static constexpr int64_t kMostTerms = 32 << 10;
 
   // Outputs begin .. end - 1 of all rows.
   void add(const Sum& sum, int64_t begin, int64_t end) const {
@@ -149,38 +147,19 @@ class LoraSums : public MatmulWork {
       if (adapted_->place[row] < 0)
         std::memcpy(sum.result + row * outputs + begin, sum.y + row * outputs + begin,
                     4 * (end - begin));
-    for (const Segment& segment : adapted_->segments)
-      for (int64_t first = segment.begin; first < segment.end; first += kMostRows)
-        add(sum, {segment.index, first, std::min(first + kMostRows, segment.end)}, begin, end);
-  }
-
-  // The same of the rows of one slot at some places.
-  void add(const Sum& sum, const Segment& places, int64_t begin, int64_t end) const {
-    static thread_local std::vector<float> scaled, packed, terms;
-    const DenseKernels& k = dense_kernels();
-    const int64_t count = places.end - places.begin, rank = sum.b.inputs, outputs = sum.b.outputs;
-    scaled.resize(count * rank);
-    for (int64_t i = 0; i < count; ++i) {
-      const float scale = adapted_->scales[adapted_->row[places.begin + i]];
-      for (int64_t r = 0; r < rank; ++r)
-        scaled[i * rank + r] = sum.inner[(places.begin + i) * rank + r] * scale;
-    }
-    const bool gemm = count >= k.gemm_min_rows && outputs >= k.gemm_outputs;
-    if (gemm) packed.resize(count * k.packed(rank));
-    for (int64_t i = 0; gemm && i < count; ++i)
-      k.pack(scaled.data() + i * rank, rank, packed.data() + i * k.packed(rank));
-    DenseMatrix b = sum.b;
-    b.data = static_cast<const char*>(b.data) + places.index * b.stack_stride * bytes_of(b.dtype);
-    const int64_t step = std::max<int64_t>(1, kMostTerms / count / k.gemm_outputs) * k.gemm_outputs;
-    for (int64_t n = begin; n < end; n += step) {
-      const int64_t width = std::min(step, end - n);
-      terms.resize(std::max<int64_t>(terms.size(), count * width));
-      (gemm ? k.gemm : k.gemv)(b, gemm ? packed.data() : scaled.data(), count, n, n + width,
-                               terms.data() - n, width);
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t at = adapted_->row[places.begin + i] * outputs + n;
-        rowwise_kernels().add(sum.y + at, terms.data() + i * width, width, sum.result + at);
-      }
+    static thread_local std::vector<float> scaled;
+    for (const Segment& segment : adapted_->segments) {
+      const int64_t count = segment.end - segment.begin, rank = sum.b.inputs;
+      const int64_t* at = adapted_->row.data() + segment.begin;
+      const float* inner = sum.inner + segment.begin * rank;
+      scaled.resize(count * rank);
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t r = 0; r < rank; ++r)
+          scaled[i * rank + r] = inner[i * rank + r] * adapted_->scales[at[i]];
+      DenseMatrix b = sum.b;
+      b.data =
+          static_cast<const char*>(b.data) + segment.index * b.stack_stride * bytes_of(b.dtype);
+      lora_kernels().add(b, scaled.data(), at, count, begin, end, sum.y, sum.result);
     }
   }
 
