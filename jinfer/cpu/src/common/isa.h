@@ -35,27 +35,26 @@ bool prefers_bf16_dot();
 
 // JINFER_DISPATCH: family_portable(), family_avx2() or family_avx512(), as isa() says.
 // JINFER_DISPATCH_DOT: for a family with kernels for AVX-VNNI, AVX-512 BF16, AMX and ARM's dot
-// products too. JINFER_DISPATCH_PAIRS, JINFER_DISPATCH_TILES: for one that exists for AVX-512 BF16
-// or AMX alone; null elsewhere. JINFER_BF16 and JINFER_AMX are defined where the compiler supports
-// these instructions (JINFER_DISPATCH_512).
+// products too. JINFER_DISPATCH_TILES: for one that exists for AVX-512 BF16 and AMX alone; null
+// elsewhere. JINFER_BF16 and JINFER_AMX are defined where the compiler supports these instructions.
 #if defined(JINFER_BF16)
-#define JINFER_DISPATCH_PAIRS(family)                                           \
+#define JINFER_DISPATCH_BF16_TILES(family)                                      \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 && ::jinfer::prefers_bf16_dot() \
        ? family##_avx512bf16()                                                  \
        : nullptr)
 #define JINFER_DISPATCH_BF16(family) \
   (::jinfer::isa() == ::jinfer::Isa::avx512bf16 ? family##_avx512bf16() : JINFER_DISPATCH(family))
 #else
-#define JINFER_DISPATCH_PAIRS(family) nullptr
+#define JINFER_DISPATCH_BF16_TILES(family) nullptr
 #define JINFER_DISPATCH_BF16(family) JINFER_DISPATCH(family)
 #endif
 #if defined(JINFER_AMX)
 #define JINFER_DISPATCH_TILES(family) \
-  (::jinfer::isa() == ::jinfer::Isa::amx ? family##_amx() : nullptr)
+  (::jinfer::isa() == ::jinfer::Isa::amx ? family##_amx() : JINFER_DISPATCH_BF16_TILES(family))
 #define JINFER_DISPATCH_512(family) \
   (::jinfer::isa() == ::jinfer::Isa::amx ? family##_amx() : JINFER_DISPATCH_BF16(family))
 #else
-#define JINFER_DISPATCH_TILES(family) nullptr
+#define JINFER_DISPATCH_TILES(family) JINFER_DISPATCH_BF16_TILES(family)
 #define JINFER_DISPATCH_512(family) JINFER_DISPATCH_BF16(family)
 #endif
 #define JINFER_JOINED(family, isa) family##_##isa

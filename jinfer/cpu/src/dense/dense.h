@@ -16,7 +16,6 @@ struct DenseMatrix {
   int64_t outputs, inputs;
   bool transposed;
   int64_t stack_stride;  // numbers from one matrix of a stack to the next
-  bool pairs;            // multiply with `DenseBf16Pairs`
   bool tiles;            // multiply with `DenseBf16Tiles`
 };
 
@@ -40,18 +39,12 @@ struct DenseKernels {
   }
 };
 
-// Bfloat16 dot products: two neighbouring numbers count as one of 32 bits among the inputs of
-// weights and rows. These kernels have no GLU.
-struct DenseBf16Pairs {
-  DenseKernels kernels;
-  // Rounds a row of an even number of inputs to pairs.
-  void (*round)(const float* x, int64_t inputs, float* pairs);
-};
-
-// The same in AMX tiles, for any number of rows and inputs.
+// Dot products of bfloat16, for any number of rows and inputs: AVX-512 BF16 or AMX tiles, with the
+// same bits. These kernels have no GLU.
 struct DenseBf16Tiles {
-  int64_t outputs;  // computed together
-  // Size of a packed row in units of 32 bits.
+  int64_t outputs;   // computed together
+  bool splits_rows;  // whether some of many rows take their share of the time
+  // Size of a packed row in units of 32 bits: pairs of numbers.
   int64_t (*packed)(int64_t inputs);
   // Rounds row `row` of `rows` and packs it into `all`.
   void (*pack)(const float* x, int64_t inputs, int64_t row, int64_t rows, float* all);
@@ -66,10 +59,9 @@ const DenseKernels& dense_avx2();
 const DenseKernels& dense_avx512();
 inline const DenseKernels& dense_kernels() { return JINFER_DISPATCH(dense); }
 
-// Null if the processor lacks these instructions.
-const DenseBf16Pairs* dense_bf16_avx512bf16();
-inline const DenseBf16Pairs* dense_bf16_pairs() { return JINFER_DISPATCH_PAIRS(dense_bf16); }
+const DenseBf16Tiles* dense_bf16_avx512bf16();
 const DenseBf16Tiles* dense_bf16_amx();
+// Null if the processor lacks these instructions.
 inline const DenseBf16Tiles* dense_bf16_tiles() { return JINFER_DISPATCH_TILES(dense_bf16); }
 
 }  // namespace jinfer

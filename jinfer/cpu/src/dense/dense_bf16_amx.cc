@@ -2,7 +2,8 @@
 // activations.
 //
 // One row takes the same path as many, so that bits are equal: for every 32 inputs, products of
-// even and of odd inputs are added up separately, and their sum is added to the total.
+// even and of odd inputs are added up separately, in order, and their sum is added to the total;
+// dense_bf16_avx512bf16.cc adds in the same order.
 #include <algorithm>
 #include <cstring>
 
@@ -148,7 +149,7 @@ void multiply(const DenseMatrix& w, const float* x, int64_t rows, int64_t first,
   }
 }
 
-const DenseBf16Tiles tiles{OUTPUTS, pairs_of, pack, multiply};
+const DenseBf16Tiles tiles{OUTPUTS, false, pairs_of, pack, multiply};
 
 }  // namespace
 }  // namespace jinfer

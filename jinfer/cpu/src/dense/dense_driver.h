@@ -28,8 +28,8 @@ struct DenseOptions {
 // Rows times plain matrices; with an activation, gate and up give one result (GLU).
 class DenseWork : public MatmulWork {
  public:
-  // Forms of a row: plain, packed for GEMM, the same as bf16 pairs, packed for AMX tiles.
-  enum RowForm { kPlain, kPacked, kPairs, kPackedPairs, kTiles, kForms };
+  // Forms of a row: plain, packed for GEMM, packed for tiles of bfloat16.
+  enum RowForm { kPlain, kPacked, kTiles, kForms };
 
   // Reads `count` matrices.
   ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseOptions& options) {
@@ -84,13 +84,6 @@ class DenseWork : public MatmulWork {
     if (needed_[kPacked]) dense_kernels().pack(x, inputs_, rows_of(kPacked, row));
     if (needed_[kTiles] && row < rows_)
       dense_bf16_tiles()->pack(x, inputs_, row, rows_, rows_of(kTiles, 0));
-    if (!needed_[kPairs] && !needed_[kPackedPairs]) return;
-    const DenseBf16Pairs& k = *dense_bf16_pairs();
-    static thread_local std::vector<float> room;
-    if (static_cast<int64_t>(room.size()) < inputs_ / 2) room.resize(inputs_ / 2);
-    float* pairs = needed_[kPairs] ? rows_of(kPairs, row) : room.data();
-    k.round(x, inputs_, pairs);
-    if (needed_[kPackedPairs]) k.kernels.pack(pairs, inputs_ / 2, rows_of(kPackedPairs, row));
   }
 
   void run(int64_t chunk) const override {
@@ -138,37 +131,31 @@ class DenseWork : public MatmulWork {
                        inputs_,
                        options.transposed,
                        shape[lead] * columns,
-                       false,
                        false};
     if (!dtype_of(array.element_type(), &weight.dtype) || weight.dtype == DType::quantized)
       return refuse("a weight's type is not known");
     weight.data = static_cast<const char*>(array.untyped_data()) +
                   options.first * columns * bytes_of(weight.dtype);
-    const bool rounded = options.rounded && weight.dtype == DType::bf16 && !options.transposed;
-    weight.tiles = rounded && dense_bf16_tiles();
-    weight.pairs = rounded && !weight.tiles && inputs_ % 2 == 0 && dense_bf16_pairs();
+    weight.tiles = options.rounded && weight.dtype == DType::bf16 && !options.transposed &&
+                   dense_bf16_tiles();
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);
     weights_.push_back(weight);
     return ffi::Error::Success();
   }
 
-  static const DenseKernels& kernels(bool pairs) {
-    return pairs ? dense_bf16_pairs()->kernels : dense_kernels();
-  }
-
   // The form of rows that a weight is multiplied with.
   static RowForm form(bool gemv, const DenseMatrix& weight) {
     if (weight.tiles) return kTiles;
-    return gemv ? (weight.pairs ? kPairs : kPlain) : (weight.pairs ? kPackedPairs : kPacked);
+    return gemv ? kPlain : kPacked;
   }
 
   void add_part(const DenseKernels& k, size_t t, const Segment& s) {
     const int64_t count = s.end - s.begin, outputs = weights_[t].outputs;
-    // A panel of a narrow matrix would be mostly padding; tiles take weights as stored.
+    // A panel of a narrow matrix would be mostly padding.
     const bool in_tiles = weights_[t].tiles;
-    const bool gemv =
-        in_tiles || transposed_ || count < k.gemm_min_rows || outputs < k.gemm_outputs;
+    const bool gemv = transposed_ || count < k.gemm_min_rows || outputs < k.gemm_outputs ||
+                      (in_tiles && !dense_bf16_tiles()->splits_rows);
     const int64_t tile = in_tiles ? dense_bf16_tiles()->outputs
                          : gemv   ? k.gemv_outputs
                                   : k.gemm_outputs;
@@ -187,11 +174,10 @@ class DenseWork : public MatmulWork {
     return reinterpret_cast<float*>(rows[form]) + row * row_size(form);
   }
 
-  // Size of a row in floats, or in pairs.
+  // Size of a row in floats, or in pairs of bfloat16.
   int64_t row_size(size_t form) const {
     if (form == kTiles) return dense_bf16_tiles()->packed(inputs_);
-    const int64_t size = form == kPairs || form == kPackedPairs ? inputs_ / 2 : inputs_;
-    return form == kPlain || form == kPairs ? size : dense_kernels().packed(size);
+    return form == kPlain ? inputs_ : dense_kernels().packed(inputs_);
   }
 
   // Computes tiles from .. to - 1 of one block of rows.
@@ -209,8 +195,7 @@ class DenseWork : public MatmulWork {
       if (weight.tiles)
         return dense_bf16_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin,
                                             end, to, stride);
-      const DenseKernels& k = kernels(weight.pairs);
-      if (weight.pairs) weight.inputs /= 2;
+      const DenseKernels& k = dense_kernels();
       const float* x = rows_of(form(part.gemv, weight), first);
       (part.gemv ? k.gemv : k.gemm)(weight, x, count, begin, end, to, stride);
     };
