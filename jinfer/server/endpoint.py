@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from jinfer.server import request_body
+from jinfer.server import request_body, resumable_streams
 from jinfer.server.forwarding import forward
 from jinfer.server.http_errors import (
     OPENAI_ERRORS,
@@ -57,6 +57,7 @@ class Endpoint:
         query: names of its query parameters, of `QUERY_PARAMETERS`.
         reader: reads and parses the body itself, where it is not JSON.
         body_media_type: media type of the body.
+        success: HTTP status of what is done; 204: without a body.
     """
 
     route: str
@@ -71,6 +72,7 @@ class Endpoint:
     query: tuple[str, ...] = ()
     reader: Callable[[Request, Service], Awaitable[BaseModel]] | None = None
     body_media_type: str = JSON_MEDIA_TYPE
+    success: int = 200
 
     @property
     def method(self) -> str:
@@ -171,6 +173,10 @@ class EndpointApp:
         try:
             reply = await self.endpoint.handler(call)
             answer: HttpResponse | StreamedResponse = reply
+            id = call.request.headers.get(resumable_streams.HEADER)
+            if id and isinstance(answer, StreamedResponse) and call.request.method == "POST":
+                answers = self.service.answers
+                answer = await self.service.streams.start(id, answer, settings.ping, answers)
             return await answer.send(send, settings.send_seconds, settings.ping)
         except RunsElsewhereError as found:
             failed = reply.failed if isinstance(reply, StreamedResponse) else None

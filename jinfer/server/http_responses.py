@@ -71,6 +71,8 @@ class HttpResponse:
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
         if self.status == 304:  # Content-Length would have to be that of the omitted body
             del headers["content-length"]
+        if self.status == 204:  # no content, so no type nor length of it
+            headers = {}
         start = _start(self.status, {**headers, **self.headers})
         async with asyncio.timeout(seconds):
             await send(start)

@@ -73,7 +73,10 @@ def _operation(endpoint: Endpoint, path: str, reference: Any) -> dict[str, Any]:
     if endpoint.stream_media_type:
         content.setdefault(endpoint.stream_media_type.partition(";")[0], {"schema": {}})
     error = {"application/json": {"schema": reference(endpoint.errors.schema)}}
-    responses: dict[str, Any] = {"200": {"description": endpoint.summary, "content": content}}
+    done = {"description": endpoint.summary, "content": content}
+    responses: dict[str, Any] = {"200": done}
+    if endpoint.success == 204:
+        responses = {"204": {"description": endpoint.summary}}
     for status, text in (*_ERRORS.items(), *endpoint.errors.more):
         responses[status] = {"description": text, "content": error}
     operation: dict[str, Any] = {
@@ -134,7 +137,7 @@ def _shown(
             yield f"<tr><td><code>{escape(field)}</code>{star}"
             yield f"<td>{escape(_type(schema))}<td>{about}</tr>"
         yield "</table>"
-    answer = operation["responses"]["200"]["content"]
+    answer = operation["responses"].get("200", {}).get("content", ["nothing"])
     yield f"<p>answers: {escape(', '.join(answer))}</p></details>"
 
 

@@ -46,6 +46,15 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
         "schema": {"type": "integer", "minimum": 0},
         "description": "the number of the event that the stream goes on after",
     },
+    "conv_id": {
+        "schema": {"type": "string"},
+        "required": True,
+        "description": "what X-Conversation-Id named",
+    },
+    "from": {
+        "schema": {"type": "integer", "minimum": 0},
+        "description": "the byte that the stream goes on from; instead: the header Last-Event-ID",
+    },
 }
 PAGE = ("after", "limit", "order")
 
@@ -74,6 +83,20 @@ def query_value(call: RequestContext[Any], name: str, default: Any = None) -> An
             f"it must be one of {', '.join(schema['enum'])}", name, "invalid_type"
         )
     return text
+
+
+def last_event_id(call: RequestContext[Any]) -> int | None:
+    """The number of the last event that a client has seen, as a browser's EventSource names it.
+
+    Raises:
+        ApiError: it is no number.
+    """
+    text = call.request.headers.get("last-event-id")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise invalid_request("it must be the number of an event", "Last-Event-ID", "invalid_type")
+    return int(text)
 
 
 def listed_page(

@@ -39,7 +39,8 @@ class ResponseJob:
     def add(self, events: list[dict[str, Any]]) -> None:
         """Records events, and the response that the last one of them has."""
         for one in events:
-            self._events.append(sse_event(one, one["type"]))
+            number = b"id: %d\n" % len(self._events)
+            self._events.append(number + sse_event(one, one["type"]))
             self.response = one.get("response", self.response)
         self._wake()
 

@@ -23,6 +23,7 @@ from jinfer.server import (
     ranking,
     response_routes,
     steering,
+    stream_routes,
     tokenize,
 )
 from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
@@ -138,6 +139,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     *response_routes.RESPONSE_ENDPOINTS,
     *file_routes.FILE_ENDPOINTS,
+    *stream_routes.STREAM_ENDPOINTS,
     _anthropic(
         "POST /v1/messages",
         messages.create_message,

@@ -24,6 +24,7 @@ from jinfer.server.request_activations import check_inspection
 from jinfer.server.request_runner import PromptRequests, RequestRunner, check_captured_bytes
 from jinfer.server.response_jobs import ResponseJobs
 from jinfer.server.response_store import ResponseStore
+from jinfer.server.resumable_streams import ResumableStreams
 from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ServerSettings
 
@@ -47,6 +48,7 @@ class Service:
         answers: the requests in progress.
         responses: the stored responses.
         files, batches: what is kept in the folder of `--files-dir`; None without one.
+        streams: the streams that can be resumed.
     """
 
     settings: ServerSettings
@@ -56,6 +58,7 @@ class Service:
     responses: ResponseStore = field(default_factory=ResponseStore)
     files: FileStore | None = None
     batches: BatchStore | None = None
+    streams: ResumableStreams = field(default_factory=ResumableStreams)
 
     @cached_property
     def response_jobs(self) -> ResponseJobs:

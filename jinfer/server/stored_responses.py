@@ -8,7 +8,7 @@ from jinfer.engine.requests import RequestError
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse, StreamedResponse
 from jinfer.server.prompt_builder import chat_prompt_ids
-from jinfer.server.query_params import listed_page, query_value
+from jinfer.server.query_params import last_event_id, listed_page, query_value
 from jinfer.server.response_input import ResponseInput, read_input, to_chat_request
 from jinfer.server.response_store import UNFINISHED, StoredResponse
 from jinfer.server.responses import check_response, failed_event
@@ -24,6 +24,7 @@ async def retrieve(call: RequestContext[Any]) -> HttpResponse | StreamedResponse
     job = call.service.response_jobs.jobs.get(id)
     after = query_value(call, "starting_after")
     if query_value(call, "stream", False):
+        after = last_event_id(call) if after is None else after
         if job is None:
             await _stored(call)
             raise invalid_request(

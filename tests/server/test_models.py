@@ -262,6 +262,12 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         assert http.get("/api/ps").json()["models"][0]["context_length"] == 256
         text = http.get("/metrics").text
         assert 'jinfer:generation_tokens_total{model_name="one"} 6.0' in text
+        named = {"X-Conversation-Id": "a::one"}  # a stream that its process keeps
+        kept = http.post("/v1/completions", json={**body, "stream": True}, headers=named)
+        again = http.get("/v1/stream", params={"conv_id": "a::one"})
+        assert (again.text, again.text[-14:]) == (kept.text, "data: [DONE]\n\n")
+        assert http.delete("/v1/stream", params={"conv_id": "a::one"}).status_code == 204
+        assert http.get("/v1/stream", params={"conv_id": "a::one"}).status_code == 404
         for level in ("1", "2"):
             assert http.post("/sleep", params={"model": "one", "level": level}).status_code == 200
             assert http.get("/props", params={"model": "one"}).json()["is_sleeping"]
@@ -271,10 +277,10 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         worker._process.kill()  # as by the system, where memory runs out
         worker._process.wait()
         assert done(http, "/v1/completions", **body).json()["choices"][0]["token_ids"] == ids
-        again = running.hosted("one").worker
-        assert again is not None
-        assert again is not worker
+        next_one = running.hosted("one").worker
+        assert next_one is not None
+        assert next_one is not worker
         done(http, "/models/unload", model="one")
-        assert again.has_ended
+        assert next_one.has_ended
         assert state(http, "one") == "unloaded"
         assert 'jinfer:generation_tokens_total{model_name="one"} ' in http.get("/metrics").text
