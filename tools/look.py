@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.cli.terminal.generate_flags import token_ids
 from jinfer.modelspec.toml_tables import merge
 from jinfer.views.view_table import VIEWS, keywords
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what to draw: one of those below (tokens)")  # fmt: skip
     add("--prompt", metavar="TEXT", help="the text to look at, as it is")
     add("--prompt-file", metavar="FILE", help="a file with it, UTF-8")
+    add("--ids", metavar="IDS", help='token ids instead of a text, such as "1 15043"')
     add("--chat", action="store_true", help="the text is a message of the user's")
     add("--out", metavar="FILE", help="where to write it: .html or .svg (the view's name.html)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="set any key of the spec")
@@ -73,23 +75,32 @@ def _run(options: argparse.Namespace) -> int:
         return _refuse(f"{flag} is for --view {' or '.join(others)}, not {options.view}")
     if out.suffix not in _SUFFIXES:
         return _refuse(f"--out {out}: a view is a page or an image; end it in .html or .svg")
-    if options.prompt is not None and options.prompt_file is not None:
-        return _refuse("--prompt and --prompt-file both give the text; leave one out")
+    texts = {"--prompt": options.prompt, "--prompt-file": options.prompt_file, "--ids": options.ids}
+    flags = [flag for flag, value in texts.items() if value is not None]
+    if len(flags) > 1:
+        return _refuse(f"{' and '.join(flags)} each give the text; keep one")
+    if options.chat and options.ids is not None:
+        return _refuse("--chat makes a text a message, and --ids are tokens; leave one out")
+    if not flags and view.prompt:
+        return _refuse(
+            f"--view {options.view} needs a text: --prompt TEXT, --prompt-file FILE, or --ids IDS"
+        )
+    given_ids = None if options.ids is None else token_ids(options.ids)
     text = options.prompt
     if options.prompt_file is not None:
         text = Path(options.prompt_file).read_text(encoding="utf-8-sig")
-    if text is None and view.prompt:
-        return _refuse(f"--view {options.view} needs a text: --prompt TEXT, or --prompt-file FILE")
     check_writable(str(out))
     llm = _opened(options.source, overrides_of(options.set))
     if "reference" in view.takes:
         plain = {"quantization": {"weights": "plain"}}
         overrides = merge(overrides_of(options.set), plain) if options.reference is None else {}
         chosen["reference"] = _opened(options.reference or options.source, overrides)
-    prompt: list[int] | None = None
-    if text is not None and options.view != "memory":
+    prompt = given_ids
+    if text is not None:
         prompt = llm.encode_chat(text) if options.chat else llm.encode(text)
-    drawn = view.make(llm, **chosen) if prompt is None else view.make(llm, prompt=prompt, **chosen)
+    if prompt is not None and options.view != "memory":
+        chosen["prompt"] = prompt
+    drawn = view.make(llm, **chosen)
     print(f"{drawn.save(out)}: {drawn.title}, {drawn.about}")
     return 0
 

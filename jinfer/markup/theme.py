@@ -31,7 +31,7 @@ overflow-wrap:anywhere;color:var(--ink)}}
 .jv output.few{{height:3.4em}}
 .jv output:empty::before{{content:attr(data-hint);color:var(--faint)}}
 .jv :focus-visible{{outline:2px solid var(--accent);outline-offset:-2px}}
-.jv .scroll{{overflow:auto;max-width:100%;max-height:75vh}}
+.jv .scroll{{overflow:auto;max-width:100%;max-height:max(75vh,820px)}}
 .jv.jv table{{border-collapse:separate;border-spacing:1px;margin:0;border:0;
 font:12px/20px var(--mono);table-layout:auto}}
 .jv.jv tbody tr,.jv.jv thead tr{{background:none;border:0}}

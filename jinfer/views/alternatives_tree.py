@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.markup.token_spans import probability, token_spans
-from jinfer.markup.token_text import clipped, visible
+from jinfer.markup.token_text import clipped, flowing, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.token_likelihoods import named, text_height, token_names
 from jinfer.views.traced_values import check_llm
@@ -115,7 +115,7 @@ def draw_alternatives(
     shown = clipped(prompt, _PROMPT)
     markup = (
         f'<style>{_STYLE}</style><output data-hint="{_HINT}"></output>'
-        f"<small>{escape(visible(shown))}</small>"
+        f"<small>{escape(flowing(shown, '↵ '))}</small>"
         f'<div class="trunk" data-keys="0">{"".join(parts)}</div>'
     )
     count = len(branches)

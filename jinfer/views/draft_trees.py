@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # The picture stands in the colours of what is around it.
 _STYLE = """
+.jv .trees{max-height:none}
 .jv .jt text{fill:var(--ink)}.jv .jt .soft{fill:var(--faint)}.jv .jt .page{fill:none}
 .jv .jt .box{fill:var(--raised)}.jv .jt .wire{stroke:var(--line)}.jv .jt .way{stroke:var(--ink)}
 """
@@ -30,7 +31,7 @@ def speculation(llm: LLM, prompt: Prompt, *, max_tokens: int = 48) -> View:
     check_llm(llm)
     if llm.session.engine.speculator is None:
         raise RequestError(
-            "nobody drafts for this model; open it with speculation.draft, such as ngram"
+            "nobody drafts for this model; open it with a draft source: speculation.draft=ngram"
         )
     (answer,) = llm.generate([llm.encode(prompt)], max_tokens=max_tokens)
     if answer.speculation is None:
@@ -45,7 +46,7 @@ def draw_speculation(steps: Steps) -> View:
     right = sum(len(step.accepted) for step in steps.drafted)
     about = f"{len(steps)} calls, {drafted} tokens drafted, {right} of them right"
     width, height = (int(float(_attribute(picture, name))) for name in ("width", "height"))
-    markup = f'<style>{_STYLE}</style><div class="scroll" tabindex="0">{picture}</div>'
+    markup = f'<style>{_STYLE}</style><div class="scroll trees" tabindex="0">{picture}</div>'
     return View("speculation", about, Drawn(markup, width, height), lambda: _table(steps))
 
 

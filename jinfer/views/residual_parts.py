@@ -78,7 +78,10 @@ def attribute(
     """The parts of a logit; arguments as `attribution`."""
     ids, layers = llm.encode(prompt), layer_count(llm)
     if type(position) is not int or not -len(ids) <= position < len(ids):
-        raise RequestError(f"position is {position!r}, and the prompt has {len(ids)} tokens")
+        raise RequestError(
+            f"position is {position!r}, and the prompt has {len(ids)} tokens; give one from 0, or "
+            "from its end: -1 is the last"
+        )
     at = position % len(ids)
     assert llm.spec.decoder is not None
     lines = [_lines(llm, layer) for layer in llm.spec.decoder.layers]

@@ -29,8 +29,9 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
 _GRAM = 4  # tokens that count as a repetition
 _HINT = "the likeliest at a token: point at it, or go to it with Tab and arrows"
 _STYLE = """
-.jv .cards{display:flex;flex-wrap:wrap;gap:10px}
-.jv .card{flex:1 1 280px;min-width:0;border:1px solid var(--line);border-radius:8px;
+.jv .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(280px,100%),1fr));
+gap:10px}
+.jv .card{min-width:0;border:1px solid var(--line);border-radius:8px;
 padding:8px 10px;background:var(--raised)}
 .jv .card .text{border:0;padding:0}
 .jv .card dl{display:grid;grid-template-columns:auto 1fr;gap:0 10px;margin:6px 0 0;

@@ -60,7 +60,7 @@ def draw_tokens(
     """
     logprobs = [token.logprob for token in (*scored, *answer)]
     mean = sum(logprobs) / max(1, len(logprobs))
-    about = f"{len(scored) + 1} tokens" + (f", {len(answer)} generated" if answer else "")
+    about = f"{len(scored) + 1} tokens" + (f" and {len(answer)} generated" if answer else "")
     about += f"; perplexity {math.exp(-mean):.2f}; the more shaded, the less likely"
     parts = [_hint(), _text(f"<span>{escape(flowing(first))}</span>", first, scored, True)]
     if answer:

@@ -44,7 +44,8 @@ def quantization_error(llm: LLM, reference: LLM, prompt: Prompt | None = None) -
 
     Args:
         reference: the same model with its weights in full, such as
-            `LLM(source, **{"quantization.weights": "none"})`.
+            `LLM(source, **{"quantization.weights": "plain"})`. Of a checkpoint that
+            stores quantized blocks it is the one from before: "plain" decodes the same blocks.
         prompt: a text for which the residual streams are compared too; None: weights alone.
 
     Raises:
@@ -117,9 +118,11 @@ def draw_errors(found: WeightErrors) -> View:
     ]
     wide = max((len(name) for name in columns), default=6) + 1
     mean = float(np.mean(list(found.errors.values())))
-    about = f"{len(found.errors)} matrices, on average {mean:.2%} of the reference's norm" + (
-        "; stream: of the residual stream after the layer" if found.stream else ""
-    )
+    count = len(found.errors)
+    about = f"{count} matrices, on average {percent(mean)} of the reference's norm"
+    if not mean:
+        about = f"{count} matrices, each as in the reference; compare with what was quantized"
+    about += "; stream: of the residual stream after the layer" if found.stream else ""
     grid = cell_grid("layer", columns or ["error"], listed, wide=max(7, wide), number=True)
     return View("quantization error", about, grid, lambda: _table(found))
 

@@ -153,7 +153,10 @@ def test_the_digest_is_of_what_is_done() -> None:
             Edit(NAME, "set", vector(4, 3, 4), tokens="prompt"),
             r"or \[5, 3, 4\] for the 5 tokens of the range$",
         ),
-        (Edit(NAME, "set", vector(6, 3, 4)), r"it has 6 tokens, .*; give tokens=slice\(0, 6\)$"),
+        (
+            Edit(NAME, "set", vector(6, 3, 4)),
+            r"vectors of 6 tokens, .*; give .*, or tokens=slice\(0, 6\)$",
+        ),
     ],
 )
 def test_wrong_shapes(edit: Edit, said: str) -> None:

@@ -15,6 +15,7 @@ from jinfer.distributed import job_config
 from jinfer.sampling import param_ranges as ranges
 from jinfer.sampling.param_field import Parameter
 from jinfer.sampling.parameter_docs import described
+from jinfer.sampling.request_errors import RequestError
 from jinfer.sampling.sampling_params import ACTIVATIONS, PARAMETERS
 
 _FILES = ("json_schema", "grammar")  # may be given as a file
@@ -197,6 +198,14 @@ def _bias(text: str) -> tuple[int, float]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, such as 15043=-5")
     return int(id), float(bias)
+
+
+def token_ids(text: str) -> list[int]:
+    """The numbers of `--ids`. Raises `RequestError`."""
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise RequestError(f"--ids {text!r}: write token ids, such as --ids '1 15043'")
+    return [int(word) for word in words]
 
 
 def _early(text: str) -> bool | str:

@@ -22,7 +22,7 @@ from jinfer.cli.terminal.flag_conflicts import (
     check_effects,
     merge_alternatives,
 )
-from jinfer.cli.terminal.generate_flags import sampling, spelled
+from jinfer.cli.terminal.generate_flags import sampling, spelled, token_ids
 from jinfer.cli.terminal.local_chat import LocalChat
 from jinfer.cli.terminal.text_wrap import WrappingWriter
 from jinfer.distributed.job_config import find_job
@@ -118,10 +118,7 @@ def _run(options: argparse.Namespace, chat: bool, silent: bool) -> int:
 
 def _prompt(options: argparse.Namespace) -> str | list[int]:
     if options.ids is not None:
-        words = options.ids.replace(",", " ").split()
-        if not words or not all(word.isdecimal() for word in words):
-            raise RequestError(f"--ids {options.ids!r}: write token ids, such as --ids '1 15043'")
-        return [int(word) for word in words]
+        return token_ids(options.ids)
     if options.prompt_file is not None:
         return _followed(_text(options.prompt_file))
     if options.prompt not in (None, "-"):

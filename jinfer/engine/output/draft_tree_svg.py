@@ -45,8 +45,10 @@ def draw(steps: Sequence[DraftedStep], text: Callable[[int], str], left_out: int
         x += 36 + 8 * len(name)
     more = f"; {left_out} more calls" if left_out > 0 else ""
     words = f"bold: right; dashed: chosen by the model{more}"
-    legend += f'<text class="soft" x="{x}" y="{top + 10}">{words}</text>'
-    width, height = max(widest, x + 8 * len(words)) + 2 * _MARGIN, top + 12 + _MARGIN
+    top += 22  # a line of its own: phones have room for it
+    legend += f'<text class="soft" x="{_MARGIN}" y="{top + 10}">{words}</text>'
+    width = max(widest + 2 * _MARGIN, x, 8 * len(words) + _MARGIN)
+    height = top + 12 + _MARGIN
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="jt" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}"><style>{_STYLE}</style>'
