@@ -2,9 +2,11 @@
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 
 from jinfer import LLM, Edit, RequestError, Steer
 from jinfer.api import activation_tracing
+from jinfer.api.classification import Classes
 from jinfer.api.trace import Trace
+from jinfer.opening.classification_config import ClassificationConfig
 from tests.reference import numpy_activations
 from tests.reference.numpy_blocks import Floats
 from tests.reference.numpy_tensors import read_safetensors
@@ -107,7 +111,8 @@ def test_names() -> None:
     assert "decoder.1.attn.q" in names._ipython_key_completions_()
     order = [one.name for one in llm.names() if one.name.endswith(".x") or "." not in one.name]
     assert order == ["embed", *(f"decoder.{i}.x" for i in range(3)), "hidden", "logits"]
-    for wrong, near in (("decoder.1.attn.Q", "attn.q"), ("decoder.9.x", "decoder.[0-2].x")):
+    nearest = {"decoder.1.attn.Q": "attn.q", "decoder.9.x": "decoder.[0-2].x", "attn.k": "0.attn.k"}
+    for wrong, near in nearest.items():
         with pytest.raises(RequestError, match=f"no value '{wrong}'; did you mean '.*{near}'"):
             llm.trace([1, 2], [wrong])
 
@@ -162,6 +167,30 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.session.engine.programs, "stages", (), raising=False)
     with pytest.raises(RequestError, match=r"trace: the model is divided .*without \[partition\]"):
         llm.trace(TOKENS, "embed")
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of answers, one answer, names and classes."""
+    made = ModuleType("pandas")
+    made.DataFrame = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pandas", made)
+    llm = model("llama2")
+    answers = llm.generate([TOKENS[:9]] * 2, max_tokens=3, ignore_eos=True, logprobs=1)
+    assert answers.to_pandas()["completion_tokens"] == [3, 3]  # type: ignore[attr-defined]
+    table = answers[0].to_pandas()
+    assert table["id"] == answers[0].token_ids
+    assert {len(column) for column in table.values()} == {3}
+    assert [*llm.generate([TOKENS[:9]], max_tokens=1)[0].to_pandas()] == ["id"]
+    names = llm.names("decoder.1.attn.*")
+    assert names.to_pandas()["name"] == [one.name for one in names]
+    scores = np.array([[2.0, 0.0], [0.0, 2.0]], np.float32)
+    classes = Classes(scores, ("<yes>", "no"), ClassificationConfig(("<yes>", "no"), "softmax", 1))
+    np.testing.assert_array_equal(classes.to_pandas()["no"], classes.probabilities[:, 1])
+    assert repr(classes) == "Classes(<yes> 0.88, no 0.88)"
+    assert "<td>&lt;yes&gt;</td><td>0.881</td>" in classes._repr_html_()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(RequestError, match=r"^to_pandas needs pandas: pip install pandas$"):
+        answers[0].to_pandas()
 
 
 def test_reprs() -> None:
@@ -267,6 +296,12 @@ def test_an_edited_encoder() -> None:
     for name in ("hidden", "pooled"):
         np.testing.assert_allclose(found[name], other[name], rtol=0, atol=1e-5)
         assert np.abs(found[name] - one[name]).max() > 0.01
+    steer = Steer("encoder.0.x", 1.0, tokens="answer")
+    with pytest.raises(RequestError, match=r'steer: encoder.0.x: tokens="answer", and there is no'):
+        llm.trace(TOKENS[:9], "hidden", steer=steer)
+    beyond = Edit("encoder.0.x", "scale", 2.0, tokens=slice(9, 12))
+    with pytest.raises(RequestError, match=r"tokens is slice\(9, 12, None\), and there are 9 tok"):
+        llm.trace(TOKENS[:9], "hidden", edits=beyond)
     for wrong, said in (("encoder.9.x", "did you mean"), ("pooled", "not a vector for each token")):
         with pytest.raises(RequestError, match=said):
             llm.trace(TOKENS[:9], "hidden", edits=Edit(wrong, "scale", 2.0))

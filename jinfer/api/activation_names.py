@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from html import escape
-from typing import overload
+from typing import Any, overload
 
+from jinfer.engine.output.data_frames import data_frame
 from jinfer.engine.requests import RequestError
 from jinfer.modelspec.spec_errors import show_value
 from jinfer.nn.activation_shapes import ActivationShape
@@ -67,6 +68,12 @@ class ActivationNames(Sequence[ActivationName]):
     def _ipython_key_completions_(self) -> list[str]:
         return [*self._by_name]
 
+    def to_pandas(self) -> Any:
+        """A row for each value: name, axes, shape. Raises `RequestError` without pandas."""
+        rows = [(one.name, one.axes, one.shape) for one in self]
+        columns = zip(("name", "axes", "shape"), zip(*rows, strict=True), strict=False)
+        return data_frame({name: list(column) for name, column in columns})
+
     def __repr__(self) -> str:
         lines = [str(one) for one in self._names[:_SHOWN]]
         more = len(self) - len(lines)
@@ -110,6 +117,7 @@ def nearest(word: str, names: Iterable[ActivationName] | Iterable[str]) -> str:
     """A clause that follows an unknown name."""
     every = [name if isinstance(name, str) else name.name for name in names]
     known = {name.lower(): name for name in every}
-    close = get_close_matches(word[:60].lower(), known, n=1, cutoff=0.6)
+    ends = [name for name in known if name.endswith(f".{word.lower()}")]  # of some layer
+    close = ends or get_close_matches(word[:60].lower(), known, n=1, cutoff=0.6)
     hint = f"; did you mean {known[close[0]]!r}?" if close else ";"
     return f"{hint} llm.names() lists all"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
+from jinfer.engine.output.data_frames import data_frame
 from jinfer.engine.requests import RequestError
 from jinfer.opening.classification_config import ClassificationConfig
 from jinfer.opening.pooling_config import cut
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@dataclass(frozen=True)
+_SHOWN = 8  # texts that a short text lists
+
+
+@dataclass(frozen=True, repr=False)
 class Classes:
     """Scores of classes.
 
@@ -32,7 +37,7 @@ class Classes:
 
     scores: Float[NDArray[np.float32], "texts labels"]
     labels: tuple[str, ...]
-    _config: ClassificationConfig = field(repr=False)
+    _config: ClassificationConfig
 
     @property
     def probabilities(self) -> Float[NDArray[np.float32], "texts labels"]:
@@ -43,6 +48,29 @@ class Classes:
     def best(self) -> list[str]:
         """The label of the highest score of each text."""
         return [self.labels[i] for i in np.argmax(self.scores, axis=1)]
+
+    def to_pandas(self) -> Any:
+        """A row for each text, a column of probabilities for each label.
+
+        Raises:
+            RequestError: pandas is not installed.
+        """
+        return data_frame(dict(zip(self.labels, self.probabilities.T, strict=True)))
+
+    def __repr__(self) -> str:
+        shown = [f"{label} {p:.2f}" for label, p in self._likeliest()[:_SHOWN]]
+        shown += ["..."] if len(self.scores) > _SHOWN else []
+        return f"Classes({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{at}</td><td>{escape(label)}</td><td>{p:.3f}</td></tr>"
+            for at, (label, p) in enumerate(self._likeliest())
+        )
+        return f"<table><tr><th>text</th><th>class</th><th>probability</th></tr>{rows}</table>"
+
+    def _likeliest(self) -> list[tuple[str, float]]:
+        return list(zip(self.best, self.probabilities.max(axis=1).tolist(), strict=True))
 
 
 @dataclass(frozen=True)

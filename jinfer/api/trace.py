@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.api.activation_names import nearest
-from jinfer.engine.requests import RequestError
+from jinfer.engine.output.data_frames import import_pandas
 from jinfer.modelspec.spec_errors import show_value
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ class Trace(Mapping[str, "Float[np.ndarray, '...']"]):
         Raises:
             RequestError: pandas is not installed.
         """
-        try:
-            import pandas as pd  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        except ImportError:
-            raise RequestError("to_pandas needs pandas: pip install pandas") from None
+        pd = import_pandas()
         value, (*rows, column) = self[name], self.axes[name]
         index = pd.MultiIndex.from_product([range(size) for size in value.shape[:-1]], names=rows)
         columns = pd.Index(range(value.shape[-1]), name=column)

@@ -47,6 +47,7 @@ def traced_edits(
     """
     edits, shapes = list[Edit](), dict[str, tuple[int, ...]]()
     for edit in all_edits(sampling):
+        _check_range(edit, prompt, tokens)
         shape = known.get(edit.name)
         beside = not any(name.startswith("encoder.") for name in known)
         if shape is None and beside and edit.name.startswith("encoder."):
@@ -75,6 +76,22 @@ def traced_edits(
         else:
             shapes |= edited_shapes([edit], known)  # which says what is wrong
     return ActivationUse.of((), place_edits(edits, shapes, prompt)) if edits else None
+
+
+def _check_range(edit: Edit, prompt: int, tokens: int) -> None:
+    """Raises `RequestError` if an edit concerns none of the tokens."""
+    begin, _ = token_range(edit.tokens, prompt)
+    if begin < tokens:
+        return
+    if edit.tokens == "answer":
+        raise RequestError(
+            f'{edit.field}: {edit.name}: tokens="answer", and there is no answer to the '
+            f"{tokens} tokens here; give 'all' or a slice, or have it generated: max_tokens"
+        )
+    raise RequestError(
+        f"{edit.field}: {edit.name}: tokens is {show_value(edit.tokens)}, and there are "
+        f"{tokens} tokens"
+    )
 
 
 def _check_keys(edit: Edit, heads: int, tokens: int, keys: int) -> None:

@@ -136,7 +136,7 @@ def draw_strategies(answers: Sequence[Answered]) -> View:
             f'<div class="card"><p class="title">{escape(one.name)}</p><p>{escape(settings)}</p>'
             f'<div class="text">{text}</div><dl>{figures}</dl></div>'
         )
-        heights.append(text_height([one.completion.text], 270) + 180)
+        heights.append(text_height([one.completion.text], 240) + 180)
     markup = (
         f'<style>{_STYLE}</style><output data-hint="{_HINT}"></output>'
         f'<div class="cards" data-keys="0">{"".join(cards)}</div>'

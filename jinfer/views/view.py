@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinfer.engine.output.data_frames import data_frame
 from jinfer.markup.html_page import fragment, page, picture
 from jinfer.sampling.request_errors import RequestError
 
@@ -71,11 +72,7 @@ class View:
         Raises:
             RequestError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise RequestError("to_pandas needs pandas: pip install pandas") from None
-        return pandas.DataFrame(dict(self.table()))
+        return data_frame(self.table())
 
     def save(self, path: str | Path) -> Path:
         """Writes it to a file: a page (.html), or an image that browsers show (.svg).

@@ -6,12 +6,31 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+from jinfer.engine.output.data_frames import data_frame
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.sampling.sampling_params import SamplingParams
 
 
 class Completions(list[Completion]):
-    """A list of completions, with an HTML view for notebooks."""
+    """A list of completions, with a table and an HTML view for notebooks."""
+
+    def to_pandas(self) -> Any:
+        """A row for each answer: text, tokens, how it ended, seconds.
+
+        Raises:
+            RequestError: pandas is not installed.
+        """
+        usage = [answer.usage for answer in self]
+        return data_frame(
+            {
+                "text": [answer.text for answer in self],
+                "finish_reason": [answer.finish_reason for answer in self],
+                "prompt_tokens": [one.prompt_tokens for one in usage],
+                "completion_tokens": [one.completion_tokens for one in usage],
+                "prefill_seconds": [one.prefill_seconds for one in usage],
+                "decode_seconds": [one.decode_seconds for one in usage],
+            }
+        )
 
     def _repr_html_(self) -> str:
         from jinfer.engine.output.completions_html import completions_html

@@ -6,9 +6,11 @@ import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from jinfer.engine.output.data_frames import data_frame
 from jinfer.engine.output.draft_trace import Steps
 from jinfer.engine.output.stop_strings import StopStrings
 from jinfer.engine.output.token_logprob import TokenLogprob
@@ -117,6 +119,20 @@ class Completion:
         computed.
         """
         return self.usage.captured
+
+    def to_pandas(self) -> Any:
+        """A row for each token: its id, and with `logprobs` its text and log-probability.
+
+        Raises:
+            RequestError: pandas is not installed.
+        """
+        columns: dict[str, list[Any]] = {"id": self.token_ids}
+        if self.logprobs is not None:
+            columns["token"] = [one.text for one in self.logprobs]
+            columns["logprob"] = [one.logprob for one in self.logprobs]
+            likeliest = [one.top[0].text if one.top else None for one in self.logprobs]
+            columns["likeliest"] = likeliest
+        return data_frame(columns)
 
     def _repr_html_(self) -> str:
         """HTML for notebooks; tokens are shaded if there are log-probabilities."""
