@@ -100,6 +100,8 @@ class IndexerSpec:
     head_dim: dimensions of each, and of the key.
     position: rotation of the first `dim` dimensions of queries and keys.
     eps: epsilon of the key's norm.
+    shared: whether the keys are those that the nearest earlier layer's attention of the same name
+        has chosen; there are no parameters then.
     """
 
     top_k: Size
@@ -107,6 +109,7 @@ class IndexerSpec:
     head_dim: Size
     position: RopeSpec | None = None
     eps: NotNegative = 1e-6
+    shared: bool = False
 
     def check(self) -> tuple[str, str] | None:
         if self.position is not None and self.position.dim > self.head_dim:
@@ -193,6 +196,11 @@ class AttentionSpec(Block):
         return None
 
     @property
+    def own_indexer(self) -> IndexerSpec | None:
+        """Its indexer, unless another layer's chooses the keys."""
+        return None if self.indexer is None or self.indexer.shared else self.indexer
+
+    @property
     def value_width(self) -> int:
         """Dimensions of each value head."""
         return self.value_dim or self.head_dim
@@ -201,7 +209,7 @@ class AttentionSpec(Block):
         if self.kv_layer is not None:
             return None
         width = self.value_width * (2 if self.differential is not None else 1)
-        index = self.indexer.head_dim if self.indexer is not None else 0
+        index = self.own_indexer.head_dim if self.own_indexer is not None else 0
         window = self.window or self.chunk
         return CachedVectors(self.kv_heads, self.head_dim, width, window, index_width=index)
 
@@ -360,8 +368,13 @@ class LatentAttentionSpec(Block):
             return "position.dim", f"{self.position.dim} is not rope_dim = {self.rope_dim}"
         return None
 
+    @property
+    def own_indexer(self) -> IndexerSpec | None:
+        """Its indexer, unless another layer's chooses the keys."""
+        return None if self.indexer is None or self.indexer.shared else self.indexer
+
     def cached(self) -> CachedVectors:
-        index = self.indexer.head_dim if self.indexer is not None else 0
+        index = self.own_indexer.head_dim if self.own_indexer is not None else 0
         return CachedVectors(1, self.latent_rank + self.rope_dim, 0, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jinfer.modelspec.blocks import AttentionSpec, Block
+from jinfer.modelspec.blocks import AttentionSpec, Block, IndexerSpec, LatentAttentionSpec
 from jinfer.modelspec.bounded_types import Size
 from jinfer.modelspec.formula import Formula
 
@@ -24,6 +24,36 @@ class LayerSpec:
     wiring: Formula
     modules: tuple[tuple[str, Block], ...]
     axis: str | None = None
+
+    @cached_property
+    def takes(self) -> frozenset[str]:
+        """The values beside `x` that it takes from the layers before it."""
+        return frozenset(self.wiring.takes) | {chosen_value(name) for name in self.reusing}
+
+    @cached_property
+    def gives(self) -> frozenset[str]:
+        """The values beside `x` that it can give to the layers after it."""
+        return self.wiring.assigned | {chosen_value(name) for name in self.choosing}
+
+    @property
+    def choosing(self) -> frozenset[str]:
+        """The attentions whose indexer chooses keys."""
+        return frozenset(n for n, b in self.modules if (at := indexer_of(b)) and not at.shared)
+
+    @property
+    def reusing(self) -> frozenset[str]:
+        """The attentions to keys that an earlier layer has chosen."""
+        return frozenset(n for n, b in self.modules if (at := indexer_of(b)) and at.shared)
+
+
+def chosen_value(attention: str) -> str:
+    """The name, which no formula can use, of the keys that an attention has chosen."""
+    return f"{attention}.chosen"
+
+
+def indexer_of(block: Block | None) -> IndexerSpec | None:
+    """The indexer of an attention, its own or another's."""
+    return block.indexer if isinstance(block, AttentionSpec | LatentAttentionSpec) else None
 
 
 def shared_keys(layers: Sequence[LayerSpec]) -> dict[tuple[int, str], int]:
@@ -90,18 +120,13 @@ class StackSpec:
 
     @cached_property
     def carried(self) -> frozenset[str]:
-        """The values beside `x` that some formula takes from one before it."""
-        taken = {name for part in (self.head, *self.wirings) for name in part.takes}
+        """The values beside `x` that a layer or the head takes from what comes before it."""
+        taken = set(self.head.takes).union(*(layer.takes for layer in self.layers))
         return frozenset(taken.union(self.onward or ()))
-
-    @cached_property
-    def wirings(self) -> tuple[Formula, ...]:
-        """The formulas of the layers."""
-        return tuple(layer.wiring for layer in self.layers)
 
     def values_before(self, number: int) -> tuple[str, ...]:
         """The values beside `x` that a layer and what comes after it take from before it."""
         live = set(self.head.takes if self.onward is None else self.onward)
-        for wiring in reversed(self.wirings[number:]):
-            live = live - wiring.assigned | set(wiring.takes)
+        for layer in reversed(self.layers[number:]):
+            live = live - layer.gives | layer.takes
         return tuple(sorted(live))

@@ -13,7 +13,7 @@ from jinfer.modelspec.blocks import AnyBlock, AttentionSpec, Block, EmbeddingSpe
 from jinfer.modelspec.bounded_types import LayerCount
 from jinfer.modelspec.draft_head import read_follows
 from jinfer.modelspec.formula import Formula, compile_formula
-from jinfer.modelspec.layer_spec import LayerSpec, StackSpec
+from jinfer.modelspec.layer_spec import LayerSpec, StackSpec, indexer_of
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.spec_values import SpecValues
 from jinfer.modelspec.table_reader import read_value
@@ -143,6 +143,7 @@ def read_stack(
         layers.append(made[here])
         assigned |= made[here].wiring.assigned
         _check_kv_layers(i, layers, path, where)
+        _check_chosen_keys(i, layers, path, where)
     ending = replace(outer, inputs={}, before=_before(assigned))
     head_text = _with_classes(table, path, name)
     head, head_modules = ending.compile("head", head_text)
@@ -198,6 +199,20 @@ def _check_kv_layers(i: int, layers: Sequence[LayerSpec], path: object, key: str
         if not block.shares_with(owner):
             reason = f"layer {i} has not the kv_heads, head_dim, value_dim, window and position of"
             raise SpecError(path, where, f"{reason} layer {number}, whose keys it takes")
+
+
+def _check_chosen_keys(i: int, layers: Sequence[LayerSpec], path: object, key: str) -> None:
+    """Raises `SpecError` where attentions of the last layer use chosen keys that there are not."""
+    for name in layers[i].reusing:
+        where = f"{key}.{name}.indexer"
+        choosing = [layer for layer in layers[:i] if name in layer.choosing]
+        if not choosing:
+            reason = f"is true, and no layer before {i} has an indexer of its own there"
+            raise SpecError(path, f"{where}.shared", f"{reason}; write false")
+        own, used = (indexer_of(dict(one.modules)[name]) for one in (choosing[-1], layers[i]))
+        if own is not None and used is not None and own.top_k != used.top_k:
+            reason = f"is {used.top_k} in layer {i}, which uses the {own.top_k} of a layer before"
+            raise SpecError(path, f"{where}.top_k", f"{reason}; say as many")
 
 
 def _before(assigned: Iterable[str]) -> tuple[str, ...]:

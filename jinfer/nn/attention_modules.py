@@ -65,8 +65,8 @@ class Attention(nnx.Module):
             self.gate = Linear(block.inputs, width, block.gate.bias, dtype, ("heads", "hidden"))
         if block.differential is not None:
             self.differential = DifferentialHeads(block.differential, block.head_dim)
-        if block.indexer is not None:
-            self.indexer = Indexer(block.indexer, block.inputs, block.inputs, dtype)
+        if block.own_indexer is not None:
+            self.indexer = Indexer(block.own_indexer, block.inputs, block.inputs, dtype)
         if block.sinks:
             self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
 
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             assert batch.lengths is not None, "whole texts need lengths"
             out = attend_text(q, k, v, batch.lengths, rules)
             return tap_text_pattern(out, q, k, v, batch.lengths, rules), None
-        index = None if self.block.indexer is None else self.indexer(x, x, batch)
+        index = None if self.block.own_indexer is None else self.indexer(x, x, batch)
         flat, cache = batch.extend(q[0], k[0], v[0], cache, rules.window, rules, index)
         return tap_cached_pattern(flat, q[0], cache, batch, rules)[None], cache
 

@@ -164,8 +164,11 @@ class ForwardBatch(NamedTuple):
             at = at._replace(rows=copies.rows, positions=copies.positions)
         after: AttentionCache
         if isinstance(cache, IndexedCache):
-            assert index is not None, "an attention with an index has an indexer"
+            if copies is not None and cache.chosen is not None:
+                cache = cache._replace(chosen=cache.chosen[copies.sources])
             out, after = extend_sparse(q, k, v, index, cache, at, rules)
+            if copies is not None:  # a token's keys are those of its ancestors in any branch
+                after = after._replace(chosen=after.chosen[copies.outputs])
         else:
             out, after = extend(q, k, v, cache, at, rules)
         return out if copies is None else out[copies.outputs], after

@@ -59,9 +59,9 @@ class LatentAttention(nnx.Module):
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
         if block.position is not None:
             self.rope = Rotary(block.position, dtype)
-        if block.indexer is not None:
+        if block.own_indexer is not None:
             queried = block.query_rank or block.inputs
-            self.indexer = Indexer(block.indexer, block.inputs, queried, dtype)
+            self.indexer = Indexer(block.own_indexer, block.inputs, queried, dtype)
 
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], batch: ForwardBatch, cache: AttentionCache
@@ -71,7 +71,7 @@ class LatentAttention(nnx.Module):
         (k_b, to_key), (v_b, to_value) = self._unfolding()
         latent = x if block.query_rank is None else self.q_a_norm(self.q_a(x))
         q = split_heads((self.q if block.query_rank is None else self.q_b)(latent), block.heads)
-        index = None if block.indexer is None else self.indexer(x, latent, batch)
+        index = None if block.own_indexer is None else self.indexer(x, latent, batch)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]
         rotated = self._rotated(rotated.reshape(*x.shape[:2], -1), batch).reshape(rotated.shape)

@@ -189,7 +189,7 @@ class Stack(nnx.Module):
         # Weights read by pointer must be those in the table.
         assert pointers is None or len(pointers.rows) == len(jax.tree.leaves(state[0]))
         shares = {own: f"{self.name}.{other}.{own}" for own, other in layer.shares}
-        return LayerCall(name, definition, state, layer.wiring.takes, shares, pointers)
+        return LayerCall(name, definition, state, layer.takes, shares, pointers)
 
     def _run(
         self,

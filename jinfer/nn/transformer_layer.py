@@ -10,13 +10,13 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from jinfer.modelspec.layer_spec import LayerSpec, shared_keys
+from jinfer.modelspec.layer_spec import LayerSpec, chosen_value, shared_keys
 from jinfer.nn.activation_taps import observed, tapping
 from jinfer.nn.adapted_rows import rows_adapted_by
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
-from jinfer.ops.attention.kv_cache import STATE, Cache, StateCache
+from jinfer.ops.attention.kv_cache import STATE, Cache, IndexedCache, StateCache
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -41,7 +41,10 @@ class Layer(nnx.Module):
 
     def __init__(self, spec: LayerSpec, dtype: DTypeLike, carried: frozenset[str]) -> None:
         self.wiring, self.axis = spec.wiring, spec.axis
+        self.takes = tuple(sorted(spec.takes))
         self.gives = tuple(sorted(spec.wiring.assigned & carried))
+        self.chosen = frozenset(map(chosen_value, spec.choosing)) & carried
+        self.reusing = spec.reusing
         self.cached = frozenset(n for n, block in spec.modules if block.cached() is not None)
         self.shares = tuple((name, other) for (_, name), other in shared_keys([spec]).items())
         self.partial = frozenset(n for n, block in spec.modules if block.gives_partial_sums())
@@ -62,13 +65,21 @@ class Layer(nnx.Module):
         """
         cache = dict(cache)
         others = {name: cache.pop(name) for name, _ in self.shares}
+        chosen = dict[str, Any]()
 
         def call(name: str, given: list[Any]) -> Any:
             module: Any = self.modules[name] if name in self.modules else shared[name]
             # The encoder's output is in the cache.
             arguments = [resolve_all_reduce(one) for one in given if one is not None]
             if name in self.cached:
-                out, entry = module(*arguments, batch, cache.get(name))
+                before = cache.get(name)
+                if name in self.reusing:
+                    before = IndexedCache(before, None, state.values[chosen_value(name)][0])
+                out, entry = module(*arguments, batch, before)
+                if isinstance(entry, IndexedCache):
+                    chosen[chosen_value(name)] = entry.chosen[None]
+                    indexed = entry.index_keys is not None
+                    entry = entry._replace(chosen=None) if indexed else entry.vectors
                 if entry is not None:
                     cache[name] = entry
                 if isinstance(entry, dict):
@@ -87,6 +98,7 @@ class Layer(nnx.Module):
         with rows_adapted_by(batch.adapters), tapping(batch.taps, lead) as taps:
             x, assigned = self.wiring.run(given, call, taps)
         gives = {name: resolve_all_reduce(assigned[name]) for name in self.gives}
+        gives |= {name: chosen[name] for name in self.chosen}
         captured = {} if taps is None else taps.captured
         return HiddenState(resolve_all_reduce(x), gives, captured), cache
 

@@ -186,6 +186,18 @@ def same_chosen(value: Any, spec: ModelSpec) -> bool:
     return (reach is not None and value >= reach) or set(_chosen(spec)) == {value}
 
 
+def same_choosing(value: Any, spec: ModelSpec) -> bool:
+    """Whether those layers use keys chosen in others that a list of words, or a string, says do.
+
+    Or, of how often a layer chooses, whether some do not.
+    """
+    shared = [bool(layer.reusing) for layer in layers_of(spec)]
+    if isinstance(value, str | list):
+        said = [word in ("shared", "S") for word in value]
+        return said[: len(shared)] == shared
+    return value in (0, 1) or any(shared)
+
+
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 _WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
 _NO_ATTENTION = {"linear_attention", "mamba", "conv"}

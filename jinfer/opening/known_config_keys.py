@@ -160,11 +160,9 @@ KNOWN: dict[str, tuple[str, Rule]] = {
     **_all(SHARED, "num_kv_shared_layers", "hidden_size_per_layer_input"),
     **_all(CHOSEN_KEYS, "index_topk", "attention.indexer.top_k"),
     "indexer_rope_interleave": PAIRS,
-    "index_topk_freq": ("layers use the keys chosen in others", rules.usual(1)),
     **_all(
-        ("layers use the keys chosen in others", lambda value, _: set(value) <= {"full", "F"}),
-        "indexer_types",
-        "index_topk_pattern",
+        ("layers use the keys chosen in others", rules.same_choosing),
+        *("indexer_types", "index_topk_pattern", "index_topk_freq"),
     ),
     **_all(("layers use the weights of others", rules.usual(1)), "num_hidden_groups"),
     "inner_group_num": ("a layer has several attentions", rules.usual(1)),

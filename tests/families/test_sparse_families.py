@@ -1,6 +1,8 @@
 """Families with sparse attention against NumPy, and as GGUF files have them."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,6 @@ import numpy as np
 import pytest
 
 from jinfer import LLM
-from jinfer.modelspec.spec_errors import SpecError
 from tests.reference.numpy_blocks import attention, chosen_keys, layer_norm, rms_norm
 from tests.reference.numpy_positions import Floats, rope, yarn_frequencies
 from tests.reference.numpy_tensors import Tensors, dense, heads, merged, within
@@ -61,7 +62,10 @@ def shapes() -> Shapes:
     return shapes
 
 
-def sparse_attention(x: Floats, t: Tensors, layer: int) -> Floats:
+def sparse_attention(x: Floats, t: Tensors, layer: int, chosen: list[Any]) -> Floats:
+    """Args:
+    chosen: the keys of each token in the layer before, which become those of this one.
+    """
     t, at = within(t, "self_attn."), np.arange(LENGTH)
     frequencies = yarn_frequencies(ROPE, 5000.0, FACTOR, TRAINED)
 
@@ -76,19 +80,28 @@ def sparse_attention(x: Floats, t: Tensors, layer: int) -> Floats:
     kv = heads(dense(small, t, "kv_b_proj"), HEADS)
     shared = np.repeat(turned(both[:, None, KV_RANK:]), HEADS, axis=1)
     k, v = np.concatenate([kv[..., :NOPE], shared], axis=-1), kv[..., NOPE:]
+    scale = (0.1 * np.log(FACTOR) + 1) ** 2 / np.sqrt(NOPE + ROPE)
+    found = index(x, latent, t, turned) if "indexer.wk.weight" in t else chosen
+    chosen[:] = found
+    out = [attention(q[i : i + 1], k[own], v[own], scale=scale) for i, own in enumerate(found)]
+    return dense(merged(np.concatenate(out)), t, "o_proj")
+
+
+def index(x: Floats, latent: Floats, t: Tensors, turned: Callable[[Floats], Floats]) -> list[Any]:
+    """The keys chosen for each token."""
     index_q = turned(heads(dense(latent, t, "indexer.wq_b"), INDEX_HEADS))
     weight, bias = (t[f"indexer.k_norm.{leaf}"] for leaf in ("weight", "bias"))
     index_k = turned(layer_norm(dense(x, t, "indexer.wk")[:, None], weight, bias, 1e-6))[:, 0]
     weights = dense(x, t, "indexer.weights_proj")
-    scale, out = (0.1 * np.log(FACTOR) + 1) ** 2 / np.sqrt(NOPE + ROPE), []
-    for i in at:
-        chosen = chosen_keys(index_q[i], weights[i], index_k[: i + 1], TOP_K)
-        out.append(attention(q[i : i + 1], k[chosen], v[chosen], scale=scale))
-    return dense(merged(np.concatenate(out)), t, "o_proj")
+    return [chosen_keys(index_q[i], weights[i], index_k[: i + 1], TOP_K) for i in range(LENGTH)]
+
+
+def sparse_decoder(tensors: Tensors) -> Floats:
+    return decoder(tensors, latent_block, partial(sparse_attention, chosen=[]))
 
 
 def test_glm_moe_dsa(tmp_path: Path) -> None:
-    check(tmp_path, CONFIG, shapes(), lambda t: decoder(t, latent_block, sparse_attention))
+    check(tmp_path, CONFIG, shapes(), sparse_decoder)
 
 
 @pytest.mark.parametrize("arch", ["glm-dsa", "deepseek32"])
@@ -116,7 +129,16 @@ def without_glm(config: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in config.items() if not n.startswith(("indexer_", "index_topk_"))}
 
 
-def test_keys_chosen_elsewhere_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, CONFIG | {"indexer_types": ["full", "shared"]}, random_tensors(shapes()))
-    with pytest.raises(SpecError, match=r"indexer_types: .* is not followed: layers use the keys"):
-        LLM(tmp_path, dtype="float32")
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"indexer_types": ["full", "shared"]},
+        {"indexer_types": None, "index_topk_pattern": "FS"},
+        {"indexer_types": None, "index_topk_freq": 4, "index_skip_topk_offset": 1},
+    ],
+)
+def test_keys_chosen_in_another_layer(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """GLM-5.2: a layer uses what the one before it has chosen, and has no indexer of its own."""
+    own = "model.layers.1.self_attn.indexer."
+    some = {name: shape for name, shape in shapes().items() if not name.startswith(own)}
+    check(tmp_path, CONFIG | keys, some, sparse_decoder)

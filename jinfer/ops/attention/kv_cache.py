@@ -44,11 +44,14 @@ class IndexedCache(NamedTuple):
     """Keys and values of one attention with an indexer (sparse attention).
 
     Attributes:
-        index_keys: the indexer's keys, [blocks, 1, BLOCK, dim].
+        index_keys: the indexer's keys, [blocks, 1, BLOCK, dim]; None: another layer chooses.
+        chosen: within a step alone, the positions of the keys chosen for each token, in rising
+            order, [tokens, top_k]; without columns where all are seen.
     """
 
     vectors: LayerCache
-    index_keys: KVPool
+    index_keys: KVPool | None
+    chosen: Array | None = None
 
 
 # What a block computes of all tokens so far: arrays [blocks, ...], float32, by name.

@@ -66,7 +66,7 @@ def extend_sparse(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads value_dim"] | None,
-    index: IndexQuery,
+    index: IndexQuery | None,
     cache: IndexedCache,
     at: AttentionMetadata,
     rules: ScoreRules,
@@ -74,37 +74,60 @@ def extend_sparse(
     """`paged_attention.extend`, each token attending to the keys that are chosen for it.
 
     Args:
+        index: what chooses them; None: they are those of `cache.chosen`.
         rules: scores that do not depend on distances.
+
+    Returns:
+        The output, and the cache with the new tokens and the chosen keys.
     """
-    if at.tables.shape[1] * BLOCK <= index.top_k:  # no sequence is longer: nothing to choose
+    top_k = _chosen_width(index, cache, at)
+    if not top_k:
         out, vectors = extend(q, k, v, cache.vectors, at, rules)
-        return out, cache._replace(vectors=vectors)
-    queries, own = rotate_qk(index.queries, index.keys, cache.index_keys)
-    index = index._replace(queries=queries)
-    new = k, k[..., :0] if v is None else v, own
-    keys, values, index_keys = write_vectors((*cache.vectors, cache.index_keys), new, at)
-    cache = IndexedCache(LayerCache(keys, values), index_keys)
+        none = jnp.zeros((q.shape[0], 0), jnp.int32)
+        return out, cache._replace(vectors=vectors, chosen=none)
+    if index is not None and cache.index_keys is not None:
+        queries, own = rotate_qk(index.queries, index.keys, cache.index_keys)
+        index = index._replace(queries=queries)
+        (index_keys,) = write_vectors((cache.index_keys,), (own,), at)
+        cache = cache._replace(index_keys=index_keys)
+    new = k, k[..., :0] if v is None else v
+    cache = cache._replace(vectors=LayerCache(*write_vectors(cache.vectors, new, at)))
+    keys, values = cache.vectors
 
-    def to_all() -> Array:
-        return attend(q, keys, None if v is None else values, at, at.positions, rules)
+    def to_all() -> tuple[Array, Array]:
+        out = attend(q, keys, None if v is None else values, at, at.positions, rules)
+        return out, jnp.zeros((q.shape[0], top_k), jnp.int32)
 
-    def to_some() -> Array:
+    def to_some() -> tuple[Array, Array]:
         return _attend_in_tiles(q, index, cache, at, rules, latent=v is None)
 
     longest = jnp.max(jnp.where(at.rows >= 0, at.positions, -1))
-    return lax.cond(longest < index.top_k, to_all, to_some), cache
+    out, chosen = lax.cond(longest < top_k, to_all, to_some)
+    return out, cache._replace(chosen=chosen)
+
+
+def _chosen_width(index: IndexQuery | None, cache: IndexedCache, at: AttentionMetadata) -> int:
+    """How many keys are chosen for a token; 0: no sequence is longer, there is no choice."""
+    if index is not None:
+        return 0 if at.tables.shape[1] * BLOCK <= index.top_k else index.top_k
+    assert cache.chosen is not None, "an attention without an indexer uses the keys of another"
+    return cache.chosen.shape[1]
 
 
 def _attend_in_tiles(
     q: Array,
-    index: IndexQuery,
+    index: IndexQuery | None,
     cache: IndexedCache,
     at: AttentionMetadata,
     rules: ScoreRules,
     *,
     latent: bool,
-) -> Array:
-    """Attention of a few tokens after the other, whose chosen keys are gathered together."""
+) -> tuple[Array, Array]:
+    """Attention of a few tokens after the other, whose chosen keys are gathered together.
+
+    Returns:
+        The output, and the chosen keys.
+    """
     tokens = q.shape[0]
     size = min(_TILE, tokens)
     count = -(-tokens // size)
@@ -113,16 +136,20 @@ def _attend_in_tiles(
         rest = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, rest, constant_values=fill).reshape(count, size, *x.shape[1:])
 
-    def one(tile: tuple[Array, ...]) -> Array:
-        q, queries, weights, rows, positions = tile
+    def one(tile: tuple[Array, Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
+        q, rows, positions, choice = tile
         own = AttentionMetadata(rows, positions, at.tables)
-        chosen = choose_keys(queries, weights, index.top_k, cache.index_keys, own)
-        return _attend_chosen(q, chosen, cache.vectors, own, rules, latent=latent)
+        if index is not None and cache.index_keys is not None:
+            chosen = choose_keys(*choice, index.top_k, cache.index_keys, own)
+        else:
+            (chosen,) = choice
+        return _attend_chosen(q, chosen, cache.vectors, own, rules, latent=latent), chosen
 
-    parts = (q, index.queries, index.weights, at.positions)
-    q_tiles, queries, weights, positions = (tiles(part) for part in parts)
-    out = lax.map(one, (q_tiles, queries, weights, tiles(at.rows, -1), positions))
-    return out.reshape(count * size, *out.shape[2:])[:tokens]
+    choice = (cache.chosen,) if index is None else (index.queries, index.weights)
+    given = tiles(q), tiles(at.rows, -1), tiles(at.positions), tuple(map(tiles, choice))
+    found = lax.map(one, given)
+    out, chosen = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in found)
+    return out, chosen
 
 
 def choose_keys(
