@@ -14,11 +14,13 @@ from typing import Any, ClassVar, Literal, Union
 from jinfer.modelspec.attention_blocks import (
     AttentionSpec,
     CrossAttentionSpec,
-    DifferentialSpec,
     ExpertAttentionSpec,
+    LatentAttentionSpec,
+)
+from jinfer.modelspec.attention_parts import (
+    DifferentialSpec,
     HeadNormSpec,
     IndexerSpec,
-    LatentAttentionSpec,
     OutputGateSpec,
     QKNormSpec,
     TemperatureSpec,

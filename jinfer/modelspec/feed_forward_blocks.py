@@ -14,7 +14,8 @@ from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positiv
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
 GatedActivation = Literal[Activation, "clamped_swiglu"]
 LearnedActivation = Literal[Activation, "xielu"]
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu, from gpt-oss's model card
+# of clamped_swiglu, from gpt-oss's model card
+SWIGLU_ALPHA, SWIGLU_LIMIT, SWIGLU_OFFSET = 1.702, 7.0, 1.0
 ACTIVATION_ALIASES = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -54,12 +55,13 @@ class MLPSpec(Block):
 class GatedMLPSpec(Block):
     """down(activation(gate(x)) * up(x)), a gated linear unit such as SwiGLU (arXiv 2002.05202).
 
-    clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within
-    -limit..limit.
+    clamped_swiglu: (up + offset) * gate * sigmoid(alpha * gate), with gate at most `limit` and up
+    within -limit..limit.
 
     bias: whether the projections have a bias; "down": only that one.
     alpha: alpha of clamped_swiglu.
     limit: limit of clamped_swiglu.
+    offset: offset of clamped_swiglu.
     sparsity: share of the gate's numbers that become 0, were they normally distributed: what is
         below mean + deviation * quantile(sparsity) does, and the rest is reduced by it (Gemma 3n).
     threshold: that quantile itself, instead of the share; none: as `sparsity` says.
@@ -72,6 +74,7 @@ class GatedMLPSpec(Block):
     bias: bool | Literal["down"] = False
     alpha: Positive = SWIGLU_ALPHA
     limit: Positive = SWIGLU_LIMIT
+    offset: NotNegative = SWIGLU_OFFSET
     sparsity: Fraction = 0.0
     threshold: float | None = None
 
@@ -108,6 +111,7 @@ class MoESpec(Block):
     width: intermediate size of an expert.
     alpha: alpha of clamped_swiglu, as in `gated`.
     limit: limit of clamped_swiglu, as in `gated`.
+    offset: offset of clamped_swiglu, as in `gated`.
     bias: whether the experts' projections have a bias.
     router_bias: whether the router's projection has a bias.
     scoring: "softmax" over all experts; "sigmoid" of each (arXiv 2412.19437); "sparsemixer" (arXiv
@@ -137,6 +141,7 @@ class MoESpec(Block):
     activation: GatedActivation = "silu"
     alpha: Positive = SWIGLU_ALPHA
     limit: Positive = SWIGLU_LIMIT
+    offset: NotNegative = SWIGLU_OFFSET
     bias: bool = False
     router_bias: bool = False
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -180,7 +185,8 @@ class MoESpec(Block):
 
 def _unused_clamp(block: GatedMLPSpec | MoESpec) -> tuple[str, str] | None:
     """The error for numbers of an activation that the block does not have."""
-    for name, usual in (("alpha", SWIGLU_ALPHA), ("limit", SWIGLU_LIMIT)):
+    numbers = {"alpha": SWIGLU_ALPHA, "limit": SWIGLU_LIMIT, "offset": SWIGLU_OFFSET}
+    for name, usual in numbers.items():
         if block.activation != "clamped_swiglu" and getattr(block, name) != usual:
             return name, f"is of clamped_swiglu, but the activation is {block.activation}"
     return None

@@ -26,6 +26,8 @@ from jinfer.modelspec.toml_tables import (
     strings_in,
 )
 
+_NUMBERED = re.compile(r"\bi\b")  # what depends on a layer's number
+
 STACK_KEYS = (
     *("layers", "stem", "layer", "head", "classes"),
     *("modules", "variants", "pattern", "follows"),
@@ -125,7 +127,7 @@ def read_stack(
     for i, variant in enumerate(chosen):
         content = variants[variant]
         at = replace(values, names={"i": i, "layers": count})
-        here = (variant, _own_values(content["modules"], at))
+        here = (variant, _own_values(content, at))
         if here not in made:
             wiring = _FormulaScope(
                 name,
@@ -246,12 +248,14 @@ def _variants(table: Mapping[str, Any], key: str, values: SpecValues) -> dict[st
     return {name: merge(base, changes) for name, changes in variants.items()} or {"": base}
 
 
-def _own_values(modules: Mapping[str, Any], values: SpecValues) -> Any:
+def _own_values(content: Mapping[str, Any], values: SpecValues) -> Any:
     """What distinguishes a layer from others of its variant: the values that depend on its number.
 
     Most layers are equal, and reading each of them would be slow.
     """
-    texts = [text for text in strings_in(modules) if re.search(r"\bi\b", text)]
+    if _NUMBERED.search(str(content["layer"])):
+        return values.names["i"]
+    texts = [text for text in strings_in(content["modules"]) if _NUMBERED.search(text)]
     try:
         return repr([values.value(text, "", names=values.names) for text in texts])
     except SpecError:  # a plain word, or invalid: checked when it is read
@@ -299,7 +303,7 @@ class _FormulaScope:
             modules=[*self.shared, *self.own],
             argument_kinds=lambda name: known[name].arguments(),
             constant=lambda name: self._constant(name, key),
-            sizes={"layers", *self.values.dims},
+            sizes={"layers", *self.values.names, *self.values.dims},
             absent=absent,
             ends=None if part == "head" else ("", "x"),
         )
@@ -313,6 +317,8 @@ class _FormulaScope:
     def _constant(self, name: str, key: str) -> Any:
         if name == "layers":
             return self.count
+        if name in self.values.names:
+            return self.values.names[name]
         return self.values.dim(name, key) if name in self.values.dims else None
 
 

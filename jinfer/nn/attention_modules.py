@@ -18,11 +18,11 @@ from jinfer.nn.disentangled_attention import DisentangledBias
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import HeadNorm
+from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
 from jinfer.nn.projections import Linear, project
 from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
-from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
 from jinfer.ops.attention.kv_cache import ENCODER, AttentionMetadata, LayerCache, write_cache
 from jinfer.ops.attention.mask_rules import Bias, ScoreRules
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class Attention(nnx.Module):
+class Attention(GatedHeads):
     """Attention with shared key and value heads (MHA, GQA, MQA)."""
 
     def __init__(self, block: blocks.AttentionSpec, dtype: DTypeLike) -> None:
@@ -61,8 +61,7 @@ class Attention(nnx.Module):
         if block.out_norm is not None:
             self.out_norm = HeadNorm(block.out_norm, block.heads, block.value_width, "heads")
         if block.gate is not None:
-            width = o_width if block.gate.per == "element" else block.heads
-            self.gate = Linear(block.inputs, width, block.gate.bias, dtype, ("heads", "hidden"))
+            self.build_gate(block.gate, block.inputs, block.heads, o_width, dtype)
         if block.differential is not None:
             self.differential = DifferentialHeads(block.differential, block.head_dim)
         if block.own_indexer is not None:
@@ -119,10 +118,7 @@ class Attention(nnx.Module):
             out = self.differential(out)
         if self.block.out_norm is not None:
             out = self.out_norm(out)
-        if (gate := self.block.gate) is None:
-            return out
-        factors = split_heads(activate(gate.activation, self.gate(x)), self.block.heads)
-        return out * (factors * gate.scale if gate.scale != 1 else factors)
+        return out if self.block.gate is None else self.gated(self.block.gate, out, x)
 
     def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
         block = self.block
@@ -146,8 +142,12 @@ class Attention(nnx.Module):
         q = self._rotated(q, self.block.heads, q_norm, batch)
         if (rule := self.block.temperature) is None:
             return q
-        steps = (batch.positions + rule.offset) // rule.span
-        factors = 1.0 + rule.beta * jnp.log1p(steps.astype(jnp.float32))
+        places = batch.positions + rule.offset
+        if rule.power is not None:
+            factors = jnp.exp(rule.power * jnp.log1p(places.astype(jnp.float32) / rule.span))
+        else:
+            steps = (places // rule.span).astype(jnp.float32)
+            factors = 1.0 + rule.beta * jnp.log1p(steps)
         return (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
 
     def _rotated(

@@ -29,17 +29,18 @@ class Gating:
 
     Attributes:
         activation: a `jinfer.modelspec.blocks.GatedActivation`.
-        alpha, limit: of clamped_swiglu.
+        alpha, limit, offset: of clamped_swiglu.
     """
 
     activation: str
     alpha: float
     limit: float
+    offset: float
 
     @classmethod
     def of(cls, block: blocks.GatedMLPSpec | blocks.MoESpec) -> Gating:
         """The gating of a block."""
-        return cls(block.activation, block.alpha, block.limit)
+        return cls(block.activation, block.alpha, block.limit, block.offset)
 
     def __call__(
         self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
@@ -49,7 +50,8 @@ class Gating:
             return activate(self.activation, gate) * up
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         wide = gate.astype(jnp.float32)
-        return (up + 1.0) * (wide * jax.nn.sigmoid(self.alpha * wide)).astype(gate.dtype)
+        up = up + self.offset if self.offset else up
+        return up * (wide * jax.nn.sigmoid(self.alpha * wide)).astype(gate.dtype)
 
 
 class Activation(nnx.Module):

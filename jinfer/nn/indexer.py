@@ -60,4 +60,7 @@ class Indexer(nnx.Module):
     def _rotated(self, x: Array, batch: ForwardBatch) -> Array:
         if self.block.position is None:
             return x
+        if self.block.rotated == "last":  # an equal order of both changes no score
+            heads = x.reshape(*x.shape[:-1], -1, self.block.head_dim)
+            x = jnp.roll(heads, self.block.position.dim, axis=-1).reshape(x.shape)
         return self.rope(x, batch.cos_sin_of(self.rope), self.block.head_dim)

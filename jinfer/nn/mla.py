@@ -21,6 +21,7 @@ from jinfer.nn.attention_taps import tap_cached_pattern
 from jinfer.nn.forward_context import AttentionCache, ForwardBatch, split_heads
 from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
+from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import Rotary
 from jinfer.nn.projections import Linear
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(GatedHeads):
     """Multi-head latent attention (MLA)."""
 
     def __init__(self, block: blocks.LatentAttentionSpec, dtype: DTypeLike) -> None:
@@ -59,6 +60,10 @@ class LatentAttention(nnx.Module):
         self.o = Linear(o_width, block.inputs, block.bias, dtype, ("hidden", "heads"))
         if block.position is not None:
             self.rope = Rotary(block.position, dtype)
+        if block.gate is not None:
+            self.build_gate(block.gate, block.inputs, block.heads, o_width, dtype)
+        if block.sinks:
+            self.sinks = parameter((block.heads,), ("heads",), jnp.float32)
         if block.own_indexer is not None:
             queried = block.query_rank or block.inputs
             self.indexer = Indexer(block.own_indexer, block.inputs, queried, dtype)
@@ -91,6 +96,8 @@ class LatentAttention(nnx.Module):
         out, cache = batch.extend(q[0], keys[0], None, cache, None, rules, index)
         out = tap_cached_pattern(out, q[0], cache, batch, rules)
         out = matmul_per_head(out[..., : block.latent_rank], v_b, to_value)
+        if block.gate is not None:
+            out = self.gated(block.gate, out[None], x)[0]
         if is_tapped("heads"):
             out = tapped("heads", out[None])[0]
         return self.o(out.astype(x.dtype).reshape(*x.shape[:2], -1)), cache
@@ -130,7 +137,7 @@ class LatentAttention(nnx.Module):
         scaling = None if self.block.position is None else self.block.position.scaling
         if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
             scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
-        return ScoreRules(scale)
+        return ScoreRules(scale, sinks=self.sinks[...] if self.block.sinks else None)
 
 
 class _UpProjection(nnx.Module):
