@@ -46,6 +46,6 @@ class GatedHeads(nnx.Module):
         """The heads' outputs, gated by a projection of x."""
         gate = split_heads(self.gate(x), out.shape[2])
         if spec.bias == "head":
-            gate = gate + self.gate_bias[...][:, None]
+            gate = gate + self.gate_bias[...][None, None, :, None]
         factors = activate(spec.activation, gate)
         return out * (factors * spec.scale if spec.scale != 1 else factors)
