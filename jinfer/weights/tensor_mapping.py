@@ -20,6 +20,9 @@ from jinfer.weights.row_reader import same_values
 if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel
 
+# Of Mixtral's experts, which MLX names as others'.
+_MLX_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
 type Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -328,6 +331,13 @@ def _constant(parameter: str, value: float) -> Tensor:
     return Tensor(name, (1,), "F32", array.nbytes, lambda: array, lambda: array.view(np.uint8))
 
 
+def _mlx_stack(name: str) -> str:
+    """MLX's name for the stack of all experts' tensors: "block_sparse_moe.switch_mlp.up_proj"."""
+    before, _, last = name.rpartition(".experts.{e}.")
+    leaf, dot, end = last.partition(".")
+    return f"{before}.switch_mlp.{_MLX_LEAVES.get(leaf, leaf)}{dot}{end}"
+
+
 def lookup_origin(
     parameter: str,
     shape: tuple[int, ...],
@@ -347,5 +357,7 @@ def lookup_origin(
         if not absent:
             found = tuple(files[each] for each in wanted)
             return Origin(parameter, found, stacked, choice, checkpoint.path), ()
+        if stacked and (whole := files.get(_mlx_stack(name))) is not None:
+            return Origin(parameter, (whole,), False, choice, checkpoint.path), ()
         missing.append(absent[0])
     return None, tuple(missing)

@@ -1,4 +1,4 @@
-"""Four-bit floats in small blocks: MXFP4 and NVFP4, pairs of E2M1 numbers in bytes.
+"""Floats of a few bits in small blocks: MXFP4 and NVFP4, pairs of E2M1 numbers in bytes; MXFP8.
 
 MXFP4 (OCP Microscaling Formats 1.0) has a power of two, 2^(e - 127), for each block of 32 numbers;
 e = 255 is NaN. NVFP4 has a scale in E4M3 for each block of 16, and one of the tensor. Of two
@@ -102,6 +102,24 @@ def join_microscaled(module: ModuleTensors, mode: str) -> None:
     read = partial(powers, scales) if block == _MX else partial(_e4m3, scales)
     found = _codes((*rows, inputs), block, halves, read)
     module.join(mode.upper(), (weight, scales), found)
+
+
+def join_mxfp8(module: ModuleTensors) -> None:
+    """MLX's mode: `X.weight` U32 [*stack, o, k / 4], E4M3, `X.scales` U8 [*stack, o, k / 32]."""
+    weight = module.need("weight", ("U32",))
+    *rows, words = weight.shape
+    inputs = 4 * words
+    if not rows or inputs % _MX:
+        raise module.fail("weight", f"is {list(weight.shape)}, which are no whole blocks of {_MX}")
+    scales = module.need("scales", ("U8", "F8_E8M0"), (*rows, inputs // _MX))
+
+    def decoded() -> np.ndarray:
+        numbers = np.ascontiguousarray(weight.read()).view(ml_dtypes.float8_e4m3fn)
+        values = numbers.reshape(*rows, -1, _MX).astype(np.float32)
+        values *= powers(scales)[..., None]
+        return values.reshape(*rows, inputs)
+
+    module.join_values("MXFP8", (weight, scales), (*rows, inputs), decoded)
 
 
 def join_mxfp4(module: ModuleTensors, weight_leaf: str) -> None:

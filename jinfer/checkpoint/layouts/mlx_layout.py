@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from jinfer.checkpoint.grouped_codes import GroupedCodes, unpack_stream
-from jinfer.checkpoint.layouts.microscaling_layout import join_microscaled
+from jinfer.checkpoint.layouts.microscaling_layout import join_microscaled, join_mxfp8
 from jinfer.checkpoint.layouts.module_tensors import (
     FLOATS,
     ModuleTensors,
@@ -41,6 +41,8 @@ def read_mlx(table: TensorTable, settings: QuantSettings) -> None:
             _join(module, own, settings)
         elif mode in ("mxfp4", "nvfp4"):
             join_microscaled(module, mode)
+        elif mode == "mxfp8":
+            join_mxfp8(module)
         else:
             raise own.refused(f"mode {mode[:40]!r}")
 

@@ -51,6 +51,8 @@ def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> 
         layout(table, settings)
     elif any(name.endswith("_scale_inv") for name in table.tensors):
         join_all_fp8(table, None)
+    elif any(name.endswith(".W_q") for name in table.tensors):  # the hqq package writes no settings
+        read_hqq(table, QuantSettings({}, checkpoint.path))
     join_blocks(table)
     return table.checkpoint()
 
