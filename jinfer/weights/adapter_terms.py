@@ -11,6 +11,7 @@ import numpy as np
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.adapted_rows import LORA_A, LORA_B, AdapterSlots
+from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, by_name, parameter_shapes
 
@@ -154,7 +155,7 @@ def stacked(
     changed = {}
     for name, before in stacks.items():
         projection, _, leaf = name.rpartition(".")
-        after = before.copy()
+        after = copy_to_huge_pages(before)
         after[slot] = 0
         if (term := terms.get(projection)) is not None:
             rank = len(term.a)
