@@ -1,8 +1,10 @@
 """The page at /: its files, their headers, who may have them, and what it learns of parameters."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ import pytest
 
 from jinfer.sampling.sampling_params import ACTIVATIONS, RANGES, SamplingParams
 from jinfer.server.openapi import openapi_document
+from jinfer.server.page import static_files
 from jinfer.server.page.static_files import files
 from jinfer.server.routes import ENDPOINTS
 from jinfer.server.schemas.parameter_groups import GROUPS, parameter_of
@@ -23,9 +26,15 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
-# What is drawn with is called by this name, which no browser asks for.
-SVG = "http://www.w3.org/2000/svg"
+# What is drawn with is called by these names, which no browser asks for.
+NAMESPACES = re.compile(r"http://www\.w3\.org/(2000/svg|1999/xhtml|1998/Math/MathML)")
+# Of the packages that jinfer/server/page/vendor/README.md names.
+VENDORED = {
+    "highlight.min.js": "1ed8fc5256b738b8875b74e4d3f0754f60d6411fb034d618dfbc4e6e6c9999d7",
+    "temml.min.js": "1ab19148afe0dbc836b7a74f344071b3f3a70a7a8259ae4049e76894fcdf8d95",
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,7 @@ def test_the_page(smol: Running) -> None:
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
+    assert policy["trusted-types"] == "colour-worker"  # whose rule names one file
     assert "unsafe" not in str(policy)
     text = answer.text
     named = re.findall(r'(?:src|href)="([^#"]*)"', text)
@@ -77,20 +87,38 @@ def test_its_files(smol: Running) -> None:
             assert answer.json()["error"]["type"] == "not_found_error"
 
 
+def own() -> dict[str, str]:
+    """The page's own files."""
+    texts = {name: file for name, file in files().items() if name.rpartition(".")[2] != "woff2"}
+    return {n: f.content.decode() for n, f in texts.items() if n not in VENDORED}
+
+
 def test_no_file_names_another_host() -> None:
-    for name, file in files().items():
-        text = file.content.decode().replace(SVG, "")
+    for name, whole in own().items():
+        text = NAMESPACES.sub("", whole)
         assert not re.search(r"https?://\w", text), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", text)
 
 
+def test_libraries_are_as_they_were_published() -> None:
+    """Besides an export; with their licences, and small."""
+    folder = Path(static_files.__file__).with_name("vendor")
+    for name, digest in VENDORED.items():
+        content = files()[name].content
+        published = content.removesuffix(b"export default temml;\n")
+        assert hashlib.sha256(published).hexdigest() == digest, name
+    licences = {path.name for path in folder.glob("*.LICENSE")}
+    assert licences == {"highlight.LICENSE", "temml.LICENSE", "stix-two-math.LICENSE"}
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 430_000
+
+
 def test_modules_are_small_and_say_what_they_are() -> None:
-    modules = {name: file.content.decode() for name, file in files().items() if ".js" in name}
+    modules = {name: text for name, text in own().items() if ".js" in name}
     for name, text in modules.items():
         assert text.startswith("/** "), name
         assert len(text.splitlines()) <= 250, name
         for other in re.findall(r'from "\./([\w.]+)"', text):
-            assert other in modules, (name, other)
+            assert other in {*modules, *VENDORED}, (name, other)
 
 
 @pytest.mark.parametrize(

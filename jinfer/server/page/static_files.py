@@ -13,12 +13,14 @@ from jinfer.server.http_errors import ApiError
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.service import RequestContext
 
-_FOLDER = Path(__file__).with_name("assets")
+# The page's own files, and the libraries that they load where a text needs them.
+_FOLDERS = (Path(__file__).with_name("assets"), Path(__file__).with_name("vendor"))
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 # Content-Security-Policy: only the page's own files are run or fetched, because generated text may
 # contain anything.
@@ -28,12 +30,14 @@ _POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self'",
+        "font-src 'self'",
+        "worker-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
+        "trusted-types colour-worker",
     )
 )
 _HEADERS: Mapping[str, str] = {
@@ -58,7 +62,8 @@ async def asset(call: RequestContext[Any]) -> HttpResponse:
 @cache
 def files() -> Mapping[str, HttpResponse]:
     """The responses with the static files, by name; their ETags change with the content."""
-    return {path.name: _read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+    paths = (path for folder in _FOLDERS for path in folder.iterdir())
+    return {path.name: _read(path) for path in paths if path.suffix in _TYPES}
 
 
 def _read(path: Path) -> HttpResponse:

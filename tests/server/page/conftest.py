@@ -14,9 +14,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """Ends with the module: its event loop would be in the way of others."""
+    """Ends with the package: its event loop would be in the way of others."""
     if BROWSER is None:
         pytest.skip("needs Chromium, such as apt-get install chromium gives")
     with driver.sync_playwright() as it:

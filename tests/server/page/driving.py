@@ -28,7 +28,7 @@ def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
             complaints.append(line.text)
 
     def note(request: Any) -> None:
-        if not request.url.startswith(url):
+        if not request.url.removeprefix("blob:").startswith(url):
             complaints.append(request.url)
 
     context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
@@ -56,6 +56,37 @@ def answered(page: Any) -> Any:
     return page.locator("article.assistant").last
 
 
+KEPT = """() => new Promise((resolve) => {
+  const opening = indexedDB.open("jinfer");
+  opening.onsuccess = () => {
+    const reading = opening.result.transaction("conversations")
+      .objectStore("conversations").getAll();
+    reading.onsuccess = () => {
+      opening.result.close();
+      resolve(reading.result.sort((one, other) => other.updated - one.updated));
+    };
+  };
+})"""
+
+
+def kept(page: Any) -> list[dict[str, Any]]:
+    """The conversations that the browser keeps, the latest first."""
+    conversations: list[dict[str, Any]] = page.evaluate(KEPT)
+    return conversations
+
+
+def turns(page: Any) -> list[dict[str, Any]]:
+    """The branch that the latest of them shows."""
+    latest = kept(page)[0]
+    messages = {one["id"]: one for one in latest["messages"]}
+    found = []
+    at = latest["leaf"]
+    while at is not None:
+        found.append(messages[at])
+        at = messages[at]["parent"]
+    return found[::-1]
+
+
 def set_values(page: Any, values: dict[str, str]) -> None:
     page.locator("#open-settings").click()
     for name, value in values.items():
@@ -68,9 +99,16 @@ def set_values(page: Any, values: dict[str, str]) -> None:
     page.get_by_role("button", name="Close").click()
 
 
-def stream(*deltas: dict[str, Any], end: str = "data: [DONE]\n\n") -> str:
+def stream(
+    *deltas: dict[str, Any], end: str = "data: [DONE]\n\n", reason: str | None = None, used: int = 0
+) -> str:
     """Events as OpenAI's servers send them."""
-    frames = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    frames: list[Any] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    if reason:
+        frames.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    if used:
+        usage = {"prompt_tokens": used - 1, "completion_tokens": 1, "total_tokens": used}
+        frames.append({"choices": [], "usage": usage})
     return "".join(f"data: {json.dumps(one)}\n\n" for one in frames) + end
 
 
@@ -91,10 +129,10 @@ def script(page: Any, *answers: str) -> list[Any]:
     return bodies
 
 
-def written(text: str, size: int = 7) -> str:
+def written(text: str, **more: Any) -> str:
     """An answer that comes in pieces."""
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    return stream(*[{"content": piece} for piece in pieces])
+    pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
+    return stream(*[{"content": piece} for piece in pieces], **more)
 
 
 def plot(page: Any, title: str) -> Any:

@@ -6,17 +6,23 @@ import { key } from "./store.js";
 /**
  * @typedef {object} Model
  * @property {string} id
- * @property {{value: string}} [status]
- * @property {string[]} [capabilities] known while it is loaded
+ * @property {{value: string, failed?: boolean, error?: string}} [status]
+ * @property {string[]} [capabilities] known once it was loaded, as are those below
+ * @property {number} [max_model_len] tokens of its context
+ * @property {{n_params: number, size: number}} [meta]
+ * @property {string} [parent] of an adapter
  *
  * @typedef {object} Piece of an answer
  * @property {string} [content]
  * @property {string} [reasoning]
+ * @property {CallDelta[]} [calls] of functions
  * @property {string} [reason] finish reason
- * @property {{completion_tokens: number}} [usage]
+ * @property {{completion_tokens: number, total_tokens: number}} [usage]
  * @property {{prompt_ms: number, predicted_per_second: number}} [timings]
  *
- * @typedef {{role: string, content: string}} Turn
+ * @typedef {{index: number, id?: string, function?: {name?: string, arguments?: string}}} CallDelta
+ *
+ * @typedef {Record<string, unknown> & {role: string, content: string}} Turn
  */
 
 /** A failed request, with the server's error message. */
@@ -68,6 +74,21 @@ export async function models() {
 }
 
 /**
+ * Loads or unloads a model; comes back when that is done.
+ * @param {"load" | "unload"} action
+ * @param {string} model
+ */
+export async function residency(action, model) {
+  const headers = { "content-type": "application/json" };
+  await request(`models/${action}`, { method: "POST", headers, body: JSON.stringify({ model }) });
+}
+
+/** Has the server look for models that have come or gone. */
+export async function lookForModels() {
+  await request("models?reload=1");
+}
+
+/**
  * The model's default sampling parameters.
  * @param {string} model
  * @returns {Promise<Record<string, unknown>>}
@@ -112,6 +133,7 @@ export async function* chat(asked, signal) {
     yield {
       content: choice?.delta?.content ?? "",
       reasoning: choice?.delta?.reasoning_content ?? "",
+      calls: choice?.delta?.tool_calls ?? [],
       reason: choice?.finish_reason ?? undefined,
       usage: usage ?? undefined,
       timings: timings ?? undefined,

@@ -1,19 +1,23 @@
-/** Chat view: the messages of a conversation, and the answer that is being streamed. */
+/** Chat view: the messages of a branch, and the answer that is being streamed. */
 
-import { chat, Refused } from "./api.js";
-import { el } from "./dom.js";
 import { MessageView } from "./message.js";
-import { say } from "./status.js";
+import { read } from "./stream.js";
+import { add, branch, select, siblings } from "./tree.js";
+import { turnsOf } from "./turns.js";
+
+const SAVED = 3000; // milliseconds between savings while an answer grows
 
 /**
- * @typedef {import("./conversations.js").Message} Message
+ * @typedef {import("./tree.js").Message} Message
+ * @typedef {import("./api.js").Turn} Turn
  *
  * @typedef {object} Around
  * @property {import("./conversations.js").Conversations} conversations
  * @property {() => Record<string, unknown> | null} asked the fields of each request; null: invalid settings
  * @property {() => string} system the system prompt
+ * @property {() => Node} welcome what an empty conversation shows
  * @property {() => void} changed called when messages change
- * @property {(error: Refused) => void} refused called with a failed request
+ * @property {(error: import("./api.js").Refused) => void} refused called with a failed request
  */
 
 export class Chat {
@@ -26,52 +30,151 @@ export class Chat {
     this.around = around;
     /** @type {AbortController | null} */
     this.running = null;
+    /** @type {Map<string, MessageView>} of the conversation, by the messages' ids */
+    this.views = new Map();
   }
 
-  get messages() {
-    return this.around.conversations.current.messages;
-  }
-
-  set messages(messages) {
-    this.around.conversations.current.messages = messages;
+  get conversation() {
+    return this.around.conversations.current;
   }
 
   /** Shows the current conversation; cancels an answer in another one. */
   open() {
     this.stop();
-    const empty = el(
-      "p",
-      { class: "empty" },
-      "Ask something. Enter sends, Shift+Enter begins a new line, Esc stops.",
-    );
-    const shown = this.messages.map((one) => this.view(one).element);
-    this.log.replaceChildren(...(shown.length ? shown : [empty]));
+    this.views.clear();
+    this.arrange();
     this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** Shows the messages of the branch. */
+  arrange() {
+    const { conversation } = this;
+    const messages = branch(conversation);
+    const shown = messages.map((one, n) => {
+      const versions = siblings(conversation, one);
+      const view = this.view(one);
+      view.arrange({
+        at: versions.indexOf(one),
+        of: versions.length,
+        last: n === messages.length - 1,
+        before: messages.slice(0, n),
+      });
+      return view.element;
+    });
+    this.log.replaceChildren(...(shown.length ? shown : [this.around.welcome()]));
   }
 
   /** @param {Message} message */
   view(message) {
-    return new MessageView(message, {
-      resend: (one, text) => this.from(one, [{ role: "user", content: text }]),
-      regenerate: (one) => this.from(one, []),
+    const known = this.views.get(message.id);
+    if (known) return known;
+    const view = new MessageView(message, {
+      resend: (one, content) =>
+        this.ask(one.parent, { role: "user", content, ...(one.files && { files: one.files }) }),
+      rewrite: (one, content) => this.rewrite(one, content),
+      regenerate: (one) => this.answerTo(one.parent),
+      goOn: (one) => this.goOn(one),
+      returned: (one, results) => this.ask(one.id, { role: "tool", content: "", results }),
+      step: (one, step) => this.step(one, step),
+    });
+    this.views.set(message.id, view);
+    return view;
+  }
+
+  /**
+   * @param {string} content
+   * @param {{name: string, text: string}[]} files
+   * @returns {boolean} whether it was sent
+   */
+  send(content, files) {
+    return this.ask(this.conversation.leaf, {
+      role: "user",
+      content,
+      ...(files.length && { files }),
     });
   }
 
   /**
-   * @param {string} text
-   * @returns {boolean} whether it was sent
+   * Adds a message and requests the answer.
+   * @param {string | null} parent
+   * @param {Omit<Message, "id" | "parent">} message
    */
-  send(text) {
-    return this.go([...this.messages, { role: "user", content: text }]);
+  ask(parent, message) {
+    if (!this.around.asked()) return false;
+    this.stop();
+    return this.answerTo(add(this.conversation, parent, message).id);
   }
 
   /**
-   * Replaces a message and all that follow it.
-   * @param {Message} message
-   * @param {Message[]} others
+   * Requests an answer, beside those that are there.
+   * @param {string | null} parent
+   * @returns {boolean} whether it was requested
    */
-  from(message, others) {
-    this.go([...this.messages.slice(0, this.messages.indexOf(message)), ...others]);
+  answerTo(parent) {
+    const asked = this.around.asked();
+    if (!asked) return false;
+    this.stop();
+    const turns = this.turns(parent);
+    const answer = add(this.conversation, parent, { role: "assistant", content: "" });
+    this.answer({ ...asked, messages: turns }, answer);
+    return true;
+  }
+
+  /**
+   * Continues an answer where it ends.
+   * @param {Message} answer
+   */
+  goOn(answer) {
+    const asked = this.around.asked();
+    if (!asked) return;
+    this.stop();
+    const more = { continue_final_message: true, add_generation_prompt: false };
+    for (const name of /** @type {const} */ (["error", "note", "cut"])) delete answer[name];
+    this.answer({ ...asked, ...more, messages: this.turns(answer.id) }, answer);
+  }
+
+  /**
+   * The messages of a branch as a request has them.
+   * @param {string | null} end
+   */
+  turns(end) {
+    return turnsOf(branch(this.conversation, end), this.around.system());
+  }
+
+  /**
+   * Puts an answer that the user has written beside the model's.
+   * @param {Message} answer
+   * @param {string} content
+   */
+  rewrite({ parent, role, reasoning }, content) {
+    this.stop();
+    const added = { role, content, cut: true, note: "edited", ...(reasoning && { reasoning }) };
+    add(this.conversation, parent, added);
+    this.changed();
+  }
+
+  /**
+   * Shows another version of a message.
+   * @param {Message} message
+   * @param {number} step
+   */
+  step(message, step) {
+    this.stop();
+    const versions = siblings(this.conversation, message);
+    const other = versions[versions.indexOf(message) + step];
+    if (!other) return;
+    select(this.conversation, other);
+    this.changed();
+    const buttons = this.view(other).versions.querySelectorAll("button");
+    const [back, forth] = step < 0 ? buttons : [...buttons].reverse();
+    (back.disabled ? forth : back).focus();
+  }
+
+  /** Shows and saves what has changed. */
+  changed() {
+    this.arrange();
+    this.around.conversations.save(this.conversation);
+    this.around.changed();
   }
 
   /** Cancels the answer that is being streamed, here and on the server. */
@@ -81,85 +184,32 @@ export class Chat {
   }
 
   /**
-   * Requests an answer.
-   * @param {Message[]} messages
-   * @returns {boolean} whether it was requested
-   */
-  go(messages) {
-    const asked = this.around.asked();
-    if (!asked) return false;
-    this.stop();
-    const turns = messages.map(({ role, content }) => ({ role: String(role), content }));
-    const system = this.around.system();
-    if (system.trim()) turns.unshift({ role: "system", content: system });
-    /** @type {Message} */
-    const answer = { role: "assistant", content: "" };
-    this.messages = [...messages, answer];
-    this.answer({ ...asked, messages: turns }, answer);
-    return true;
-  }
-
-  /**
    * Streams an answer to the view, and saves it.
-   * @param {{messages: import("./api.js").Turn[]}} asked
+   * @param {{messages: Turn[]}} asked
    * @param {Message} answer
    */
   async answer(asked, answer) {
     const { conversations, changed } = this.around;
-    const conversation = conversations.current;
+    const { conversation } = this;
     const running = (this.running = new AbortController());
-    const views = this.messages.map((one) => this.view(one));
-    const view = /** @type {MessageView} */ (views.at(-1));
+    const view = this.view(answer);
     view.show(true);
-    this.log.replaceChildren(...views.map((one) => one.element));
+    this.arrange();
     this.log.setAttribute("aria-busy", "true");
     this.log.scrollTop = this.log.scrollHeight;
     conversations.save(conversation);
     changed();
-    await this.read(asked, answer, view, running.signal);
-    if (conversations.all.includes(conversation)) conversations.save(conversation);
+    const saving = setInterval(() => conversations.write(conversation), SAVED);
+    const draw = () => this.follow(() => view.show(true));
+    const refused = await read(asked, answer, draw, running.signal);
+    clearInterval(saving);
+    this.follow(() => view.show(false));
+    if (refused) this.around.refused(refused);
+    if (conversations.all.includes(conversation)) await conversations.write(conversation);
     if (this.running !== running && this.running !== null) return;
     this.running = null;
     this.log.setAttribute("aria-busy", "false");
     changed();
-  }
-
-  /**
-   * Reads an answer until it ends or is stopped.
-   * @param {{messages: import("./api.js").Turn[]}} asked
-   * @param {Message} answer
-   * @param {MessageView} view
-   * @param {AbortSignal} signal
-   */
-  async read(asked, answer, view, signal) {
-    /** @type {import("./api.js").Piece} */
-    const last = {};
-    let frame = 0;
-    try {
-      for await (const piece of chat(asked, signal)) {
-        answer.content += piece.content;
-        if (piece.reasoning) answer.reasoning = (answer.reasoning ?? "") + piece.reasoning;
-        for (const name of /** @type {const} */ (["reason", "usage", "timings"])) {
-          if (piece[name]) Object.assign(last, { [name]: piece[name] });
-        }
-        frame ||= requestAnimationFrame(() => {
-          frame = 0;
-          this.follow(() => view.show(true));
-        });
-      }
-      answer.note = noteOf(last);
-      say("Answered", false);
-    } catch (error) {
-      if (signal.aborted) {
-        answer.note = "stopped";
-        say("Stopped");
-      } else {
-        answer.error = error instanceof Refused ? error.message : `The answer broke off: ${error}`;
-        if (error instanceof Refused) this.around.refused(error);
-      }
-    }
-    cancelAnimationFrame(frame);
-    this.follow(() => view.show(false));
   }
 
   /**
@@ -172,14 +222,4 @@ export class Chat {
     grow();
     if (below < 80) log.scrollTop = log.scrollHeight;
   }
-}
-
-/** @param {import("./api.js").Piece} last the last chunk, with usage and timings */
-function noteOf({ reason, usage, timings }) {
-  const parts = [];
-  if (usage) parts.push(`${usage.completion_tokens} tokens`);
-  if (timings) parts.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
-  if (timings) parts.push(`prompt ${(timings.prompt_ms / 1000).toFixed(2)} s`);
-  if (reason === "length") parts.push("cut: its limit is reached");
-  return parts.join(" · ");
 }

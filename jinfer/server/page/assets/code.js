@@ -1,21 +1,35 @@
 /** Code block with a copy button. */
 
+import { colour } from "./colours.js";
 import { el, iconButton } from "./dom.js";
 import { say } from "./status.js";
 
 /**
  * @param {string} code
  * @param {string} language
+ * @param {boolean} [whole] false: more is to come, so that it has no colours yet
  * @returns {HTMLElement}
  */
-export function codeBlock(code, language) {
+export function codeBlock(code, language, whole = true) {
+  const place = el("code", {}, code);
+  if (whole) colour(place, code, language);
   const head = el(
     "figcaption",
     {},
     el("span", {}, language),
-    copyButton("Copy code", () => code),
+    copyButton("Copy code", () => place.textContent ?? ""),
   );
-  return el("figure", { class: "code" }, head, el("pre", { tabindex: 0 }, el("code", {}, code)));
+  return el("figure", { class: "code" }, head, el("pre", { tabindex: 0 }, place));
+}
+
+/**
+ * Appends to a code block.
+ * @param {HTMLElement} block
+ * @param {string} more
+ */
+export function extend(block, more) {
+  const text = block.querySelector("code")?.lastChild;
+  if (text instanceof Text) text.appendData(more);
 }
 
 /**

@@ -1,11 +1,12 @@
-/** Message input: Enter sends, the field grows with its text. */
+/** Message input: Enter sends, the field grows with its text; files are attached to it. */
 
+import { Attachments } from "./attachments.js";
 import { byId } from "./dom.js";
-import { sends } from "./message.js";
+import { sends } from "./editor.js";
 
 export class Composer {
   /**
-   * @param {(text: string) => boolean} send whether it was sent
+   * @param {(text: string, files: import("./attachments.js").Attachment[]) => boolean} send whether it was sent
    * @param {() => void} stop
    */
   constructor(send, stop) {
@@ -13,11 +14,16 @@ export class Composer {
     this.input = /** @type {HTMLTextAreaElement} */ (byId("input"));
     this.sendButton = /** @type {HTMLButtonElement} */ (byId("send"));
     this.stopButton = /** @type {HTMLButtonElement} */ (byId("stop"));
+    const chooser = /** @type {HTMLInputElement} */ (byId("files"));
+    this.attachments = new Attachments(byId("attached"), chooser, byId("talk"));
+    byId("attach").addEventListener("click", () => chooser.click());
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!this.input.value.trim() || !send(this.input.value)) return;
-      this.input.value = "";
-      this.grow();
+      const { files } = this.attachments;
+      if (!this.input.value.trim() && !files.length) return;
+      if (!send(this.input.value, files)) return;
+      this.attachments.clear();
+      this.write("");
     });
     this.input.addEventListener("input", () => this.grow());
     this.input.addEventListener("keydown", (event) => {
@@ -26,6 +32,12 @@ export class Composer {
       form.requestSubmit();
     });
     this.stopButton.addEventListener("click", stop);
+  }
+
+  /** @param {string} text */
+  write(text) {
+    this.input.value = text;
+    this.grow();
   }
 
   grow() {

@@ -1,4 +1,4 @@
-/** Engine metrics as plots, polled once a second while they are visible. */
+/** Engine metrics as plots, polled once a second while they are visible or an answer comes. */
 
 import { metrics, Refused } from "./api.js";
 import { el } from "./dom.js";
@@ -30,6 +30,7 @@ export class Engine {
     this.model = model;
     this.refused = refused;
     this.wanted = false;
+    this.answering = false;
     /** @type {object | null} */
     this.watching = null;
     /** @type {Look | null} */
@@ -37,22 +38,36 @@ export class Engine {
     this.plots = {
       rates: new Plot("Tokens a second", ["generated"], short),
       streams: new Plot("Streams", ["running", "waiting"], short),
-      blocks: new Plot("Cache blocks", ["held", "free"], short),
+      blocks: new Plot("Cache blocks", ["held", "free"], short, undefined, ["free"]),
       prefix: new Plot("Prefix hits", ["of the latest prompts"], percent, 1),
       speculation: new Plot("Speculation", ["of the latest drafts accepted"], percent, 1),
     };
     this.absent = el("p", { class: "absent" });
     const shown = Object.values(this.plots).map((plot) => plot.element);
     place.replaceChildren(...shown, this.absent);
-    document.addEventListener("visibilitychange", () => this.visible(this.wanted));
+    document.addEventListener("visibilitychange", () => this.begin());
   }
 
   /** @param {boolean} wanted whether the plots are visible */
   visible(wanted) {
     this.wanted = wanted;
+    this.begin();
+  }
+
+  /** @param {boolean} answering whether an answer is being streamed here */
+  busy(answering) {
+    if (this.answering === answering) return;
+    this.answering = answering;
+    this.begin();
+  }
+
+  /** Begins to poll, or ends. */
+  begin() {
+    const needed = (this.wanted || this.answering) && !document.hidden;
+    if (needed === (this.watching !== null)) return;
     this.watching = null;
     this.last = null;
-    if (wanted && !document.hidden) this.watch();
+    if (needed) this.watch();
   }
 
   /** Polls until the plots are hidden or another poll has started. */
@@ -95,11 +110,7 @@ export class Engine {
       this.say("This model is not in memory, so there is nothing to see of it.");
       return;
     }
-    this.say(
-      !now.drafted
-        ? "Nothing is speculated: the server has no figures of drafts."
-        : "",
-    );
+    this.say(!now.drafted ? "Nothing is speculated: the server has no figures of drafts." : "");
     const seconds = last ? (now.at - last.at) / 1000 : 0;
     /** @param {keyof typeof NAMES} name */
     const more = (name) => {

@@ -1,6 +1,7 @@
-/** Inline Markdown: emphasis, code, links. Everything else, including HTML, is text. */
+/** Inline Markdown: emphasis, code, links, formulas. Everything else, including HTML, is text. */
 
 import { el } from "./dom.js";
+import { formula } from "./formula.js";
 
 // [label](target "title"), or with ! before it; a target may contain a pair of parentheses.
 const LABEL = String.raw`!?\[([^[\]]{0,1000})\]`;
@@ -9,8 +10,16 @@ const TITLE = String.raw`(?:\s{1,9}"[^"]{0,500}")?`;
 const LINK = new RegExp(String.raw`${LABEL}\(\s{0,9}${TARGET}${TITLE}\s{0,9}\)`, "y");
 
 // Patterns are bounded, so that no text takes long. Each is tried at its delimiters only.
-const SIGNS = /[\\`*_~[!<h]/g;
+const SIGNS = /[\\$`*_~[!<h]/g;
 const RULES = /** @type {[RegExp, (found: RegExpExecArray) => Node | string][]} */ ([
+  [/\\\(([^]{1,2000}?)\\\)/y, (found) => formula(found[0], found[1], false)],
+  [/\\\[([^]{1,2000}?)\\\]/y, (found) => formula(found[0], found[1], true)],
+  [/\$\$([^$]{1,2000})\$\$/y, (found) => formula(found[0], found[1], true)],
+  // As Pandoc has it, so that amounts of money are none.
+  [
+    /(?<![\w$\\])\$(?=[^\s$])((?:[^$\\\n]|\\[^\n]){0,999}(?:[^$\\\s]|\\[^\s]))\$(?![\w$])/y,
+    (found) => formula(found[0], found[1], false),
+  ],
   [/\\([!-/:-@[-`{-~])/y, (found) => found[1]],
   [/(`+)(?!`)([^]{0,2000}?[^`])\1(?!`)/y, (found) => el("code", {}, unpadded(found[2]))],
   [LINK, (found) => link(found[2], inline(found[1]), found[0])],

@@ -2,7 +2,8 @@
 
 import { el, svg } from "./dom.js";
 
-const POINTS = 180;
+const SECONDS = 180; // that are shown
+const GAP = 5; // seconds without a value after which a line begins anew
 const HEIGHT = 100;
 
 /** @typedef {(number | null)[]} Values of the series at a time; null: there is none */
@@ -13,23 +14,25 @@ export class Plot {
    * @param {string[]} names of the series
    * @param {(value: number) => string} format
    * @param {number} [most] fixed maximum of the axis
+   * @param {string[]} [calm] series that are drawn faintly
    */
-  constructor(title, names, format, most) {
+  constructor(title, names, format, most, calm = []) {
     this.title = title;
     this.names = names;
     this.format = format;
     this.most = most;
-    /** @type {Values[]} */
-    this.values = [];
-    this.lines = names.map((_, n) => svg("path", { class: `series-${n}` }));
+    /** @type {{at: number, values: Values}[]} with the times in seconds */
+    this.points = [];
+    const kinds = names.map((name, n) => `series-${n}${calm.includes(name) ? " calm" : ""}`);
+    this.lines = kinds.map((kind) => svg("path", { class: kind }));
     const box = {
-      viewBox: `0 0 ${POINTS - 1} ${HEIGHT}`,
+      viewBox: `0 0 ${SECONDS} ${HEIGHT}`,
       preserveAspectRatio: "none",
       role: "img",
     };
-    const middle = svg("path", { class: "grid", d: `M0 ${HEIGHT / 2}H${POINTS - 1}` });
+    const middle = svg("path", { class: "grid", d: `M0 ${HEIGHT / 2}H${SECONDS}` });
     this.picture = svg("svg", box, middle, ...this.lines);
-    this.now = names.map((_, n) => el("b", { class: `series-${n}` }, "–"));
+    this.now = kinds.map((kind) => el("b", { class: kind }, "–"));
     const legend = names.flatMap((name, n) => [el("span", {}, this.now[n], " ", name)]);
     this.top = el("span", { class: "top" });
     this.element = el(
@@ -37,31 +40,41 @@ export class Plot {
       { class: "plot" },
       el("figcaption", {}, el("h3", {}, title), el("p", {}, ...legend)),
       el("div", {}, this.top, this.picture),
+      el(
+        "p",
+        { class: "times", "aria-hidden": "true" },
+        el("span", {}, "3 min ago"),
+        el("span", {}, "now"),
+      ),
     );
     this.draw();
   }
 
-  /** @param {Values} values */
-  push(values) {
-    this.values.push(values);
-    if (this.values.length > POINTS) this.values.shift();
+  /**
+   * @param {Values} values
+   * @param {number} at their time in milliseconds
+   */
+  push(values, at = performance.now()) {
+    const now = at / 1000;
+    this.points.push({ at: now, values });
+    this.points = this.points.filter((one) => one.at >= now - SECONDS);
     this.draw();
   }
 
   /** The latest value of the first series. */
   get latest() {
-    return this.values.at(-1)?.[0] ?? null;
+    return this.points.at(-1)?.values[0] ?? null;
   }
 
   clear() {
-    this.values = [];
+    this.points = [];
     this.draw();
   }
 
   draw() {
-    const all = this.values.flat().filter((value) => value !== null);
+    const all = this.points.flatMap(({ values }) => values.filter((value) => value !== null));
     const most = this.most ?? roundUp(Math.max(...all, 0));
-    const latest = this.values.at(-1) ?? [];
+    const latest = this.points.at(-1)?.values ?? [];
     const words = this.names.map((name, n) => {
       const value = latest[n] ?? null;
       this.now[n].textContent = value === null ? "–" : this.format(value);
@@ -78,17 +91,18 @@ export class Plot {
    * @param {number} most
    */
   path(series, most) {
-    const left = POINTS - this.values.length;
-    let down = false;
-    return this.values
-      .map((values, n) => {
+    const now = this.points.at(-1)?.at ?? 0;
+    let before = -Infinity;
+    return this.points
+      .map(({ at, values }) => {
         const value = values[series] ?? null;
-        const step =
-          value === null
-            ? ""
-            : `${down ? "L" : "M"}${left + n} ${round(HEIGHT * (1 - value / most))}`;
-        down = value !== null;
-        return step;
+        if (value === null) {
+          before = -Infinity;
+          return "";
+        }
+        const sign = at - before > GAP ? "M" : "L";
+        before = at;
+        return `${sign}${round(SECONDS - now + at)} ${round(HEIGHT * (1 - value / most))}`;
       })
       .join("");
   }

@@ -1,4 +1,4 @@
-/** Browser storage: conversations and settings in localStorage, the API key in sessionStorage. */
+/** Browser storage: settings in localStorage, the API key in sessionStorage. */
 
 const PREFIX = "jinfer.";
 
@@ -36,6 +36,14 @@ class StoredValue {
       return true;
     } catch {
       return false;
+    }
+  }
+
+  remove() {
+    try {
+      this.storage().removeItem(this.name);
+    } catch {
+      // Nothing was stored.
     }
   }
 }
