@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from jinfer.server.http_errors import ApiError, cancel_reason
 
 _HEAD = 64 << 10  # bytes of a response's status and headers
 _PIECE = 64 << 10
+_IN_PATHS = "/:@!$&'()*+,;=~"
 # Of one connection, or of this server: keys were checked here.
 _OWN = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"}
 _OWN |= {"authorization", "x-api-key", "x-request-id", "expect", "te", "trailer"}
@@ -113,7 +115,8 @@ def _question(request: Request, body: bytes, id: str) -> bytes:
     headers |= {"host": "localhost", "connection": "close", "x-request-id": id}
     headers["content-length"] = str(len(body))
     method = "GET" if request.method == "HEAD" else request.method
-    lines = [f"{method} {request.url.path}{query} HTTP/1.1"]
+    # As it was sent: a path may have characters that a request's line has not.
+    lines = [f"{method} {quote(request.scope['path'], safe=_IN_PATHS)}{query} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.metrics import CONTENT_TYPE
+from jinfer.server.query_params import query_value
 from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
 from jinfer.version import __version__
@@ -36,7 +37,7 @@ async def metrics(call: RequestContext[Any]) -> HttpResponse:
 
 async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    if call.request.query_params.get("reload") in ("1", "true"):  # as llama.cpp's router
+    if query_value(call, "reload") in ("1", "true"):  # as llama.cpp's router
         await call.service.models.reload()
     listed = []
     call.service.models.notice_ends()

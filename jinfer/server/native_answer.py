@@ -39,7 +39,7 @@ def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> 
         "generation_settings": generation_settings(job),
         "prompt": text,
         "has_new_line": "\n" in answer.text,
-        "truncated": False,
+        "truncated": _is_at_context(hosted, answer),
         "stop_type": kind,
         "stopping_word": word,
         "timings": usage.llamacpp_timings(used),
@@ -58,10 +58,17 @@ def _stopped(answer: Completion) -> tuple[str, str]:
     return "word" if answer.stop_string else "eos", answer.stop_string
 
 
+def _is_at_context(hosted: ServedModel, answer: Completion) -> bool:
+    """Whether the context was full, and not the request's own limit reached."""
+    tokens = answer.usage.prompt_tokens + len(answer.token_ids)
+    return answer.finish_reason == "length" and tokens >= hosted.session.opened.context
+
+
 def generation_settings(job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
     params = job.sampling.params
     return {
+        "seed": -1,
         **set_parameters(params),
         "n_predict": params.max_tokens or -1,
         "n_probs": params.logprobs or 0,

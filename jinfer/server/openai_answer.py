@@ -17,6 +17,7 @@ from jinfer.server.native_answer import native_answer
 from jinfer.server.request_runner import PromptRequests, RequestRunner
 from jinfer.server.served_model import ServedModel
 from jinfer.server.service import Prepare, RequestContext
+from jinfer.version import __version__
 
 
 @dataclass
@@ -58,7 +59,8 @@ class OpenAIAnswer(ABC):
         return {"__verbose": native_answer(self.hosted, job, answer, index)}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self.created}
+        head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created}
+        head["system_fingerprint"] = f"jinfer-{__version__}"
         return {**head, "model": self.hosted.name, "choices": choices}
 
     def _totals(self, first: Usage) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class OpenAIAnswer(ABC):
         options = self.call.body.stream_options
         if options is not None and options.continuous_usage_stats:
             result["usage"] = usage.usage([job], {0: used})
-        if job.sampling.timings:
+        if job.sampling.timings and "role" not in content.get("delta", ()):
             result["timings"] = usage.llamacpp_timings(used)
         return result
 

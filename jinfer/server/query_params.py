@@ -28,7 +28,7 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
         "description": "1: the KV cache is freed; 2: the weights too",
     },
     "reload": {
-        "schema": {"type": "boolean"},
+        "schema": {"type": "string", "enum": ["true", "1", "false", "0"]},
         "description": "true, or 1: models that have come or gone are looked for",
     },
     "after": {"schema": {"type": "string"}, "description": "the id that the page begins after"},

@@ -134,6 +134,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _openai_stream(
         "POST /v1/chat/completions /chat/completions", chat, "Answers a conversation", ChatResponse
     ),
+    _llama(
+        "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
+        tokenize.count_tokens,
+        "Counts the tokens of a conversation",
+        TokenCount,
+    ),
     _openai_stream(
         "POST /v1/completions /completions", completions, "Continues texts", CompletionResponse
     ),

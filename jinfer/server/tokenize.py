@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jinfer.api.session import Session
+from jinfer.engine.requests import RequestError
 from jinfer.server import usage
 from jinfer.server.http_errors import as_api_error, invalid_request
 from jinfer.server.http_responses import HttpResponse
 from jinfer.server.prompt_builder import chat_prompt_ids, chat_prompt_text
-from jinfer.server.schemas.chat import ChatTemplateFields
+from jinfer.server.schemas.chat import ChatRequest, ChatTemplateFields
 from jinfer.server.schemas.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from jinfer.server.service import RequestContext
+from jinfer.template import TemplateError
 from jinfer.tokenizer import Tokenizer
 
 # Fields that belong to each kind of input.
@@ -130,6 +132,17 @@ def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict
 
 
 _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
+
+
+async def count_tokens(call: RequestContext[ChatRequest]) -> HttpResponse:
+    """Counts the tokens of a conversation, as llama.cpp does."""
+    async with call.service.models.use(call.body.model) as hosted:
+        given = call.body, hosted.session, call.service.settings, call.ignore
+        try:
+            ids = await call.service.in_thread(chat_prompt_ids, *given)
+        except (TemplateError, RequestError) as error:
+            raise as_api_error(error, param="messages") from error
+    return HttpResponse({"input_tokens": len(ids)})
 
 
 async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:

@@ -198,6 +198,16 @@ def test_what_is_refused(smol: Running, path: str, body: dict[str, Any], param: 
     assert answer.json()["error"]["param"] == param
 
 
+def test_tokens_of_a_chat(smol: Running) -> None:
+    """As many as the answer's usage says."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    with smol.client() as http:
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        for path in ("/v1/chat/completions", "/chat/completions"):
+            counted = http.post(f"{path}/input_tokens", json=body)
+            assert counted.json() == {"input_tokens": usage["prompt_tokens"]}
+
+
 def test_a_template(smol: Running) -> None:
     prompt = posted(smol, "/apply-template", messages=HELLO)["prompt"]
     assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")

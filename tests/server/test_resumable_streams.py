@@ -55,8 +55,7 @@ def begun(http: httpx.Client, **more: Any) -> str:
     with http.stream("POST", "/v1/completions", json=BODY | more) as answer:
         assert answer.status_code == 200
         pieces = answer.iter_text()
-        seen = next(pieces)
-    return seen
+        return next(pieces)
 
 
 def test_a_client_that_goes_and_comes_back(running: Running, http: httpx.Client) -> None:
@@ -131,12 +130,13 @@ def test_what_is_refused(http: httpx.Client) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert http.get("/v1/stream").status_code == 404
-    for headers, query, param in (
+    wrong_ones: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({}, {"conv_id": ""}, "conv_id"),
         ({}, {"conv_id": ID, "from": "-1"}, "from"),
         ({}, {"conv_id": ID, "from": 10**9}, "from"),
         ({"Last-Event-ID": "x"}, {"conv_id": ID}, "Last-Event-ID"),
-    ):
+    ]
+    for headers, query, param in wrong_ones:
         begun(http, max_tokens=1)
         wrong = http.get("/v1/stream", params=query, headers=headers)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)

@@ -242,6 +242,7 @@ class ChatResponse(base.ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: int
+    system_fingerprint: str
     model: str
     choices: list[ChatChoice]
     usage: base.TokenUsage

@@ -50,6 +50,7 @@ class CompletionResponse(base.ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
+    system_fingerprint: str
     model: str
     choices: list[TextChoice]
     usage: base.TokenUsage

@@ -5,11 +5,11 @@ docs/serving.md has the table of all their fields; `python -m tests.server.peer_
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from jinfer.server.schemas.schema_base import Ignored, No, RequestModel, Zero, rejected_field
+from jinfer.server.schemas.schema_base import Ignored, Keep, No, RequestModel, Zero, rejected_field
 
 _FOUND = "equal beginnings of prompts are found without it"
 _TEXT = "models read text alone"
@@ -27,7 +27,7 @@ class PeerFields(RequestModel):
         bool | None, Ignored("tokens are always chosen on the device", (True,))
     ] = None
     sse_ping_interval: Annotated[int | None, Ignored("--ping says it for all streams")] = None
-    n_keep: Literal[0, -1] | None = Field(None, description="a context is never shifted")
+    n_keep: Keep | None = Field(None, description="a context is never shifted")
     n_indent: Zero | None = None
     n_discard: Zero | None = None
     min_keep: Zero | None = None

@@ -172,6 +172,7 @@ def json_text(value: Any) -> Any:
 JsonText = Annotated[str, BeforeValidator(json_text)]
 No = Annotated[Literal[False], _same_type(bool)]
 Zero = Annotated[Literal[0], _same_type(int)]
+Keep = Annotated[Literal[0, -1], _same_type(int)]
 Ids = list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
 # A list that mixes texts and ids is one prompt, as in llama.cpp.

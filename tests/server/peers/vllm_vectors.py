@@ -1,0 +1,248 @@
+"""vLLM's tests of vectors, classes and scores (tests/entrypoints/pooling)."""
+
+import base64
+import struct
+from typing import Any
+
+from tests.server.peers.served import Servers, Target
+from tests.server.peers.vllm_chat import VLLM
+
+CLASSES, EMBED = "pooling/classify/test_online.py", "pooling/embed/test_online.py"
+SAGEMAKER = "Amazon SageMaker's route"
+BYTES = "numbers are float32 in base64, or JSON"
+CHATS = "vectors and classes are of texts, without a template"
+
+
+def classified(at: Servers, status: int = 200, **body: Any) -> Any:
+    return at.classes.post("/classify", status, **{"input": "a b c", **body})
+
+
+def embedded(at: Servers, status: int = 200, **body: Any) -> Any:
+    return at.vectors.post("/v1/embeddings", status, **{"input": "a b c", **body})
+
+
+@VLLM.case(CLASSES, 8, "texts, ids, lists; nothing; cut ones; raw scores; /pooling; specials")
+def _(at: Servers) -> None:
+    ids = at.classes.post("/tokenize", prompt="a b c")["tokens"]
+    for given, count in (("a b c", 1), (ids, 1), (["a"] * 10, 10), ([ids] * 10, 10)):
+        answer = classified(at, input=given)
+        assert [one["index"] for one in answer["data"]] == list(range(count))
+        for one in answer["data"]:
+            assert len(one["probs"]) == one["num_classes"]
+            assert one["label"]
+    classified(at, 400, input=[])
+    cut = classified(at, input="a " * 60, truncate_prompt_tokens=5)
+    assert cut["usage"]["prompt_tokens"] == 5
+    on, off = (classified(at, use_activation=u)["data"][0]["probs"] for u in (True, False))
+    assert on != off
+    assert at.classes.post("/pooling", input="a", task="classify")["data"]
+
+
+@VLLM.case(CLASSES, 1, "an empty text is refused", "its vector is that of the marks around it")
+def _(at: Servers) -> None:
+    classified(at, 400, input="")
+
+
+@VLLM.case(CLASSES, 1, "conversations", CHATS)
+def _(at: Servers) -> None:
+    at.classes.post("/classify", messages=[{"role": "user", "content": "a"}])
+
+
+@VLLM.case(CLASSES, 2, "`/invocations`", SAGEMAKER)
+def _(at: Servers) -> None:
+    at.classes.post("/invocations", input="a")
+
+
+@VLLM.case(CLASSES, 2, "no scores of a model of several classes", "an error that says so, for some")
+def _(at: Servers) -> None:
+    at.classes.post("/rerank", 404, query="a", documents=["b"])
+
+
+@VLLM.case(CLASSES, 4, "tasks that a model has not")
+def _(at: Servers) -> None:
+    for task in ("embed", "token_embed", "token_classify", "plugin"):
+        at.classes.post("/pooling", 400, input="a", task=task)
+
+
+@VLLM.case(EMBED, 7, "texts, ids, lists, cut ones, base64, /pooling; ids that are none")
+def _(at: Servers) -> None:
+    embedded(at, 400, input=[-1])
+    ids = at.vectors.post("/tokenize", prompt="a b c")["tokens"]
+    texts, numbers = (embedded(at, input=given)["data"][0]["embedding"] for given in ("a b c", ids))
+    assert max(abs(a - b) for a, b in zip(texts, numbers, strict=True)) < 1e-5
+    assert len(embedded(at, input=["a"] * 10)["data"]) == 10
+    cut = embedded(at, input="word " * 50, truncate_prompt_tokens=10)["usage"]
+    assert cut["prompt_tokens"] == cut["total_tokens"] == 10
+    embedded(at, 400, truncate_prompt_tokens=8193)
+    data = base64.b64decode(embedded(at, encoding_format="base64")["data"][0]["embedding"])
+    assert list(struct.unpack(f"<{len(data) // 4}f", data)) == texts
+    assert len(at.vectors.post("/pooling", input="a", task="embed")["data"][0]["data"]) == 384
+
+
+@VLLM.case(EMBED, 3, "names and forms that are not known are refused")
+def _(at: Servers) -> None:
+    for name in ("encoding_format", "embed_dtype", "endianness"):
+        embedded(at, 400, **{name: "bad"})
+
+
+@VLLM.case(EMBED, 4, "tasks that a model has not", "it has vectors of tokens, too")
+def _(at: Servers) -> None:
+    for task in ("classify", "token_classify", "plugin", "token_embed"):
+        at.vectors.post("/pooling", 400, input="a", task=task)
+
+
+@VLLM.case(EMBED, 3, "embed_dtype, endianness, bytes", BYTES)
+def _(at: Servers) -> None:
+    embedded(at, encoding_format="base64", embed_dtype="float16", endianness="big")
+
+
+@VLLM.case(EMBED, 1, "use_activation: vectors that are not scaled", "`normalize` says it")
+def _(at: Servers) -> None:
+    embedded(at, use_activation=False)
+
+
+@VLLM.case(EMBED, 2, "conversations; padding to a length", CHATS)
+def _(at: Servers) -> None:
+    at.vectors.post("/v1/embeddings", messages=[{"role": "user", "content": "a"}])
+
+
+@VLLM.case(EMBED, 2, "`/invocations`", SAGEMAKER)
+def _(at: Servers) -> None:
+    at.vectors.post("/invocations", input="a")
+
+
+COHERE = "pooling/embed/test_cohere_online.py"
+
+
+@VLLM.case(COHERE, 30, "`/v2/embed`", "Cohere's embeddings; its /v2/rerank is there")
+def _(at: Servers) -> None:
+    at.vectors.post("/v2/embed", texts=["a"], embedding_types=["float"])
+
+
+@VLLM.case("pooling/embed/test_cohere_openai_parity.py", 3, "`/v2/embed`", "as above")
+def _(at: Servers) -> None:
+    at.vectors.post("/v2/embed", texts=["a"], embedding_types=["float"])
+
+
+@VLLM.case("pooling/embed/test_online_dimensions.py", 2, "the first numbers of vectors")
+def _(at: Servers) -> None:
+    assert len(embedded(at, dimensions=16)["data"][0]["embedding"]) == 16
+    embedded(at, 400, dimensions=-1)
+
+
+VLLM.apart(
+    "pooling/embed/test_online_long_text.py",
+    5,
+    "texts beyond the context, in pieces",
+    "a flag of vLLM's",
+)
+
+
+@VLLM.case("pooling/basic/test_truncation.py", 3, "cut to a length, to the context; too long a one")
+def _(at: Servers) -> None:
+    long = "word " * 600
+    assert embedded(at, input=long, truncate_prompt_tokens=10)["usage"]["prompt_tokens"] == 10
+    assert embedded(at, input=long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] > 100
+    embedded(at, 400, input=long, truncate_prompt_tokens=9999)
+
+
+def scores(target: Target) -> None:
+    """Pairs under all names, one to several, several to several."""
+    for one, two in (
+        ("queries", "documents"),
+        ("queries", "items"),
+        ("text_1", "text_2"),
+        ("data_1", "data_2"),
+    ):
+        pairs = target.post("/score", **{one: ["a", "b"], two: ["c", "d"]})["data"]
+        assert len(pairs) == 2
+    single = target.post("/score", queries="a", documents="c")["data"]
+    assert (
+        single[0]["score"]
+        == target.post("/score", queries="a", documents=["c", "d"])["data"][0]["score"]
+    )
+
+
+def ranks(target: Target) -> None:
+    """Documents by their scores, the best ones, and a query that is too long."""
+    given = {"query": "a", "documents": ["b", "c d", "e"]}
+    results = target.post("/rerank", **given)["results"]
+    found = [one["relevance_score"] for one in results]
+    assert found == sorted(found, reverse=True)
+    best = target.post("/rerank", **given, top_n=2)["results"]
+    assert best == results[:2]
+    target.post("/rerank", 400, query="a " * 9000, documents=["b"])
+
+
+BI, CROSS = (
+    "pooling/scoring/test_bi_encoder_online.py",
+    "pooling/scoring/test_cross_encoder_online.py",
+)
+LATE = "pooling/scoring/test_late_interaction_online.py"
+
+
+@VLLM.case(BI, 14, "scores under all names, documents by them, limits, /pooling")
+def _(at: Servers) -> None:
+    scores(at.vectors)
+    ranks(at.vectors)
+    at.vectors.post("/score", 400, queries="a " * 9000, documents=["b"])
+    for task in ("classify", "token_classify", "plugin"):
+        at.vectors.post("/pooling", 400, input="a", task=task)
+
+
+@VLLM.case(BI, 1, "`/invocations`", SAGEMAKER)
+def _(at: Servers) -> None:
+    at.vectors.post("/invocations", query="a", documents=["b"])
+
+
+@VLLM.case(CROSS, 19, "scores by a head, raw ones, max_tokens_per_doc, tasks")
+def _(at: Servers) -> None:
+    scores(at.ranker)
+    ranks(at.ranker)
+    given = {"query": "a", "documents": ["b c d e f g h i j"]}
+    raw, plain = (
+        at.ranker.post("/rerank", **given, use_activation=u)["results"][0]["relevance_score"]
+        for u in (False, True)
+    )
+    assert raw != plain
+    cut = at.ranker.post("/rerank", **given, max_tokens_per_doc=2)["usage"]["prompt_tokens"]
+    assert cut < at.ranker.post("/rerank", **given)["usage"]["prompt_tokens"]
+    at.ranker.post("/rerank", 400, **given, max_tokens_per_doc=-5)
+    assert len(at.ranker.post("/pooling", input="a", task="classify")["data"][0]["data"]) == 1
+    for task in ("embed", "token_embed", "token_classify", "plugin"):
+        at.ranker.post("/pooling", 400, input="a", task=task)
+
+
+@VLLM.case(CROSS, 1, "`/invocations`", SAGEMAKER)
+def _(at: Servers) -> None:
+    at.ranker.post("/invocations", query="a", documents=["b"])
+
+
+@VLLM.case(LATE, 14, "scores by tokens' vectors, documents, the vectors; no single vector")
+def _(at: Servers) -> None:
+    scores(at.late)
+    ranks(at.late)
+    (one,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
+    assert len(one["data"][0]) == 16
+    at.late.post("/pooling", 400, input="a", task="embed")
+
+
+VLLM.apart(LATE, 2, "images' arguments", "vLLM's own classes")
+
+
+@VLLM.case("pooling/token_embed/test_online.py", 5, "vectors of tokens; tasks that a model has not")
+def _(at: Servers) -> None:
+    (one,) = at.late.post("/pooling", input="a b", task="token_embed")["data"]
+    assert len(one["data"]) >= 4
+    for task in ("embed", "classify", "token_classify", "plugin"):
+        at.late.post("/pooling", 400, input="a", task=task)
+
+
+VLLM.apart("pooling/token_embed/test_online.py", 13, "late chunking", "an experiment of vLLM's")
+VLLM.apart(
+    "pooling/token_classify/test_online.py", 5, "a class of each token", "no such heads here"
+)
+VLLM.apart(
+    "pooling/reward/test_token_reward_online.py", 13, "InternLM 2 reward", "no such head here"
+)
+VLLM.apart("multimodal, speech_to_text", 80, "images, sounds", "models here read text alone")
