@@ -66,7 +66,7 @@ def draw_attribution(found: Attribution) -> View:
     def cell(value: float, said: str) -> Cell | None:
         if np.isnan(value):
             return None
-        return Cell(f"{value:+.2f}", f"{said}: {value:+.4f}", value / most)
+        return Cell(f"{value:+z.2f}", f"{said}: {value:+.4f}", value / most)
 
     empty: list[Cell | None] = [None] * (heads + len(found.parts))
     rows: list[tuple[str, Sequence[Cell | None]]] = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.markup.token_text import columns_of, visible
+from jinfer.markup.token_text import clipped, columns_of, visible
 from jinfer.sampling.request_errors import RequestError
 from jinfer.views.cell_grid import Cell, cell_grid
 from jinfer.views.view import View
@@ -43,14 +43,14 @@ def grid(
         )
     most = float(np.max(np.abs(matrix), initial=0, where=np.isfinite(matrix))) or 1.0
     digits = max(0, min(6, 2 - math.floor(math.log10(most))))  # three of the greatest value
-    heads = [visible(name, _NAME) for name in column_names]
+    heads = [clipped(_label(name), _NAME) for name in column_names]
 
     def cell(row: str, column: str, value: float) -> Cell:
         shade = value / most if np.isfinite(value) else 0.0
-        return Cell(f"{value:.{digits}f}", f"{visible(row)}, {visible(column)}: {value:.6g}", shade)
+        return Cell(f"{value:z.{digits}f}", f"{_label(row)}, {_label(column)}: {value:.6g}", shade)
 
     listed = [
-        (visible(row), [cell(row, *each) for each in zip(column_names, line.tolist(), strict=True)])
+        (_label(row), [cell(row, *each) for each in zip(column_names, line.tolist(), strict=True)])
         for row, line in zip(row_names, matrix, strict=True)
     ]
     texts = [cell.text for _, cells in listed for cell in cells]
@@ -70,3 +70,12 @@ def grid(
             "value": matrix.ravel(),
         },
     )
+
+
+def _label(name: str) -> str:
+    """A name with marks for the spaces at its ends, which tokens have, but none between words."""
+    words = name.strip(" ")
+    before = name[: name.find(words)]
+    after = name[len(before) + len(words) :]
+    inside = " ".join(visible(word) for word in words.split(" "))
+    return visible(before) + inside + visible(after)

@@ -130,6 +130,7 @@ def test_a_matrix_of_ones_own() -> None:
     assert rows[0][1][1:] == ("a, <: -2", "--n:1.00")
     assert list(view.table()["column"]) == ["\n", "<", "\n", "<"]
     assert view.about == "2 × 2 values, from -2 to 1"
+    assert ">two words␣</th>" in grid(np.eye(1), [" a"], ["two words "])._repr_html_()
     assert list(grid(np.eye(2), range(2), range(2)).table()["row"]) == ["0", "0", "1", "1"]
     with pytest.raises(RequestError, match="the values are 1 × 2, and there are 2 × 2 names"):
         grid(np.ones((1, 2)), ["a", "b"], ["c", "d"])
