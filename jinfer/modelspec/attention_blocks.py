@@ -34,6 +34,7 @@ class AttentionSpec(Block):
     bias: which projections have a bias: true or false for all, or letters of "qkvo".
     window: sliding window: number of tokens that a token attends to, including itself; none: all
         before it. In an encoder as many after it as before it.
+    causal: of an encoder: whether a token attends to those before it only, as in a decoder.
     chunk: number of tokens in a chunk: a token attends to those before it in its own chunk only.
     scale: scale of the scores; none: 1 / sqrt(head_dim).
     qk_norm: normalization of queries and keys, `attn.q_norm` and `attn.k_norm`.
@@ -61,6 +62,7 @@ class AttentionSpec(Block):
     position: RopeSpec | AlibiSpec | RelativeBiasSpec | DisentangledSpec | None = None
     bias: bool | str = False
     window: Size | None = None
+    causal: bool = False
     chunk: Size | None = None
     scale: Positive | None = None
     qk_norm: QKNormSpec | None = None
@@ -124,6 +126,8 @@ class AttentionSpec(Block):
         return CachedVectors(self.kv_heads, self.head_dim, width, window, index_width=index)
 
     def misplaced(self, stack: str, part: str) -> str:
+        if self.causal and stack != "encoder":
+            return "an attention with causal = true, which is for an encoder: a decoder's always is"
         if self.chunk is not None and stack != "decoder":
             return "an attention in chunks, which only a decoder can"
         if self.kv_layer is not None and (stack, part) != ("decoder", "layer"):

@@ -173,7 +173,7 @@ class Attention(GatedHeads):
             softcap=block.softcap,
             window=block.window or block.chunk,
             chunked=block.chunk is not None,
-            ahead=None if causal else block.window,
+            ahead=None if causal else 1 if block.causal else block.window,
             sinks=self.sinks[...] if block.sinks else None,
             slopes=self._slopes(),
         )

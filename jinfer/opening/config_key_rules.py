@@ -199,7 +199,10 @@ def same_choosing(value: Any, spec: ModelSpec) -> bool:
 
 
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
-_WINDOWED = {"full_attention": False, "sliding_attention": True, "global": False, "local": True}
+_WINDOWED = {
+    **{"full_attention": False, "global": False},
+    **{"sliding_attention": True, "local": True, "chunked_attention": True},
+}
 _NO_ATTENTION = {"linear_attention", "mamba", "conv"}
 
 
@@ -209,7 +212,9 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
     The value is a word for each layer; GPT-Neo's list of words and how often they come; or GGUF's
     flag for each layer, or every how many layers there is one without.
     """
-    built, reach = _attentions(spec), spec.dims.get("context")
+    reach = spec.dims.get("context")
+    built = [None if attn is None else _window(attn) for attn in _attentions(spec)]
+    latent = [_has_latent_attention(layer) for layer in layers_of(spec)]
     if spec.follows is not None:  # a head, whose file describes the model it was trained for
         return True
     if isinstance(value, int) and not isinstance(value, bool):
@@ -223,8 +228,18 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
     said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
     said = [None if isinstance(each, str) and each in _NO_ATTENTION else each for each in said]
     if not any(said) and None not in said:
-        return all(attn is None or attn.window in (None, reach) for attn in built)
-    return said == [None if attn is None else attn.window is not None for attn in built]
+        return all(window in (None, 0, reach) for window in built)
+    windowed = [None if window is None else window > 0 for window in built]
+    return said == [False if own else each for each, own in zip(windowed, latent, strict=True)]
+
+
+def _window(attention: AttentionSpec) -> int:
+    """How far an attention sees, in a window or a chunk; 0: any distance."""
+    return attention.window or attention.chunk or 0
+
+
+def _has_latent_attention(layer: LayerSpec) -> bool:
+    return any(isinstance(block, LatentAttentionSpec) for _, block in layer.modules)
 
 
 def same_rotated_layers(value: Any, spec: ModelSpec) -> bool:
@@ -342,5 +357,10 @@ def has_positions(kind: type) -> Callable[[ModelSpec], bool]:
 # Scores are divided by the root of a head's size.
 scaled_scores = exactly_if(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
 # Tokens see those before them only; those after them too.
-causal = if_on(lambda spec: spec.decoder is not None)
-not_causal = if_on(lambda spec: spec.decoder is None)
+def _is_causal(spec: ModelSpec) -> bool:
+    """Whether no token sees those after it."""
+    return spec.decoder is not None or values_of(spec, "causal", of=AttentionSpec) == {True}
+
+
+causal = if_on(_is_causal)
+not_causal = if_on(lambda spec: not _is_causal(spec))
