@@ -167,7 +167,7 @@ class ForwardBatch(NamedTuple):
             if copies is not None and cache.chosen is not None:
                 cache = cache._replace(chosen=cache.chosen[copies.sources])
             out, after = extend_sparse(q, k, v, index, cache, at, rules)
-            if copies is not None:  # a token's keys are those of its ancestors in any branch
+            if copies is not None and after.chosen is not None:  # in any branch the same
                 after = after._replace(chosen=after.chosen[copies.outputs])
         else:
             out, after = extend(q, k, v, cache, at, rules)

@@ -16,7 +16,7 @@ from jinfer.nn.adapted_rows import rows_adapted_by
 from jinfer.nn.block_registry import build_module
 from jinfer.nn.forward_context import ForwardBatch
 from jinfer.nn.tensor_parallel import DeferredAllReduce, resolve_all_reduce
-from jinfer.ops.attention.kv_cache import STATE, Cache, IndexedCache, StateCache
+from jinfer.ops.attention.kv_cache import STATE, Cache, IndexedCache, LayerCache, StateCache
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -74,12 +74,11 @@ class Layer(nnx.Module):
             if name in self.cached:
                 before = cache.get(name)
                 if name in self.reusing:
-                    before = IndexedCache(before, None, state.values[chosen_value(name)][0])
+                    kept = state.values[chosen_value(name)][0]
+                    before = IndexedCache(cache[name], None, kept)
                 out, entry = module(*arguments, batch, before)
                 if isinstance(entry, IndexedCache):
-                    chosen[chosen_value(name)] = entry.chosen[None]
-                    indexed = entry.index_keys is not None
-                    entry = entry._replace(chosen=None) if indexed else entry.vectors
+                    chosen[chosen_value(name)], entry = _parted(entry)
                 if entry is not None:
                     cache[name] = entry
                 if isinstance(entry, dict):
@@ -101,6 +100,13 @@ class Layer(nnx.Module):
         gives |= {name: chosen[name] for name in self.chosen}
         captured = {} if taps is None else taps.captured
         return HiddenState(resolve_all_reduce(x), gives, captured), cache
+
+
+def _parted(cache: IndexedCache) -> tuple[Array, LayerCache | IndexedCache]:
+    """The chosen keys [1, tokens, top_k], and what is kept after the step."""
+    assert cache.chosen is not None, "sparse attention says which keys it has seen"
+    kept = cache.vectors if cache.index_keys is None else cache._replace(chosen=None)
+    return cache.chosen[None], kept
 
 
 def _observe_states(states: StateCache, batch: ForwardBatch) -> None:

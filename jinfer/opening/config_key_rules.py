@@ -199,10 +199,8 @@ def same_choosing(value: Any, spec: ModelSpec) -> bool:
 
 
 _INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
-_WINDOWED = {
-    **{"full_attention": False, "global": False},
-    **{"sliding_attention": True, "local": True, "chunked_attention": True},
-}
+_WINDOWED = dict.fromkeys(("full_attention", "global"), False)
+_WINDOWED |= dict.fromkeys(("sliding_attention", "local", "chunked_attention"), True)
 _NO_ATTENTION = {"linear_attention", "mamba", "conv"}
 
 
@@ -356,6 +354,8 @@ def has_positions(kind: type) -> Callable[[ModelSpec], bool]:
 
 # Scores are divided by the root of a head's size.
 scaled_scores = exactly_if(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
+
+
 # Tokens see those before them only; those after them too.
 def _is_causal(spec: ModelSpec) -> bool:
     """Whether no token sees those after it."""

@@ -62,10 +62,11 @@ def shapes() -> Shapes:
     return shapes
 
 
-def sparse_attention(x: Floats, t: Tensors, layer: int, chosen: list[Any]) -> Floats:
+def sparse_attention(x: Floats, t: Tensors, layer: int, chosen: list[Any] | None = None) -> Floats:
     """Args:
     chosen: the keys of each token in the layer before, which become those of this one.
     """
+    chosen = [] if chosen is None else chosen
     t, at = within(t, "self_attn."), np.arange(LENGTH)
     frequencies = yarn_frequencies(ROPE, 5000.0, FACTOR, TRAINED)
 

@@ -96,6 +96,15 @@ def test_number_of_layers() -> None:
         assert len(spec.decoder.layers) == 3
 
 
+def test_formulas_of_layers_know_their_number() -> None:
+    decoder = resolved(model(decoder__layer="x / (i + 1) + attn(norm(x))")).decoder
+    assert decoder is not None
+    assert [dict(layer.wiring.constants) for layer in decoder.layers] == [{"i": 0}, {"i": 1}]
+    for part in ("stem", "head"):
+        text = model()["decoder"][part]
+        assert "unknown name 'i'" in error_of(model(**{f"decoder__{part}": f"{text} * i"}))
+
+
 def test_a_variant_has_its_own_wiring_and_modules() -> None:
     layer = "x = x + attn(norm(x))\nx + mix * ffn(norm(x)) / layers"
     table = model(

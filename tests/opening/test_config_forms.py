@@ -53,8 +53,8 @@ def test_logits(name: str) -> None:
             types.append(values["long_token_type_ids"][0].tolist())
     with LLM(GOLDENS / name, dtype="float32") as llm:
         *got, last = llm.logits([*rows, long], token_type_ids=types)
-    every = len(long) // len(long_logits)
-    for ours, reference in [*zip(got, wanted, strict=True), (last[every - 1 :: every], long_logits)]:
+    some = slice(3, None, 4) if len(long_logits) < len(long) else slice(None)
+    for ours, reference in [*zip(got, wanted, strict=True), (last[some], long_logits)]:
         np.testing.assert_allclose(ours, reference, rtol=0, atol=2e-4)
 
 
@@ -149,7 +149,6 @@ def not_followed(family: str, keys: dict[str, Any]) -> set[str]:
         ("albert", {"num_hidden_groups": 2, "inner_group_num": 3}),
         ("deberta_v2", {"pos_att_type": ["p2c"], "norm_rel_ebd": "none"}),
         ("deberta_v2", {"relative_attention": False}),
-        ("electra", {"is_decoder": True}),
         ("exaone", {"layer_types": ["sliding_attention"], "sliding_window": "x"}),
         ("gptj", {"scale_attn_weights": False}),
         ("gpt_neo", {"attention_types": [[["local"], 2]]}),

@@ -136,17 +136,18 @@ def _attend_in_tiles(
         rest = [(0, count * size - tokens)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, rest, constant_values=fill).reshape(count, size, *x.shape[1:])
 
-    def one(tile: tuple[Array, Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
-        q, rows, positions, choice = tile
+    def one(tile: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, rows, positions, *choice = tile
         own = AttentionMetadata(rows, positions, at.tables)
+        chosen = choice[0]
         if index is not None and cache.index_keys is not None:
-            chosen = choose_keys(*choice, index.top_k, cache.index_keys, own)
-        else:
-            (chosen,) = choice
+            queries, weights = choice
+            chosen = choose_keys(queries, weights, index.top_k, cache.index_keys, own)
         return _attend_chosen(q, chosen, cache.vectors, own, rules, latent=latent), chosen
 
-    choice = (cache.chosen,) if index is None else (index.queries, index.weights)
-    given = tiles(q), tiles(at.rows, -1), tiles(at.positions), tuple(map(tiles, choice))
+    choice = (index.queries, index.weights) if index is not None else (cache.chosen,)
+    parts = (tiles(part) for part in (at.positions, *choice) if part is not None)
+    given = tiles(q), tiles(at.rows, -1), *parts
     found = lax.map(one, given)
     out, chosen = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in found)
     return out, chosen
