@@ -44,22 +44,21 @@ def outliers(llm: LLM, prompt: Prompt) -> View:
     precision.
 
     Raises:
-        RequestError: the model has no decoder.
+        RequestError: an invalid prompt, or an encoder-decoder.
     """
     from jinfer.modelspec.blocks import LayerNormSpec, RMSNormSpec
     from jinfer.views.token_likelihoods import token_names
-    from jinfer.views.traced_values import captured, layer_count, names_like
+    from jinfer.views.traced_values import captured, looked_into, names_like
 
-    layer_count(llm)
-    assert llm.spec.decoder is not None
+    stack = looked_into(llm)
     kinds = {
-        f"decoder.{at}.{name}": block
-        for at, layer in enumerate(llm.spec.decoder.layers)
+        f"{stack.name}.{at}.{name}": block
+        for at, layer in enumerate(stack.layers)
         for name, block in layer.modules
     }
     names = [
         name
-        for name in names_like(llm, r"decoder\.\d+\.(x|[^.]+\.input)")
+        for name in names_like(llm, stack.name + r"\.\d+\.(x|[^.]+\.input)")
         if not isinstance(kinds.get(name.removesuffix(".input")), RMSNormSpec | LayerNormSpec)
     ]
     ids = llm.encode(prompt)
@@ -83,6 +82,7 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
     Args:
         places: by names such as "decoder.3.x" and "decoder.3.ffn.input".
     """
+    stack = next(iter(places), "decoder").partition(".")[0]
     rows: dict[str, dict[str, Outlier]] = {}
     for name, outlier in places.items():
         _, layer, place = name.split(".", 2)
@@ -100,7 +100,7 @@ def draw_outliers(places: Mapping[str, Outlier], tokens: Sequence[str]) -> View:
         return Cell(f"{one.ratio:.1f}", said, one.ratio / most)
 
     listed = [
-        (layer, [cell(f"decoder.{layer}.{place}", row.get(place)) for place in columns])
+        (layer, [cell(f"{stack}.{layer}.{place}", row.get(place)) for place in columns])
         for layer, row in rows.items()
     ]
     about = (

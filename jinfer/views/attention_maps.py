@@ -48,12 +48,12 @@ def attention_patterns(llm: LLM, prompt: Prompt, *, layer: int = 0, module: str 
         RequestError: there is no such layer or attention, or the prompt is too long for a picture.
     """
     from jinfer.views.token_likelihoods import token_names
-    from jinfer.views.traced_values import captured, layer_number
+    from jinfer.views.traced_values import captured, layer_name
 
     ids = llm.encode(prompt)
     if len(ids) > _MOST:
         raise RequestError(f"a picture has room for {_MOST} tokens, and the prompt has {len(ids)}")
-    name = f"decoder.{layer_number(llm, layer)}.{module}"
+    name = f"{layer_name(llm, layer)}.{module}"
     pattern = captured(llm, ids, [f"{name}.pattern"])[f"{name}.pattern"]
     return draw_patterns(pattern, token_names(llm, ids), name, ids)
 

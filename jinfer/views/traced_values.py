@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
     from jinfer.api.llm import LLM
+    from jinfer.modelspec.layer_spec import StackSpec
 
 _TOP = 20
 
@@ -50,19 +51,28 @@ def residual_streams(
 
 def layer_count(llm: LLM) -> int:
     """How many layers the decoder has. Raises `RequestError` where there is none."""
-    from jinfer.api.prompt_inputs import no_decoder_error
-
+    check_llm(llm)
     if llm.spec.decoder is None:
-        raise RequestError(no_decoder_error(llm.spec))
+        raise RequestError(
+            "the model has no decoder, which this view is of; attention patterns, outliers and "
+            "memory are there for encoders"
+        )
     return len(llm.spec.decoder.layers)
 
 
-def layer_number(llm: LLM, layer: int) -> int:
-    """A layer from 0 on; -1 is the last one. Raises `RequestError`."""
-    count = layer_count(llm)
+def looked_into(llm: LLM) -> StackSpec:
+    """The decoder; of a model without one the encoder. Raises `RequestError`."""
+    check_llm(llm)
+    return llm.spec.decoder or llm.spec.stacks[0]
+
+
+def layer_name(llm: LLM, layer: int) -> str:
+    """A layer such as "decoder.3"; -1 is the last one. Raises `RequestError`."""
+    stack = looked_into(llm)
+    count = len(stack.layers)
     if type(layer) is not int or not -count <= layer < count:
-        raise RequestError(f"there is no layer {layer!r}; the decoder has 0 to {count - 1}")
-    return layer % count
+        raise RequestError(f"there is no layer {layer!r}; the {stack.name} has 0 to {count - 1}")
+    return f"{stack.name}.{layer % count}"
 
 
 def check_llm(llm: object) -> None:

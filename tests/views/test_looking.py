@@ -163,3 +163,15 @@ def test_what_a_model_has_not_is_a_line(llm: LLM) -> None:
         views.attribution(projected, IDS)
     with opened("bert") as encoder, pytest.raises(RequestError, match="the model has no decoder"):
         views.logit_lens(encoder, IDS)
+
+
+def test_an_encoder_is_looked_into() -> None:
+    with opened("bert") as llm:
+        trace = llm.trace(IDS, ["encoder.1.attn.pattern", "encoder.1.x"])
+        table = views.attention_patterns(llm, IDS, layer=1).table()
+        np.testing.assert_array_equal(table["attention"], trace["encoder.1.attn.pattern"].ravel())
+        names = list(views.outliers(llm, IDS).table()["name"])
+        with pytest.raises(RequestError, match="there is no layer 9; the encoder has 0 to"):
+            views.attention_patterns(llm, IDS, layer=9)
+    assert "encoder.1.x" in names
+    assert not any("norm" in name for name in names)
