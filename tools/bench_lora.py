@@ -79,8 +79,8 @@ def _measure(options: argparse.Namespace) -> int:
                 write_random_adapter(path, file, options.rank, seed)
                 adapted.load_adapter(name, file)
         for streams in options.streams:
-            nobody = [None] * streams
-            everyone = [names[row % len(names)] for row in range(streams)]
+            nobody: list[str | None] = [None] * streams
+            everyone: list[str | None] = [names[row % len(names)] for row in range(streams)]
             turns = {PLAIN: (plain, nobody), UNUSED: (adapted, nobody), USED: (adapted, everyone)}
             rounds = [
                 {name: rate(*turn, options.tokens) for name, turn in turns.items()}

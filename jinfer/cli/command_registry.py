@@ -40,6 +40,7 @@ COMMANDS = (
     Subcommand("bench engine", "jinfer.tools.bench_engine", "what streams feel of one another"),
     Subcommand("bench serve", "jinfer.tools.bench_serve", "how a server stands load"),
     Subcommand("bench speculate", "jinfer.tools.bench_speculate", "what drafts of tokens gain"),
+    Subcommand("bench lora", "jinfer.tools.bench_lora", "what LoRA adapters cost"),
     Subcommand("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Subcommand("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
     Subcommand("bench programs", "jinfer.tools.bench_programs", "whole steps and prompts on a GPU"),

@@ -120,6 +120,17 @@ def dense_experts(rows: int) -> Target:
     return Target(f"dense_experts-bf16-{rows}", function, args)
 
 
+def adapters() -> Target:
+    """Sums of low-rank terms, whose matrices are transposed."""
+
+    def function(x: Any, offsets: Any, matrices: Any) -> Any:
+        return grouped_dense_matmul(x, offsets, matrices, transposed=True)
+
+    matrices = Shape((4, 16, 4096), jnp.bfloat16)
+    args = (Shape((8, 16), jnp.bfloat16), Shape((5,), jnp.int32), matrices)
+    return Target("adapters-bf16-8", function, args)
+
+
 def rows(kind: str, width: Width, count: int = 1) -> Target:
     """What stands before a product: a sum with another one's parts and its norm; gate and up."""
     inputs = {"norm": 4096, "gate": 14336}[kind]
@@ -260,6 +271,7 @@ def compiled_targets() -> list[Target]:
         gated("4", 128),
         experts("4"),
         *(dense_experts(rows) for rows in (8, 8192)),
+        adapters(),
         rows("norm", "4"),
         rows("gate", "3.5"),
         thresholds(128_256),

@@ -10,6 +10,7 @@ from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from tests.kernels_pallas.helpers import H200, KINDS, WIDTHS
 from tests.kernels_pallas.targets import (
     Target,
+    adapters,
     attention,
     dense_experts,
     entering,
@@ -40,6 +41,7 @@ SOME = [
     experts("4"),
     experts("4", "mosaic"),
     dense_experts(8),
+    adapters(),
     rows("norm", "3.5", 3),
     rows("gate", "4"),
     thresholds(3000),

@@ -93,15 +93,21 @@ def offsets_of(sizes: tuple[int, ...]) -> jax.Array:
     return on_device(np.cumsum([0, *sizes]), jnp.int32)
 
 
-@pytest.mark.parametrize(("x_type", "kind"), [("f32", "bf16"), ("bf16", "bf16"), ("f16", "f16")])
+@pytest.mark.parametrize(
+    ("x_type", "kind", "transposed"),
+    [("f32", "bf16", False), ("bf16", "bf16", False), ("f16", "f16", True)],
+)
 @pytest.mark.parametrize("sizes", [(2, 1, 0, 4, 1), (0, 0, 70, 0, 3)])
-def test_plain_matrices_of_experts(sizes: tuple[int, ...], x_type: str, kind: str) -> None:
+def test_plain_matrices_of_experts(
+    sizes: tuple[int, ...], x_type: str, kind: str, transposed: bool
+) -> None:
     rng = np.random.default_rng(3)
     x = on_device(rng.standard_normal((sum(sizes), 192)), FLOAT_DTYPES[x_type])
     matrices = on_device(rng.standard_normal((5, 40, 192)), FLOAT_DTYPES[kind])
-    assert takes(matrices)
-    y = jax.jit(functools.partial(grouped_dense_matmul, interpret=True))(
-        x, offsets_of(sizes), matrices
+    stored = matrices.swapaxes(1, 2) if transposed else matrices
+    assert takes(stored, transposed=transposed)
+    y = jax.jit(functools.partial(grouped_dense_matmul, transposed=transposed, interpret=True))(
+        x, offsets_of(sizes), stored
     )
     expert = np.repeat(np.arange(5), sizes)
     wanted = np.einsum(

@@ -16,6 +16,7 @@ from jinfer.modelspec.quant_format import QuantFormat
 from jinfer.ops.activation import activate
 from jinfer.ops.attention.hadamard import hadamard
 from jinfer.ops.fusion.fuse_cpu import fuse_operations, fuses_for_cpu
+from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora
 from jinfer.ops.matmul.matmul import gated_linear, linear, linears
 from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
@@ -132,6 +133,24 @@ def transforms(x: jax.Array, w: Weights) -> jax.Array:
     return x + linear(mixed(q * k), w["o"])
 
 
+A, B = (
+    on_device(np.random.default_rng(seed).standard_normal((2, 4, SIZE)), jnp.float16)
+    for seed in (5, 6)
+)
+
+
+def adapters(x: jax.Array, w: Weights) -> jax.Array:
+    """Terms are added to two products, of which one is read again as it was."""
+    slots = np.arange(x.shape[1], dtype=np.int32) % 3
+    order = np.argsort(np.where(slots, slots, 3), kind="stable").astype(np.int32)
+    given = slots, np.linspace(1, 2, len(slots), dtype=np.float32), order, np.argsort(order)
+    at = RowAdapters(*map(on_device, given))
+    normed = norm(x)
+    q, k = linears(normed, [w["q"], w["o"]], [None, None])
+    first, second = add_lora([q, k], normed, [Stacks(A, B), Stacks(B, A)], at)
+    return x + linear(first * second + q, w["o"])
+
+
 # What is left of calls, by name; "": those of a product by itself.
 CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "one after the other": (one_after_the_other, {"jinfer_fused_layers": 2}),
@@ -143,6 +162,7 @@ CASES: dict[str, tuple[Callable[[Any, Weights], Any], dict[str, int]]] = {
     "heads": (heads, {"jinfer_fused_layers": 1}),
     "a row of its own": (a_row_of_its_own, {"jinfer_fused_layers": 1}),
     "without a gate": (without_a_gate, {"jinfer_fused_layers": 1}),
+    "adapters": (adapters, {"jinfer_fused_layers": 1}),
     "a gate of its own": (a_gate_of_its_own, {"jinfer_fused_layers": 1}),
 }
 

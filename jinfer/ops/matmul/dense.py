@@ -87,9 +87,7 @@ def dense_matmul(
     if offsets is not None:
         from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 
-        product = partial(
-            grouped_dense_matmul, transposed=transposed, interpret=interpreted()
-        )
+        product = partial(grouped_dense_matmul, transposed=transposed, interpret=interpreted())
         results = tuple(product(x, offsets, weight) for weight in weights)
         return apply_activation(results, activation)
     if index is not None:

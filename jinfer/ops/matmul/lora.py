@@ -1,9 +1,10 @@
 """LoRA: low-rank terms of several adapters beside one product, each row with its own adapter's.
 
 y = x W^T + scale (x A^T) B (Hu et al. 2021, arXiv 2106.09685, with the transpose of its B), where A
-and B are those of the row's adapter. The adapters of an engine are stacked, each in a slot, padded with zeros to one rank;
-rows are sorted by slot for one grouped product with each stack (Punica's SGMV, arXiv 2310.18547),
-so only slots that have rows are read. W may be of any format: nothing of it is touched.
+and B are those of the row's adapter. The adapters of an engine are stacked, each in a slot, padded
+with zeros to one rank; rows are sorted by slot for one grouped product with each stack (Punica's
+SGMV, arXiv 2310.18547), so only slots that have rows are read. W may be of any format: nothing of
+it is touched.
 """
 
 from __future__ import annotations

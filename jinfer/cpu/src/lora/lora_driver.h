@@ -25,7 +25,7 @@ struct LoraRows {
   const float* scales;            // of each row
 
   ffi::Error read(Operands& operands, int64_t rows) {
-    segments.clear(), row.clear(), place.assign(rows, -1);
+    segments.clear(), row.clear(), place.assign(rows, kUnseen);
     const auto slots = operands.next(), factors = operands.next(), order = operands.next();
     for (const auto* each : {&slots, &factors, &order})
       if (each->has_error()) return each->error();
@@ -37,7 +37,8 @@ struct LoraRows {
     const auto* sorted = static_cast<const int32_t*>(order->untyped_data());
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = sorted[i];
-      if (at < 0 || at >= rows || place[at] >= 0) return refuse("no order of the rows");
+      if (at < 0 || at >= rows || place[at] != kUnseen) return refuse("no order of the rows");
+      place[at] = -1;
       if (slot[at] < 1) continue;
       const int64_t here = place[at] = row.size();
       if (segments.empty() || segments.back().index != slot[at] - 1)
@@ -47,6 +48,9 @@ struct LoraRows {
     }
     return ffi::Error::Success();
   }
+
+ private:
+  static constexpr int64_t kUnseen = -2;
 };
 
 // The inner products x A^T of several projections, by place: result t is [rows, rank].
