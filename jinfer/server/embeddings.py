@@ -7,8 +7,10 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from pydantic import BaseModel
 
@@ -32,19 +34,33 @@ from jinfer.server.service import RequestContext, Service
 async def embeddings(call: RequestContext[schemas.EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = call.body
-    texts, param = either_field(body, "input", "content")
+    given, param = either_field(body, "input", "content")
+    texts = _plain(given)
+    wanted = body.normalize
+    if body.use_activation is not None:
+        if wanted is not None:
+            raise invalid_request("it says the same as normalize; leave it out", "use_activation")
+        wanted = body.use_activation
     async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
-        options = {"pooling": body.pooling, "normalize": body.normalize}
+        options: dict[str, Any] = {"pooling": body.pooling, "normalize": wanted}
         vectors, tokens = await embedder.embed(texts, param, body.prompt_name, **options)
         call.note(prompt_tokens=tokens)
         own = embedder.pooling.normalize
-        unit = own if body.normalize is None else body.normalize
+        unit = own if wanted is None else wanted
         vectors = truncate_vectors(vectors, body.dimensions, unit)
         head = {"object": "list", "model": embedder.hosted.name, "usage": usage_of(tokens)}
-        coded = body.encoding_format == "base64"
-        return HttpResponse(
-            await call.service.in_thread(dumps_list, head, "data", _entries(vectors, coded))
-        )
+        coded = None
+        if body.encoding_format == "base64":
+            coded = partial(coded_vector, kind=body.embed_dtype, big=body.endianness == "big")
+        entries = _entries(vectors, coded)
+        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", entries))
+
+
+def _plain(given: Any) -> Any:
+    """Texts as other routes have them."""
+    if isinstance(given, list):
+        return [_plain(one) for one in given]
+    return given.text if isinstance(given, schemas.TextObject) else given
 
 
 def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
@@ -55,15 +71,29 @@ def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
     return getattr(body, given[0]), given[0]
 
 
-def coded_vector(vector: np.ndarray) -> str:
-    """Numbers in base64: little-endian float32."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+# vLLM's names of types of numbers.
+_TYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    "fp8_e5m2": ml_dtypes.float8_e5m2,
+}
 
 
-def _entries(vectors: Vectors, texts: bool) -> Iterator[dict[str, Any]]:
-    """Vectors in the response format: lists of numbers, or base64."""
+def coded_vector(vector: np.ndarray, kind: str | None = None, big: bool = False) -> str:
+    """Numbers in base64; by default little-endian float32."""
+    numbers = vector.astype(_TYPES[kind or "float32"])
+    raw = numbers.view(f"u{numbers.itemsize}")
+    return base64.b64encode(raw.astype(f"{'>' if big else '<'}u{raw.itemsize}").tobytes()).decode()
+
+
+def _entries(
+    vectors: Vectors, coded: Callable[[np.ndarray], str] | None
+) -> Iterator[dict[str, Any]]:
+    """Vectors in the response format: lists of numbers, or as they are coded."""
     for i, row in enumerate(vectors):
-        shown = coded_vector(row) if texts else row
+        shown = row if coded is None else coded(row)
         yield {"object": "embedding", "index": i, "embedding": shown}
 
 
@@ -165,8 +195,11 @@ class Embedder:
         """A text's tokens, truncated if that is asked for. Raises `ApiError` if they do not fit."""
         longest = text_embeddings.max_text_tokens(self.hosted.session)
         if self.truncate is not None:
-            if self.truncate < -1 or self.truncate == 0:
-                raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
+            if not (self.truncate == -1 or 1 <= self.truncate <= longest):
+                raise invalid_request(
+                    f"it must be -1, or from 1 to {int(longest)}, what a text may have",
+                    "truncate_prompt_tokens",
+                )
             ids = cut(ids, longest if self.truncate == -1 else self.truncate)
         if not ids:
             raise invalid_request(f"text {number} is empty; give at least one token", param)

@@ -29,6 +29,12 @@ async def show_version(call: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"version": __version__, "jax": version("jax")})
 
 
+async def load(call: RequestContext[Any]) -> HttpResponse:
+    """How many requests are being answered, as vLLM tells it."""
+    # This one is one of them, unless its answer began before it was counted.
+    return HttpResponse({"server_load": max(0, len(call.service.answers) - 1)})
+
+
 async def metrics(call: RequestContext[Any]) -> HttpResponse:
     """Metrics in Prometheus's text format."""
     await call.service.models.refresh()

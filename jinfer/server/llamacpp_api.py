@@ -115,7 +115,7 @@ class _LlamaAnswers:
             for step in path.split("/"):
                 value = value.get(step) if isinstance(value, dict) else None
             if value is not None:
-                chosen[path.rpartition("/")[2]] = value
+                chosen[path] = value
         return chosen
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:

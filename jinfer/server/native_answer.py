@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -36,7 +37,7 @@ def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> 
         "tokens_predicted": len(answer.token_ids),
         "tokens_evaluated": used.prompt_tokens,
         "tokens_cached": used.cached_tokens,
-        "generation_settings": generation_settings(job),
+        "generation_settings": generation_settings(hosted, job),
         "prompt": text,
         "has_new_line": "\n" in answer.text,
         "truncated": _is_at_context(hosted, answer),
@@ -64,7 +65,7 @@ def _is_at_context(hosted: ServedModel, answer: Completion) -> bool:
     return answer.finish_reason == "length" and tokens >= hosted.session.opened.context
 
 
-def generation_settings(job: PromptRequests) -> dict[str, Any]:
+def generation_settings(hosted: ServedModel, job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
     params = job.sampling.params
     return {
@@ -74,7 +75,22 @@ def generation_settings(job: PromptRequests) -> dict[str, Any]:
         "n_probs": params.logprobs or 0,
         "repeat_penalty": params.repetition_penalty,
         "repeat_last_n": params.penalty_last_n,
+        "adaptive_target": -1.0,  # none: there is no such sampler
+        "adaptive_decay": 0.9,
+        "logit_bias": _biases(hosted, params),
     }
+
+
+def _biases(hosted: ServedModel, params: SamplingParams) -> list[dict[str, Any]]:
+    """What is added to logits; null: the token does not come."""
+    tokenizer = hosted.llm.tokenizer
+    known = dict(params.logit_bias or ())
+    if params.ignore_eos and tokenizer is not None:
+        known |= dict.fromkeys(tokenizer.eos_ids, -math.inf)
+    return [
+        {"token": id, "bias": value if math.isfinite(value) else None}
+        for id, value in known.items()
+    ]
 
 
 def set_parameters(params: SamplingParams) -> dict[str, Any]:

@@ -7,11 +7,14 @@ from typing import Any
 
 from jinfer.server import (
     adapters,
+    batched_chat,
+    cohere_embed,
     embeddings,
     file_routes,
     inferflow_api,
     infill,
     info,
+    invocations,
     llamacpp_api,
     messages,
     model_routes,
@@ -42,6 +45,7 @@ from jinfer.server.schemas import pooling_routes as pools
 from jinfer.server.schemas import ranking as ranks
 from jinfer.server.schemas import tokenize as tokens
 from jinfer.server.schemas.chat import ChatResponse
+from jinfer.server.schemas.cohere_embed import CohereEmbedResponse
 from jinfer.server.schemas.completions import CompletionResponse
 from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
 from jinfer.server.schemas.messages import MessageObject, TokenCount
@@ -84,6 +88,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _about("GET /docs", _docs, "This description, for a person", media_type="text/html"),
     _about("GET /version", info.show_version, "Which jinfer this is", about.Version),
     _about("GET /metrics", info.metrics, "Figures for Prometheus", media_type="text/plain"),
+    _vllm("GET /load", info.load, "How many requests are being answered", about.Load),
     # Before the routes whose paths have a model's name, which match theirs.
     _llama(
         "POST /models/load",
@@ -133,6 +138,26 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     _openai_stream(
         "POST /v1/chat/completions /chat/completions", chat, "Answers a conversation", ChatResponse
+    ),
+    _vllm(
+        "POST /v1/chat/completions/batch",
+        batched_chat.chat_batch,
+        "Answers several conversations",
+        ChatResponse,
+    ),
+    Endpoint(
+        "POST /invocations",
+        invocations.invoke,
+        "Answers as the route whose fields a request has",
+        about.AnyAnswer,
+        SSE_MEDIA_TYPE,
+        "SageMaker",
+    ),
+    _vectors(
+        "POST /v2/embed",
+        cohere_embed.embed,
+        "The vectors of texts, as Cohere has them",
+        CohereEmbedResponse,
     ),
     _llama(
         "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",

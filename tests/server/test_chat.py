@@ -242,3 +242,24 @@ def test_going_on_with_the_last_message(smol: Running) -> None:
     body = {"messages": messages, "temperature": 0, "continue_final_message": True}
     answer = httpx.post(f"{smol.url}/v1/chat/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["message"]["content"] == " I assist you today?"
+
+
+def test_several_conversations(smol: Running) -> None:
+    """Each answer is that of a request of its own."""
+    path, more = "/v1/chat/completions", {"max_tokens": 4, "temperature": 0}
+    talks = [[{"role": "user", "content": text}] for text in ("Hello", "What is 1+1?")]
+    with smol.client() as http:
+        alone = [http.post(path, json={"messages": one, **more}).json() for one in talks]
+        both = http.post(f"{path}/batch", json={"messages": talks, **more}).json()
+        said = [one["choices"][0]["message"] for one in alone]
+        assert [one["message"] for one in both["choices"]] == said
+        assert [one["index"] for one in both["choices"]] == [0, 1]
+        total = sum(one["usage"]["total_tokens"] for one in alone)
+        assert both["usage"]["total_tokens"] == total
+        for wrong, param in (
+            ({"messages": [talks[0], [{"role": "x", "content": [1]}]]}, "messages.1.0.content.0"),
+            ({"stream": True}, "stream"),
+            ({"n": 2}, "n"),
+        ):
+            answer = http.post(f"{path}/batch", json={"messages": talks, **more, **wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -90,6 +90,17 @@ def test_numbers_of_an_embedding(encoder: Running) -> None:
     data = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     assert data.shape == (8,)
     np.testing.assert_allclose(np.linalg.norm(data), 1, atol=1e-6)
+    half = posted(
+        encoder,
+        "/embeddings",
+        input={"content": [{"type": "text", "text": "a"}]},
+        encoding_format="base64",
+        embed_dtype="float16",
+        endianness="big",
+        dimensions=8,
+    )
+    given = np.frombuffer(base64.b64decode(half["data"][0]["embedding"]), ">f2")
+    np.testing.assert_allclose(given, data, atol=1e-3)
     whole = encoder.hosted().llm.embed("a", normalize=False)[0]
     answer = posted(encoder, "/v1/embeddings", input="a", normalize=False, pooling="mean")
     np.testing.assert_allclose(answer["data"][0]["embedding"], whole, atol=1e-5)
@@ -242,3 +253,45 @@ def test_both_are_listed(encoder: Running) -> None:
     assert [one["id"] for one in models] == ["minilm", "bert"]
     assert "fill-mask" in models[1]["capabilities"]
     assert Path(encoder.hosted("bert").source.path).is_dir()
+
+
+def test_embeddings_of_cohere(encoder: Running) -> None:
+    """The vectors of /v1/embeddings, in Cohere's types."""
+
+    def embed(status: int = 200, **body: Any) -> Any:
+        return posted(encoder, "/v2/embed", status, model="minilm", **{"texts": TEXTS, **body})
+
+    expected = np.stack(encoder.hosted("minilm").llm.embed(TEXTS))
+    made = embed(embedding_types=["float", "base64", "binary", "ubinary"])
+    np.testing.assert_allclose(made["embeddings"]["float"], expected, atol=1e-6)
+    coded = [np.frombuffer(base64.b64decode(one), "<f4") for one in made["embeddings"]["base64"]]
+    np.testing.assert_array_equal(coded, np.float32(made["embeddings"]["float"]))
+    # NumPy's own bits, and the same as Cohere's signed bytes.
+    signs = np.packbits(np.float32(made["embeddings"]["float"]) > 0, axis=1)
+    assert made["embeddings"]["ubinary"] == signs.tolist()
+    assert made["embeddings"]["binary"] == (signs.astype(int) - 128).tolist()
+    assert (made["texts"], made["meta"]["api_version"]) == (TEXTS, {"version": "2"})
+    usage = posted(encoder, "/v1/embeddings", model="minilm", input=TEXTS)["usage"]
+    assert made["meta"]["billed_units"]["input_tokens"] == usage["prompt_tokens"]
+    assert [*embed()["embeddings"]] == ["float"]
+    assert len(embed(output_dimension=8)["embeddings"]["float"][0]) == 8
+    long = [" ".join(f"{word}{i}" for word in ("alpha", "omega") for i in range(300))]
+    one, other = (
+        embed(texts=long, truncate=end)["embeddings"]["float"][0] for end in ("END", "START")
+    )
+    assert np.dot(one, other) < 0.99
+    assert embed(400, texts=long, truncate="NONE")["code"] == "context_length_exceeded"
+    assert embed(input_type="search_query")["embeddings"] == embed()["embeddings"]
+    for wrong in ({"input_type": "other"}, {"texts": []}, {"images": ["data:"]}, {"truncate": "X"}):
+        assert embed(400, **wrong)["param"] == next(iter(wrong))
+
+
+def test_invocations(encoder: Running) -> None:
+    """As the route that the fields belong to."""
+    body = {"model": "minilm", "input": TEXTS}
+    assert posted(encoder, "/invocations", **body) == posted(encoder, "/v1/embeddings", **body)
+    ranks = posted(encoder, "/invocations", model="minilm", query="a", documents=TEXTS)
+    assert len(ranks["results"]) == len(TEXTS)
+    assert posted(encoder, "/invocations", 400, model="minilm")["param"] == "messages"
+    wrong = posted(encoder, "/invocations", 400, **body, other=1)
+    assert wrong["code"] == "unknown_field"

@@ -236,6 +236,17 @@ class ChatChoice(base.ResponseModel):
     finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
 
 
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=base.MAX_ITEMS)]
+
+
+class ChatBatchRequest(ChatRequest):
+    """A request to /v1/chat/completions/batch: the messages of several conversations."""
+
+    messages: list[Conversation] = Field(  # type: ignore[assignment]
+        min_length=1, max_length=256
+    )
+
+
 class ChatResponse(base.ResponseModel):
     """The response of /v1/chat/completions."""
 

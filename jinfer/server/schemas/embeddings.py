@@ -4,24 +4,59 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from jinfer.opening.pooling_config import Pooling
 from jinfer.server.schemas.schema_base import MixedPrompts, RequestModel, ResponseModel
 
 
+class TextPart(RequestModel):
+    """A part of a text."""
+
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class TextObject(RequestModel):
+    """A text as llama.cpp also has it."""
+
+    prompt_string: str | None = None
+    content: list[TextPart] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TextObject:
+        if (self.prompt_string is None) == (self.content is None):
+            raise PydanticCustomError("text", "give one of prompt_string and content")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.prompt_string or "".join(part.text for part in self.content or ())
+
+
+NumberType = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+EmbeddingInput = MixedPrompts | TextObject | list[str | list[str | int] | TextObject]
+
+
 class EmbeddingRequest(RequestModel):
     """A request to /v1/embeddings."""
 
-    input: MixedPrompts | None = None
-    content: MixedPrompts | None = Field(None, description="llama.cpp's name of input")
+    input: EmbeddingInput | None = None
+    content: EmbeddingInput | None = Field(None, description="llama.cpp's name of input")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: NumberType | None = Field(None, description="of numbers in base64 (vLLM)")
+    endianness: Literal["native", "little", "big"] | None = Field(
+        None, description="of numbers in base64 (vLLM)"
+    )
     dimensions: int | None = Field(None, ge=1, description="only the first so many numbers")
     user: str | None = Field(None, description="is logged")
     truncate_prompt_tokens: int | None = Field(None, description="keeps the first ones")
     pooling: Pooling | None = None
     normalize: bool | None = None
+    use_activation: bool | None = Field(None, description="vLLM's name of normalize")
     prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
 
 

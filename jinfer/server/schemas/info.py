@@ -15,11 +15,21 @@ class Health(ResponseModel):
     status: Literal["ok"]
 
 
+class Load(ResponseModel):
+    """How much a server does (vLLM)."""
+
+    server_load: int
+
+
 class Version(ResponseModel):
     """The versions of jinfer and JAX."""
 
     version: str
     jax: str
+
+
+class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
+    """The answer of another route."""
 
 
 class OpenApiDocument(ResponseModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from tests.server.peers.served import HI, TOOL, Servers, Target
+from tests.server.peers.served import HI, Servers, Target
 from tests.server.peers.suite import Suite
 
 LLAMA = Suite("llama.cpp")
@@ -266,7 +266,7 @@ def _(at: Servers) -> None:
     assert "seed" in settings
 
 
-@LLAMA.case(TEXT, 2, "settings of the adaptive sampler", "there is no such sampler")
+@LLAMA.case(TEXT, 2, "settings of the adaptive sampler, which is off")
 def _(at: Servers) -> None:
     assert "adaptive_target" in at.chat.native()["generation_settings"]
 
@@ -330,9 +330,7 @@ def _(at: Servers) -> None:
 LLAMA.apart(TEXT, 4, "requests that overflow a common cache", "blocks are preempted, none fails")
 
 
-@LLAMA.case(
-    TEXT, 2, "response_fields: some of the answer", "names of nested ones are their last part"
-)
+@LLAMA.case(TEXT, 2, "response_fields: some of the answer")
 def _(at: Servers) -> None:
     wanted = ["content", "generation_settings/n_predict", "prompt"]
     assert at.chat.native(response_fields=wanted).keys() == set(wanted)

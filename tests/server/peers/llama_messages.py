@@ -104,13 +104,11 @@ def _(at: Servers) -> None:
     assert message(at)["type"] == "message"
 
 
-@LLAMA.case(
-    FILE, 2, "earlier thoughts are read", "the template here has no place for them; `test_thoughts`"
-)
+@LLAMA.case(FILE, 2, "earlier thoughts are read")
 def _(at: Servers) -> None:
     def tokens(thought: str) -> int:
         messages = replied(result("Sunny"), thought=thought)
-        return int(at.chat.post(COUNT, messages=messages, tools=TOOLS)["input_tokens"])
+        return int(at.thinks.post(COUNT, messages=messages, tools=TOOLS)["input_tokens"])
 
     assert tokens("I should look first.") > tokens("")
 

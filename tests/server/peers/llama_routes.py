@@ -55,9 +55,12 @@ def _(at: Servers) -> None:
         at.vectors.post("/v1/embeddings", input=given)
 
 
-@LLAMA.case(VECTORS, 3, "objects with a text or parts", "an input is a text or ids")
+@LLAMA.case(VECTORS, 4, "objects with a text or parts")
 def _(at: Servers) -> None:
+    parts = {"content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}
     at.vectors.post("/v1/embeddings", input={"prompt_string": "a"})
+    one, two = at.vectors.post("/v1/embeddings", input=["a b", parts])["data"]
+    assert one["embedding"] == two["embedding"]
 
 
 @LLAMA.case(VECTORS, 6, "what is no input")
@@ -85,19 +88,12 @@ def _(at: Servers) -> None:
     at.vectors.post("/v1/embeddings", 400, input="this is a test " * 512)
 
 
-@LLAMA.case("test_embedding.py", 1, "parts as one text", "an input has no parts")
+@LLAMA.case("test_ignore_eos.py", 2, "generation_settings list the biases of ends")
 def _(at: Servers) -> None:
-    at.vectors.post("/v1/embeddings", input=[{"content": [{"type": "text", "text": "a"}]}])
-
-
-@LLAMA.case(
-    "test_ignore_eos.py",
-    2,
-    "generation_settings list the biases of ends",
-    "ends are banned otherwise",
-)
-def _(at: Servers) -> None:
-    assert at.chat.native(ignore_eos=True)["generation_settings"]["logit_bias"]
+    settings = at.chat.native(ignore_eos=True)["generation_settings"]
+    assert settings["logit_bias"]
+    assert all(one["bias"] is None for one in settings["logit_bias"])
+    assert at.chat.native(ignore_eos=False)["generation_settings"]["logit_bias"] == []
 
 
 LLAMA.apart("test_infill.py", 1, "Qwen2.5-Coder", LARGE)

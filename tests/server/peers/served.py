@@ -132,7 +132,11 @@ def all_servers(folder: Path) -> Iterator[Servers]:
     models.mkdir()
     for name in ("one", "two", "three"):
         (models / name).symlink_to(GOLDENS / "llama2")
-    thinking = {"chat_template": CHATML.replace("enable_thinking", "true"), "reasoning": "think"}
+    said = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    template = CHATML.replace("enable_thinking", "true").replace(
+        "{{ m.content", said + "{{ m.content"
+    )
+    thinking = {"chat_template": template, "reasoning": "think"}
     adapter = write_adapter(folder / "adapter", 4, 1)
     keys = {**tiny, "adapters": {"a": str(adapter)}, "engine": {"slots": 2, "max_adapters": 3}}
     settings = ServerSettings(warm_up=False, slot_save_path=str(folder / "slots"))

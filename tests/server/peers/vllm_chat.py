@@ -97,10 +97,9 @@ def _(at: Servers) -> None:
 VLLM.apart(CHAT, 3, "what the model says: 1+1 is 2", LARGE)
 
 
-@VLLM.case(CHAT, 3, "response_format text, unknown fields of messages, custom roles")
+@VLLM.case(CHAT, 2, "response_format text, custom roles")
 def _(at: Servers) -> None:
     at.chat.chat(response_format={"type": "text"})
-    at.chat.chat(messages=[{**HI[0], "extra_field": "0"}])
     parts = [{"type": "text", "text": "Hi"}]
     one, two = (
         at.chat.chat(messages=[{"role": "my-own", "content": c}], temperature=0)
@@ -109,13 +108,20 @@ def _(at: Servers) -> None:
     assert said(one) == said(two)
 
 
-@VLLM.case(CHAT, 1, "seeds beyond 64 bits are refused")
+@VLLM.case(
+    CHAT, 1, "unknown fields of messages", "they are refused by name, but for answers given back"
+)
+def _(at: Servers) -> None:
+    at.chat.chat(messages=[{**HI[0], "extra_field": "0"}])
+
+
+@VLLM.case(CHAT, 1, "seeds beyond 64 bits are refused", "a seed is any of 64 bits without a sign")
 def _(at: Servers) -> None:
     for seed in (2**63, -(2**63) - 1):
         at.chat.chat(400, seed=seed)
 
 
-@VLLM.case(CHAT, 1, "`/invocations`", "Amazon SageMaker's route")
+@VLLM.case(CHAT, 1, "`/invocations`")
 def _(at: Servers) -> None:
     at.chat.post("/invocations", messages=HI)
 
@@ -322,9 +328,15 @@ BATCH = "chat_completion/test_batched_chat_completions.py"
 VLLM.apart(BATCH, 6, "classes of batches", OWN)
 
 
-@VLLM.case(BATCH, 5, "`/v1/chat/completions/batch`", "conversations are requests of their own")
+@VLLM.case(BATCH, 5, "`/v1/chat/completions/batch`, with schemas and log-probabilities")
 def _(at: Servers) -> None:
-    at.chat.post("/v1/chat/completions/batch", messages=[HI, HI])
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+    more = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    given = {"messages": [HI, HI], "max_tokens": 8}
+    answer = at.chat.post("/v1/chat/completions/batch", **given, **more, response_format=format)
+    assert [one["index"] for one in answer["choices"]] == [0, 1]
+    assert said(answer) == '"yes"'
+    assert all(one["token"].startswith("token_id:") for one in logged(answer))
 
 
 @VLLM.case(
@@ -339,7 +351,12 @@ def _(at: Servers) -> None:
         assert any("reasoning_content" in p["choices"][0]["delta"] for p in pieces) is include
 
 
-@VLLM.case("chat_completion/test_include_reasoning.py", 1, "tokens of thoughts in usage")
+@VLLM.case(
+    "chat_completion/test_include_reasoning.py",
+    1,
+    "tokens of thoughts in usage",
+    "/v1/responses has them; chats have not",
+)
 def _(at: Servers) -> None:
     usage = at.thinks.chat(thinking_token_budget=4, max_tokens=24)["usage"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 0

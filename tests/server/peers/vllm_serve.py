@@ -44,7 +44,8 @@ CALLS = "responses/test_function_call.py"
 def _(at: Servers) -> None:
     named = {"type": "function", "name": "look"}
     for choice in ("required", named):
-        made = response(at, tools=[FLAT], tool_choice=choice, max_output_tokens=80)
+        more = {"tool_choice": choice, "parallel_tool_calls": False}
+        made = response(at, tools=[FLAT], max_output_tokens=80, **more)
         (call,) = (one for one in made["output"] if one["type"] == "function_call")
         assert json.loads(call["arguments"])["place"] in ("Rome", "Oslo")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny"}
@@ -55,7 +56,8 @@ def _(at: Servers) -> None:
 
 @VLLM.case(CALLS, 9, "calls as events: each begun and ended, arguments as in the item")
 def _(at: Servers) -> None:
-    given = {"input": "Hi", "tools": [FLAT], "tool_choice": "required", "max_output_tokens": 80}
+    given: dict[str, Any] = {"input": "Hi", "tools": [FLAT], "max_output_tokens": 80}
+    given |= {"tool_choice": "required", "parallel_tool_calls": False}
     events = at.chat.stream(RESPONSES, **given)
     opened: list[str] = []
     for one in events:
@@ -161,7 +163,6 @@ def _(at: Servers) -> None:
     tokens = choice["logprobs"]["tokens"]
     ids = [int(token.removeprefix("token_id:")) for token in tokens]
     assert at.chat.post("/detokenize", tokens=ids)["content"] == choice["text"]
-    assert tokens[1:] == [next(iter(top)) for top in choice["logprobs"]["top_logprobs"][1:]]
 
 
 VLLM.apart("test_return_tokens_as_ids.py", 2, "for all requests", "a flag of vLLM's")
@@ -242,9 +243,9 @@ def _(at: Servers) -> None:
     at.chat.chat(400, headers={"content-type": "application/x-www-form-urlencoded"})
 
 
-@VLLM.case(BASIC, 1, "`/load`", "`jinfer:num_requests_running` in /metrics")
+@VLLM.case(BASIC, 1, "`/load`")
 def _(at: Servers) -> None:
-    at.chat.get("/load")
+    assert at.chat.get("/load") == {"server_load": 0}
 
 
 VLLM.apart(BASIC, 1, "an engine that died", OWN)
@@ -310,13 +311,9 @@ VLLM.apart(
 )
 
 
-@VLLM.case(
-    "serve/middleware/test_optional_middleware.py",
-    2,
-    "`/v2/embed` with a key",
-    "see test_cohere_online.py",
-)
+@VLLM.case("serve/middleware/test_optional_middleware.py", 2, "`/v2/embed` needs the key")
 def _(at: Servers) -> None:
+    at.keyed.post("/v2/embed", 401, texts=["a"])
     at.vectors.post("/v2/embed", texts=["a"], embedding_types=["float"])
 
 

@@ -8,7 +8,6 @@ from tests.server.peers.served import Servers, Target
 from tests.server.peers.vllm_chat import VLLM
 
 CLASSES, EMBED = "pooling/classify/test_online.py", "pooling/embed/test_online.py"
-SAGEMAKER = "Amazon SageMaker's route"
 BYTES = "numbers are float32 in base64, or JSON"
 CHATS = "vectors and classes are of texts, without a template"
 
@@ -48,7 +47,7 @@ def _(at: Servers) -> None:
     at.classes.post("/classify", messages=[{"role": "user", "content": "a"}])
 
 
-@VLLM.case(CLASSES, 2, "`/invocations`", SAGEMAKER)
+@VLLM.case(CLASSES, 2, "`/invocations`")
 def _(at: Servers) -> None:
     at.classes.post("/invocations", input="a")
 
@@ -58,10 +57,15 @@ def _(at: Servers) -> None:
     at.classes.post("/rerank", 404, query="a", documents=["b"])
 
 
-@VLLM.case(CLASSES, 4, "tasks that a model has not")
+@VLLM.case(CLASSES, 2, "tasks that a model has not")
 def _(at: Servers) -> None:
-    for task in ("embed", "token_embed", "token_classify", "plugin"):
+    for task in ("token_classify", "plugin"):
         at.classes.post("/pooling", 400, input="a", task=task)
+
+
+@VLLM.case(CLASSES, 2, "no vectors of a model with a head", "it has them, too")
+def _(at: Servers) -> None:
+    at.classes.post("/pooling", 400, input="a", task="embed")
 
 
 @VLLM.case(EMBED, 7, "texts, ids, lists, cut ones, base64, /pooling; ids that are none")
@@ -91,14 +95,21 @@ def _(at: Servers) -> None:
         at.vectors.post("/pooling", 400, input="a", task=task)
 
 
-@VLLM.case(EMBED, 3, "embed_dtype, endianness, bytes", BYTES)
+@VLLM.case(EMBED, 1, "embed_dtype and endianness in base64", "float32 and float16, no others")
 def _(at: Servers) -> None:
     embedded(at, encoding_format="base64", embed_dtype="float16", endianness="big")
+    embedded(at, encoding_format="base64", embed_dtype="bfloat16")
 
 
-@VLLM.case(EMBED, 1, "use_activation: vectors that are not scaled", "`normalize` says it")
+@VLLM.case(EMBED, 2, "answers that are bytes", BYTES)
 def _(at: Servers) -> None:
-    embedded(at, use_activation=False)
+    embedded(at, encoding_format="bytes")
+
+
+@VLLM.case(EMBED, 1, "use_activation: vectors that are not scaled")
+def _(at: Servers) -> None:
+    (one,) = embedded(at, use_activation=False)["data"]
+    assert abs(sum(x * x for x in one["embedding"]) - 1) > 1e-3
 
 
 @VLLM.case(EMBED, 2, "conversations; padding to a length", CHATS)
@@ -106,7 +117,7 @@ def _(at: Servers) -> None:
     at.vectors.post("/v1/embeddings", messages=[{"role": "user", "content": "a"}])
 
 
-@VLLM.case(EMBED, 2, "`/invocations`", SAGEMAKER)
+@VLLM.case(EMBED, 2, "`/invocations`")
 def _(at: Servers) -> None:
     at.vectors.post("/invocations", input="a")
 
@@ -114,14 +125,41 @@ def _(at: Servers) -> None:
 COHERE = "pooling/embed/test_cohere_online.py"
 
 
-@VLLM.case(COHERE, 30, "`/v2/embed`", "Cohere's embeddings; its /v2/rerank is there")
-def _(at: Servers) -> None:
-    at.vectors.post("/v2/embed", texts=["a"], embedding_types=["float"])
+def cohere(at: Servers, status: int = 200, **body: Any) -> Any:
+    given = {"texts": ["hello world"], "embedding_types": ["float"], **body}
+    return at.vectors.post("/v2/embed", status, **given)
 
 
-@VLLM.case("pooling/embed/test_cohere_openai_parity.py", 3, "`/v2/embed`", "as above")
+@VLLM.case(COHERE, 30, "`/v2/embed`: types, batches, purposes, cuts; as /v1/embeddings")
 def _(at: Servers) -> None:
-    at.vectors.post("/v2/embed", texts=["a"], embedding_types=["float"])
+    made = cohere(at)
+    (vector,) = made["embeddings"]["float"]
+    assert made["texts"] == ["hello world"]
+    assert made["meta"]["api_version"]["version"] == "2"
+    assert made["meta"]["billed_units"]["input_tokens"] > 0
+    assert abs(sum(x * x for x in vector) - 1) < 0.01
+    assert vector == embedded(at, input=["hello world"])["data"][0]["embedding"]
+    kinds = cohere(at, embedding_types=["float", "base64", "binary", "ubinary"])["embeddings"]
+    assert len(kinds["binary"][0]) == len(kinds["ubinary"][0]) == len(vector) // 8
+    cohere(at, 400, input_type="nonexistent_type")
+    at.vectors.post("/v2/embed", 400)
+    texts = ["machine learning", "deep learning", "chocolate cake recipe"]
+    one, two, three = cohere(at, texts=texts)["embeddings"]["float"]
+    near, far = (sum(a * b for a, b in zip(one, v, strict=True)) for v in (two, three))
+    assert near > far
+    long = [" ".join(f"{word}{i}" for word in ("alpha", "omega") for i in range(300))]
+    ends = [cohere(at, texts=long, truncate=end)["embeddings"]["float"] for end in ("END", "START")]
+    assert ends[0] != ends[1]
+    cohere(at, 400, texts=long, truncate="NONE")
+
+
+@VLLM.case("pooling/embed/test_cohere_openai_parity.py", 3, "`/v2/embed` as /v1/embeddings")
+def _(at: Servers) -> None:
+    texts = ["machine learning", "deep learning"]
+    made, other = cohere(at, texts=texts), embedded(at, input=texts)
+    assert made["embeddings"]["float"] == [one["embedding"] for one in other["data"]]
+    tokens = made["meta"]["billed_units"]["input_tokens"]
+    assert tokens == other["usage"]["prompt_tokens"]
 
 
 @VLLM.case("pooling/embed/test_online_dimensions.py", 2, "the first numbers of vectors")
@@ -190,12 +228,12 @@ def _(at: Servers) -> None:
         at.vectors.post("/pooling", 400, input="a", task=task)
 
 
-@VLLM.case(BI, 1, "`/invocations`", SAGEMAKER)
+@VLLM.case(BI, 1, "`/invocations`")
 def _(at: Servers) -> None:
     at.vectors.post("/invocations", query="a", documents=["b"])
 
 
-@VLLM.case(CROSS, 19, "scores by a head, raw ones, max_tokens_per_doc, tasks")
+@VLLM.case(CROSS, 17, "scores by a head, raw ones, max_tokens_per_doc, tasks")
 def _(at: Servers) -> None:
     scores(at.ranker)
     ranks(at.ranker)
@@ -209,11 +247,16 @@ def _(at: Servers) -> None:
     assert cut < at.ranker.post("/rerank", **given)["usage"]["prompt_tokens"]
     at.ranker.post("/rerank", 400, **given, max_tokens_per_doc=-5)
     assert len(at.ranker.post("/pooling", input="a", task="classify")["data"][0]["data"]) == 1
-    for task in ("embed", "token_embed", "token_classify", "plugin"):
+    for task in ("token_classify", "plugin"):
         at.ranker.post("/pooling", 400, input="a", task=task)
 
 
-@VLLM.case(CROSS, 1, "`/invocations`", SAGEMAKER)
+@VLLM.case(CROSS, 2, "no vectors of a model with a head", "it has them, too")
+def _(at: Servers) -> None:
+    at.ranker.post("/pooling", 400, input="a", task="embed")
+
+
+@VLLM.case(CROSS, 1, "`/invocations`")
 def _(at: Servers) -> None:
     at.ranker.post("/invocations", query="a", documents=["b"])
 
