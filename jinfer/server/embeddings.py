@@ -183,12 +183,15 @@ class Embedder:
             for ids, count in zip(found, counts, strict=True)
         ]
 
-    def ids(self, texts: str | Sequence[Any], param: str) -> list[list[int]]:
+    def ids(
+        self, texts: str | Sequence[Any], param: str, *, special: bool | None = None
+    ) -> list[list[int]]:
         """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
         session = self.hosted.session
         if session.engine.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
-        listed = prompt_ids(texts, session, self.service.settings.max_prompts, param=param)
+        most = self.service.settings.max_prompts
+        listed = prompt_ids(texts, session, most, special=special, param=param)
         return [self.fitting(number, ids, param) for number, ids in enumerate(listed)]
 
     def fitting(self, number: int, ids: list[int], param: str) -> list[int]:

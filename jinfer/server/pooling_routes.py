@@ -30,7 +30,8 @@ async def classify_texts(call: RequestContext[schemas.ClassifyRequest]) -> HttpR
     body = call.body
     async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
         config = _classes_of(embedder)
-        shown, tokens = await _classified(embedder, config, body.input, body.use_activation)
+        given = body.input, body.use_activation, body.add_special_tokens
+        shown, tokens = await _classified(embedder, config, *given)
         call.note(prompt_tokens=tokens)
         data = [
             {
@@ -55,10 +56,14 @@ def _classes_of(embedder: Embedder) -> ClassificationConfig:
 
 
 async def _classified(
-    embedder: Embedder, config: ClassificationConfig, texts: Any, activate: bool | None
+    embedder: Embedder,
+    config: ClassificationConfig,
+    texts: Any,
+    activate: bool | None,
+    special: bool | None = None,
 ) -> tuple[np.ndarray, int]:
     """Probabilities of classes, or their scores, [texts, labels]; and the number of tokens."""
-    ids = await embedder.service.in_thread(embedder.ids, texts, "input")
+    ids = await embedder.service.in_thread(embedder.ids, texts, "input", special=special)
     given = [TypedTokens(one, [0] * len(one)) for one in ids]
     rows = await embedder.batched(lambda *group: classify(*group).scores, given)
     scores = np.stack(rows)

@@ -37,6 +37,7 @@ def test_health(smol: Running) -> None:
 
 def test_version(smol: Running) -> None:
     assert set(got(smol, "/version")) == {"version", "jax"}
+    assert got(smol, "/load") == {"server_load": 0}
 
 
 def test_models(client: openai.OpenAI, smol: Running) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,7 +35,14 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-def soaked(clients: int, seconds: float, *more: str) -> None:
+def threads(pid: int) -> int:
+    """How many threads a process has."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def soaked(
+    clients: int, seconds: float, *more: str, interfaces: tuple[str, ...] = ("openai",)
+) -> None:
     """Nothing is left of many clients that behaved badly, and nothing failed."""
     port = free_port()
     # A cache that is soon all in use: its pages take memory when they are first written to.
@@ -46,9 +51,10 @@ def soaked(clients: int, seconds: float, *more: str) -> None:
     with command(*given) as process:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
-            asyncio.run(Soak(str(client.base_url), clients, seconds / 5).run())
+            asyncio.run(Soak(str(client.base_url), interfaces, clients, seconds / 5).run())
             before, begun = resident(process.pid), figures(client)
-            soak = Soak(str(client.base_url), clients, seconds)
+            begun_threads = threads(process.pid)
+            soak = Soak(str(client.base_url), interfaces, clients, seconds)
             asyncio.run(soak.run())
             label = '{model_name="smol"}'
             names = [f"jinfer:num_requests_{what}{label}" for what in ("running", "waiting")]
@@ -57,7 +63,7 @@ def soaked(clients: int, seconds: float, *more: str) -> None:
                 assert time.monotonic() < end, "somebody still runs"
                 time.sleep(0.1)
             found, after = figures(client), resident(process.pid)
-            print(dict(soak.codes), f"{soak.whole} whole answers")
+            print(dict(soak.codes), dict(soak.asked), f"{soak.whole} whole answers")
             print(f"{before >> 20} MiB before, {after >> 20} MiB after")
             lag = "jinfer:event_loop_lag_seconds"
             looks = {name: found[name] - begun[name] for name in found if name.startswith(lag)}
@@ -66,8 +72,10 @@ def soaked(clients: int, seconds: float, *more: str) -> None:
             bounds = [name for name in looks if "bucket" in name and looks[name] == seen]
             most = bounds[0].split('"')[1]
             print(f"event loop: {late:g} of {seen:g} looks late by over 50 ms, at most {most} s")
+            print(f"{threads(process.pid)} threads, {found['jinfer:tasks']:g} tasks")
             assert soak.wrong == []
             assert soak.whole > 0
+            assert threads(process.pid) <= begun_threads + 8
             assert found[f"jinfer:kv_cache_usage_perc{label}"] == 0
             assert found["jinfer:tasks"] < 10
             # A moment is too short for all programs to have been made before it.
@@ -84,6 +92,13 @@ def test_a_moment_of_clients_that_behave_badly() -> None:
 @pytest.mark.soak
 def test_five_minutes_of_clients_that_behave_badly() -> None:
     soaked(64, float(os.environ.get("JINFER_SOAK_SECONDS", "300")), "--warm-up", "before")
+
+
+@pytest.mark.soak
+def test_five_minutes_of_clients_of_three_interfaces() -> None:
+    seconds = float(os.environ.get("JINFER_SOAK_SECONDS", "300"))
+    interfaces = ("openai", "anthropic", "ollama")
+    soaked(64, seconds, "--warm-up", "before", interfaces=interfaces)
 
 
 HOSTILE: list[Callable[[int], dict[str, Any]]] = [
@@ -319,35 +334,3 @@ def test_ten_thousand_random_requests_keep_no_stream_waiting() -> None:
         assert beside < 0.2 + 2 * alone
         # By the third part all pages of the cache have been written to.
         assert memory[-1] < memory[3] + (32 << 20)
-
-
-@pytest.mark.soak
-def test_the_description_is_kept_to(tmp_path: Path) -> None:
-    """schemathesis sends what the description allows, and what it forbids."""
-    port = free_port()
-    given = (f"smol={SOURCE}", "--port", str(port), "-c", "64", "--log-level", "error")
-    with command(*given, "--files-dir", str(tmp_path)) as process:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            ready(client, process)
-        checks = (
-            "not_a_server_error",
-            "status_code_conformance",
-            "content_type_conformance",
-            "response_schema_conformance",
-            "negative_data_rejection",
-            "unsupported_method",
-            "allow_header_conformance",
-        )
-        # Other paths of the same routes are left out.
-        others = [path for one in ENDPOINTS for path in one.paths[1:]]
-        plain = [path.replace(":path", "") for path in others]
-        excluded = [word for path in plain for word in ("--exclude-path", path)]
-        asked = [
-            *("-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json", *excluded),
-            *("--phases", "coverage,fuzzing", "--max-examples", "100"),
-            *("--checks", ",".join(checks)),
-            *("--continue-on-failure", "--request-timeout", "120", "--no-color"),
-        ]
-        done = subprocess.run([sys.executable, *asked], capture_output=True, text=True)
-        print(done.stdout[-2000:])
-        assert done.returncode == 0, done.stdout[-20_000:]

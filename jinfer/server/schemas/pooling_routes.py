@@ -17,6 +17,7 @@ class ClassifyRequest(RequestModel):
 
     input: MixedPrompts
     use_activation: bool | None = Field(None, description="false: scores as the head gives them")
+    add_special_tokens: bool | None = Field(None, description="false: nothing around a text")
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = Field(None, description="is logged")

@@ -84,6 +84,11 @@ def _(at: Servers) -> None:
     events = at.chat.stream(RESPONSES, input="Hi", max_output_tokens=300)
     text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
     assert events[-1]["response"]["output"][-1]["content"][0]["text"] == text
+    logged = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    for one in at.chat.stream(RESPONSES, input="Hi", max_output_tokens=8, **logged):
+        if one["type"] == "response.output_text.delta":
+            assert all(each["logprob"] <= 0 for each in one["logprobs"])
+            assert all(len(each["top_logprobs"]) == 3 for each in one["logprobs"])
     cut = response(at, max_output_tokens=3, reasoning={"effort": "low"})
     assert (cut["status"], cut["incomplete_details"]["reason"]) == (
         "incomplete",
@@ -275,7 +280,7 @@ def _(at: Servers) -> None:
     assert "request_params_max_tokens" in at.chat.get("/metrics")
 
 
-VLLM.apart(METRICS, 6, "images; hidden metrics; a batch command", "vLLM's own")
+VLLM.apart(METRICS, 10, "images; hidden metrics; a batch command", "vLLM's own")
 VLLM.apart("serve/instrumentator/test_orca_metrics.py", 2, "load in headers (ORCA)", "for Envoy")
 
 
@@ -364,5 +369,5 @@ def _(at: Servers) -> None:
 
 
 VLLM.apart(
-    "generate, decisions", 19, "`/generative_scoring`, `/v1/decisions`", "experiments of vLLM's"
+    "generate, decisions", 21, "`/generative_scoring`, `/v1/decisions`", "experiments of vLLM's"
 )
