@@ -22,6 +22,12 @@ script:ran=16) **<img src=x onerror=ran=17>** `<script>ran=18</script>`
 </code></pre><script>ran=20</script>
 ```
 
+$x <img src=x onerror=ran=26>$ \(\text{<svg onload=ran=27>}\) ~~~html <script>ran=28</script>
+
+```html
+<script>ran=29</script></span></code><img src=x onerror=ran=30>
+```
+
 | <img src=x onerror=ran=21> | [m](javascript:ran=22) |
 |---|---|
 | <form action=javascript:ran=23><button> | https://e.example/"onmouseover="ran=24 |
@@ -45,7 +51,7 @@ def test_what_a_model_says_does_not_run(page: Any) -> None:
         answer = page.locator("article.assistant").last
         expect(answer.locator(".text")).to_contain_text("window.ran = 1")
         answer.locator("summary").click()
-        for number in range(1, 26):
+        for number in range(1, 31):
             if number != 8:  # of which the sign before is the end of a link
                 expect(answer).to_contain_text(re.compile(rf"ran ?= ?{number}\b"))
         for link in answer.locator("a").all():
@@ -133,14 +139,16 @@ def test_markdown(page: Any) -> None:
 def test_copying(browser: Any, smol: Running) -> None:
     code = "def f(x):\n    return x + 1"
     rights = ["clipboard-read", "clipboard-write"]
-    for by_hand in (False, True):  # a page that is not from this machine has no clipboard
-        with opened(browser, smol.url, permissions=rights) as page:
+    with opened(browser, smol.url, permissions=rights) as page:
+        expect(page.locator("#set-temperature")).to_be_attached()
+        script(page, written(f"So:\n\n```python\n{code}\n```\n"))
+        say(page, "Write a function.")
+        copy = answered(page).get_by_role("button", name="Copy code")
+        for by_hand in (False, True):  # a page that is not from this machine has no clipboard
             if by_hand:
                 page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-            expect(page.locator("#set-temperature")).to_be_attached()
-            script(page, written(f"So:\n\n```python\n{code}\n```\n"))
-            say(page, "Write a function.")
-            answered(page).get_by_role("button", name="Copy code").click()
+                page.locator("#status").evaluate("one => one.textContent = ''")
+            copy.click()
             expect(page.locator("#status")).to_have_text("Copied")
             page.locator("#input").fill("")
             page.locator("#input").press("Control+v")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from jinfer.server.schemas.parameter_groups import GROUPS
 from jinfer.server.server_settings import ModelSource, ServerSettings
@@ -154,6 +155,7 @@ def test_settings_are_sent(page: Any) -> None:
     assert [one["role"] for one in bodies[1]["messages"]] == ["user", "assistant", "user"]
 
 
+@pytest.mark.soak
 def test_a_setting_that_cannot_be(page: Any) -> None:
     bodies = script(page, written("Yes."))
     for name, text in (("top_p", "3"), ("top_p", "-1"), ("top_k", "1.5"), ("logit_bias", "{")):
@@ -168,28 +170,6 @@ def test_a_setting_that_cannot_be(page: Any) -> None:
     page.locator("#input").press("Enter")
     answered(page)
     assert set(bodies[0]) == {"model", "messages", "stream", "stream_options"}
-
-
-def test_several_models(browser: Any, smol: Running) -> None:
-    names = ["smol", "other", "vectors"]
-    listed = [{"id": name, "status": {"value": "unloaded"}} for name in names]
-    listed[2]["capabilities"] = ["embeddings"]
-    with opened(browser, smol.url) as page:
-        page.route("**/v1/models", lambda route: route.fulfill(json={"data": listed}))
-        page.reload()
-        expect(page.locator("#set-temperature")).to_be_attached()
-        assert page.locator("#model option").all_text_contents() == [
-            *names[:2],
-            "vectors (no chat)",
-        ]
-        expect(page.locator("#model option").nth(2)).to_be_disabled()
-        bodies = script(page, written("Yes."))
-        page.locator("#model").select_option("other")
-        say(page, "Well?")
-        answered(page)
-        assert bodies[0]["model"] == "other"
-        page.reload()
-        expect(page.locator("#model")).to_have_value("other")
 
 
 def test_errors_are_shown(page: Any) -> None:

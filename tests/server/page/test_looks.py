@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.server.page.driving import answered, expect, opened, say, script, written
 from tests.server.running import Running
 
@@ -10,6 +12,7 @@ def background(page: Any) -> str:
     return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
 
+@pytest.mark.soak
 def test_dark_and_light(browser: Any, smol: Running) -> None:
     found = {}
     for scheme in ("dark", "light"):

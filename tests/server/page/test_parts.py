@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.page.driving import (
     answered,
     expect,
@@ -190,3 +192,21 @@ def test_formulas_and_colours_cannot_do_harm(page: Any) -> None:
     assert covers == 0
     assert page.evaluate("window.ran") is None
     set_values(page, {"max_tokens": "1"})  # the page still does what it should
+
+
+@pytest.mark.soak
+def test_code_that_takes_long_to_colour_holds_up_nothing(page: Any) -> None:
+    """A pattern that needs more than a minute ends with its worker; the next code has its colours."""
+    slow = "def " * 25_000
+    page.evaluate(
+        """async (slow) => {
+          const { codeBlock } = await import("/page/code.js");
+          const blocks = [codeBlock(slow, "csharp"), codeBlock("def f(): pass", "python")];
+          document.getElementById("log").replaceChildren(...blocks);
+        }""",
+        slow,
+    )
+    before = page.evaluate("performance.now()")
+    expect(page.locator(".hljs-keyword")).to_have_text(["def", "pass"])
+    assert 2500 < page.evaluate("performance.now()") - before < 15_000
+    assert page.locator("#log code").first.text_content() == slow

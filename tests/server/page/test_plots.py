@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import pytest
+
 from tests.server.page.driving import (
     answered,
     expect,
@@ -13,6 +15,7 @@ from tests.server.page.driving import (
 from tests.server.running import Running
 
 
+@pytest.mark.soak
 def test_plots_of_the_engine(page: Any, smol: Running) -> None:
     set_values(page, {"ignore_eos": "true"})
     say(page, "Tell me a story without an end.")

@@ -81,7 +81,8 @@ const idOf = (raw) => (typeof raw === "string" && /^[\w-]{1,80}$/.test(raw) ? ra
  * @returns {Message}
  */
 function messageOf(raw, before) {
-  if (!ROLES.includes(raw.role)) throw new Error(`a message has none of the roles ${ROLES.join(", ")}`);
+  if (!ROLES.includes(raw.role))
+    throw new Error(`a message has none of the roles ${ROLES.join(", ")}`);
   const { role, parent = before } = raw;
   /** @type {Message} */
   const made = { id: idOf(raw.id), parent, role, content: text(raw.content, "content") };

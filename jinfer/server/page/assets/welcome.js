@@ -12,6 +12,7 @@ const QUESTIONS = [
 const COUNTS = [
   [1e9, "billion"],
   [1e6, "million"],
+  [1e3, "thousand"],
 ];
 /** @type {[number, string][]} */
 const BYTES = [
