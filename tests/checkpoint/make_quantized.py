@@ -372,9 +372,7 @@ def stream(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 WRITING = (bitsandbytes, hqq, mlx, llmcompressor, modelopt, quark, gptqmodel, auto_round)
-WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    each.__name__: each for each in WRITING
-}
+WRITERS: dict[str, Callable[[Path, Path], None]] = {each.__name__: each for each in WRITING}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else "bases").resolve()
