@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.page.driving import answered, expect, opened, say, script, written
+from tests.server.page.driving import answered, expect, opened, say, script, stream, written
 from tests.server.running import Running
 
 
@@ -35,7 +35,12 @@ def test_dark_and_light(browser: Any, smol: Running) -> None:
 
 WIDER = """() => [...document.querySelectorAll("body *")]
   .filter((one) => one.getBoundingClientRect().right > innerWidth + 1)
-  .filter((one) => !one.closest(".code pre, .wide"))
+  .filter((one) => !one.closest(".code pre, .wide, .formula.display"))
+  .map((one) => one.outerHTML.slice(0, 100))"""
+
+
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea")]
+  .filter((one) => !one.hidden && !one.ariaLabel && !one.labels?.length && !one.textContent.trim())
   .map((one) => one.outerHTML.slice(0, 100))"""
 
 
@@ -49,16 +54,28 @@ def test_a_phone(browser: Any, smol: Running) -> None:
         assert page.evaluate(transition) != "0s"
         expect(page.locator("#set-temperature")).to_be_attached()
         long = "x" * 300
-        script(
-            page, written(f"{long}\n\n```\n{long}\n```\n\n|a|b|\n|-|-|\n|{long}|b|\n\n- `{long}`")
-        )
-        say(page, long)
-        answered(page)
-        for shown in (None, "#menu", "#tab-engine", "#tab-chat", "#open-settings"):
-            if shown:
-                page.locator(shown).click()
+        text = f"{long}\n\n```\n{long}\n```\n\n|a|b|\n|-|-|\n|{long}|b|\n\n- `{long}`\n\n$${long}$$"
+        call = {"index": 0, "id": "a", "function": {"name": long, "arguments": f'"{long}"'}}
+        script(page, written(text), stream({"tool_calls": [call]}))
+        file = {"name": f"{long}.md", "mimeType": "text/plain", "buffer": long.encode()}
+        for attached in (False, True):
+            if attached:
+                page.locator("#files").set_input_files(file)
+                assert page.evaluate(WIDER) == []
+            say(page, long)
+            answered(page)
+        expect(page.locator("math").last).to_be_attached()
+        shown = (None, "#menu", "#tab-engine", "#tab-chat", "#open-models", "#open-settings")
+        for opens in shown:
+            if opens:
+                page.locator(opens).click()
+            assert page.evaluate(NAMELESS) == []
             assert page.evaluate(WIDER) == []
             assert page.evaluate("document.documentElement.scrollWidth") == 360
+            if opens == "#open-models":
+                expect(page.locator("#models li")).to_have_count(1)
+                assert page.evaluate(WIDER) == []
+                page.keyboard.press("Escape")
 
 
 def test_the_keyboard(page: Any) -> None:

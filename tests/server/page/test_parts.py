@@ -196,7 +196,7 @@ def test_formulas_and_colours_cannot_do_harm(page: Any) -> None:
 
 @pytest.mark.soak
 def test_code_that_takes_long_to_colour_holds_up_nothing(page: Any) -> None:
-    """A pattern that needs more than a minute ends with its worker; the next code has colours."""
+    """A pattern that needs minutes ends with its worker; the next code has its colours."""
     slow = "def " * 25_000
     page.evaluate(
         """async (slow) => {

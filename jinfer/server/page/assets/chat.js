@@ -129,7 +129,7 @@ export class Chat {
     if (!asked) return;
     this.stop();
     const more = { continue_final_message: true, add_generation_prompt: false };
-    for (const name of /** @type {const} */ (["error", "note", "cut"])) delete answer[name];
+    for (const name of /** @type {const} */ (["error", "note"])) delete answer[name];
     this.answer({ ...asked, ...more, messages: this.turns(answer.id) }, answer);
   }
 
@@ -192,6 +192,7 @@ export class Chat {
     const { conversations, changed } = this.around;
     const { conversation } = this;
     const running = (this.running = new AbortController());
+    answer.cut = true; // until its end has come: the page may be closed
     const view = this.view(answer);
     view.show(true);
     this.arrange();

@@ -62,6 +62,7 @@ export class Database {
       transaction.oncomplete = () => resolve(true);
       transaction.onabort = () => resolve(false);
       change(transaction.objectStore(STORE));
+      transaction.commit(); // at once: the page may be closed
     });
   }
 }

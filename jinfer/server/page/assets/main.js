@@ -146,6 +146,7 @@ function list(found) {
   const shown = named ?? options.find((one) => !one.disabled) ?? options[0];
   if (shown) shown.selected = true;
   if (JSON.stringify(before) === JSON.stringify(selected())) return;
+  if (before && before.status?.value !== selected()?.status?.value) modelChanged().catch(refused);
   if (!conversations.current.messages.length) chat.arrange();
   changed();
 }

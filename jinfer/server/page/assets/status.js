@@ -2,7 +2,8 @@
 
 import { byId } from "./dom.js";
 
-const SECONDS = 2.5;
+const SECONDS = 2.5; // at least
+const READ = 12; // characters a second
 let clears = 0;
 
 /**
@@ -15,7 +16,7 @@ export function say(text, seen = true) {
   place.classList.toggle("unseen", !seen);
   place.textContent = text;
   clearTimeout(clears);
-  clears = setTimeout(() => (place.textContent = ""), SECONDS * 1000);
+  clears = setTimeout(() => (place.textContent = ""), 1000 * Math.max(SECONDS, text.length / READ));
 }
 
 /**

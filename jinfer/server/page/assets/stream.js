@@ -32,12 +32,11 @@ export async function read(asked, answer, draw, signal) {
       redraw.request();
     }
     answer.note = noteOf(last);
-    if (last.reason === "length") answer.cut = true;
+    if (last.reason !== "length") delete answer.cut;
     if (last.usage) answer.used = last.usage.total_tokens;
     say("Answered", false);
     return null;
   } catch (error) {
-    answer.cut = true;
     if (signal.aborted) {
       answer.note = "stopped";
       say("Stopped");
