@@ -12,9 +12,35 @@ expect.set_options(timeout=20_000)
 ANSWERS = "**/v1/chat/completions"
 
 
+# Of what a page keeps.
+FORGET = """() => new Promise((resolve) => {
+  localStorage.clear();
+  sessionStorage.clear();
+  const opening = indexedDB.open("jinfer");
+  opening.onsuccess = () => {
+    const { result } = opening;
+    const clearing = result.transaction("conversations", "readwrite");
+    clearing.objectStore("conversations").clear();
+    clearing.oncomplete = () => resolve(result.close());
+  };
+})"""
+
+
 @contextlib.contextmanager
 def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
     """A page in a browser of its own, which asks nobody else and has nothing to complain of."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    complaints = watched(page, url)
+    page.goto(url)
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def watched(page: Any, url: str) -> list[str]:
+    """What a page complains of from now on, and whom else than the server it asks."""
     complaints: list[str] = []
 
     def answer(dialog: Any) -> None:
@@ -31,17 +57,11 @@ def opened(browser: Any, url: str, **more: Any) -> Iterator[Any]:
         if not request.url.removeprefix("blob:").startswith(url):
             complaints.append(request.url)
 
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, **more)
-    context.set_default_timeout(20_000)
-    page = context.new_page()
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("dialog", answer)
     page.on("console", log)
     page.on("request", note)
-    page.goto(url)
-    yield page
-    context.close()
-    assert complaints == []
+    return complaints
 
 
 def say(page: Any, text: str) -> None:
