@@ -26,7 +26,19 @@ INSTALLED = {
     "specs": "jinfer/specs_data",
     "tools": "jinfer/tools",
 }
-KINDS = (".py", ".cc", ".h", ".toml", ".typed", ".html", ".js", ".css", ".svg")
+KINDS = (
+    ".py",
+    ".cc",
+    ".h",
+    ".toml",
+    ".typed",
+    ".html",
+    ".js",
+    ".css",
+    ".svg",
+    ".woff2",
+    ".LICENSE",
+)
 QUESTION = "Name three primary colours and explain in one sentence what makes them primary."
 SCRIPT = """\
 from jinfer import LLM, SamplingParams, USER_ERRORS
