@@ -100,9 +100,9 @@ def open_drafters(
         open_ = draft_source(entry).open
         models.append(None if open_ is None else open_(opened, entry, (source, overrides)))
     for model in models:
-        draft = None if model is None else model.spec.decoder
+        draft = None if model is None or model.spec.follows is None else model.spec.decoder
         if draft is not None and (name := _recurrent_block(draft)):
-            reason = f"{name} of the draft has a state, which cannot branch; take another draft"
+            reason = f"{name} of the head has a state, which it cannot draft with; take another"
             raise SpecError(spec.path, KEY, reason)
     tapped, heads = opened, list[str]()
     for entry, model in zip(asked.draft, models, strict=True):

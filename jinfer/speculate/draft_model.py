@@ -16,10 +16,11 @@ from jinfer.engine.runner.compiled_programs import CompiledPrograms, Program
 from jinfer.engine.runner.model_runner import SIZES, SMALL_SIZES, ModelRunner, padded
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey, StepKind
+from jinfer.engine.scheduling.block_manager import BlockCopy
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import Cache
+from jinfer.ops.attention.kv_cache import STATE, Cache
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.speculate.draft_length import RunningMean
 from jinfer.speculate.drafter import Drafter
@@ -34,12 +35,16 @@ def draft_programs(
 ) -> CompiledPrograms:
     """A draft model's programs: its KV cache has room for the whole context of each slot.
 
+    Of each slot it has two recurrent states: after the known tokens, and after drafted ones.
+
     Args:
         target: sizes of the target's engine.
         device: where it runs; None: JAX's default device.
     """
     blocks = target.slots * target.table
     groups = {shape.group: blocks for shape in model.caches.values()}
+    if STATE in groups:
+        groups[STATE] = 2 * target.slots
     sizes = Sizes(target.slots, target.context, target.vocab, groups, kv_cache)
     if device is None:
         return CompiledPrograms(model, sizes)
@@ -77,6 +82,7 @@ class DraftModel(ModelRunner, Drafter):
         if not ready:
             return [TokenTree() for _ in asked]
         begun, deepest = time.perf_counter(), max(levels for _, levels in ready)
+        self._branch([s for s, _ in ready])
         tokens = self._run([s for s, _ in ready], deepest)
         trees = {}
         for row, (sequence, levels) in enumerate(ready):
@@ -90,8 +96,18 @@ class DraftModel(ModelRunner, Drafter):
         return [trees.get(sequence.slot, TokenTree()) for sequence, _ in asked]
 
     def _after(self, sequence: RunningSequence, chain: list[int]) -> list[int]:
-        """The tokens in the KV cache after a chain was drafted."""
-        return [*sequence.tokens, *chain]
+        """The tokens in the KV cache after a chain was drafted; in a state, those before it."""
+        return sequence.tokens[:-1] if self._has_states else [*sequence.tokens, *chain]
+
+    @property
+    def _has_states(self) -> bool:
+        return STATE in self.programs.sizes.blocks
+
+    def _branch(self, sequences: Sequence[RunningSequence]) -> None:
+        """Copies recurrent states, as drafted tokens are computed from copies."""
+        if self._has_states:
+            slots = self.programs.sizes.slots
+            self.copy_blocks([BlockCopy(STATE, s.slot, slots + s.slot) for s in sequences])
 
     def _run(self, sequences: Sequence[RunningSequence], levels: int) -> np.ndarray:
         """The likeliest tokens of each level, [levels, sequences, width]."""
@@ -99,7 +115,8 @@ class DraftModel(ModelRunner, Drafter):
         rows = padded([s.slot for s in sequences], count, -1)
         stages = self.target.samplers.stages(sequences)
         program = self.programs.get(StepKey(self.kinds[1], count, stages=stages))
-        arguments = (rows, self.slot_tables(), np.int32(levels), *self._hidden(sequences, rows))
+        tables = self.slot_tables(drafted=True)
+        arguments = (rows, tables, np.int32(levels), *self._hidden(sequences, rows))
         cache, state, proposed = program(self.leaves, self.cache, self.state, *arguments)
         self.set_cache(cache, state)
         return np.asarray(proposed)
@@ -132,7 +149,8 @@ class DraftModel(ModelRunner, Drafter):
         known = len(sequence.tokens)
         request, computed = self._computed[sequence.slot]
         self._computed[sequence.slot] = (request, computed[:known])
-        self._compute(sequence, known - 1, known - 1 + len(path))
+        self._branch([sequence])
+        self._compute(sequence, known - 1, known - 1 + len(path), drafted=True)
         proposed = self._run([sequence], levels)
         self._grow(sequence, proposed[:levels, 0], path, grown)
 
@@ -146,25 +164,32 @@ class DraftModel(ModelRunner, Drafter):
         begin = 0
         if before is not None and before[0] == sequence.request.id:
             begin = _common(before[1], known, last)
+            if self._has_states and begin < len(before[1]):  # a state cannot go back
+                begin = 0
         self._set_slot(sequence, [])
         end = min(last, begin + _CHUNK)
         self._compute(sequence, begin, end)
         self._computed[sequence.slot] = (sequence.request.id, known[:end])
         return end == last
 
-    def _compute(self, sequence: RunningSequence, begin: int, end: int) -> None:
+    def _compute(
+        self, sequence: RunningSequence, begin: int, end: int, drafted: bool = False
+    ) -> None:
         """Prefills tokens that the device state has."""
+        tables = self.slot_tables(drafted)
         while begin < end:
             count = min(end - begin, SIZES[-1])
             size = next(size for size in (*SMALL_SIZES, *SIZES) if size >= count)
             rows, positions = np.full((2, size), -1, np.int32)
             rows[:count], positions[:count] = sequence.slot, range(begin, begin + count)
-            self.set_cache(self._prefill(rows, positions))
+            self.set_cache(self._prefill(rows, positions, tables))
             begin += count
 
-    def _prefill(self, rows: np.ndarray, positions: np.ndarray) -> Cache:
+    def _prefill(
+        self, rows: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray]
+    ) -> Cache:
         """The KV cache with some tokens computed."""
-        arguments = (rows, positions, self.slot_tables(), np.full(1, -1, np.int32))
+        arguments = (rows, positions, tables, np.full(1, -1, np.int32))
         program = self.programs.get(StepKey("logits", len(rows), 1))
         return program(self.leaves, self.cache, self.state, *arguments)[0]
 
@@ -180,13 +205,17 @@ class DraftModel(ModelRunner, Drafter):
             self.state, row, np.int32(sequence.slot)
         )
 
-    def slot_tables(self) -> dict[str, np.ndarray]:
-        """Block tables: each slot has fixed blocks."""
+    def slot_tables(self, drafted: bool = False) -> dict[str, np.ndarray]:
+        """Block tables: each slot has fixed blocks; a state of its own for drafted tokens."""
         sizes = self.programs.sizes
         if not self._blocks:
             every = np.arange(sizes.slots * sizes.table, dtype=np.int32)
             self._blocks = {group: every.reshape(sizes.slots, -1) for group in sizes.blocks}
-        return self._blocks
+        if not self._has_states:
+            return self._blocks
+        states = np.zeros((sizes.slots, sizes.table), np.int32)  # of which the first column counts
+        states[:, 0] = np.arange(sizes.slots) + (sizes.slots if drafted else 0)
+        return self._blocks | {STATE: states}
 
     def reset(self) -> None:
         self._cache = self._state = None
@@ -198,6 +227,8 @@ class DraftModel(ModelRunner, Drafter):
     def _step_keys(self) -> Iterator[StepKey]:
         (prefill, propose), slots = self.kinds, self.programs.sizes.slots
         yield StepKey("set_slot")
+        if self._has_states:
+            yield StepKey("copy_blocks")
         for size in (*SMALL_SIZES, *SIZES):
             yield StepKey(prefill, size, int(prefill == "logits"))
         for stages in stage_sets():

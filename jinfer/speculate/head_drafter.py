@@ -34,8 +34,10 @@ class HeadDrafter(DraftModel):
         # Drafted tokens were computed from the head's own hidden states, so they do not count.
         return sequence.tokens[1:]
 
-    def _prefill(self, rows: np.ndarray, positions: np.ndarray) -> Cache:
-        arguments = (rows, positions, self.slot_tables(), self._vectors(rows, positions))
+    def _prefill(
+        self, rows: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray]
+    ) -> Cache:
+        arguments = (rows, positions, tables, self._vectors(rows, positions))
         program = self.programs.get(StepKey("prefill_head", len(rows)))
         return program(self.leaves, self.cache, self.state, *arguments)
 

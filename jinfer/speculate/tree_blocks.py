@@ -9,13 +9,17 @@ import numpy as np
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockTables
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.speculate.token_tree import TokenTree
+from jinfer.speculate.token_tree import ROOT, TokenTree
 from jinfer.speculate.tree_batch import TreeLayout
 
 
 def first_path(tree: TokenTree) -> TokenTree:
-    """The first path of a tree."""
-    return tree.subtree(tree.paths()[0]) if len(tree) else tree
+    """The path of each node's first child, whatever the order of the others."""
+    path = [ROOT]
+    for node, parent in enumerate(tree.parents):  # a parent comes before its children
+        if parent == path[-1]:
+            path.append(node)
+    return tree.subtree(path[1:])
 
 
 def layout_masks(

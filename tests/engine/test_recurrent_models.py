@@ -107,6 +107,15 @@ def test_a_cache_on_the_host_is_refused() -> None:
         open_model("lfm2", **{"partition.host_kv_cache": 0.5})
 
 
-def test_a_draft_with_a_state_is_refused() -> None:
-    with pytest.raises(SpecError, match="of the draft has a state"):
-        open_model("hunyuan_dense", **{"speculation.draft": str(GOLDENS / "mamba2")})
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("mamba2", marks=pytest.mark.soak)])
+def test_a_draft_with_a_state(name: str) -> None:
+    """A copy of the model is right, chains and what is computed in their place begin anew."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, seed=3)
+    prompts = [tokens(40), tokens(9), tokens(70)]
+    with open_model(name) as llm:
+        alone = [answer.token_ids for answer in llm.generate(prompts, params)]
+    keys = {"speculation.draft": [{"weights": "q8"}], "speculation.nodes": 6, "engine.slots": 2}
+    with open_model(name, **keys, **{"speculation.expansion": [2, 1, 1]}) as llm:
+        assert [answer.token_ids for answer in llm.generate(prompts, params)] == alone
+        stats = llm.stats()
+    assert stats.accepted_tokens > 0.6 * stats.draft_tokens

@@ -12,6 +12,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.speculate.prompt_lookup import PromptLookup
 from jinfer.speculate.suffix_tree import SuffixDrafter
 from jinfer.speculate.token_tree import TokenTree, merge_trees
+from jinfer.speculate.tree_blocks import first_path
 from tests.engine.test_schedules import GOLDENS, SMOLLM2, STORIES
 from tests.speculate.drafts import alone, ids, same
 
@@ -95,6 +96,13 @@ def test_merged_trees_have_each_path_once() -> None:
     assert tree.subtree([0, 1, 3]).tokens == (1, 2, 4)
     assert tree.ranks() == [0, 0, 0, 1]
     assert tree.subtree([0, 1, 3]).ranks() == [0, 0, 1]
+
+
+def test_the_first_path_is_that_of_first_children() -> None:
+    """Also where draft models, level by level, put a leaf beside it before its end."""
+    tree = TokenTree((5, 6, 7, 8), (-1, -1, 0, 2), ("m",) * 4)
+    assert first_path(tree).tokens == (5, 7, 8)
+    assert first_path(TokenTree()).tokens == ()
 
 
 def check(source: Any, plain: Any, prompts: list[list[int]], **settings: Any) -> float:
