@@ -28,10 +28,8 @@ ISA_FLAGS = {
 # For code that reads XLA's headers and calls kernels: -O2 compiles longer and gains nothing.
 HANDLER_FLAGS = ("-O1",)
 _WITHOUT_XLA = ("read_bandwidth", "repack_gguf")  # portable loops that include no XLA headers
-_TOGETHER = (
-    ("attention", "dense"),
-    ("sample", "rowwise", "lora"),
-)  # families that share a unit per ISA
+# Families that share a unit per ISA.
+_TOGETHER = (("attention", "dense"), ("sample", "rowwise", "lora"))
 # Families whose `<family>_kernels.h` is all there is to compile for an instruction set.
 _GENERATED = ("attention", "dense", "lora", "recurrence", "rowwise", "sample")
 _GENERATED_ISAS = ("portable", "avx2", "avx512")
