@@ -17,9 +17,10 @@ import numpy as np
 
 from jinfer.checkpoint import CheckpointError, Tensor
 from jinfer.checkpoint.gguf import raw_metadata
+from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.quantization_table import AUTO, PLAIN, QuantizationSpec, Role
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.config_json import read_json_value
+from jinfer.opening.config_json import config_path, read_json_value
 from jinfer.opening.model_files import ModelFiles
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.weights.plan_weights import WeightPlan
@@ -62,10 +63,15 @@ def check_layout(layout: str, files: ModelFiles) -> None:
         reason = "is quantized already; give the checkpoint that it was made from"
     elif layout == "gguf" and checkpoint.format != "gguf":
         reason = "is no GGUF file, whose metadata --layout gguf keeps; convert it to one in F16"
-    elif layout != "gguf" and checkpoint.format not in ("safetensors", "pickle"):
+    elif layout != "gguf" and not _has_config(files):
         reason = f"has no config.json, which --layout {layout} needs; give a folder that has one"
     if reason:
         raise CheckpointError(checkpoint.path, reason)
+
+
+def _has_config(files: ModelFiles) -> bool:
+    known = files.checkpoint.format in ("safetensors", "pickle")
+    return known and path_exists(config_path(files.weights))
 
 
 def exported_quantization(layout: str | None, spec: QuantizationSpec) -> QuantizationSpec:
@@ -152,11 +158,20 @@ def export(
         for file in _origin(plan, name).files
     }
     copied = [tensor for name, tensor in tensors.items() if name not in planned]
-    target: _Target
-    if layout == "gguf":
-        target = _GGUFTarget(folder, plan, planned)
-    else:
+    if layout != "gguf":
         target = _SafetensorsTarget(folder, files, SAFETENSORS_LAYOUTS[layout])
+        yield from _written(target, plan, parameters, copied)
+        return
+    with _gguf_writer(folder, plan, planned) as writer:
+        yield from _written(_GGUFTarget(writer), plan, parameters, copied)
+
+
+def _written(
+    target: _Target,
+    plan: WeightPlan,
+    parameters: Iterable[tuple[str, Any]],
+    copied: Iterable[Tensor],
+) -> Iterator[tuple[str, Any]]:
     waiting = defaultdict[str, dict[str, MatrixCodes]](dict)
     for name, parameter in parameters:
         if isinstance(parameter, QuantizedTensor) and name in plan.storages:
@@ -205,23 +220,10 @@ class _SafetensorsTarget:
 
 
 class _GGUFTarget:
-    """A GGUF file with the source's metadata."""
+    """A GGUF file."""
 
-    def __init__(self, folder: Path, plan: WeightPlan, planned: Mapping[str, QuantFormat]) -> None:
-        types = {name: gguf_type(format) for name, format in planned.items()}
-        stored = {
-            name: StoredTensor(tensor.shape, types.get(name) or tensor.type)
-            for name, tensor in plan.checkpoint.tensors.items()
-        }
-        most = max(types.values(), key=[*types.values()].count)
-        metadata = {
-            key: value
-            for key, value in raw_metadata(plan.checkpoint.path).items()
-            if not key.startswith("split.") and key != "general.alignment"
-        }
-        metadata["general.file_type"] = uint32(_FILE_TYPES[most or ""])
-        metadata["general.quantization_version"] = uint32(_BLOCK_FORMAT)
-        self._writer = GGUFWriter(folder / "model.gguf", metadata, stored)
+    def __init__(self, writer: GGUFWriter) -> None:
+        self._writer = writer
 
     def add(self, tensor: Tensor, matrix: MatrixCodes) -> None:
         self._writer.write(tensor.name, gguf_blocks(matrix))
@@ -229,4 +231,21 @@ class _GGUFTarget:
     def finish(self, copied: Iterable[Tensor]) -> None:
         for tensor in copied:
             self._writer.write(tensor.name, tensor.raw())
-        self._writer.close()
+
+
+def _gguf_writer(folder: Path, plan: WeightPlan, planned: Mapping[str, QuantFormat]) -> GGUFWriter:
+    """Of a file with the source's metadata."""
+    types = {name: gguf_type(format) for name, format in planned.items()}
+    stored = {
+        name: StoredTensor(tensor.shape, types.get(name) or tensor.type)
+        for name, tensor in plan.checkpoint.tensors.items()
+    }
+    most = max(types.values(), key=[*types.values()].count)
+    metadata = {
+        key: value
+        for key, value in raw_metadata(plan.checkpoint.path).items()
+        if not key.startswith("split.") and key != "general.alignment"
+    }
+    metadata["general.file_type"] = uint32(_FILE_TYPES[most or ""])
+    metadata["general.quantization_version"] = uint32(_BLOCK_FORMAT)
+    return GGUFWriter(folder / "model.gguf", metadata, stored)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
@@ -36,12 +37,12 @@ class StoredTensor(NamedTuple):
 
 
 class GGUFWriter:
-    """Writes tensors, in any order, to a file that has room for all of them."""
+    """Writes tensors, in any order, to a file that has room for all of them; open in its `with`."""
 
     def __init__(
         self, path: Path, metadata: Mapping[str, bytes], tensors: Mapping[str, StoredTensor]
     ) -> None:
-        """Writes the header.
+        """Lays the file out.
 
         Args:
             metadata: key -> type and value, as bytes of the file.
@@ -60,19 +61,24 @@ class GGUFWriter:
         counts = struct.pack("<IQQ", _VERSION, len(tensors), len(metadata))
         header = b"GGUF" + counts + pairs + b"".join(infos)
         header += bytes(-len(header) % _ALIGNMENT)
-        self._begin = len(header)
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(header)
-        self._file.truncate(self._begin + end)
+        self._path, self._header, self._end = path, header, len(header) + end
+
+    def __enter__(self) -> Self:
+        """Writes the header."""
+        with ExitStack() as stack:
+            self._file: BinaryIO = stack.enter_context(self._path.open("wb"))
+            self._file.write(self._header)
+            self._file.truncate(self._end)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
 
     def write(self, name: str, raw: np.ndarray) -> None:
         """Writes a tensor's bytes."""
-        self._file.seek(self._begin + self._offsets[name])
+        self._file.seek(len(self._header) + self._offsets[name])
         np.ascontiguousarray(raw).tofile(self._file)
-
-    def close(self) -> None:
-        """Ends the file."""
-        self._file.close()
 
 
 def uint32(value: int) -> bytes:

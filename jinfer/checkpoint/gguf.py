@@ -38,6 +38,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_BYTES = {_BOOL: 1, _STRING: 8, _ARRAY: 12} | {
     kind: struct.calcsize(f"<{code}") for kind, code in _NUMBERS.items()
 }
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _LEAST_PAIR = 8 + 4 + 1  # an empty key, a type, a byte
 _LEAST_TENSOR = 8 + 4 + 4 + 8  # an empty name, no dimensions, a type, an offset
 
@@ -83,7 +84,7 @@ def _split_number(file: _File, key: str, default: int) -> int:
 
 def _read_split(opened: _File, count: int) -> list[_File]:
     """All files of the split that `opened` is one of, in order."""
-    name = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", opened.path.name, re.DOTALL)
+    name = _PART.fullmatch(opened.path.name)
     if name is None or int(name[3]) != count:
         raise CheckpointError(
             opened.path,
@@ -145,6 +146,8 @@ def _read_file(path: Path) -> _File:
 def raw_metadata(path: Path) -> dict[str, bytes]:
     """The type and value of each key of a file, as its bytes: to be written again.
 
+    Of a part of a split model they are the first part's, which has the model's.
+
     Raises:
         CheckpointError: the file cannot be read, or has its numbers in big-endian order.
     """
@@ -159,6 +162,9 @@ def raw_metadata(path: Path) -> dict[str, bytes]:
         _value(cursor, cursor.number("I", what), what)
         end, cursor.at = cursor.at, begin
         found[key] = cursor.take(end - begin, what)
+    first = _PART.sub(r"\g<1>-00001-of-\g<3>.gguf", path.name)
+    if "split.count" in found and first != path.name:
+        return raw_metadata(path.with_name(first))
     return found
 
 

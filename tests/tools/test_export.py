@@ -11,8 +11,10 @@ from gguf.quants import dequantize
 from safetensors.numpy import load_file
 
 from jinfer import LLM
-from jinfer.checkpoint import open_checkpoint
+from jinfer.checkpoint import CheckpointError, open_checkpoint
+from jinfer.checkpoint.gguf import raw_metadata
 from tools.quantize import convert, main
+from tools.write_gguf import GGUFWriter, StoredTensor, uint32
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [[1, 5, 9, 40, 3, 7]]
@@ -102,6 +104,48 @@ def test_gguf(model: str, format: str, type: str, tmp_path: Path) -> None:
     assert type in types
     ours, theirs = LLM(out, dtype="float32"), LLM(source, dtype="float32")
     assert np.corrcoef(ours.logits(IDS)[0].ravel(), theirs.logits(IDS)[0].ravel())[0, 1] > 0.9
+
+
+def test_split_source(tmp_path: Path) -> None:
+    """The metadata of the first part, whichever part is given."""
+    source = GOLDENS / "gguf_llama2" / "model.gguf"
+    metadata, tensors = raw_metadata(source), list(open_checkpoint(source).tensors.items())
+    halves = tensors[:12], tensors[12:]
+    paths = [tmp_path / f"m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for number, (path, half) in enumerate(zip(paths, halves, strict=True)):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(tensors)}
+        own = metadata if number == 0 else {}
+        own = own | {key: uint32(value) for key, value in split.items()}
+        stored = {name: StoredTensor(tensor.shape, tensor.type) for name, tensor in half}
+        with GGUFWriter(path, own, stored) as writer:
+            for name, tensor in half:
+                writer.write(name, tensor.raw())
+    first, last = paths
+    for part in (first, last):
+        convert(str(part), tmp_path / part.stem, _tables("q8"), layout="gguf")
+    files = [(tmp_path / part.stem / "model.gguf").read_bytes() for part in (first, last)]
+    assert files[0] == files[1]
+    assert "llama.block_count" in GGUFReader(tmp_path / last.stem / "model.gguf").fields
+
+
+def test_file_is_closed_on_an_error(tmp_path: Path) -> None:
+    tensors = {"a": StoredTensor((32,), "F32")}
+    with pytest.raises(KeyError), GGUFWriter(tmp_path / "m.gguf", {}, tensors) as writer:
+        writer.write("b", np.zeros(32, np.float32))
+    with pytest.raises(ValueError, match="closed"):
+        writer.write("a", np.zeros(32, np.float32))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors"])
+def test_no_config(tmp_path: Path, layout: str) -> None:
+    """Refused before anything is quantized."""
+    spec, source = tmp_path / "m.toml", GOLDENS / "qwen3"
+    (weights := tmp_path / "bare.safetensors").write_bytes(
+        (source / "model.safetensors").read_bytes()
+    )
+    spec.write_text(f'family = "qwen3"\nweights = "{weights}"\n')
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        convert(str(spec), tmp_path / "out", _tables("q4_b32_sym"), layout=layout)
 
 
 def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
