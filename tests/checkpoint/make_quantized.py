@@ -7,7 +7,7 @@ transformers PACKAGE`), and all run on a CPU:
 
 Made with bitsandbytes 0.50.2, hqq 0.2.8.post1, mlx[cpu] 0.32.4 and mlx-lm 0.32.2, llmcompressor
 0.14.0.1 (compressed-tensors 0.19.0), gptqmodel 7.6.0 (GPTQMODEL_CPU_WORKERS=4), auto-round 0.15.1,
-nvidia-modelopt 0.47.0, amd-quark 0.13.
+nvidia-modelopt 0.47.0, amd-quark 0.13, autoawq 0.2.9.
 BASES is a folder for the models that are quantized; all packages must be given the same one.
 
 `expected.npz` has the logits of transformers with the matrices decoded in float32: by the package's
@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MORE: dict[str, Any] = {
     "llama": {},
+    "llama_mha": {"num_key_value_heads": 4},  # AutoAWQ wants whole blocks of 64 outputs
     "qwen3": {"head_dim": 16},
     "mixtral": {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -51,7 +52,7 @@ def make_bases(folder: Path) -> None:
     words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     for name, more in MORE.items():
-        config = AutoConfig.for_model(name, **{**SIZES, **more})
+        config = AutoConfig.for_model(name.removesuffix("_mha"), **{**SIZES, **more})
         AutoModelForCausalLM.from_config(config).half().save_pretrained(folder / name)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0")
         tokenizer.save_pretrained(folder / name)
@@ -119,12 +120,10 @@ def bitsandbytes(bases: Path, out: Path) -> None:
                 rows = module.weight.SCB[:, None].float() / 127
                 yield name, (module.weight.data.float() * rows).numpy()
 
+    nf4 = {"bnb_4bit_quant_type": "nf4"}
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "bitsandbytes_nf4": ("llama", {"bnb_4bit_quant_type": "nf4"}),
-        "bitsandbytes_nf4_nested": (
-            "llama",
-            {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-        ),
+        "bitsandbytes_nf4": ("llama", nf4),
+        "bitsandbytes_nf4_nested": ("llama", {**nf4, "bnb_4bit_use_double_quant": True}),
         "bitsandbytes_int8": ("llama", {"load_in_8bit": True}),
     }
     for name, (base, said) in cases.items():
@@ -259,10 +258,7 @@ def modelopt(bases: Path, out: Path) -> None:
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    cases = {
-        "modelopt_nvfp4": mtq.NVFP4_DEFAULT_CFG,
-        "modelopt_fp8": mtq.FP8_DEFAULT_CFG,
-    }
+    cases = {"modelopt_nvfp4": mtq.NVFP4_DEFAULT_CFG, "modelopt_fp8": mtq.FP8_DEFAULT_CFG}
     for name, config in cases.items():
         model = AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.float16)
         mtq.quantize(model, config, lambda model: model(torch.tensor(CALIBRATION)))
@@ -342,6 +338,20 @@ def auto_round(bases: Path, out: Path) -> None:
         keep(base, name, written, packed_outputs_last(written))
 
 
+def autoawq(bases: Path, out: Path) -> None:
+    from awq import AutoAWQForCausalLM
+    from transformers import AutoTokenizer
+
+    base, name = str(bases / "llama_mha"), "autoawq_4"
+    model = AutoAWQForCausalLM.from_pretrained(base, device_map="cpu")
+    said = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    texts = [" ".join(map(str, ids)) for ids in CALIBRATION]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model.quantize(tokenizer, quant_config=said, calib_data=texts, max_calib_seq_len=128)
+    model.save_quantized(str(out / name))
+    keep(Path(base), name, out / name, packed_outputs_last(out / name))
+
+
 def packed_outputs_last(folder: Path) -> Matrices:
     """Matrices of GPTQ and AWQ by the definitions of their layouts."""
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
@@ -371,8 +381,8 @@ def stream(words: np.ndarray, bits: int) -> np.ndarray:
     return (codes << np.arange(bits, dtype=np.uint32)).sum(-1).astype(np.int64)
 
 
-WRITING = (bitsandbytes, hqq, mlx, llmcompressor, modelopt, quark, gptqmodel, auto_round)
-WRITERS: dict[str, Callable[[Path, Path], None]] = {each.__name__: each for each in WRITING}
+WRITERS: tuple[Callable[[Path, Path], None], ...]
+WRITERS = (bitsandbytes, hqq, mlx, llmcompressor, modelopt, quark, gptqmodel, autoawq, auto_round)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else "bases").resolve()
@@ -382,4 +392,4 @@ if __name__ == "__main__":
     shutil.rmtree(written, ignore_errors=True)
     written.mkdir()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    WRITERS[sys.argv[1]](folder, written)
+    {each.__name__: each for each in WRITERS}[sys.argv[1]](folder, written)

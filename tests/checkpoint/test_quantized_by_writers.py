@@ -28,9 +28,10 @@ def expected(name: str) -> tuple[list[list[int]], np.ndarray]:
 @pytest.mark.parametrize("name", REST)
 def test_weights(name: str) -> None:
     (ids,), wanted = expected(name)
-    read = open_model(QUANTIZED / name, {}).checkpoint.tensors
-    tensors = {each: tensor.read().astype(np.float64) for each, tensor in read.items()}
-    model = Llama(1, 4, 2, rope_frequencies(16), eps=1e-6)
+    stored = open_model(QUANTIZED / name, {}).checkpoint.tensors.items()
+    tensors = {each: tensor.read().astype(np.float64) for each, tensor in stored}
+    kv_heads = len(tensors["model.layers.0.self_attn.k_proj.weight"]) // 16
+    model = Llama(1, 4, kv_heads, rope_frequencies(16), eps=1e-6)
     np.testing.assert_allclose(model.logits(tensors, ids), wanted, rtol=0, atol=2e-4)
 
 

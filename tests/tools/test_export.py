@@ -144,7 +144,7 @@ def test_no_config(tmp_path: Path, layout: str) -> None:
         (source / "model.safetensors").read_bytes()
     )
     spec.write_text(f'family = "qwen3"\nweights = "{weights}"\n')
-    with pytest.raises(CheckpointError, match="has no config.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         convert(str(spec), tmp_path / "out", _tables("q4_b32_sym"), layout=layout)
 
 
