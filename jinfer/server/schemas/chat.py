@@ -236,7 +236,7 @@ class ChatChoice(base.ResponseModel):
     finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
 
 
-Conversation = Annotated[list[Message], Field(min_length=1, max_length=base.MAX_ITEMS)]
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=1024)]
 
 
 class ChatBatchRequest(ChatRequest):
