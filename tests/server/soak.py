@@ -91,7 +91,9 @@ class Soak:
             return OPENAI, body
         plain = {"messages": body["messages"], "stream": body["stream"]}
         if kind == "anthropic":
-            ends = rng.choice([{}, {"stop_sequences": ["and"]}, {"system": "Be brief."}])
+            ends: dict[str, Any] = rng.choice(
+                [{}, {"stop_sequences": ["and"]}, {"system": "Be brief."}]
+            )
             return "/v1/messages", {**plain, "max_tokens": body["max_tokens"], **ends}
         options = {"num_predict": body["max_tokens"], "temperature": rng.choice([0, 0.8])}
         format = rng.choice([{}, {"format": "json"}])
