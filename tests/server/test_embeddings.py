@@ -261,7 +261,7 @@ def test_embeddings_of_cohere(encoder: Running) -> None:
     def embed(status: int = 200, **body: Any) -> Any:
         return posted(encoder, "/v2/embed", status, model="minilm", **{"texts": TEXTS, **body})
 
-    expected = np.stack(encoder.hosted("minilm").llm.embed(TEXTS))
+    expected = encoder.hosted("minilm").llm.embed(TEXTS)
     made = embed(embedding_types=["float", "base64", "binary", "ubinary"])
     np.testing.assert_allclose(made["embeddings"]["float"], expected, atol=1e-6)
     coded = [np.frombuffer(base64.b64decode(one), "<f4") for one in made["embeddings"]["base64"]]
@@ -282,13 +282,14 @@ def test_embeddings_of_cohere(encoder: Running) -> None:
     assert np.dot(one, other) < 0.99
     assert embed(400, texts=long, truncate="NONE")["code"] == "context_length_exceeded"
     assert embed(input_type="search_query")["embeddings"] == embed()["embeddings"]
-    for wrong in ({"input_type": "other"}, {"texts": []}, {"images": ["data:"]}, {"truncate": "X"}):
+    wrong_ones: list[dict[str, Any]] = [{"input_type": "other"}, {"texts": []}]
+    for wrong in (*wrong_ones, {"images": ["data:"]}, {"truncate": "X"}):
         assert embed(400, **wrong)["param"] == next(iter(wrong))
 
 
 def test_invocations(encoder: Running) -> None:
     """As the route that the fields belong to."""
-    body = {"model": "minilm", "input": TEXTS}
+    body: dict[str, Any] = {"model": "minilm", "input": TEXTS}
     assert posted(encoder, "/invocations", **body) == posted(encoder, "/v1/embeddings", **body)
     ranks = posted(encoder, "/invocations", model="minilm", query="a", documents=TEXTS)
     assert len(ranks["results"]) == len(TEXTS)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -53,7 +54,7 @@ def checked(url: str, *chosen: str) -> None:
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
-def words(option: str, paths: list[str]) -> list[str]:
+def words(option: str, paths: Sequence[str]) -> list[str]:
     """An option for each path."""
     return [word for path in paths for word in (option, path.replace(":path", ""))]
 

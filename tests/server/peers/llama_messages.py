@@ -13,7 +13,7 @@ USED = {"type": "tool_use", "id": "t1", "name": "look", "input": {"place": "Rome
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
 
 
-def message(at: Servers, status: int = 200, **body: Any) -> Any:
+def message(at: Servers, status: int = 200, /, **body: Any) -> Any:
     given = {"model": "test", "max_tokens": 16, "messages": HI, **body}
     return at.chat.post(PATH, status, **given)
 

@@ -66,7 +66,9 @@ def _(at: Servers) -> None:
 @LLAMA.case(VECTORS, 6, "what is no input")
 def _(at: Servers) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    for given in ([], {"content": "a"}, {"content": [{"type": "x"}]}, {"content": [image]}):
+    for given in list[Any](
+        [[], {"content": "a"}, {"content": [{"type": "x"}]}, {"content": [image]}]
+    ):
         at.vectors.post("/v1/embeddings", 400, input=given)
 
 

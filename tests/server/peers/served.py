@@ -42,7 +42,7 @@ class Target:
     running: Running
     model: str | None = None
 
-    def post(self, path: str, status: int = 200, **body: Any) -> Any:
+    def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
         """The answer to a JSON body, which has to have a status; its JSON, or its text."""
         headers = body.pop("headers", None)
         given = {"model": self.model, **body} if self.model else body
@@ -67,17 +67,17 @@ class Target:
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
-    def chat(self, status: int = 200, **body: Any) -> Any:
+    def chat(self, status: int = 200, /, **body: Any) -> Any:
         """An answer of a few tokens to a conversation."""
         given = {"messages": HI, "max_tokens": 8, **body}
         return self.post("/v1/chat/completions", status, **given)
 
-    def text(self, status: int = 200, **body: Any) -> Any:
+    def text(self, status: int = 200, /, **body: Any) -> Any:
         """An answer of a few tokens to a text."""
         given = {"prompt": "Once upon a time", "max_tokens": 8, **body}
         return self.post("/v1/completions", status, **given)
 
-    def native(self, status: int = 200, **body: Any) -> Any:
+    def native(self, status: int = 200, /, **body: Any) -> Any:
         """An answer of a few tokens of llama.cpp's own route."""
         given = {"prompt": "Once upon a time", "n_predict": 8, **body}
         return self.post("/completion", status, **given)
@@ -155,6 +155,10 @@ def all_servers(folder: Path) -> Iterator[Servers]:
         locked = enter(serving([ModelSource("tiny", str(GOLDENS / "llama2"), tiny)], keyed))
         router = enter(serving(ModelRegistry((), models, None, tiny), few))
         adapted = enter(serving([ModelSource("tiny", str(GOLDENS / "llama2"), keys)], loads))
-        of = [Target(encoders, name) for name in ("minilm", "ranker", "classes", "late")]
-        targets = [Target(one) for one in (locked, router, adapted)]
-        yield Servers(Target(chat), Target(other), *of, *targets, folder)
+        minilm, ranker, classes, late = (
+            Target(encoders, name) for name in ("minilm", "ranker", "classes", "late")
+        )
+        small = Target(locked), Target(router), Target(adapted)
+        yield Servers(
+            Target(chat), Target(other), minilm, ranker, classes, late, *small, folder=folder
+        )

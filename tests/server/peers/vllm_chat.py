@@ -86,7 +86,11 @@ def _(at: Servers) -> None:
     answer = at.chat.chat(structured_outputs={"choice": choices}, logprobs=True, top_logprobs=5)
     assert said(answer) in choices
     assert all(top["logprob"] >= -9999 for top in logged(answer)[0]["top_logprobs"])
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+    }
     schema["additionalProperties"] = False
     bound = at.chat.chat(structured_outputs={"json": schema}, max_tokens=40)
     assert json.loads(said(bound))["a"] in (1, 2)

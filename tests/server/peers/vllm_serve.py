@@ -17,7 +17,7 @@ PAIRS = {
 }
 
 
-def response(at: Servers, status: int = 200, **body: Any) -> Any:
+def response(at: Servers, status: int = 200, /, **body: Any) -> Any:
     return at.chat.post(RESPONSES, status, **{"input": "Hi", "max_output_tokens": 16, **body})
 
 
@@ -78,7 +78,7 @@ SIMPLE = "responses/test_simple.py"
 @VLLM.case(SIMPLE, 7, "effort, reasoning items, streams, limits, sampling")
 def _(at: Servers) -> None:
     response(at, reasoning={"effort": "none"})
-    thought = {"type": "reasoning", "id": "r", "summary": []}
+    thought: dict[str, Any] = {"type": "reasoning", "id": "r", "summary": []}
     thought["content"] = [{"type": "reasoning_text", "text": "I greet."}]
     response(at, input=[{"type": "message", **HI[0]}, thought])
     events = at.chat.stream(RESPONSES, input="Hi", max_output_tokens=300)
@@ -133,7 +133,11 @@ def _(at: Servers) -> None:
 
 @VLLM.case("responses/test_structured_output.py", 2, "text.format with a schema")
 def _(at: Servers) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+    }
     schema["additionalProperties"] = False
     format = {"type": "json_schema", "name": "event", "schema": schema, "strict": True}
     made = response(at, text={"format": format}, max_output_tokens=60)
@@ -197,7 +201,11 @@ def _(at: Servers) -> None:
         "/v1/messages", **given | {"max_tokens": 80}, tools=TOOLS, tool_choice=choice
     )
     assert used["stop_reason"] in ("tool_use", "max_tokens")
-    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}},
+        "required": ["a"],
+    }
     schema["additionalProperties"] = False
     config = {"format": {"type": "json_schema", "schema": schema}}
     made = at.chat.post("/v1/messages", **given | {"max_tokens": 60}, output_config=config)
@@ -326,7 +334,7 @@ VLLM.apart("serve/middleware/test_authentication_middleware.py", 2, "routes by t
 LORA = "serve/lora/test_lora_adapters.py"
 
 
-def load(at: Servers, status: int = 200, **more: Any) -> Any:
+def load(at: Servers, status: int = 200, /, **more: Any) -> Any:
     return at.adapted.post("/v1/load_lora_adapter", status, **more)
 
 

@@ -13,11 +13,11 @@ BYTES = "numbers are float32 in base64, or JSON"
 CHATS = "vectors and classes are of texts, without a template"
 
 
-def classified(at: Servers, status: int = 200, **body: Any) -> Any:
+def classified(at: Servers, status: int = 200, /, **body: Any) -> Any:
     return at.classes.post("/classify", status, **{"input": "a b c", **body})
 
 
-def embedded(at: Servers, status: int = 200, **body: Any) -> Any:
+def embedded(at: Servers, status: int = 200, /, **body: Any) -> Any:
     return at.vectors.post("/v1/embeddings", status, **{"input": "a b c", **body})
 
 
@@ -131,7 +131,7 @@ def _(at: Servers) -> None:
 COHERE = "pooling/embed/test_cohere_online.py"
 
 
-def cohere(at: Servers, status: int = 200, **body: Any) -> Any:
+def cohere(at: Servers, status: int = 200, /, **body: Any) -> Any:
     given = {"texts": ["hello world"], "embedding_types": ["float"], **body}
     return at.vectors.post("/v2/embed", status, **given)
 
