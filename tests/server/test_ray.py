@@ -50,7 +50,7 @@ async def _played(url: str) -> None:
             ready = ready + 1 if (await http.get("/health")).status_code == 200 else 0
             assert time.monotonic() < end, "they are not ready"
             await asyncio.sleep(0.2)
-        soak = Soak(url, 8, seconds)
+        soak = Soak(url, clients=8, seconds=seconds)
         await soak.run()
         print(dict(soak.codes), f"{soak.whole} whole answers")
         assert soak.wrong == []
