@@ -47,7 +47,7 @@ _ROOT = Path(jinfer.__path__[0]).parent
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What is measured: decoding of several sequences, greedy or sampled, or the prefill of one."""
+    """What is measured: decoding, greedy or sampled, prefill, or decoding after it ("deep")."""
 
     kind: str
     size: int
@@ -61,6 +61,12 @@ class BenchTask:
 TASKS = tuple(
     BenchTask(kind, n)
     for kind, sizes in (("decode", (1, 4, 8, 16)), ("sample", (1, 8)), ("prefill", (64, 512)))
+    for n in sizes
+)
+# Measured only if named: they need more memory, or minutes.
+LARGE_TASKS = tuple(
+    BenchTask(kind, n)
+    for kind, sizes in (("decode", (32, 64)), ("prefill", (2000, 7900)), ("deep", (7900,)))
     for n in sizes
 )
 
@@ -216,7 +222,7 @@ def add_shares(result: dict[str, Any], read: int) -> None:
         read: bytes of a step.
     """
     for name, row in result["tasks"].items():
-        if row["bandwidth"]:
+        if row["bandwidth"] and not name.startswith("deep"):  # which reads the KV cache, too
             rows = int(name.split()[1])
             row["shares"] = {
                 side: statistics.median(
@@ -290,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words() -> list[str]:
-    return [task.name.replace(" ", "") for task in TASKS]
+    return [task.name.replace(" ", "") for task in (*TASKS, *LARGE_TASKS)]
 
 
 def _positive(text: str) -> int:
@@ -301,13 +307,14 @@ def _positive(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     models = [_file(model) for model in options.models]
-    tasks = [t for t in TASKS if not options.only or t.name.replace(" ", "") in options.only]
+    chosen = options.only or [task.name.replace(" ", "") for task in TASKS]
+    tasks = [t for t in (*TASKS, *LARGE_TASKS) if t.name.replace(" ", "") in chosen]
     before, found = counters(), []
     changed = any(text.startswith(("quantization", "dtype")) for text in options.set)
     stored = not (changed or options.peer_type)
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            sides = _sides(options, model, Path(folder))
+            sides = _sides(options, tasks, model, Path(folder))
             result = compare(model, sides, options.rounds, tasks)
         read = step_bytes(model) if stored else None
         if read is not None:
@@ -341,13 +348,24 @@ def _file(source: str) -> str:
     return str(path.resolve())
 
 
-def _sides(options: argparse.Namespace, model: str, folder: Path) -> list[EngineUnderTest]:
+def _room(tasks: Sequence[BenchTask]) -> list[str]:
+    """The engine's keys, where tasks need more sequences or positions than usual."""
+    rows = max([16, *(task.size for task in tasks if task.kind in ("decode", "sample"))])
+    tokens = max([0, *(task.size for task in tasks if task.kind in ("prefill", "deep"))])
+    context = [] if tokens < 900 else ["engine.context=8192"]
+    return context if rows == 16 else [*context, f"engine.slots={rows}"]
+
+
+def _sides(
+    options: argparse.Namespace, tasks: Sequence[BenchTask], model: str, folder: Path
+) -> list[EngineUnderTest]:
     """The engines under test, our own first.
 
     Args:
         folder: for llama.cpp's quantized copies of the model.
     """
-    python, passed = sys.executable, tuple(word for text in options.set for word in ("--set", text))
+    keys = [*_room(tasks), *options.set]
+    python, passed = sys.executable, tuple(word for text in keys for word in ("--set", text))
     own = (python, "-P", "-m", "jinfer", "bench", "cpu", "--worker", OWN)
     sides = [EngineUnderTest(OWN, own, passed)]
     peer = options.peer_python or (python if find_spec("llama_cpp") else None)

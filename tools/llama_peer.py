@@ -20,7 +20,8 @@ from typing import Any, Protocol
 PROMPT = 16  # tokens before decoding begins
 STEPS = 48  # tokens decoded in a measurement
 PROMPTS = 512  # tokens of prompts in one, which may be several: a short one takes 30 ms
-KINDS = ("decode", "sample", "prefill")  # what can be measured
+KINDS = ("decode", "sample", "prefill", "deep")  # what can be measured
+BATCH = 2048  # most tokens of a call
 # Sampling parameters: the defaults of llama.cpp's own server.
 DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
@@ -58,14 +59,14 @@ class Llama:
         if not self.model:
             raise OSError(f"{model}: llama.cpp cannot load it")
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, 2048, 512
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, BATCH, 512
         # Of the machine's cores perhaps not all are this process's.
         allowed = getattr(os, "sched_getaffinity", None)
         threads = threads or (len(allowed(0)) if allowed else os.cpu_count() or 1)
         settings.n_seq_max, settings.kv_unified = sequences, True
         settings.n_threads = settings.n_threads_batch = threads
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
-        self.batch = llama_cpp.llama_batch_init(2048, 0, sequences)
+        self.batch = llama_cpp.llama_batch_init(BATCH, 0, sequences)
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def forget(self) -> None:
@@ -191,14 +192,17 @@ class BenchEngine(Protocol):
 
 
 def answer_tasks(start: Callable[[], BenchEngine]) -> int:
-    """Measures the tasks of standard input, one per line, such as "decode 4"."""
+    """Measures the tasks of standard input, one per line, such as "decode 4".
+
+    "deep 7900" decodes one sequence after a prompt of so many tokens.
+    """
     begun = time.time() - time.process_time()
     engine = start()
     engine.run(1, 1)
     print(json.dumps({"seconds": time.time() - begun, "kinds": KINDS}), flush=True)
     for line in sys.stdin:
         kind, size = line.split()
-        prompt, rows = (int(size), 1) if kind == "prefill" else (PROMPT, int(size))
+        prompt, rows = (int(size), 1) if kind in ("prefill", "deep") else (PROMPT, int(size))
         steps = 0 if kind == "prefill" else STEPS
         times = 1 if steps else max(1, PROMPTS // prompt)
         drawn = kind == "sample"
@@ -226,7 +230,7 @@ class LlamaPeer:
     """llama.cpp, used like its own batched benchmark."""
 
     def __init__(self, model: str, threads: int) -> None:
-        self.llama = Llama(model, 16 * 1024, 16, threads)
+        self.llama = Llama(model, 16 * 1024, 64, threads)
         self.sample = self.llama.sampler()
 
     def run(self, prompt: int, rows: int, steps: int = 0, *, drawn: bool = False) -> float:
@@ -244,9 +248,11 @@ class LlamaPeer:
         begun = time.perf_counter()
         last = []
         for row in range(rows):
-            llama.decode([(100 + (row * 7 + i * 3) % 1000, i, row, i == prompt - 1)
-                          for i in range(prompt)])  # fmt: skip
-            last.append(choose(prompt - 1))
+            for first in range(0, prompt, BATCH):
+                part = range(first, min(first + BATCH, prompt))
+                llama.decode([(100 + (row * 7 + i * 3) % 1000, i, row, i == prompt - 1)
+                              for i in part])  # fmt: skip
+            last.append(choose((prompt - 1) % BATCH))
         middle = time.perf_counter()
         for step in range(steps):
             llama.decode([(token, prompt + step, row, True) for row, token in enumerate(last)])

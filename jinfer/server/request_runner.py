@@ -245,7 +245,9 @@ class RequestRunner:
         """The usage and times of an unfinished answer, up to the chunk shown last."""
         prefill, decode = self.timer.seconds(index)
         request = self.prepared[index].request
-        cached, _ = self.session.thread.progress(request.id) or (0, 0)
+        ended = self.usages.get(index)  # the engine knows nothing of it then
+        known = ended.cached_tokens if ended else 0
+        cached, _ = self.session.thread.progress(request.id) or (known, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
         return _without_token(usage) if self.job(index).sampling.nothing else usage
 
