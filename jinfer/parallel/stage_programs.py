@@ -36,6 +36,7 @@ from jinfer.modelspec.draft_head import tap_names
 from jinfer.nn.abstract_model import AbstractModel, Want
 from jinfer.ops.attention.kv_cache import STATE, zero_cache
 from jinfer.ops.backend import target_platform
+from jinfer.ops.recurrence.drafted_scan import join_inputs, split_inputs
 from jinfer.parallel import stage_forward
 from jinfer.parallel.device_groups import DeviceGroup
 from jinfer.parallel.microbatches import MicroBatches
@@ -187,8 +188,17 @@ class StageCompiler:
             tables = abstract_tables(self.sizes, count)
             batch = abstract_flat_batch(count, count, tables)
             sampled = int32(shape.chosen), int32(count, shape.chosen)
-            own = stage.device_group.as_shards(forward.out[0])
-            return self.compile_stage(stage, accept_states, 0, (own,), (batch, *sampled), True)
+            own = split_inputs(stage.device_group.as_shards(forward.out[0]))
+
+            def function(cache: Any, inputs: Any, *given: Any) -> Any:
+                return accept_states(join_inputs(cache, inputs), *given)
+
+            made = self.compile_stage(stage, function, 0, own, (batch, *sampled), True)
+
+            def run(cache: Any, *given: Any) -> Any:
+                return made.program(*split_inputs(cache), *given)
+
+            return CompiledStage(run, made.out)
 
         return self.cached(("accept", stage.kind, shape.tokens, shape.chosen), make)
 

@@ -11,7 +11,7 @@ compute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -78,4 +78,32 @@ def accept_drafted(cache: Cache, runs: SequenceRuns, accepted: Array) -> Cache:
             return part.scan(*part.inputs, part.table, runs)[1]
         return part
 
-    return jax.tree.map(after, cache, is_leaf=lambda part: isinstance(part, DraftedScan))
+    return jax.tree.map(after, cache, is_leaf=_is_drafted)
+
+
+def split_inputs(cache: Cache) -> tuple[Cache, tuple[Any, ...]]:
+    """A cache that verification has returned, without its scans' inputs, and these.
+
+    The cache alone has buffers that the accepted cache can be written to.
+    """
+    kept = jax.tree.map(
+        lambda part: replace(part, inputs=()) if _is_drafted(part) else part,
+        cache,
+        is_leaf=_is_drafted,
+    )
+    parts = jax.tree.leaves(cache, is_leaf=_is_drafted)
+    return kept, tuple(part.inputs for part in parts if _is_drafted(part))
+
+
+def join_inputs(cache: Cache, inputs: tuple[Any, ...]) -> Cache:
+    """The cache of which `split_inputs` has made these."""
+    rest = iter(inputs)
+    return jax.tree.map(
+        lambda part: replace(part, inputs=next(rest)) if _is_drafted(part) else part,
+        cache,
+        is_leaf=_is_drafted,
+    )
+
+
+def _is_drafted(part: Any) -> bool:
+    return isinstance(part, DraftedScan)
