@@ -50,6 +50,8 @@ class AttentionSpec(Block):
     kv_layer: number of an earlier layer, whose attention of the same name has the keys and values
         (KV sharing, arXiv 2405.12981); none: it has its own.
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
+    low_rank: rank of two matrices beside `q`, `k` and `v` each, `attn.q_low.down` and
+        `attn.q_low.up` and so on: q(x) + up(down(x)); none: there are none.
     """
 
     kind: Literal["attention"]
@@ -77,6 +79,7 @@ class AttentionSpec(Block):
     tied_values: bool = False
     kv_layer: Count | None = None
     indexer: IndexerSpec | None = None
+    low_rank: Size | None = None
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.
@@ -183,7 +186,7 @@ class ExpertAttentionSpec(AttentionSpec):
             return "top_k", f"{self.top_k} is more than experts = {self.experts}"
         if not (self.bias is False or self.bias == "o"):
             return "bias", f"{show_value(self.bias)} is not false or 'o'"
-        for name in ("gate", "out_norm", "differential", "v_norm", "kv_layer", "clip"):
+        for name in ("gate", "out_norm", "differential", "v_norm", "kv_layer", "clip", "low_rank"):
             if getattr(self, name) is not None:
                 return name, "is not for a mixture of heads"
         if self.tied_values or self.sinks or not isinstance(self.position, RopeSpec | None):

@@ -21,7 +21,7 @@ from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
 from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
-from jinfer.nn.projections import Linear, project
+from jinfer.nn.projections import Linear, LowRank, project
 from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
 from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
 from jinfer.ops.attention.kv_cache import ENCODER, AttentionMetadata, LayerCache, write_cache
@@ -45,6 +45,8 @@ class Attention(GatedHeads):
             self.k = Linear(block.inputs, kv_width, block.has_bias("k"), dtype, axes)
             if not block.tied_values:
                 self.v = Linear(block.inputs, v_width, block.has_bias("v"), dtype, axes)
+        if block.low_rank is not None:
+            self._build_low_rank(block.low_rank, dtype)
         self.o = Linear(o_width, block.outputs, block.has_bias("o"), dtype, ("hidden", "heads"))
         if block.qk_norm is not None:
             self.q_norm = HeadNorm(block.qk_norm, block.heads, block.head_dim, "heads")
@@ -81,7 +83,8 @@ class Attention(GatedHeads):
         another layer's keys is given that layer's cache, with the new tokens, and leaves it.
         """
         if self.block.kv_layer is not None:
-            q = tapped("q", split_heads(self._queries(self.q(x), batch), self.block.heads))
+            (q,) = self._products(x, "q")
+            q = tapped("q", split_heads(self._queries(q, batch), self.block.heads))
             rules = self._rules(q, q, batch.positions, causal=True)
             assert isinstance(cache, LayerCache), "its layers are on one device"
             flat = batch.attend(q[0], cache, rules.window, rules)
@@ -120,13 +123,33 @@ class Attention(GatedHeads):
             out = self.out_norm(out)
         return out if self.block.gate is None else self.gated(self.block.gate, out, x)
 
+    def _build_low_rank(self, rank: int, dtype: DTypeLike) -> None:
+        """The two matrices beside each of the projections that there are."""
+        for name in "qkv":
+            if (beside := getattr(self, name, None)) is not None:
+                outputs, inputs = beside.weight.shape
+                axes = "kv_heads" if name in "kv" else "heads"
+                setattr(self, f"{name}_low", LowRank(inputs, rank, outputs, axes, dtype))
+
+    def _products(self, x: Array, names: str) -> tuple[Array, ...]:
+        """Projections by their letters, with what is beside them."""
+        products = project(x, [getattr(self, name) for name in names])
+        if self.block.low_rank is None:
+            return products
+        beside: list[LowRank] = [getattr(self, f"{name}_low") for name in names]
+        narrow = project(x, [each.down for each in beside])
+        return tuple(
+            product + each.up(low)
+            for product, each, low in zip(products, beside, narrow, strict=True)
+        )
+
     def _project(self, x: Array, batch: ForwardBatch) -> tuple[Array, Array, Array]:
         block = self.block
         if block.tied_values:
-            q, k = project(x, (self.q, self.k))
+            q, k = self._products(x, "qk")
             v = k
         else:
-            q, k, v = project(x, (self.q, self.k, self.v))
+            q, k, v = self._products(x, "qkv")
         if block.clip is not None:
             v = jnp.clip(v, -block.clip, block.clip)
         k_norm = None if block.qk_norm is None else self.k_norm
@@ -193,10 +216,8 @@ class Attention(GatedHeads):
     def _disentangled(self, q: Array, k: Array, positions: Array, scale: float) -> Bias:
         """The score bias, from the projected distance vectors."""
         vectors = self.distances.vectors()[None]
-        to_q, to_k = (
-            split_heads(self.q(vectors), self.block.heads),
-            split_heads(self.k(vectors), k.shape[2]),
-        )
+        at_q, at_k = self._products(vectors, "qk")
+        to_q, to_k = split_heads(at_q, self.block.heads), split_heads(at_k, k.shape[2])
         return self.distances.bias(q, k, to_q[0], to_k[0], positions, scale)
 
     def _slopes(self) -> Array | None:

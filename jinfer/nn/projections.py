@@ -65,6 +65,17 @@ class Linear(nnx.Module):
         return Stacks(self.lora_a[...], self.lora_b[...])
 
 
+class LowRank(nnx.Module):
+    """Two linear projections in turn, the first to a few dimensions."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int, axis: str, dtype: DTypeLike) -> None:
+        """Args:
+        axis: of the outputs.
+        """
+        self.down = Linear(inputs, rank, False, dtype, ("rank", "hidden"))
+        self.up = Linear(rank, outputs, False, dtype, (axis, "rank"))
+
+
 class BlockLinear(nnx.Module):
     """A block-diagonal projection, computed in float32."""
 

@@ -124,7 +124,9 @@ def attentions(model: AbstractModel) -> Iterator[tuple[str, Heads]]:
             if (i, name) in shared or isinstance(block, ExpertAttentionSpec):
                 continue
             match block:
-                case AttentionSpec(clip=None, kv_layer=None, tied_values=False, qk_norm=norm):
+                case AttentionSpec(
+                    clip=None, kv_layer=None, tied_values=False, low_rank=None, qk_norm=norm
+                ):
                     heads = Heads(
                         block.heads,
                         block.kv_heads,

@@ -71,6 +71,7 @@ scale  = { kind = "scale" }
 scalar = { kind = "scale", size = 1, plus_one = true }
 [decoder.modules.attn]
 value_dim   = 6
+low_rank    = 3
 temperature = { beta = 0.5, span = 8, offset = 1 }
 out_norm    = { kind = "rms", eps = 1e-5 }
 gate        = { per = "element", bias = true }
@@ -79,6 +80,12 @@ gate        = { per = "element", bias = true }
 "decoder.{i}.scalar"        = "model.layers.{i}.scalar"
 "decoder.{i}.attn.out_norm" = "model.layers.{i}.self_attn.out_norm"
 "decoder.{i}.attn.gate"     = "model.layers.{i}.self_attn.gate"
+"decoder.{i}.attn.q_low.down" = "model.layers.{i}.self_attn.q_low.0"
+"decoder.{i}.attn.q_low.up"   = "model.layers.{i}.self_attn.q_low.1"
+"decoder.{i}.attn.k_low.down" = "model.layers.{i}.self_attn.k_low.0"
+"decoder.{i}.attn.k_low.up"   = "model.layers.{i}.self_attn.k_low.1"
+"decoder.{i}.attn.v_low.down" = "model.layers.{i}.self_attn.v_low.0"
+"decoder.{i}.attn.v_low.up"   = "model.layers.{i}.self_attn.v_low.1"
 """
 
 
@@ -86,12 +93,19 @@ def gated_shapes(layer: str) -> Shapes:
     shapes = affine(f"{layer}self_attn.v_proj", KV_HEADS * VALUE, HIDDEN)
     shapes |= affine(f"{layer}self_attn.o_proj", HIDDEN, HEADS * VALUE)
     shapes |= affine(f"{layer}self_attn.gate", HEADS * VALUE, HIDDEN, bias=True)
+    for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * VALUE)):
+        shapes |= affine(f"{layer}self_attn.{name}_low.0", 3, HIDDEN)
+        shapes |= affine(f"{layer}self_attn.{name}_low.1", rows, 3)
     norms: Shapes = {f"{layer}scale.weight": (HIDDEN,), f"{layer}scalar.weight": (1,)}
     return shapes | norms | {f"{layer}self_attn.out_norm.weight": (VALUE,)}
 
 
+def low_rank(x: Floats, t: Tensors, part: str) -> Floats:
+    return dense(dense(x, t, f"self_attn.{part}_low.0"), t, f"self_attn.{part}_low.1")
+
+
 def gated(x: Floats, t: Tensors, i: int) -> Floats:
-    q, k, v = (dense(x, t, f"self_attn.{part}_proj") for part in "qkv")
+    q, k, v = (dense(x, t, f"self_attn.{part}_proj") + low_rank(x, t, part) for part in "qkv")
     q, k, v = heads(q, HEADS), heads(k, KV_HEADS), heads(v, KV_HEADS)
     q = rope(q, AT, 5000.0) * (1 + 0.5 * np.log1p((AT + 1) // 8))[:, None, None]
     out = rms_norm(attention(q, rope(k, AT, 5000.0), v), t["self_attn.out_norm.weight"], EPS)

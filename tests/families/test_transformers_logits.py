@@ -17,7 +17,7 @@ from jinfer import LLM
 FILE = Path(__file__).with_name("transformers_logits.npz")
 FAMILIES = (
     *("bamba", "falcon_mamba", "glm4_moe_lite", "jamba", "lfm2_moe", "olmo_hybrid"),
-    *("qwen3_5_moe", "zamba2", "beam", "flint", "hy_v4", "lara_mini", "lfm3"),
+    *("qwen3_5_moe", "zamba2", "zamba2_adapters", "beam", "flint", "hy_v4", "lara_mini", "lfm3"),
 )
 TEXT = [5, 17, 3, 64, 90, 17, 8, 33, 2, 71, 44, 29]
 
