@@ -215,7 +215,7 @@ class Stack(nnx.Module):
         batch: ForwardBatch,
         cache: Mapping[str, Any],
         shared: nnx.Dict,
-    ) -> HiddenState:
+    ) -> tuple[HiddenState, Cache]:
         """The only layer of a one-layer stack, whose attention may be computed by other programs.
 
         Args:
@@ -225,9 +225,9 @@ class Stack(nnx.Module):
         batch = batch.with_cos_sin(self._ropes()).with_runs()
         with allow_bfloat16_rounding(self.rounded):
             called = shared_modules(layer, shared)
-            out, _ = layer(hidden, tokens, batch, dict(cache), called)
+            out, kept = layer(hidden, tokens, batch, dict(cache), called)
         values = hidden.values | out.values
-        return HiddenState(out.x, {name: values[name] for name in self.sent}, {})
+        return HiddenState(out.x, {name: values[name] for name in self.sent}, {}), kept
 
     def _ropes(self) -> Iterator[Rotary]:
         for layer in self.layers:

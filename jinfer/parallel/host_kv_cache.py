@@ -3,7 +3,8 @@
 Blocks with low numbers are on the device, the others on the host; the engine knows only numbers.
 Blocks do not move. A layer's new queries, keys and values are copied to the host, which attends to
 its blocks while the device attends to its own, and the partial results are merged
-(`split_attention`). Each layer is several programs, launched in turn: only as a program of its own
+(`split_attention`). Recurrent states stay on the device: the last of a layer's programs computes
+them. Each layer is several programs, launched in turn: only as a program of its own
 can the host's attention use the CPU's custom calls and threads.
 """
 
@@ -21,7 +22,7 @@ from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.sampler_output import MAX_COPIES
 from jinfer.engine.runner.step_table import int32
 from jinfer.nn.abstract_model import Want
-from jinfer.ops.attention.kv_cache import ENCODER, Cache
+from jinfer.ops.attention.kv_cache import ENCODER, STATE, Cache
 from jinfer.parallel import split_attention
 from jinfer.parallel.block_transfer import BlockCopier, CacheMemory, gather_blocks, scatter_blocks
 from jinfer.parallel.device_groups import DeviceGroup
@@ -85,11 +86,10 @@ class _SplitLayer:
             there: `batch` in host memory.
         """
         device, host, attended = dict(cache.device), dict(cache.host), dict[str, Any]()
-        caches = self.stage.model.model.caches
-        cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
+        cross, states = (_of_group(self.stage, device, group) for group in (ENCODER, STATE))
         for attention in self.attentions:
             name, group, partials = attention.name, attention.group, list[Any]()
-            inputs = attention.ask(leaves, cross, x, batch, attended)
+            inputs = attention.ask(leaves, states | cross, x, batch, attended)
             # The device's attention is launched first: the host's waits for the inputs to arrive.
             if attention.here is not None:
                 places = batch.rows, batch.positions, batch.tables[group]
@@ -99,7 +99,8 @@ class _SplitLayer:
             arguments = self.host.replicate_tree(inputs), host[name], *places
             partial_result, host[name] = self.launch("host", attention.there, *arguments)
             attended[name] = (*partials, self.stage.device_group.replicate_tree(partial_result))
-        return SplitPools(device, host), self.tell(leaves, cross, x, batch, attended)
+        states, out = self.tell(leaves, states, cross, x, batch, attended)
+        return SplitPools(device | states, host), out
 
 
 @dataclass(kw_only=True)
@@ -150,17 +151,18 @@ class HostCacheCompiler(StageCompiler):
             return super()._decoder(stage, x, batch, last, wants, drafted)
         device_group, (host, pools) = stage.device_group, self._there(stage)
         device, caches = self.cache(stage), stage.model.model.caches
-        cross = {name: pool for name, pool in device.items() if caches[name].group == ENCODER}
+        cross, states = (_of_group(stage, device, group) for group in (ENCODER, STATE))
         attentions, attended = list[_AttentionPrograms](), dict[str, Any]()
+        leaves = abstract_leaves(stage)
 
-        def traced(part: Callable[..., Any], *more: Any) -> CompiledStage:
-            function = with_flat_parameters(stage, partial(part, stage.model, *more))
-            own = abstract_leaves(stage), cross
-            return self.compile_stage(stage, function, (), own, (x, batch, attended), False)
+        def traced(part: Callable[..., Any], donated: Any, *own: Any) -> CompiledStage:
+            function, given = with_flat_parameters(stage, part), (x, batch, attended)
+            return self.compile_stage(stage, function, donated, (leaves, *own), given, False)
 
         for _ in pools:
             question = split_attention.TracedAttention()
-            inputs = traced(split_attention.before_attention, question)
+            ask = partial(split_attention.before_attention, stage.model, question)
+            inputs = traced(ask, (), states | cross)
             name, group = question.name, caches[question.name].group
             begin, end = self._boundary(group), self.sizes.blocks[group]
             places = batch.rows, batch.positions, batch.tables[group]
@@ -171,9 +173,9 @@ class HostCacheCompiler(StageCompiler):
             attended[name] = tuple(partials)
             programs = None if on_device is None else on_device.program, on_host.program
             attentions.append(_AttentionPrograms(name, group, inputs.program, *programs))
-        rest = traced(split_attention.after_attention)
+        rest = traced(partial(split_attention.after_attention, stage.model), 1, states, cross)
         layer = _SplitLayer(stage, host, tuple(attentions), rest.program, self.launch)
-        return CompiledStage(layer, (SplitPools(device, pools), rest.out))
+        return CompiledStage(layer, (SplitPools(device, pools), rest.out[1]))
 
     def _part(
         self,
@@ -217,7 +219,8 @@ class HostCacheCompiler(StageCompiler):
             name: str, function: Any, donated: Any, given: Any, device_group: DeviceGroup
         ) -> Any:
             compile = partial(self.compile, partial(function, model), donated, given, device_group)
-            return self.cached((name, device_group, stage.kind), compile).program
+            # Device and host may be one CPU device.
+            return self.cached((name, repr(given), device_group, stage.kind), compile).program
 
         places = []
         for device_group, own in ((stage.device_group, self.cache(stage)), (host, pools)):
@@ -237,6 +240,12 @@ class HostCacheCompiler(StageCompiler):
             return SplitPools(*exchange((cache.device, cache.host), *given))
 
         return CompiledStage(run, SplitPools(self.cache(stage), pools))
+
+
+def _of_group(stage: PipelineStage, pools: Cache, group: str) -> Cache:
+    """The pools of one cache group."""
+    caches = stage.model.model.caches
+    return {name: pool for name, pool in pools.items() if caches[name].group == group}
 
 
 def _call(program: Callable[..., Any], *given: Any) -> Any:

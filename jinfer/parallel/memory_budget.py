@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jinfer.engine.scheduling.cache_size import block_bytes, cache_blocks, fewest_blocks
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import EngineSpec
 from jinfer.modelspec.partition_table import CPU
-from jinfer.ops.attention.kv_cache import ENCODER, CacheShapes, nbytes
+from jinfer.ops.attention.kv_cache import ENCODER, STATE, CacheShapes, nbytes
 from jinfer.parallel.stage_model import StageModel
 
 HOST = "host"  # the name of the host's memory
@@ -117,7 +118,7 @@ def fit_cache_blocks(
 
     Args:
         kind: dtype of the KV cache.
-        fraction: fraction of the blocks that are in host memory.
+        fraction: fraction of the blocks that are in host memory; states are not.
         free: a function from a device's name, or `HOST`, to its free bytes.
     """
     counts = list[Mapping[str, int]]()
@@ -125,18 +126,21 @@ def fit_cache_blocks(
     host_room = free(HOST) - sum(s.used if s.on_host else s.waiting for s in stages)
     device_stages = sum(not stage.on_host for stage in stages)
     for stage in stages:
-        room = min(map(free, stage.devices)) - stage.used
+        room = own = min(map(free, stage.devices)) - stage.used
         if fraction and not stage.on_host:
             limits = [host_room / device_stages / fraction]
             limits += [room / (1 - fraction)] if fraction < 1 else []
             room = min(limits)
-        free_bytes = int(min(room, 1e18))
-        counts.append(cache_blocks(stage.caches, kind, engine, context, free=free_bytes))
+        fit = partial(cache_blocks, stage.caches, kind, engine, context)
+        blocks = fit(free=int(min(room, 1e18)))
+        if STATE in blocks:  # all are on the device
+            blocks[STATE] = fit(free=int(min(own, 1e18)))[STATE]
+        counts.append(blocks)
     total = fewest_blocks(counts)
     hosted = {
         group: min(count, max(1, min(round(fraction * count), count - (fraction < 1))))
         for group, count in total.items()
-        if fraction and group != ENCODER
+        if fraction and group not in (ENCODER, STATE)
     }
     return CacheBlocks(total, hosted)
 

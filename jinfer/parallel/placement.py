@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory, host_memory
-from jinfer.modelspec.block import CachedState, CachedVectors
+from jinfer.modelspec.block import CachedVectors
 from jinfer.modelspec.blocks import MoESpec
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.layer_spec import shared_keys
@@ -226,10 +226,10 @@ def make_stages(plan: PartitionPlan, whole: ModelToPlace) -> tuple[PipelineStage
     stages, begin, host, spec = list[PipelineStage](), 0, None, whole.spec
     if spec.partition.host_kv_cache:
         host = DeviceGroup((host_device(plan, spec.path),))
-    main, streamed = main_stack(spec), streamed_layers(plan, spec)
+    main, streamed, cached = main_stack(spec), streamed_layers(plan, spec), _caching_layers(spec)
     for planned, devices in zip(plan.stages, stage_devices(plan, spec.path), strict=True):
-        hosted = host is not None and CPU not in planned.devices
-        for substage in split_stage(planned.slice, main, streamed, hosted=hosted):
+        hosted = cached if host is not None and CPU not in planned.devices else frozenset[int]()
+        for substage in split_stage(planned.slice, main, streamed, hosted):
             try:
                 local = _stage_model(whole, planned, substage.slice)
             except ShardingError as error:  # between layers: that between devices is made before
@@ -265,6 +265,16 @@ def main_stack(spec: ModelSpec) -> str:
     return "decoder" if spec.decoder is not None else spec.stacks[0].name
 
 
+def _caching_layers(spec: ModelSpec) -> frozenset[int]:
+    """The decoder's layers that cache keys and values."""
+    layers = spec.decoder.layers if spec.decoder is not None else ()
+    return frozenset(
+        number
+        for number, layer in enumerate(layers)
+        if any(isinstance(block.cached(), CachedVectors) for _, block in layer.modules)
+    )
+
+
 def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
     reason = ""
@@ -272,8 +282,8 @@ def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     cached = [block.cached() for layer in layers for _, block in layer.modules]
     if spec.decoder is None:
         reason = "an encoder keeps no cache; leave it out"
-    elif any(isinstance(own, CachedState) for own in cached):
-        reason = "layers with a state keep it on their device; leave it out"
+    elif not _caching_layers(spec):
+        reason = "no layer has keys and values, and states stay on their device; leave it out"
     elif shared_keys(spec.decoder.layers):
         reason = "layers that share keys need these on one device; leave it out"
     elif any(isinstance(own, CachedVectors) and own.index_width for own in cached):

@@ -95,23 +95,32 @@ def before_attention(
     Args:
         stage: a sub-stage of one layer.
         traced: filled in with the attention's name and rules.
-        cache: the caches of cross-attentions, which are computed here.
+        cache: what is on the device alone: recurrent states, and the caches of cross-attentions,
+            which are computed here.
         partials: partial results of the layer's attentions before this one.
     """
-    _, (inputs,) = _run(stage, traced, leaves, cache, given, batch, partials)
+    _, _, (inputs,) = _run(stage, traced, leaves, cache, given, batch, partials)
     return inputs
 
 
 def after_attention(
     stage: StageModel,
     leaves: Leaves,
-    cache: Cache,
+    states: Cache,
+    cross: Cache,
     given: HiddenState,
     batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
-) -> HiddenState:
-    """The layer's output from all partial results; arguments as of `before_attention`."""
-    return _run(stage, TracedAttention(), leaves, cache, given, batch, partials)[0]
+) -> tuple[Cache, HiddenState]:
+    """The recurrent states, and the layer's output from all partial results.
+
+    Args:
+        states: recurrent states before the batch.
+        cross: the caches of cross-attentions; other arguments as of `before_attention`.
+    """
+    cache = {**states, **cross}
+    out, kept, _ = _run(stage, TracedAttention(), leaves, cache, given, batch, partials)
+    return {name: kept[name.rpartition(".")[2]] for name in states}, out
 
 
 def _run(
@@ -122,15 +131,15 @@ def _run(
     given: HiddenState,
     batch: FlatBatch,
     partials: Mapping[str, Sequence[PartialAttention]],
-) -> tuple[HiddenState, list[AttentionInputs]]:
-    """The layer's output, and the inputs of its next attention, if there is one."""
+) -> tuple[HiddenState, Cache, list[AttentionInputs]]:
+    """The layer's output, its caches by module, and the inputs of its next attention if any."""
     module, at, inputs = stage.model.module(leaves), batch.step(), list[AttentionInputs]()
     caches: dict[str, Any] = {
         name.rpartition(".")[2]: cache.get(name) or _CacheStandIn(name, partials, traced, inputs)
         for name in stage.model.caches
     }
     decoder, tokens = module.stacks["decoder"], batch.tokens[None]
-    return decoder.run_alone(given, tokens, at, caches, module.shared), inputs
+    return *decoder.run_alone(given, tokens, at, caches, module.shared), inputs
 
 
 def partial_attention(

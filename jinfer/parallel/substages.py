@@ -36,19 +36,19 @@ def spread_evenly(layers: Collection[int], count: int) -> frozenset[int]:
 
 
 def split_stage(
-    part: ModelSlice, main: str, streamed: Collection[int], *, hosted: bool
+    part: ModelSlice, main: str, streamed: Collection[int], hosted: Collection[int]
 ) -> list[SubStage]:
     """A stage's sub-stages, in their order.
 
     Args:
         main: the stack that is split; the layers of others stay with the first sub-stage.
         streamed: layers of it whose weights are offloaded.
-        hosted: whether some of each layer's KV cache is offloaded.
+        hosted: layers of it some of whose KV cache is offloaded.
     """
     layers_of_stage = part.layers[main]
     runs: list[tuple[range, bool]] = []  # layers, and whether they are a single offloaded one
     for layer in layers_of_stage:
-        alone = hosted or layer in streamed
+        alone = layer in hosted or layer in streamed
         if runs and not alone and not runs[-1][1]:
             runs[-1] = range(runs[-1][0].start, layer + 1), False
         else:
@@ -66,5 +66,6 @@ def split_stage(
             for name, span in part.layers.items()
         }
         run_slice = ModelSlice(layers, part.first and first, part.last and last)
-        split.append(SubStage(run_slice, alone and run.start in streamed, alone and hosted))
+        offloaded = (alone and run.start in which for which in (streamed, hosted))
+        split.append(SubStage(run_slice, *offloaded))
     return split

@@ -102,9 +102,30 @@ def test_error_feedback_gives_way() -> None:
         assert llm.generate([[3, 4, 5]], max_tokens=3, ignore_eos=True)[0].token_ids == answer
 
 
-def test_a_cache_on_the_host_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"partition\.host_kv_cache: layers with a state"):
-        open_model("lfm2", **{"partition.host_kv_cache": 0.5})
+# Attention and a state space in one layer, or in layers of their own.
+@pytest.mark.parametrize("name", ["falcon_h1", pytest.param("lfm2", marks=pytest.mark.soak)])
+def test_keys_on_the_host(name: str) -> None:
+    """States stay on the device; a common beginning is found, and sequences are preempted."""
+    common = tokens(112)
+    prompts = [common + tokens(5 + i) for i in range(6)]
+    params = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.7, seed=3)
+    keys: dict[str, Any] = {"engine.slots": 6, "engine.prefill_chunk": 64}
+    with open_model(name, **keys) as llm:
+        logits = llm.logits(prompts[:1])[0]
+        wanted = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    keys |= {"engine.kv_tokens": 512, "partition.host_kv_cache": 0.5}
+    with open_model(name, **keys) as llm:
+        np.testing.assert_allclose(llm.logits(prompts[:1])[0], logits, rtol=0, atol=1e-4)
+        assert [answer.token_ids for answer in llm.generate(prompts, params)] == wanted
+        stats = llm.stats()
+    assert stats.preemptions
+    assert stats.cached_tokens >= 5 * 64
+    assert stats.blocks_held == 0
+
+
+def test_states_alone_are_refused_on_the_host() -> None:
+    with pytest.raises(SpecError, match=r"partition\.host_kv_cache: no layer has keys"):
+        open_model("mamba2", **{"partition.host_kv_cache": 0.5})
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("mamba2", marks=pytest.mark.soak)])

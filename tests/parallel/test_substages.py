@@ -16,11 +16,11 @@ def whole(layers: int, **others: range) -> ModelSlice:
 
 def test_nothing_is_cut_without_need() -> None:
     part = whole(3)
-    assert split_stage(part, "decoder", (), hosted=False) == [SubStage(part)]
+    assert split_stage(part, "decoder", (), ()) == [SubStage(part)]
 
 
 def test_layers_between_streamed_ones_stay_together() -> None:
-    found = split_stage(whole(6), "decoder", {2, 5}, hosted=False)
+    found = split_stage(whole(6), "decoder", {2, 5}, ())
     assert cut(found) == [
         (range(2), False, False),
         (range(2, 3), True, False),
@@ -34,13 +34,22 @@ def test_layers_between_streamed_ones_stay_together() -> None:
 
 def test_each_layer_alone_where_its_cache_is_divided() -> None:
     part = ModelSlice({"decoder": range(4, 6)}, first=False, last=False)
-    found = split_stage(part, "decoder", {5}, hosted=True)
+    found = split_stage(part, "decoder", {5}, range(6))
     assert cut(found) == [(range(4, 5), False, True), (range(5, 6), True, True)]
+
+
+def test_layers_without_keys_stay_together() -> None:
+    assert cut(split_stage(whole(5), "decoder", (), {2, 3})) == [
+        (range(2), False, False),
+        (range(2, 3), False, True),
+        (range(3, 4), False, True),
+        (range(4, 5), False, False),
+    ]
 
 
 def test_an_encoder_stays_with_what_comes_first() -> None:
     part = whole(1, encoder=range(2))
-    found = split_stage(part, "decoder", (), hosted=True)
+    found = split_stage(part, "decoder", (), range(1))
     assert [each.slice.layers["encoder"] for each in found] == [range(2), range(2, 2), range(2, 2)]
     assert cut(found)[0] == (range(0), False, False)
 
