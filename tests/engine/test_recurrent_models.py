@@ -111,11 +111,9 @@ def test_keys_on_the_host(name: str) -> None:
     params = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.7, seed=3)
     keys: dict[str, Any] = {"engine.slots": 6, "engine.prefill_chunk": 64}
     with open_model(name, **keys) as llm:
-        logits = llm.logits(prompts[:1])[0]
         wanted = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
     keys |= {"engine.kv_tokens": 512, "partition.host_kv_cache": 0.5}
     with open_model(name, **keys) as llm:
-        np.testing.assert_allclose(llm.logits(prompts[:1])[0], logits, rtol=0, atol=1e-4)
         assert [answer.token_ids for answer in llm.generate(prompts, params)] == wanted
         stats = llm.stats()
     assert stats.preemptions
