@@ -19,6 +19,7 @@ from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.nn.adapted_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
+from jinfer.quant.scaled_tensor import ScaledTensor, to_e4m3
 from jinfer.quant.grouped_blocks import described
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.weights.plan_weights import WeightPlan
@@ -98,7 +99,7 @@ class ModelWeights:
         format = codes.format if isinstance(codes, QuantizedTensor) else None
         return Weight(
             full,
-            host if format is None else host.dequantize(),
+            host.dequantize() if format or isinstance(host, ScaledTensor) else host,
             str(host.dtype) if format is None else described(format),
             nbytes(stored),
             self.tensors.get(full, ()),
@@ -112,7 +113,7 @@ class ModelWeights:
         """
         full = self._full(name)
         stored, chosen = self._stored(full), np.asarray(rows, np.int32)
-        if isinstance(stored, QuantizedTensor):
+        if isinstance(stored, QuantizedTensor | ScaledTensor):
             return np.asarray(stored.take(jax.numpy.asarray(chosen), np.float32))
         if isinstance(stored, OutlierTensor | ReorderedTensor):
             return np.asarray(self[full].values[chosen], np.float32)
@@ -156,6 +157,8 @@ def _stored_as(name: str, old: Any, given: Any) -> Any:
         order = np.asarray(old.order)
         ordered = np.take_along_axis(values, order[..., None, :], axis=-1)
         return ReorderedTensor(order, _stored_as(name, old.rounded, ordered))
+    if isinstance(old, ScaledTensor):
+        return to_e4m3(values.astype(np.float32), old)
     if not isinstance(old, QuantizedTensor):
         return np.ascontiguousarray(values, old.dtype)
     try:

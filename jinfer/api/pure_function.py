@@ -26,6 +26,7 @@ from jinfer.nn.adapted_rows import LORA_A, LORA_B, is_adapter
 from jinfer.nn.whole_text import Text, decode_text, encode_text, token_embedding
 from jinfer.ops.backend import DIFFERENTIABLE, target_platform
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.quant.low_rank_sum import LowRankSum
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ def _dequantized(params: Params) -> Iterator[tuple[str, Array]]:
     """Quantized ones in float32; parameters that are one array stay one."""
     known = dict[int, Array]()
     for name, value in params.items():
-        if not isinstance(value, QuantizedTensor | OutlierTensor | ReorderedTensor):
+        packed = QuantizedTensor | OutlierTensor | ReorderedTensor | ScaledTensor
+        if not isinstance(value, packed):
             yield name, value
             continue
         key = id(jax.tree.leaves(value)[0])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jinfer.checkpoint.grouped_codes import GroupedCodes
+from jinfer.checkpoint.scaled_values import ScaledValues
 from jinfer.guard.sanitize import sanitized
 
 Format = Literal["safetensors", "pickle", "gguf", "llama2c"]
@@ -49,6 +50,7 @@ class Tensor:
         raw: its stored bytes, uint8 [nbytes], a view of the memory map where that is possible.
         unreadable: why its values cannot be read, so that `read` would raise; "": they can.
         codes: of a matrix that a quantized checkpoint stores as codes and scales of groups.
+        scaled: of a matrix that is stored in FP8 with scales.
         sources: the file's tensors that it is joined from, if it is.
     """
 
@@ -60,6 +62,7 @@ class Tensor:
     raw: Callable[[], np.ndarray] = field(repr=False)
     unreadable: str = ""
     codes: GroupedCodes | None = None
+    scaled: ScaledValues | None = None
     sources: tuple[Tensor, ...] = ()
 
 

@@ -1,6 +1,6 @@
-"""Matmul with float32, bfloat16 or float16 weights as one custom call.
+"""Matmul with float32, bfloat16, float16 or FP8 weights as one custom call.
 
-Weights of 16 bits are read as they are stored.
+Weights of 16 and 8 bits are read as they are stored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from jax import Array
 
 from jinfer.cpu.build_library import custom_call
 from jinfer.cpu.quantized_matmul import ACTIVATIONS, selection
+from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def dense_linear(
     x: Float[Array, "rows inputs"],
-    weights: Sequence[Float[Array, "*stack outputs inputs"]],
+    weights: Sequence[Float[Array, "*stack outputs inputs"] | ScaledTensor],
     *,
     activation: str = "none",
     index: Int[Array, ""] | None = None,
@@ -34,11 +35,12 @@ def dense_linear(
 
     Args:
         x: float32.
-        weights: float32, bfloat16 or float16, converted to float32 without loss.
+        weights: float32, bfloat16 or float16, converted to float32 without loss, or E4M3 with
+            scales: their products are rounded to float32.
         activation: other than "none": there are two weights, gate and up, of equal shape, and the
             one result is activation(x @ gate.T) * (x @ up.T).
         index, offsets: as in `quantized_linear`; with either, weights have three axes, else two.
-        transposed: weights are [inputs, outputs] instead: x @ weight.
+        transposed: weights are [inputs, outputs] instead: x @ weight. Not with scales.
         part: a slice of each matrix's rows to use.
         rounded: x may be rounded to bfloat16 for bfloat16 weights; it is where the processor has
             bfloat16 dot products or tiles (AVX-512 BF16, AMX).
@@ -51,7 +53,7 @@ def dense_linear(
     out = custom_call("jinfer_dense", shapes)(
         x,
         *selector,
-        *weights,
+        *jax.tree.leaves(list(weights)),
         activation=np.int64(ACTIVATIONS.index(activation)),
         select=np.int64(select),
         transposed=np.bool_(transposed),

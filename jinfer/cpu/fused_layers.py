@@ -140,10 +140,12 @@ class Program:
         """As `jinfer.cpu.dense_matmul.dense_linear`.
 
         Args:
-            weights, activation, transposed, first, taken, rounded: arguments of its call.
+            weights, activation, transposed, first, taken, rounded: arguments of its call, with
+                scales after the weights that have them.
             outputs: sizes of its results.
         """
-        numbers = [len(weights), activation, int(transposed), first, taken, int(rounded)]
+        count = 2 if activation else len(outputs)
+        numbers = [count, activation, int(transposed), first, taken, int(rounded)]
         return self._add(Operation.DENSE, x, numbers, weights, outputs)
 
     def add(self, x: int, y: int) -> int:
@@ -285,6 +287,7 @@ class Program:
 
 # XLA's dtype numbers.
 _TYPES = {"int8": 2, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16}
+_TYPES["float8_e4m3fn"] = 20
 FIELDS = 8  # numbers of a matrix; see `Field` in linear_driver.h
 
 

@@ -19,6 +19,7 @@ from jinfer.quant.quantized_tensor import (
     with_columns,
 )
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
+from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled
 from jinfer.quant.sparse_matrix import OutlierTensor, SparseTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here
 
@@ -50,6 +51,8 @@ def abstract_shard(parameter: Any, sharding: ParameterSharding) -> Any:
         return abstract_outliers(rounded, count)
     if isinstance(parameter, ReorderedTensor):
         return abstract_reordered(abstract_shard(parameter.rounded, sharding))
+    if isinstance(parameter, ScaledTensor):
+        return abstract_scaled(shape, -(-shape[-1] // parameter.block))
     if isinstance(parameter, QuantizedTensor):
         quantized = abstract(shape, parameter.format, columns_here(parameter.format))
         return replace(quantized, activations=parameter.activations)
@@ -83,6 +86,8 @@ def quant_block(parameter: Any) -> int:
     """
     if isinstance(parameter, OutlierTensor | ReorderedTensor):
         return quant_block(parameter.rounded)
+    if isinstance(parameter, ScaledTensor):
+        return parameter.block if parameter.scales.shape[-1] > 1 else 1
     if not isinstance(parameter, QuantizedTensor):
         return 1
     return SUPER if parameter.format.two_level else parameter.format.block
@@ -109,6 +114,8 @@ def slice_shard(values: Any, sharding: ParameterSharding, device: int) -> Any:
         )
     if isinstance(values, ReorderedTensor):
         return replace(values, rounded=slice_shard(values.rounded, sharding, device))
+    if isinstance(values, ScaledTensor):
+        return _slice_scaled(values, sharding, device)
     if isinstance(values, QuantizedTensor):
         return _slice_quantized(values, sharding, device)
     for axis, share in sharding.items():
@@ -130,6 +137,16 @@ def _slice_axis(values: np.ndarray, axis: int, sharding: AxisSharding, device: i
     padding = [(0, 0)] * values.ndim
     padding[axis] = (0, sharding.size - count)
     return np.pad(shard, padding)
+
+
+def _slice_scaled(tensor: ScaledTensor, sharding: ParameterSharding, device: int) -> ScaledTensor:
+    columns, of_rows = tensor.ndim - 1, dict(sharding)
+    share = of_rows.pop(columns, None)
+    numbers = slice_shard(np.asarray(tensor.numbers), sharding, device)
+    scales = slice_shard(np.asarray(tensor.scales), of_rows, device)
+    if share is not None and scales.shape[-1] > 1:
+        scales = _slice_scales(scales[..., None], tensor.block, share, device)[..., 0]
+    return ScaledTensor(numbers, _copied(scales))
 
 
 def _slice_quantized(

@@ -21,6 +21,7 @@ import numpy as np
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import Task, task
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.quant.calibration_stats import InputStats, Kind, RecordedWeight, record_inputs
 from jinfer.weights.chunked_quantize import Watch
 from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
@@ -168,7 +169,7 @@ class LayerwiseGPTQ:
         """A parameter for the forward pass: tables as they are stored, all else in float32."""
         role = self._model.roles[self._model.names.index(name)]
         tensor = jax.device_put(tensor)
-        if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor):
+        if isinstance(tensor, QuantizedTensor | OutlierTensor | ReorderedTensor | ScaledTensor):
             return tensor if role == "table" else tensor.dequantize()
         return tensor.astype(jnp.float32)
 

@@ -8,6 +8,7 @@ from typing import Any
 from jinfer.checkpoint.dtypes import DTYPES
 from jinfer.progress import line
 from jinfer.quant.grouped_blocks import described
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.qk_equalization import equalized
 from jinfer.weights.quantized_cache import cached
@@ -54,7 +55,8 @@ def tell_losses(plan: WeightPlan) -> None:
     for name, parameter in zip(plan.plain.names, plan.plain.parameters, strict=True):
         origin = plan.origins[name]
         stored = origin.files[0] if isinstance(origin, Origin) else None
-        if stored and stored.sources and stored.type not in DTYPES and name not in plan.storages:
+        kept = name in plan.storages or isinstance(parameter, ScaledTensor)
+        if stored and stored.sources and stored.type not in DTYPES and not kept:
             decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
     for what, count in decoded.items():
         line(f'jinfer: {count} matrices in {what} (quantization.weights = "q8" takes less memory)')

@@ -97,7 +97,7 @@ def _computed(tensor: Tensor, read: Callable[[], np.ndarray]) -> Tensor:
         return np.ascontiguousarray(read()).reshape(-1).view(np.uint8)
 
     size = 4 * int(np.prod(tensor.shape))
-    return replace(tensor, type="F32", nbytes=size, read=read, raw=raw, codes=None)
+    return replace(tensor, type="F32", nbytes=size, read=read, raw=raw, codes=None, scaled=None)
 
 
 def _merged_values(

@@ -20,6 +20,7 @@ from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
+from jinfer.quant.scaled_tensor import ScaledTensor, abstract_scaled, block_of
 from jinfer.quant.sparse_matrix import OutlierTensor, abstract_outliers
 from jinfer.weights.storage_plan import columns_here, in_stored_types
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes
@@ -100,6 +101,8 @@ def native_origins(
         if packed is not None:
             _check_shape(checkpoint, first, packed.shape, parameter.shape)
             stored = _abstract(checkpoint, first, packed)
+        elif (scales := checkpoint.parts.get(f"{first}.scales")) is not None:
+            stored = abstract_scaled(parameter.shape, scales.shape[-1] if scales.shape else 0)
         for part, like in part_names(first, stored):
             used.add(part)
             tensor = _part(checkpoint, part)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.weights.read_parameter import LARGE
 from jinfer.weights.row_slices import RowSlice
 
@@ -61,7 +62,7 @@ def magnitude(values: Any, offset: float = 0.0) -> Magnitude:
     """
     largest = max((_largest(part) for part in _factors(values)), default=0.0)
     matrix: Any
-    if isinstance(values, OutlierTensor | ReorderedTensor):
+    if isinstance(values, OutlierTensor | ReorderedTensor | ScaledTensor):
         matrix, inputs = np.asarray(values.dequantize()), values.shape[1]
     elif isinstance(values, QuantizedTensor):
         matrix, inputs = _sampled(values).dequantize(), values.inputs
@@ -89,6 +90,8 @@ def times_powers(values: Any, exponents: Int[np.ndarray, " *rows"], offset: floa
         return replace(values, rounded=times_powers(values.rounded, exponents), outliers=sparse)
     if isinstance(values, ReorderedTensor):
         return replace(values, rounded=times_powers(values.rounded, exponents))
+    if isinstance(values, ScaledTensor):
+        return replace(values, scales=values.scales * _of_rows(powers, values.ndim))
     if isinstance(values, QuantizedTensor):
         field = "scales" if values.steps is None else "steps"
         numbers: Any = getattr(values, field)
@@ -97,9 +100,13 @@ def times_powers(values: Any, exponents: Int[np.ndarray, " *rows"], offset: floa
         tiles = every.reshape(-1, 1, values.rows, 1, 1)
         changed = (numbers.astype(np.float32) * tiles).astype(numbers.dtype)
         return replace(values, **{field: changed})
-    rows = powers.reshape(*powers.shape, *(1,) * (values.ndim - powers.ndim))
+    rows = _of_rows(powers, values.ndim)
     wide = (values.astype(np.float32) + np.float32(offset)) * rows - np.float32(offset)
     return wide.astype(values.dtype)
+
+
+def _of_rows(powers: np.ndarray, axes: int) -> np.ndarray:
+    return powers.reshape(*powers.shape, *(1,) * (axes - powers.ndim))
 
 
 def _factors(values: Any) -> list[np.ndarray]:
@@ -110,6 +117,8 @@ def _factors(values: Any) -> list[np.ndarray]:
         return _factors(values.rounded)
     if isinstance(values, QuantizedTensor):
         return [values.scales if values.steps is None else values.steps]
+    if isinstance(values, ScaledTensor):
+        return [values.scales]
     return [values]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
+from jinfer.quant.scaled_tensor import ScaledTensor, scaled_tensor
 from jinfer.weights.chunked_quantize import Watch, quantize_in_chunks
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes, parameter_shapes
@@ -35,12 +37,25 @@ def read_parameter(
     """
     shapes = parameter_shapes(model) if shapes is None else shapes
     if storage is None:
-        dtype = model.parameters[model.names.index(origin.parameter)].dtype
+        parameter = model.parameters[model.names.index(origin.parameter)]
+        if isinstance(parameter, ScaledTensor):
+            return read_scaled(origin, shapes)
+        dtype = parameter.dtype
         values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
         return copy_to_huge_pages(values) if values.nbytes >= LARGE else values
     if storage.as_in_file:
         return storage.read(origin, shapes)
     return quantized(model, origin, shapes, storage, inputs, watch)
+
+
+def read_scaled(origin: Origin, shapes: Shapes) -> ScaledTensor:
+    """A matrix in FP8 as the checkpoint has it, in NumPy's arrays. Raises `CheckpointError`."""
+    rows = origin.rows(shapes)
+    parts = [(file.scaled.numbers(), file.scaled.scales()) for file in origin.files if file.scaled]
+    each = [part if rows is None else part[..., rows, :] for pair in parts for part in pair]
+    numbers, scales = each[::2], each[1::2]
+    whole = (np.stack(part) if origin.stacked else part[0] for part in (numbers, scales))
+    return jax.tree.map(copy_to_huge_pages, scaled_tensor(*whole))
 
 
 def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jinfer.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.checkpoint.grouped_codes import GroupedCodes
+from jinfer.checkpoint.scaled_values import ScaledValues
 
 FLOATS = ("F16", "BF16", "F32")
 WORDS = ("I32", "U32")
@@ -156,8 +157,9 @@ class ModuleTensors:
         *,
         beside: Iterable[str] = (),
         leaf: str = "weight",
+        scaled: ScaledValues | None = None,
     ) -> None:
-        """As `join`, for a matrix that is decoded when it is read."""
+        """As `join`, for a matrix that is decoded when it is read, or kept as `scaled` has it."""
         sources = tuple(part for part in parts if part is not None)
         for name in (*(part.name for part in sources), *(self.prefix + each for each in beside)):
             self.table.take(name)
@@ -174,6 +176,7 @@ class ModuleTensors:
                 read,
                 lambda: np.concatenate([part.raw() for part in sources]),
                 codes=codes,
+                scaled=scaled,
                 sources=sources,
             )
         )

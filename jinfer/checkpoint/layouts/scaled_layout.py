@@ -16,6 +16,7 @@ import numpy as np
 from jinfer.checkpoint.checkpoint_reader import Tensor
 from jinfer.checkpoint.grouped_codes import GroupedCodes
 from jinfer.checkpoint.layouts.module_tensors import FLOATS, ModuleTensors, as_float32
+from jinfer.checkpoint.scaled_values import ScaledValues
 
 type Block = tuple[int, int]
 
@@ -25,7 +26,7 @@ SCALES = (*FLOATS, "F8_E8M0", "U8")
 
 
 def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Block | None) -> None:
-    """Joins a matrix in FP8 with its scales: decoded to float32 when it is read.
+    """Joins a matrix in FP8 with its scales: kept as it is, or decoded to float32 when it is read.
 
     Args:
         block: rows and columns of a block, if scales are of blocks.
@@ -45,6 +46,7 @@ def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Bl
         weight.shape,
         partial(_read_fp8, weight, scales, wide, sizes),
         leaf=weight_leaf,
+        scaled=_scaled_values(weight, scales, wide, sizes),
     )
 
 
@@ -134,6 +136,23 @@ def _scale_shape(
     sizes = f" in blocks of {block[0]} x {block[1]}" if block is not None else ""
     said = "; look at quantization_config.weight_block_size" if block is not None else ""
     raise module.fail(leaf, f"is {list(scales)}, which does not fit {list(weight)}{sizes}{said}")
+
+
+def _scaled_values(
+    weight: Tensor, scales: Tensor, wide: tuple[int, ...], block: Block | None
+) -> ScaledValues | None:
+    """What E4M3 is kept as; None for other types, and vectors."""
+    if weight.type != FP8[0] or len(weight.shape) < 2 or 0 in weight.shape:
+        return None
+
+    def of_rows() -> np.ndarray:
+        factors = read_scale(scales).reshape(wide)
+        each = 1 if block is None else block[0]
+        rows = np.repeat(factors, each, axis=-2)[..., : weight.shape[-2], :]
+        return np.broadcast_to(rows, (*weight.shape[:-1], wide[-1]))
+
+    size = weight.shape[-1] if block is None else block[1]
+    return ScaledValues(weight.read, of_rows, size, wide[-1])
 
 
 def _read_fp8(

@@ -17,6 +17,7 @@ from jinfer.ops import gpu_backend
 from jinfer.ops.backend import backend, interpreted
 from jinfer.ops.matmul import half_precision
 from jinfer.ops.matmul.quantized import apply_activation, index_stack
+from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,12 +44,12 @@ def allows_bfloat16_rounding() -> bool:
 
 
 def supports_grouped_dense(
-    weight: Float[Array, "experts outputs inputs"], *, transposed: bool = False
+    weight: Float[Array, "experts outputs inputs"] | ScaledTensor, *, transposed: bool = False
 ) -> bool:
     """Whether `dense_matmul` supports rows sorted by this stack's matrices (grouped matmul)."""
     if backend() != "gpu":
         return half_precision.reads_16_bit_weights()
-    if not gpu_backend.has_triton_kernels("experts"):
+    if isinstance(weight, ScaledTensor) or not gpu_backend.has_triton_kernels("experts"):
         return False
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.matmul.grouped_dense import takes
@@ -58,7 +59,7 @@ def supports_grouped_dense(
 
 def dense_matmul(
     x: Float[Array, "*rows inputs"],
-    weights: Sequence[Float[Array, "*stack outputs inputs"]],
+    weights: Sequence[Float[Array, "*stack outputs inputs"] | ScaledTensor],
     *,
     index: Int[Array, ""] | None = None,
     offsets: Int[Array, " experts_1"] | None = None,
@@ -94,7 +95,8 @@ def dense_matmul(
         weights = [index_stack(weight, index) for weight in weights]
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     each = []
-    for weight in weights:
+    for given in weights:
+        weight = given.dequantize() if isinstance(given, ScaledTensor) else given
         wide = x.dtype if x.dtype == weight.dtype else jnp.float32
         both = x.astype(wide), weight.astype(wide)
         product = partial(lax.dot_general, precision=matmul_precision(both[0]))

@@ -1,4 +1,4 @@
-"""Matmul with matrices of any kind: plain, quantized, with outliers, reordered, with LoRA."""
+"""Matmul with matrices of any kind: plain, in FP8, quantized, with outliers, reordered, LoRA."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from jinfer.ops.matmul.quantized import (
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import RecordedWeight, record
 from jinfer.quant.low_rank_sum import LowRankSum
+from jinfer.quant.scaled_tensor import ScaledTensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 type Weight = (
-    Array | QuantizedTensor | OutlierTensor | ReorderedTensor | RecordedWeight | LowRankSum
+    Array
+    | ScaledTensor
+    | QuantizedTensor
+    | OutlierTensor
+    | ReorderedTensor
+    | RecordedWeight
+    | LowRankSum
 )
 
 
@@ -79,7 +86,7 @@ def supports_grouped(weight: Weight) -> bool:
     """Whether `grouped_linears` supports this weight here."""
     if isinstance(weight, QuantizedTensor):
         return supports_grouped_quantized(weight)
-    return isinstance(weight, Array) and dense.supports_grouped_dense(weight)
+    return isinstance(weight, Array | ScaledTensor) and dense.supports_grouped_dense(weight)
 
 
 def grouped_linears(
@@ -101,7 +108,7 @@ def grouped_linears(
     if isinstance(weights[0], QuantizedTensor):
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
         return quantized_matmul(x, quantized, offsets=offsets, activation=activation)
-    plain = [weight for weight in weights if isinstance(weight, Array)]
+    plain = [weight for weight in weights if isinstance(weight, Array | ScaledTensor)]
     return dense.dense_matmul(x, plain, offsets=offsets, activation=activation)
 
 
@@ -109,7 +116,7 @@ def fuses_activation(gate: Weight, up: Weight, activation: str) -> bool:
     """Whether the activation function can be fused into the matmul with gate and up here."""
     if activation not in FUSED_ACTIVATIONS:
         return False
-    if isinstance(gate, Array) and isinstance(up, Array):
+    if isinstance(gate, Array | ScaledTensor) and isinstance(up, Array | ScaledTensor):
         return half_precision.reads_16_bit_weights()
     if not (isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor)):
         return False
@@ -165,7 +172,7 @@ def gated_linear(
     if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
         (y,) = quantized_matmul(x.reshape(-1, x.shape[-1]), [gate, up], activation=activation)
         return y.reshape(*x.shape[:-1], gate.outputs).astype(x.dtype)
-    plain = [weight for weight in (gate, up) if isinstance(weight, Array)]
+    plain = [weight for weight in (gate, up) if isinstance(weight, Array | ScaledTensor)]
     return dense.dense_matmul(x, plain, activation=activation)[0].astype(x.dtype)
 
 
@@ -174,6 +181,6 @@ def take_rows(
 ) -> Float[Array, "*shape inputs"]:
     """Embedding lookup: rows of a matrix, dequantized to this type."""
     table: Any = weight.weight if isinstance(weight, RecordedWeight) else weight
-    if isinstance(table, QuantizedTensor | OutlierTensor | ReorderedTensor):
+    if isinstance(table, QuantizedTensor | OutlierTensor | ReorderedTensor | ScaledTensor):
         return table.take(rows, dtype)
     return table[rows].astype(dtype)

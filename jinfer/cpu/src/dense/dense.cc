@@ -19,11 +19,12 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingAr
   const auto segments = read_segments(args, select, rows, next);
   if (segments.has_error()) return segments.error();
   DenseWork product;
-  const size_t count = args.size() - next;
+  const size_t count = activation != 0 ? 2 : rets.size();
   Operands operands(args, next);
   auto error = product.read(operands, count, inputs,
                             {activation, select != kSingle, transposed, first, taken, rounded});
   if (error.failure()) return error;
+  if (!operands.done()) return refuse("more weights than results");
   for (const Segment& segment : *segments)
     if (segment.index < 0 || segment.index >= product.count())
       return refuse("no such matrix in the stack");

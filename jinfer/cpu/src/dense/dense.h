@@ -1,4 +1,5 @@
-// Matmul with float32, bfloat16 and float16 matrices: the interface between driver and kernels.
+// Matmul with float32, bfloat16, float16 and scaled E4M3 matrices: the interface between driver and
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,10 @@ struct DenseMatrix {
   bool transposed;
   int64_t stack_stride;  // numbers from one matrix of a stack to the next
   bool tiles;            // multiply with `DenseBf16Tiles`
+  // Of E4M3: [outputs, blocks] factors, of 2^block_log2 inputs each; row_blocks: blocks of a row.
+  const float* scales = nullptr;
+  int64_t row_blocks = 0;
+  int block_log2 = 0;
 };
 
 // Two kernels with the same bits: y[m * stride + n] for outputs begin .. end - 1 and all rows m of

@@ -31,7 +31,7 @@ class DenseWork : public MatmulWork {
   // Forms of a row: plain, packed for GEMM, packed for tiles of bfloat16.
   enum RowForm { kPlain, kPacked, kTiles, kForms };
 
-  // Reads `count` matrices.
+  // Reads `count` matrices; one of E4M3 is followed by its scales.
   ffi::Error read(Operands& operands, size_t count, int64_t inputs, const DenseOptions& options) {
     weights_.clear(), parts_.clear(), units_ = 0, inputs_ = inputs;
     transposed_ = options.transposed, gated_ = options.activation != 0;
@@ -42,6 +42,8 @@ class DenseWork : public MatmulWork {
       const auto array = operands.next();
       if (array.has_error()) return array.error();
       auto error = add(*array, options);
+      if (error.success() && weights_.back().dtype == DType::e4m3)
+        error = read_scales(operands, options);
       if (error.failure()) return error;
     }
     if (gated_ && (count != 2 || weights_[0].outputs != weights_[1].outputs))
@@ -132,7 +134,9 @@ class DenseWork : public MatmulWork {
                        options.transposed,
                        shape[lead] * columns,
                        false};
-    if (!dtype_of(array.element_type(), &weight.dtype) || weight.dtype == DType::quantized)
+    if (array.element_type() == ffi::F8E4M3FN && !options.transposed)
+      weight.dtype = DType::e4m3;
+    else if (!dtype_of(array.element_type(), &weight.dtype) || weight.dtype == DType::quantized)
       return refuse("a weight's type is not known");
     weight.data = static_cast<const char*>(array.untyped_data()) +
                   options.first * columns * bytes_of(weight.dtype);
@@ -141,6 +145,27 @@ class DenseWork : public MatmulWork {
     const int64_t matrices = lead ? shape[0] : 1;
     count_ = weights_.empty() ? matrices : std::min(count_, matrices);
     weights_.push_back(weight);
+    return ffi::Error::Success();
+  }
+
+  // The scales of the last matrix: float32 [*stack, outputs, blocks]. A block is the power of 2 of
+  // at least 32 inputs of which a row has as many, or the row.
+  ffi::Error read_scales(Operands& operands, const DenseOptions& options) {
+    const auto array = operands.next();
+    if (array.has_error()) return array.error();
+    const auto shape = array->dimensions();
+    const size_t lead = options.stacked ? 1 : 0;
+    DenseMatrix& weight = weights_.back();
+    if (array->element_type() != ffi::F32 || shape.size() != lead + 2 ||
+        shape[lead] < options.first + weight.outputs || (lead && shape[0] < count_))
+      return refuse("a weight's scales do not fit it");
+    const int64_t blocks = shape[lead + 1];
+    int log2 = 5;
+    while (log2 < 62 && (inputs_ + (int64_t{1} << log2) - 1) >> log2 > blocks) ++log2;
+    if ((inputs_ + (int64_t{1} << log2) - 1) >> log2 != blocks && !(blocks == 1 && inputs_ == 0))
+      return refuse("a weight's scales are not those of blocks of 32, 64, 128, ... inputs");
+    weight.scales = static_cast<const float*>(array->untyped_data()) + options.first * blocks;
+    weight.row_blocks = blocks, weight.block_log2 = log2;
     return ffi::Error::Success();
   }
 
@@ -174,6 +199,11 @@ class DenseWork : public MatmulWork {
     return reinterpret_cast<float*>(rows[form]) + row * row_size(form);
   }
 
+  // Scales from one matrix of a stack to the next.
+  int64_t scales_stride(const DenseMatrix& weight) const {
+    return weight.stack_stride / inputs_ * weight.row_blocks;
+  }
+
   // Size of a row in floats, or in pairs of bfloat16.
   int64_t row_size(size_t form) const {
     if (form == kTiles) return dense_bf16_tiles()->packed(inputs_);
@@ -192,6 +222,7 @@ class DenseWork : public MatmulWork {
       DenseMatrix weight = weights_[t];
       weight.data = static_cast<const char*>(weight.data) +
                     part.segment.index * weight.stack_stride * bytes_of(weight.dtype);
+      if (weight.scales) weight.scales += part.segment.index * scales_stride(weight);
       if (weight.tiles)
         return dense_bf16_tiles()->multiply(weight, rows_of(kTiles, 0), rows_, first, count, begin,
                                             end, to, stride);

@@ -12,6 +12,7 @@
 
 #include "common/scratch.h"
 #include "dense/dense.h"
+#include "dense/scaled_row.h"
 #include "simd/simd.h"
 
 namespace jinfer {
@@ -39,9 +40,9 @@ constexpr bool is_memory_bound(int rows) { return LANES == 8 && rows <= 2; }
 // outputs are neighbours in memory. AHEAD: prefetch distance in bytes, in the order of memory, as
 // `gemv` explains; 0: none.
 template <int M, int N, int AHEAD, class T>
-void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, Floats* sums) {
+void multiply_rows(const Factor<T>* x, int64_t inputs, const Row<T>* weight, Floats* sums) {
   constexpr int64_t LINE = 64 / sizeof(T);
-  const char* ahead = reinterpret_cast<const char*>(weight[0]) + AHEAD;
+  const char* ahead = address(weight[0]) + AHEAD;
   const bool fetch = AHEAD > 0 && (M > 1 || !prefers_hardware_prefetch());
   Floats sum[M][N] = {};
   auto add = [&](auto load_from, int64_t i) __attribute__((always_inline)) {
@@ -75,10 +76,10 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
       if (fetch) __builtin_prefetch(ahead + 64 * n, 0, 2);
     ahead += 64 * N;
 #pragma GCC unroll 8
-    for (int j = 0; j < LINE; j += LANES) add([](auto* from) { return load(from); }, i + j);
+    for (int j = 0; j < LINE; j += LANES) add([](auto from) { return load(from); }, i + j);
   }
-  for (; i + LANES <= inputs; i += LANES) add([](auto* from) { return load(from); }, i);
-  if (i < inputs) add([=](auto* from) { return load_partial(from, inputs - i); }, i);
+  for (; i + LANES <= inputs; i += LANES) add([](auto from) { return load(from); }, i);
+  if (i < inputs) add([=](auto from) { return load_partial(from, inputs - i); }, i);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
@@ -89,15 +90,14 @@ void multiply_rows(const Factor<T>* x, int64_t inputs, const T* const* weight, F
 template <int M, int N, int AHEAD, class T>
 void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64_t end, float* y,
                   int64_t stride) {
-  const T* weights = static_cast<const T*>(w.data);
   for (int64_t n = begin; n < end; n += LANES) {
     const int64_t count = std::min<int64_t>(LANES, end - n);
     Floats all[M * LANES];
     if (count < LANES) std::fill(all, all + M * LANES, Floats{});
     for (int j = 0; j < count; j += N) {
-      const T* some[N];  // the last one repeated
-      for (int i = 0; i < N; ++i) some[i] = weights + std::min(n + j + i, end - 1) * w.inputs;
-      multiply_rows<M, N, AHEAD>(x, w.inputs, some, all + j);
+      Row<T> some[N];  // the last one repeated
+      for (int i = 0; i < N; ++i) some[i] = row_of<T>(w, std::min(n + j + i, end - 1));
+      multiply_rows<M, N, AHEAD, T>(x, w.inputs, some, all + j);
     }
     for (int i = 0; i < M; ++i) {
       const Floats out = horizontal_sums(all + i * LANES);
@@ -219,15 +219,14 @@ inline int64_t panel_stride(int64_t each) { return (each | 1) * WIDTH; }
 template <class T>
 void to_panel(const DenseMatrix& w, int64_t n, int64_t count, float* panel) {
   const int64_t each = steps(w.inputs), stride = panel_stride(each);
-  const T* weights = static_cast<const T*>(w.data) + n * w.inputs;
   for (int j = 0; j < count; j += LANES)
     for (int64_t step = 0; step < each; ++step) {
       const int64_t d = step * LANES;
       Floats x[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
-        const T* from = weights + std::min<int64_t>(j + i, count - 1) * w.inputs + d;
-        __builtin_prefetch(from + LANES * w.inputs);  // the panel after next
+        const Row<T> from = row_of<T>(w, n + std::min<int64_t>(j + i, count - 1)) + d;
+        __builtin_prefetch(address(from) + LANES * w.inputs * sizeof(T));  // the panel after next
         x[i] = d + LANES <= w.inputs ? load(from) : load_partial(from, w.inputs - d);
       }
       transpose(x);

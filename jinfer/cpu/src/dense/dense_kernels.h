@@ -12,12 +12,15 @@ void dispatch_dtype(DType dtype, F f) {
   if (dtype == DType::f32) f(float{});
   if (dtype == DType::bf16) f(BFloat16{});
   if (dtype == DType::f16) f(Float16{});
+  if (dtype == DType::e4m3) f(E4M3{});
 }
 
 void multiply_gemv(const DenseMatrix& w, const float* x, int64_t rows, int64_t begin, int64_t end,
                    float* y, int64_t stride) {
   dispatch_dtype(w.dtype, [&](auto type) {
-    if (w.transposed) return multiply_transposed<decltype(type)>(w, x, rows, begin, end, y, stride);
+    if constexpr (!is_scaled<decltype(type)>)
+      if (w.transposed)
+        return multiply_transposed<decltype(type)>(w, x, rows, begin, end, y, stride);
     gemv<decltype(type)>(w, x, rows, begin, end, y, stride);
   });
 }
