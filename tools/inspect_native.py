@@ -43,10 +43,16 @@ def match_converted(
 
 
 def _held(checkpoint: NativeCheckpoint) -> dict[str, Tensor]:
-    """The parameters, in file order: quantized ones as one tensor each."""
+    """The parameters, in file order: quantized ones, and those with scales, as one tensor each."""
     held: dict[str, Tensor] = {}
     for name, part in checkpoint.parts.items():
         whole = next((p for p in _prefixes(name) if p in checkpoint.packed), None)
+        owner = name.rpartition(".")[0]
+        if whole is None and (numbers := checkpoint.parts.get(f"{owner}.numbers")):
+            size = numbers.nbytes + checkpoint.parts[f"{owner}.scales"].nbytes
+            kind = f"{numbers.type} scaled"
+            held[owner] = Tensor(owner, numbers.shape, kind, size, part.read, part.raw)
+            continue
         if whole is None:
             held[name] = part
             continue

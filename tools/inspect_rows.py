@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jinfer.checkpoint import Tensor
 from jinfer.quant.grouped_blocks import described, grouped_format
+from jinfer.quant.scaled_tensor import kept_blocks
 
 
 @dataclass
@@ -28,6 +29,8 @@ class TensorRow:
         """What a matrix of a quantized checkpoint is in memory by default; "" for all others."""
         if not self.tensor.sources:
             return ""
+        if kept_blocks(self.tensor.scaled, self.tensor.shape[-1]) is not None:
+            return "kept"
         found = grouped_format([self.tensor], exact=False)
         return "decoded" if found is None else f"as {described(found.format)}"
 

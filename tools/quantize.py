@@ -53,7 +53,7 @@ from jinfer.weights.native_parameters import packing, part_names, weight_setting
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.read_parameter import read_parameter
 from jinfer.weights.safetensors_writer import SHARD_BYTES, Writer
-from jinfer.weights.storage_plan import choose_storages, stored_types, with_types
+from jinfer.weights.storage_plan import choose_storages, stored_types, with_fp8, with_types
 from jinfer.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 
 from .calibration_text import text_windows
@@ -120,7 +120,9 @@ def convert(
         origins = find_origins(model, checkpoint, spec.tensors)
         model = with_types(model, stored_types(model, spec.quantization, origins))
         storages = choose_storages(model, spec.quantization, origins, "float", spec.path)
-        if layout is not None:
+        if layout is None:
+            model = with_fp8(model, spec.quantization, origins)
+        else:
             plan = WeightPlan(model, spec, checkpoint, origins, storages)
             storages = exported_storages(layout, plan)
         storages = with_gptq(model, spec, origins, storages)

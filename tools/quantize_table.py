@@ -115,9 +115,9 @@ def done(
     tensor: Any, storage: Storage | None, origin: Origin, measured: ErrorSums
 ) -> WrittenParameter:
     """The report of a written parameter."""
-    if storage is None:
-        return WrittenParameter(str(tensor.dtype), tensor.size, tensor.nbytes)
     count = math.prod(tensor.shape)
+    if storage is None:
+        return WrittenParameter(str(tensor.dtype), count, tensor.nbytes)
     if storage.as_in_file:
         return WrittenParameter(
             f"{origin.files[0].type} as it was", count, tensor.nbytes, ErrorSums(1.0)

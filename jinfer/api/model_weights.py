@@ -19,9 +19,9 @@ from jinfer.modelspec.spec_errors import nearest_hint
 from jinfer.nn.adapted_rows import is_adapter
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.scaled_tensor import ScaledTensor, to_e4m3
 from jinfer.quant.grouped_blocks import described
 from jinfer.quant.quantize_matrix import quantize
+from jinfer.quant.scaled_tensor import ScaledTensor, to_e4m3
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.tensor_mapping import Origin
 

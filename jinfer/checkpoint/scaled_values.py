@@ -1,4 +1,4 @@
-"""Scaled values: matrices in FP8 (E4M3) as a checkpoint stores them, with the scales of each row."""
+"""Scaled values: matrices in FP8 (E4M3) as a checkpoint has them, with the scales of each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScaledValues:
-    """A matrix [*stack, outputs, inputs]: each block of a row's inputs is its numbers times a scale.
+    """A matrix [*stack, outputs, inputs]: numbers, and a scale for each block of a row's inputs.
 
     Attributes:
         numbers: reads them, float8_e4m3fn [*stack, outputs, inputs].

@@ -21,8 +21,8 @@ import numpy as np
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import Task, task
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
-from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.quant.calibration_stats import InputStats, Kind, RecordedWeight, record_inputs
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.weights.chunked_quantize import Watch
 from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
 from jinfer.weights.load_time import PASSES, PER_PRODUCT, per_weight

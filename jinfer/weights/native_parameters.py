@@ -17,6 +17,7 @@ from jinfer.modelspec.quant_format import FORMATS
 from jinfer.modelspec.quantization_table import QuantizationSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.ops.matmul.half_precision import reads_16_bit_weights
 from jinfer.quant import QuantFormat, QuantizedTensor
 from jinfer.quant.quantized_tensor import Activations, abstract, with_columns
 from jinfer.quant.reordered_tensor import ReorderedTensor, abstract_reordered
@@ -66,6 +67,8 @@ class NativeOrigin:
             for name, like in part_names(self.first, self.stored)
         ]
         values: Any = jax.tree.unflatten(jax.tree.structure(self.stored), arrays)
+        if isinstance(values, ScaledTensor) and not isinstance(self.loaded, ScaledTensor):
+            return values.dequantize(self.loaded.dtype)
         quantized = isinstance(self.loaded, Packed)
         return _as_here(values, _activations(self.loaded)) if quantized else values
 
@@ -102,7 +105,7 @@ def native_origins(
             _check_shape(checkpoint, first, packed.shape, parameter.shape)
             stored = _abstract(checkpoint, first, packed)
         elif (scales := checkpoint.parts.get(f"{first}.scales")) is not None:
-            stored = abstract_scaled(parameter.shape, scales.shape[-1] if scales.shape else 0)
+            stored = _abstract_scaled(checkpoint, first, parameter.shape, scales)
         for part, like in part_names(first, stored):
             used.add(part)
             tensor = _part(checkpoint, part)
@@ -113,6 +116,8 @@ def native_origins(
                 reason = f"{part} is {found}, but has to be {like.dtype} {list(like.shape)}"
                 raise CheckpointError(checkpoint.path, f"{reason}; {AGAIN}")
         loaded = stored if packed is None else _as_here(stored, activations)
+        if isinstance(stored, ScaledTensor) and not reads_16_bit_weights():
+            loaded = parameter
         origins[name] = NativeOrigin(first, stored, loaded, checkpoint.parts)
     if left := sorted(checkpoint.parts.keys() - used):
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
@@ -241,6 +246,18 @@ def _abstract(checkpoint: NativeCheckpoint, name: str, packed: PackedFormat) -> 
     if packed.reordered:
         return abstract_reordered(rounded)
     return rounded if packed.outliers is None else abstract_outliers(rounded, packed.outliers)
+
+
+def _abstract_scaled(
+    checkpoint: NativeCheckpoint, name: str, shape: tuple[int, ...], scales: Tensor
+) -> ScaledTensor:
+    blocks = scales.shape[-1] if scales.shape else 0
+    numbers = _part(checkpoint, f"{name}.numbers").type
+    if numbers != "F8_E4M3" or scales.type != "F32" or block_of(shape[-1], blocks) is None:
+        found = f"{numbers} with scales in {scales.type} {list(scales.shape)}"
+        reason = f"{name} is in a format that is not known: {found}; update jinfer, or {AGAIN}"
+        raise CheckpointError(checkpoint.path, reason)
+    return abstract_scaled(shape, blocks)
 
 
 def _is_known(format: QuantFormat) -> bool:

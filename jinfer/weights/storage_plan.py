@@ -40,7 +40,7 @@ from jinfer.quant.grouped_blocks import GroupedFormat, grouped_format, grouped_t
 from jinfer.quant.quantize_matrix import Method, quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, columns_of
 from jinfer.quant.reordered_tensor import abstract_reordered
-from jinfer.quant.scaled_tensor import abstract_scaled, block_of
+from jinfer.quant.scaled_tensor import abstract_scaled, kept_blocks
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
@@ -149,7 +149,8 @@ def plan_storages(
         SpecError: a rule that matches nothing that could be quantized.
     """
     plain = in_stored_types(model, stored_types(model, spec.quantization, origins), activations)
-    plain = in_fp8(plain, spec.quantization, origins)
+    if reads_16_bit_weights():
+        plain = with_fp8(plain, spec.quantization, origins)
     halves = as_whole_numbers(model.modules.dtype, activations)
     return plain, choose_storages(plain, spec.quantization, origins, activations, spec.path, halves)
 
@@ -173,24 +174,20 @@ def in_stored_types(
     return replace(with_types(model, types), rounded=activations == "int8")
 
 
-def in_fp8(
+def with_fp8(
     model: AbstractModel, spec: QuantizationSpec, origins: Mapping[str, Origin]
 ) -> AbstractModel:
-    """The model with those matrices in FP8 that the checkpoint has so, where kernels read it."""
-    if not reads_16_bit_weights():
-        return model
+    """The model with those matrices in FP8 that the checkpoint has so."""
     shapes = {name: p.shape for name, p in zip(model.names, model.parameters, strict=True)}
 
     def kept(name: str, parameter: Any, role: Role) -> Any:
+        if role == "plain" or name in model.normalized or _word(spec, name, role) != AUTO:
+            return parameter
         origin = origins[name]
-        blocks = {file.scaled and file.scaled.blocks for file in origin.files}
-        count = blocks.pop()
-        if role != "matrix" or blocks or count is None or _word(spec, name, role) != AUTO:
+        blocks = {kept_blocks(file.scaled, file.shape[-1]) for file in origin.files if file.shape}
+        if not origin.is_rows(shapes) or len(blocks) != 1 or (count := blocks.pop()) is None:
             return parameter
-        if name in model.normalized or not origin.is_rows(shapes):
-            return parameter
-        whole = count == 1 or block_of(parameter.shape[-1], count) == origin.files[0].scaled.block
-        return abstract_scaled(parameter.shape, count) if whole else parameter
+        return abstract_scaled(parameter.shape, count)
 
     each = zip(model.names, model.parameters, model.roles, strict=True)
     return replace(model, parameters=tuple(kept(*one) for one in each))

@@ -13,10 +13,12 @@ from jinfer import LLM
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.quant import ReorderedTensor
+from jinfer.quant.scaled_tensor import ScaledTensor
 from jinfer.weights.plan_weights import plan_weights
 from tests.checkpoint.quantized_cases import CASES, Case
 from tests.checkpoint.quantized_writers import Arrays, mxfp4
 from tests.engine.adapters import write_adapter
+from tools.match_checkpoint import describe
 from tools.quantize import convert
 
 type Shapes = dict[str, tuple[int, int]]
@@ -126,6 +128,8 @@ def check(folder: Path, **overrides: Any) -> None:
         ("pack_sym", False, ""),
         ("int8", False, ""),
         ("fp8_tensor", False, ""),
+        ("fp8_block", False, "down_proj"),
+        ("fbgemm", True, ""),
         ("nf4_nested", False, ""),
         ("mlx_4", True, ""),
         ("modelopt_nvfp4", False, ""),
@@ -149,7 +153,7 @@ def test_fused_projections(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pack_bf16_128", "pack_reordered"])
+@pytest.mark.parametrize("name", ["pack_bf16_128", "pack_reordered", "fp8_block"])
 def test_experts(tmp_path: Path, name: str) -> None:
     """Mixtral: experts in tensors of their own, a router that is left out."""
     experts = {n: s for n, s in PROJECTIONS.items() if "mlp" not in n}
@@ -213,6 +217,30 @@ def test_memory_is_that_of_an_own_format(tmp_path: Path) -> None:
         source = written(tmp_path / name, CASES[name])
         own = {"embedding": "plain", "weights": format}
         assert planned(source) == planned(source.parent / "plain", quantization=own)
+
+
+@pytest.mark.parametrize(("name", "more"), [("fp8_tensor", 4 / INNER), ("fp8_block", 4 / 32)])
+def test_fp8_stays_in_its_bits(tmp_path: Path, name: str, more: float) -> None:
+    """8 bits a weight and its share of a scale; also converted, by name, and replaced."""
+    source, matrix = written(tmp_path, CASES[name]), "decoder.1.ffn.down.weight"
+    convert(str(source), tmp_path / "converted", {})
+    shown = describe(str(tmp_path / "converted"), {}).rows
+    assert [row.type for row in shown if row.parameters == [matrix]] == ["F8_E4M3 scaled"]
+    with LLM(source) as llm, LLM(tmp_path / "converted") as again:
+        for each in (llm, again):
+            held = dict(zip(each._engine.model.names, each._engine.parameters, strict=True))
+            assert isinstance(held[matrix], ScaledTensor)
+            assert held[matrix].nbytes == HIDDEN * INNER * (1 + more)
+        wanted = llm.logits([TOKENS])[0]
+        np.testing.assert_array_equal(again.logits([TOKENS])[0], wanted)
+        whole = load_file(tmp_path / "plain" / "model.safetensors")
+        weight = llm.weights[matrix]
+        values = whole["model.layers.1.mlp.down_proj.weight"]
+        np.testing.assert_allclose(weight.values, values, rtol=1e-6)
+        assert weight.format == "float8_e4m3fn"
+        assert weight.nbytes == HIDDEN * INNER * (1 + more)
+        llm.update_weights({matrix: -weight.values})
+        assert np.abs(llm.weights[matrix].values + values).max() < np.abs(values).max() / 16
 
 
 def test_reordered_inputs_stay_in_their_bits(tmp_path: Path) -> None:

@@ -3,14 +3,21 @@
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
-from jinfer.parallel.shard_params import abstract_shard, check_quant_blocks, slice_shard
+from jinfer.parallel.shard_params import (
+    abstract_shard,
+    check_quant_blocks,
+    quant_block,
+    slice_shard,
+)
 from jinfer.parallel.shard_sizes import AxisSharding, ShardingError, shard_evenly
 from jinfer.quant import ReorderedTensor, parse_format
 from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
 from jinfer.quant.quantized_tensor import abstract
+from jinfer.quant.scaled_tensor import ScaledTensor
 
 RNG = np.random.default_rng(4)
 
@@ -123,6 +130,19 @@ def test_a_block_that_would_be_torn_apart() -> None:
     whole = abstract((16, 96), parse_format("q4"))
     with pytest.raises(ShardingError, match=r"parts of 48 of its 96 columns .* blocks of 32"):
         check_quant_blocks(whole, {1: shard_evenly(96, 2)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "axis", "unit"),
+    [((48, 256), 2, 0, 1), ((4, 24, 96), 3, 1, 1), ((20, 256), 4, 1, 64), ((20, 96), 1, 1, 1)],
+)
+def test_scaled(shape: tuple[int, ...], blocks: int, axis: int, unit: int) -> None:
+    """FP8, with its scales."""
+    numbers = RNG.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    whole = ScaledTensor(numbers, RNG.normal(size=(*shape[:-1], blocks)).astype(np.float32))
+    share = shard_evenly(shape[axis], 2, unit)
+    assert quant_block(whole) == {1: 1, 2: 128, 3: 32, 4: 64}[blocks]
+    check_parts(whole, axis, share)
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((48, 64), 0), ((4, 24, 64), 1)])

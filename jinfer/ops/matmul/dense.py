@@ -83,13 +83,18 @@ def dense_matmul(
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         which: dict[str, Any] = {"index": index, "offsets": offsets, "activation": activation}
         which["transposed"] = transposed
-        results = cpu.dense_linear(rows, weights, rounded=allows_bfloat16_rounding(), **which)
+        stored = [
+            cpu.ScaledMatrix(one.numbers, one.scales) if isinstance(one, ScaledTensor) else one
+            for one in weights
+        ]
+        results = cpu.dense_linear(rows, stored, rounded=allows_bfloat16_rounding(), **which)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
     if offsets is not None:
         from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 
         product = partial(grouped_dense_matmul, transposed=transposed, interpret=interpreted())
-        results = tuple(product(x, offsets, weight) for weight in weights)
+        plain = [weight for weight in weights if not isinstance(weight, ScaledTensor)]
+        results = tuple(product(x, offsets, weight) for weight in plain)
         return apply_activation(results, activation)
     if index is not None:
         weights = [index_stack(weight, index) for weight in weights]
