@@ -113,6 +113,7 @@ def scaled_tensor(numbers: np.ndarray, scales: np.ndarray) -> ScaledTensor:
     return ScaledTensor(numbers, np.where(wrong, np.float32(np.nan), scales))
 
 
+@np.errstate(all="ignore")  # NaN and infinity are values like others
 def to_e4m3(values: Float[np.ndarray, "*stack outputs inputs"], like: ScaledTensor) -> ScaledTensor:
     """Values rounded to E4M3, with a scale for each block that `like` has.
 

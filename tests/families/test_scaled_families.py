@@ -130,26 +130,27 @@ def logits(folder: Path, config: dict[str, Any], tensors: Arrays) -> np.ndarray:
     return LLM(folder, dtype="float32").logits([TOKENS.tolist()])[0]
 
 
-BLOCK = (8, 16)  # of which neither divides all sizes
-FP8 = LATENT | {
-    "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-        "weight_block_size": list(BLOCK),
-    }
-}  # fmt: skip
+type Block = tuple[int, int]
+BLOCK = (8, 16)  # of which neither divides all sizes; too small to be kept
+WIDER = (8, 32)
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
 
 
-def in_fp8() -> tuple[Arrays, Arrays]:
+def fp8_config(block: Block) -> dict[str, Any]:
+    return LATENT | {"quantization_config": FP8 | {"weight_block_size": list(block)}}
+
+
+def in_fp8(block: Block = BLOCK) -> tuple[Arrays, Arrays]:
     """All projections of the layers in FP8 blocks, and the same values in float32."""
     small, whole = {}, random_tensors(latent_shapes(), seed=3)
     for name, values in list(whole.items()):
         small[name] = values
         if "_proj" not in name:
             continue
-        scales = np.empty([-(-n // b) for n, b in zip(values.shape, BLOCK, strict=True)], "f4")
+        scales = np.empty([-(-n // b) for n, b in zip(values.shape, block, strict=True)], "f4")
         codes, same = np.empty(values.shape, ml_dtypes.float8_e4m3fn), np.empty_like(values)
         for i, j in np.ndindex(*scales.shape):
-            at = np.s_[i * BLOCK[0] : (i + 1) * BLOCK[0], j * BLOCK[1] : (j + 1) * BLOCK[1]]
+            at = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
             scales[i, j] = np.abs(values[at]).max() / 448
             codes[at] = (values[at] / scales[i, j]).astype(codes.dtype)
             same[at] = codes[at].astype(np.float32) * scales[i, j]
@@ -157,10 +158,12 @@ def in_fp8() -> tuple[Arrays, Arrays]:
     return small, whole
 
 
-def test_fp8(tmp_path: Path) -> None:
-    small, whole = in_fp8()
+@pytest.mark.parametrize("block", [BLOCK, WIDER])
+def test_fp8(tmp_path: Path, block: Block) -> None:
+    """Latent attention and experts, decoded and kept: the same bits."""
+    small, whole = in_fp8(block)
     wanted = logits(tmp_path / "whole", LATENT, whole)
-    np.testing.assert_array_equal(logits(tmp_path / "small", FP8, small), wanted)
+    np.testing.assert_array_equal(logits(tmp_path / "small", fp8_config(block), small), wanted)
     plain = random_tensors(latent_shapes(), seed=3)
     assert np.abs(logits(tmp_path / "plain", LATENT, plain) - wanted).max() > 0.01
 
@@ -211,9 +214,8 @@ def test_a_method_that_is_not_known(tmp_path: Path) -> None:
 
 def test_a_block_size_that_does_not_fit(tmp_path: Path) -> None:
     small, _ = in_fp8()
-    table = FP8["quantization_config"] | {"weight_block_size": [16, 16]}
     with pytest.raises(CheckpointError, match=r"_scale_inv': is \[.* in blocks of 16 x 16; look"):
-        logits(tmp_path / "small", LATENT | {"quantization_config": table}, small)
+        logits(tmp_path / "small", fp8_config((16, 16)), small)
 
 
 def test_blocks_of_another_shape_than_the_model(tmp_path: Path) -> None:
