@@ -115,7 +115,7 @@ void gemv_outputs(const DenseMatrix& w, const Factor<T>* x, int64_t begin, int64
 // two rows of activations are compute-bound. With vectors of 16 one row of weights is read at a
 // time, prefetched FAR ahead into L2 unless the hardware does better alone
 // (prefers_hardware_prefetch). Shorter vectors take several rows, since a single sum would wait for
-// itself.
+// itself, and so does FP8, which has fewer bytes to wait for.
 template <class T>
 void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin, int64_t end,
           float* y, int64_t stride) {
@@ -134,7 +134,7 @@ void gemv(const DenseMatrix& w, const Factor<T>* x, int64_t rows, int64_t begin,
           return near ? gemv_outputs<M, 2, NEAR, T>(w, from, n, to, result, stride)
                       : gemv_outputs<M, 4, 0, T>(w, from, n, to, result, stride);
         } else {
-          constexpr int ONE = LANES == 16 ? 1 : 2 * NR;
+          constexpr int ONE = LANES < 16 ? 2 * NR : is_scaled<T> ? NR : 1;
           constexpr int N = std::min(LANES, M == 1 ? ONE : M == 2 ? 2 * NR : NR);
           return gemv_outputs<M, N, FAR, T>(w, from, n, to, result, stride);
         }

@@ -24,7 +24,8 @@ struct ScaledRow {
   int block_log2;
 
   ScaledRow operator+(int64_t i) const { return {numbers, scales, at + i, block_log2}; }
-  Floats scale() const { return broadcast(scales[at >> block_log2]); }
+  // Of the numbers that `load` gives.
+  Floats scale() const { return broadcast(256.0f * scales[at >> block_log2]); }
 };
 
 template <class T>
@@ -32,16 +33,26 @@ constexpr bool is_scaled = std::is_same_v<T, E4M3>;
 template <class T>
 using Row = std::conditional_t<is_scaled<T>, ScaledRow, const T*>;
 
-// Exact: the bits shifted are those of a float16 that is 2^-8 of the number.
+// 2^-8 of the numbers, exactly: their bits shifted are those of a float16.
 inline Floats load(const E4M3* from) {
+  constexpr int16_t UNCOPIED_SIGN = int16_t(0xbfff);  // the sign is in the bit below its own, too
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+  return _mm512_cvtph_ps(
+      _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(UNCOPIED_SIGN)));
+#elif defined(__F16C__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)from));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(UNCOPIED_SIGN)));
+#else
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
   typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
   Bytes bytes;
   memcpy(&bytes, from, sizeof bytes);
-  const Halves halves = (__builtin_convertvector(bytes, Halves) << 7) & int16_t(0xbfff);
+  const Halves halves = (__builtin_convertvector(bytes, Halves) << 7) & UNCOPIED_SIGN;
   Float16 some[LANES];
   memcpy(some, &halves, sizeof some);
-  return load(some) * 256.0f;
+  return load(some);
+#endif
 }
 
 inline Floats load(ScaledRow from) { return load(from.numbers + from.at) * from.scale(); }
