@@ -91,9 +91,10 @@ def block_of(inputs: int, blocks: int) -> int | None:
 
 def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
     """Blocks of a row where a checkpoint's matrix can be a `ScaledTensor`, else None."""
-    if values is None or (values.blocks > 1 and block_of(inputs, values.blocks) != values.block):
+    if values is None or values.blocks < 1:
         return None
-    return values.blocks
+    fits = values.blocks == 1 or block_of(inputs, values.blocks) == values.block
+    return values.blocks if fits else None
 
 
 def abstract_scaled(shape: tuple[int, ...], blocks: int) -> ScaledTensor:

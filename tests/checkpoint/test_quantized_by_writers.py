@@ -35,9 +35,9 @@ def test_weights(name: str) -> None:
     np.testing.assert_allclose(model.logits(tensors, ids), wanted, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, "mlx_mxfp8", "llmcompressor_fp8_dynamic"])
 def test_models(name: str) -> None:
-    """Sorted inputs, and experts by the names that they have there."""
+    """Sorted inputs, experts by the names that they have there, and FP8 in blocks and rows."""
     ids, wanted = expected(name)
     with LLM(QUANTIZED / name, dtype="float32") as llm:
         np.testing.assert_allclose(llm.logits(ids)[0], wanted, rtol=0, atol=2e-4)

@@ -21,6 +21,7 @@ from jinfer.checkpoint.layouts.module_tensors import (
     TensorTable,
     as_float32,
 )
+from jinfer.checkpoint.scaled_values import ScaledValues
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
 E2M1 = _MAGNITUDES + tuple(-value for value in _MAGNITUDES)
@@ -113,13 +114,16 @@ def join_mxfp8(module: ModuleTensors) -> None:
         raise module.fail("weight", f"is {list(weight.shape)}, which are no whole blocks of {_MX}")
     scales = module.need("scales", ("U8", "F8_E8M0"), (*rows, inputs // _MX))
 
+    def numbers() -> np.ndarray:
+        return np.ascontiguousarray(weight.read()).view(ml_dtypes.float8_e4m3fn)
+
     def decoded() -> np.ndarray:
-        numbers = np.ascontiguousarray(weight.read()).view(ml_dtypes.float8_e4m3fn)
-        values = numbers.reshape(*rows, -1, _MX).astype(np.float32)
+        values = numbers().reshape(*rows, -1, _MX).astype(np.float32)
         values *= powers(scales)[..., None]
         return values.reshape(*rows, inputs)
 
-    module.join_values("MXFP8", (weight, scales), (*rows, inputs), decoded)
+    kept = ScaledValues(numbers, partial(powers, scales), _MX, inputs // _MX)
+    module.join_values("MXFP8", (weight, scales), (*rows, inputs), decoded, scaled=kept)
 
 
 def join_mxfp4(module: ModuleTensors, weight_leaf: str) -> None:
