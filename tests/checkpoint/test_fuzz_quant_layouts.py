@@ -15,6 +15,7 @@ from jinfer.checkpoint import CheckpointError, open_checkpoint
 from jinfer.checkpoint.layouts.quant_layouts import LAYOUTS, decode_quantized
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
+from jinfer.quant.scaled_tensor import kept_blocks, scaled_tensor
 
 from .fuzzing import EXAMPLES, fuzz_settings
 from .quantized_cases import CASES
@@ -92,6 +93,11 @@ def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
                     if (found := grouped_format([tensor], exact)) is not None:
                         kept = grouped_tensor([tensor], False, found, None, None)
                         assert kept.shape == tensor.shape
+                scaled = tensor.scaled
+                if scaled is not None and kept_blocks(scaled, tensor.shape[-1]) is not None:
+                    with np.errstate(all="ignore"):
+                        whole = scaled_tensor(scaled.numbers(), scaled.scales()).dequantize()
+                    assert ((whole == tensor.read()) | np.isnan(whole)).all()
         except CheckpointError:
             pass
 
