@@ -19,6 +19,7 @@ from jinfer.opening.open_model import open_model
 from jinfer.quant import parse_format
 from jinfer.quant.gguf_blocks import repacked_tensor
 from jinfer.quant.quantize_matrix import quantize, quantize_with_outliers
+from jinfer.quant.scaled_tensor import abstract_scaled, to_e4m3
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.power_scaling import Magnitude, magnitude, times_powers
@@ -212,6 +213,7 @@ FORMS = {
     "q4": quantize(WEIGHT, parse_format("q4"), method="nearest"),
     "q3.5": quantize(WEIGHT, parse_format("q3.5"), method="nearest"),
     "q8_b128": quantize(WEIGHT, parse_format("q8_b128"), method="nearest"),
+    "fp8": to_e4m3(WEIGHT, abstract_scaled(WEIGHT.shape, 3)),
     "outliers": quantize_with_outliers(WEIGHT, parse_format("q4"), 0.01, method="nearest"),
     "Q4_0": blocks("Q4_0", 1),
     "Q4_K": blocks("Q4_K", 2),
