@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 MAX_STOP_IDS = 16  # ids that a request may name
+MAX_STOPS = 1024  # stop texts: each new token is looked through for all of them
 MAX_END_IDS = 64  # ids that end a request, the model's own included, for `min_tokens` to forbid
 MAX_LOGPROBS = 20
 MAX_BEAMS = 64
@@ -319,7 +320,9 @@ BREAKERS = Items(is_breaker, f"at most {MAX_BREAKERS} texts or ids", most=MAX_BR
 BIASES = Biases(ANY)
 # Texts.
 TEXT = Instance((str,), "a text", empty=False)
-STOPS = Items(is_text, "texts, none empty", single=True)
+STOPS = Items(
+    is_text, f"at most {MAX_STOPS} texts, none empty", most=MAX_STOPS, single=True
+)
 WORDS = Items(is_word, "texts, none empty", single=True)
 SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
 PROCESSORS = Items(is_processor, f"at most {MAX_FUNCTIONS} functions", most=MAX_FUNCTIONS)
