@@ -320,9 +320,7 @@ BREAKERS = Items(is_breaker, f"at most {MAX_BREAKERS} texts or ids", most=MAX_BR
 BIASES = Biases(ANY)
 # Texts.
 TEXT = Instance((str,), "a text", empty=False)
-STOPS = Items(
-    is_text, f"at most {MAX_STOPS} texts, none empty", most=MAX_STOPS, single=True
-)
+STOPS = Items(is_text, f"at most {MAX_STOPS} texts, none empty", most=MAX_STOPS, single=True)
 WORDS = Items(is_word, "texts, none empty", single=True)
 SOME_TEXTS = Items(is_text, "texts, none empty", empty=False)
 PROCESSORS = Items(is_processor, f"at most {MAX_FUNCTIONS} functions", most=MAX_FUNCTIONS)
