@@ -33,7 +33,7 @@ def test_a_report_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     listed, report = tmp_path / "slow.txt", tmp_path / "report.xml"
     listed.write_text("9.0 tests/test_b.py::test_y\n3.0 tests/a/test_a.py::test_x\n")
     cases = [("a.test_a", "test_x[1]", 0.6), ("a.test_a", "test_x[2]", 0.5)]
-    cases += [("a.test_a", "test_fast", 0.9), ("test_goldens", "test_logits", 7.0)]
+    cases += [("a.test_a", "test_fast", 0.4), ("test_goldens", "test_logits", 7.0)]
     rows = "".join(f'<testcase classname="tests.{c}" name="{n}" time="{t}"/>' for c, n, t in cases)
     report.write_text(f"<testsuites><testsuite>{rows}</testsuite></testsuites>")
     monkeypatch.setattr(slow_tests, "LIST", listed)
