@@ -41,6 +41,8 @@ class Running:
 
     def held(self, name: str | None = None) -> int:
         """Blocks of the cache that somebody holds, once the engine has seen to all messages."""
+        if self.hosted(name).llm_or_none is None:  # which is not loaded yet
+            return 0
         llm = self.hosted(name).llm
         llm.session.thread.run(lambda engine: None)
         return llm.stats().blocks_held
