@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.server.http_errors import ApiError, as_api_error, cancel_reason, shutting_down
-from jinfer.server.http_responses import SSE_PING, sse_event
+from jinfer.server.http_responses import sse_event
 from jinfer.server.response_store import ResponseStore, StoredResponse
+from jinfer.server.stream_readers import StreamReaders
 
 _log = logging.getLogger("jinfer.server")
 MAX_RUNNING = 256  # answers in the background
@@ -34,7 +35,7 @@ class ResponseJob:
     input: list[dict[str, Any]]
     ended: bool = False
     _events: list[bytes] = field(default_factory=list)
-    _more: asyncio.Event = field(default_factory=asyncio.Event)
+    _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def add(self, events: list[dict[str, Any]]) -> None:
         """Records events, and the response that the last one of them has."""
@@ -42,7 +43,7 @@ class ResponseJob:
             number = b"id: %d\n" % len(self._events)
             self._events.append(number + sse_event(one, one["type"]))
             self.response = one.get("response", self.response)
-        self._wake()
+        self._readers.wake()
 
     def end(self, status: str, error: ApiError | None = None) -> None:
         """Ends an answer that does not come to its end."""
@@ -54,11 +55,7 @@ class ResponseJob:
     def close(self) -> None:
         """Nothing more comes."""
         self.ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
+        self._readers.wake()
 
     async def events(self, after: int, ping: float) -> AsyncGenerator[bytes]:
         """The events behind one of some number, as they come.
@@ -74,13 +71,8 @@ class ResponseJob:
                 yield b"".join(known)
             elif self.ended:
                 return
-            else:
-                more = self._more
-                try:
-                    async with asyncio.timeout(ping):
-                        await more.wait()
-                except TimeoutError:
-                    yield SSE_PING
+            elif comment := await self._readers.wait_or_ping(ping):
+                yield comment
 
 
 @dataclass

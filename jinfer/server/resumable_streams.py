@@ -23,6 +23,7 @@ from jinfer.server.http_errors import (
     invalid_request,
 )
 from jinfer.server.http_responses import SSE_PING, StreamedResponse
+from jinfer.server.stream_readers import StreamReaders
 
 HEADER = "x-conversation-id"
 MAX_ID = 512  # characters
@@ -54,7 +55,7 @@ class ResumableStream:
     _events: deque[bytes] = field(default_factory=deque)
     _first: int = 0  # number of the first event that is kept
     _refusal: Exception | None = None
-    _more: asyncio.Event = field(default_factory=asyncio.Event)
+    _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def append(self, piece: bytes) -> None:
         """Records whole events, each under its number."""
@@ -67,17 +68,13 @@ class ResumableStream:
         while self.total - self.dropped > MAX_BYTES:
             self.dropped += len(self._events.popleft())
             self._first += 1
-        self._wake()
+        self._readers.wake()
 
     def close(self, refusal: Exception | None = None) -> None:
         """Nothing more comes; or it was refused, or cancelled, before anything came."""
         self._refusal = None if self.begun else refusal
         self.completed = time.time()
-        self._wake()
-
-    def _wake(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
+        self._readers.wake()
 
     def place_of(self, offset: int) -> tuple[int, int]:
         """The event that a byte belongs to, and how many of its bytes are before it.
@@ -107,7 +104,7 @@ class ResumableStream:
             Exception: the request was refused before the first event.
         """
         while not self.begun and self.completed is None:
-            await self._more.wait()
+            await self._readers.wait()
         if self._refusal is not None:
             raise self._refusal
         yield b""
@@ -120,13 +117,8 @@ class ResumableStream:
                 skip = 0
             elif self.completed is not None:
                 return
-            else:
-                more = self._more
-                try:
-                    async with asyncio.timeout(ping):
-                        await more.wait()
-                except TimeoutError:
-                    yield SSE_PING
+            elif comment := await self._readers.wait_or_ping(ping):
+                yield comment
 
 
 @dataclass
