@@ -44,6 +44,4 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "smol" in request.fixturenames:
         running: Running = request.getfixturevalue("smol")
-        assert running.held() == 0
-        stats = running.hosted().llm.stats()
-        assert (stats.running, stats.waiting) == (0, 0)
+        assert running.holds_nothing()

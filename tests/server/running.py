@@ -47,6 +47,19 @@ class Running:
         llm.session.thread.run(lambda engine: None)
         return llm.stats().blocks_held
 
+    def holds_nothing(self, name: str | None = None, seconds: float = 20) -> bool:
+        """Whether no block is held and nobody runs or waits: soon, as a client leaves unheard."""
+        end = time.monotonic() + seconds
+        while (left := self.held(name) or self._requests(name)) and time.monotonic() < end:
+            time.sleep(0.01)
+        return not left
+
+    def _requests(self, name: str | None) -> int:
+        if (llm := self.hosted(name).llm_or_none) is None:
+            return 0
+        stats = llm.stats()
+        return stats.running + stats.waiting
+
     def client(self, **more: Any) -> httpx.Client:
         """A client of it."""
         return httpx.Client(base_url=self.url, timeout=120, **more)

@@ -41,7 +41,7 @@ def running() -> Iterator[Running]:
     with serving(sources, ServerSettings(warm_up=False, keys=(KEY,))) as running:
         yield running
         for one in running.service.models.models:
-            assert running.held(one.name) == 0
+            assert running.holds_nothing(one.name)
 
 
 @pytest.fixture(scope="module")

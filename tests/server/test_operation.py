@@ -122,7 +122,7 @@ def test_a_bounded_queue(tiny: Running) -> None:
     assert refused.json()["error"]["type"] == "rate_limit_error"
     stream = post(tiny, {**LONG, "max_tokens": 8, "stream": True})
     assert stream.status_code == 200
-    assert tiny.held() == 0
+    assert tiny.holds_nothing()
 
 
 def test_a_stream_that_waits_has_its_status_at_once(
@@ -140,7 +140,7 @@ def test_a_stream_that_waits_has_its_status_at_once(
         assert post(tiny, body).status_code == 429
         assert post(tiny, {**body, "prompt": [9] * 9999}).status_code == 400
         assert tiny.hosted().llm.stats().waiting == 5
-    assert tiny.held() == 0
+    assert tiny.holds_nothing()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -191,7 +191,7 @@ def test_a_client_that_goes_frees_its_place(tiny: Running, stream: bool) -> None
         release.set()
         busy.join()
     until(lambda: tiny.hosted().llm.stats().running == 0, 10)
-    assert tiny.held() == 0
+    assert tiny.holds_nothing()
 
 
 def until(holds: Any, seconds: float) -> None:

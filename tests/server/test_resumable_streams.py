@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     settings = ServerSettings(warm_up=False, ping=0.05)
     with serving(ModelRegistry((), folder, None, keys), settings) as running:
         yield running
-        assert running.held() == 0
+        assert running.holds_nothing()
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_stopping(running: Running, http: httpx.Client) -> None:
     assert (stopped.status_code, stopped.content) == (204, b"")
     assert http.delete("/v1/stream").status_code == 204
     assert http.get("/v1/stream").status_code == 404
-    assert running.held() == 0
+    assert running.holds_nothing()
 
 
 def test_one_conversation_has_one_stream() -> None:

@@ -66,7 +66,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(list(models(str(tiny)))) as running:
         yield running
         for one in running.service.models.models:
-            assert running.held(one.name) == 0
+            assert running.holds_nothing(one.name)
 
 
 @pytest.fixture(scope="module")
