@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from jinfer.server.routes import ENDPOINTS
-from tests.server.running import GOLDENS
+from tests.server.running import GOLDENS, ROOT
 from tests.server.test_run_server import command, free_port, ready
 from tests.server.test_soak import SOURCE
 from tests.test_classification import with_words
@@ -49,7 +49,9 @@ def checked(url: str, *chosen: str) -> None:
         *("--checks", ",".join(CHECKS)),
         *("--continue-on-failure", "--request-timeout", "120", "--no-color", *more),
     ]
-    done = subprocess.run([sys.executable, *asked], capture_output=True, text=True)
+    hooks = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.server.schemathesis_hooks"}
+    run = [sys.executable, *asked]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, env=hooks)
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-20_000:]
 

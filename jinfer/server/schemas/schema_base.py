@@ -12,8 +12,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_ITEMS = 8192  # of messages, or of tools, in a request
@@ -68,6 +70,17 @@ class RequestModel(BaseModel):
         schema = handler(source)
         _lenient(schema)
         return schema
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describes that unknown fields may be null, too."""
+        described = handler(schema)
+        fields = handler.resolve_ref_schema(described)
+        if fields.get("additionalProperties") is False:
+            fields["additionalProperties"] = {"type": "null"}
+        return described
 
     @model_validator(mode="before")
     @classmethod
