@@ -148,6 +148,7 @@ class RequestRunner:
         self.owners = [number for number, job in enumerate(self.jobs) for _ in job.engine_requests]
         self._told: set[int] = set()
         self._shown: Counter[int] = Counter()
+        self._cached: dict[int, int] = {}
         if any(job.sampling.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
@@ -169,6 +170,9 @@ class RequestRunner:
 
         def sink(index: int) -> Callable[[Any], None]:
             def put(piece: Any) -> None:
+                # On the engine's thread, which forgets the request when it ends.
+                if index >= 0 and index not in self._cached and (known := self._progress(index)):
+                    self._cached[index] = known[0]
                 with contextlib.suppress(RuntimeError):  # the event loop was closed meanwhile
                     loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
@@ -245,9 +249,9 @@ class RequestRunner:
         """The usage and times of an unfinished answer, up to the chunk shown last."""
         prefill, decode = self.timer.seconds(index)
         request = self.prepared[index].request
-        ended = self.usages.get(index)  # the engine knows nothing of it then
-        known = ended.cached_tokens if ended else 0
-        cached, _ = self.session.thread.progress(request.id) or (known, 0)
+        cached = self._cached.get(index)
+        if cached is None:  # before its first chunk
+            cached, _ = self._progress(index) or (0, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
         return _without_token(usage) if self.job(index).sampling.nothing else usage
 
@@ -264,7 +268,7 @@ class RequestRunner:
             new = index not in self._told
             if not new and (first or self.timer.counts.get(index)):
                 continue
-            known = self.session.thread.progress(prepared.request.id)
+            known = self._progress(index)
             if known is None:
                 continue
             self._told.add(index)
@@ -278,6 +282,9 @@ class RequestRunner:
             }
             result.append((index, figures))
         return result
+
+    def _progress(self, index: int) -> tuple[int, int] | None:
+        return self.session.thread.progress(self.prepared[index].request.id)
 
     def summary(self) -> dict[str, Any]:
         """Fields for the access log."""
