@@ -9,6 +9,7 @@ import jax
 
 from jinfer.guard.process_limits import check_process_limits
 from jinfer.ops.disable_kernels import SwitchError
+from jinfer.runtime.thread_priority import at_usual_priority
 
 PLATFORMS_VARIABLE = "JAX_PLATFORMS"
 _KNOWN = ("cpu", "cuda", "rocm", "tpu")
@@ -29,7 +30,7 @@ def start() -> None:
     """
     check_process_limits()
     try:
-        jax.local_devices()[0]
+        at_usual_priority(jax.local_devices)
     except (RuntimeError, AssertionError) as error:  # the latter from a missing plugin
         if asked := os.environ.get(PLATFORMS_VARIABLE, ""):
             raise SwitchError(f"{PLATFORMS_VARIABLE}={asked}: {_reason(asked)}") from error

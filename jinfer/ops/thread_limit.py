@@ -10,6 +10,7 @@ import jax
 
 from jinfer.cpu import call_threads
 from jinfer.cpu.cores import usable_cores
+from jinfer.runtime.thread_priority import at_usual_priority
 
 _VARIABLE = "NPROC"  # what XLA sizes its pools by, when it starts
 _log = logging.getLogger("jinfer")
@@ -28,7 +29,7 @@ def limit_threads(count: int) -> Callable[[], None]:
         before = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(count)
         try:
-            jax.local_devices()[0]
+            at_usual_priority(jax.local_devices)
         finally:
             del os.environ[_VARIABLE]
             if before is not None:

@@ -13,10 +13,12 @@ import os
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from jinfer.runtime.startup import importing
+from jinfer.runtime.thread_priority import lower_priority
 
 _SWITCH_INTERVAL = 0.001  # as of the server
 _POLL = 0.01  # seconds between two looks whether the model is there
@@ -31,8 +33,13 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints is no answer
     asked = json.loads(sys.stdin.buffer.readline())
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    with importing():
-        from jinfer.server import request_log
+    if not asked["socket"]:
+        lower_priority()
+    # Beside the streams of other models: see `jinfer.runtime.thread_priority`.
+    with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
+        thread.submit(_import).result()
+    from jinfer.server import request_log
+
     log = request_log.set_up_logging(**asked["settings"]["log"])
     # That it was loaded is said by its server.
     logging.getLogger("jinfer.server").setLevel(logging.WARNING)
@@ -44,6 +51,15 @@ def main() -> int:
     finally:
         log.stop()
     return 0
+
+
+def _import() -> None:
+    """Imports what takes long."""
+    with importing():
+        import uvicorn  # noqa: F401
+
+        import jinfer.server.app
+        import jinfer.server.run_server  # noqa: F401
 
 
 def _describe(asked: dict[str, Any], said: Any) -> None:
@@ -118,6 +134,7 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
         print(json.dumps(answer), file=said, flush=True)
         if not failures:
             await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has gone
+            lower_priority()
             service.cancel_answers()
             await asyncio.sleep(_POLL)
         server.should_exit = True

@@ -13,6 +13,7 @@ from typing import Any
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.scheduling.cache_size import trim
+from jinfer.runtime.thread_priority import lower_priority
 from jinfer.server import http_errors
 from jinfer.server.http_errors import ApiError
 from jinfer.server.model_loading import Opened, open_beside, open_llm, warm_up_constraints
@@ -53,7 +54,10 @@ class ModelResidency:
         self._queue: list[ServedModel] = []
         self._watching: dict[ServedModel, list[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        # What a process of its own loads, others' streams go on beside.
+        lower = lower_priority if settings.is_worker else None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=lower)
+        self._warmer = ThreadPoolExecutor(1, thread_name_prefix="warmer", initializer=lower)
         self._unloader = ThreadPoolExecutor(1, thread_name_prefix="unloader")
 
     async def arrive(self, one: ServedModel) -> None:
@@ -121,7 +125,7 @@ class ModelResidency:
             seconds = round(time.perf_counter() - begun, 3)
             _log.info("model loaded", extra={"model": one.name, "seconds": seconds})
             if self._settings.warm_up and one.worker is None:
-                self.run(asyncio.to_thread(warm_up_constraints, one.llm))
+                self.run(_in(self._warmer, warm_up_constraints, one.llm))
         _answer(one, http_errors.load_failed(one.name, error) if error else None)
         self.rest(one)
 
@@ -177,7 +181,7 @@ class ModelResidency:
             one.cancel_timers()
             if one.open:
                 await _in(self._unloader, one.loaded.close)
-        for pool in (self._loader, self._unloader):
+        for pool in (self._loader, self._unloader, self._warmer):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _want(self, one: ServedModel) -> None:
