@@ -36,6 +36,8 @@ class EngineCore(ModelRunner, ABC):
         scheduler: decides which sequences are computed next.
         call_seconds, step_seconds: duration of the last call, and of a step of the last call that
             only decoded.
+        contended: whether other processes compute on the same cores, so that calls are short; may
+            be set by any thread.
         drafted: counts of drafted tokens.
         samplers: sampling parameters and sampler state of each request.
         captured: activations of calls that the host has not read.
@@ -44,6 +46,7 @@ class EngineCore(ModelRunner, ABC):
     scheduler: Scheduler
     call_seconds: float = 0.0
     step_seconds: float = CALL_SECONDS
+    contended: bool = False
     drafted: DraftCounts = field(default_factory=DraftCounts)
     samplers: SamplerStates = field(default_factory=SamplerStates)
     captured: CapturedCalls = field(default_factory=CapturedCalls)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jinfer.api.llm import LLM
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.scheduling.cache_size import trim
@@ -104,6 +105,7 @@ class ModelResidency:
     async def load(self, one: ServedModel) -> None:
         """Loads a model in a thread, or wakes it; `one.error` says why that failed."""
         one.state, begun, error = "loading", time.perf_counter(), ""
+        self._share_cores()
         try:
             if one.llm_or_none is None:
                 opened = await _in(self._loader, self._open, one.source)
@@ -134,6 +136,15 @@ class ModelResidency:
             return open_beside(source, self._settings)
         return open_llm(source, self._settings.warm_up)
 
+    def _share_cores(self) -> None:
+        """Tells the models of this process whether others come or go, or compute beside them."""
+        busy = any(
+            one.worker is not None or one.state in ("loading", "unloading") for one in self.models
+        )
+        for one in self.models:
+            if isinstance(one.llm_or_none, LLM):
+                one.session.engine.contended = busy or self._settings.is_worker
+
     def forget(self, one: ServedModel) -> None:
         """Notes that a model's process has ended by itself; the next request loads it again."""
         if one.worker is not None and one.worker.has_ended and one.open:
@@ -152,6 +163,7 @@ class ModelResidency:
 
     def rest(self, one: ServedModel) -> None:
         """Says what is to happen to a model unless somebody uses it meanwhile."""
+        self._share_cores()
         for future in self._watching.pop(one, ()):
             if not future.done():
                 future.set_result(None)

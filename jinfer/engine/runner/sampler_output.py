@@ -16,6 +16,9 @@ MAX_STEPS = 8  # of a call of `decode`
 # short steps. A new request or a cancellation interrupts the call on a CPU; elsewhere it waits for
 # two calls at most.
 CALL_SECONDS = 0.04
+# The same where other processes compute on these cores: a call may take several times as long as
+# the last one, and its tokens come together.
+CONTENDED_CALL_SECONDS = 0.02
 MAX_COPIES = 8  # of a call of `copy_blocks`
 
 
@@ -36,6 +39,7 @@ class SamplerOutput(NamedTuple):
     progress: SamplerState
 
 
-def steps_that_fit(step_seconds: float) -> int:
+def steps_that_fit(step_seconds: float, contended: bool) -> int:
     """Number of steps that fit into a call, from the seconds of a step."""
-    return max(1, int(CALL_SECONDS / max(step_seconds, 1e-6)))
+    seconds = CONTENDED_CALL_SECONDS if contended else CALL_SECONDS
+    return max(1, int(seconds / max(step_seconds, 1e-6)))
