@@ -1,6 +1,8 @@
 """Models that come and go, over every interface: a folder with small models, and damaged ones."""
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -231,6 +233,13 @@ def test_no_room_beside_models_in_use(running: Running, http: httpx.Client) -> N
     assert answered(http, "three")["model"] == "three"
 
 
+def nices(pid: int) -> set[tuple[str, int]]:
+    """The names of a process's threads, and how nice each is."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    pairs = [one.partition("(")[2].rpartition(")") for one in stats]
+    return {(name, int(rest.split()[16])) for name, _, rest in pairs}
+
+
 def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
     """Every interface answers as if it were in the server's."""
     settings = ServerSettings(warm_up=False, model_processes=True, ping=0.3, keys=("secret",))
@@ -251,6 +260,12 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         assert [id for (one,) in pieces for id in one.get("token_ids") or ()] == ids
         worker = running.hosted("one").worker
         assert worker is not None
+        # What loads leaves the processors to the models that answer; what computes does not.
+        if sys.platform == "linux":
+            usual = os.getpriority(os.PRIO_PROCESS, 0)
+            named = nices(worker._process.pid)
+            assert {n for name, n in named if name.startswith("tf_XLA")} == {usual}
+            assert {n - usual for _, n in named} == {0, min(10, 19 - usual)}
         told = done(http, "/v1/completions", **{**body, "n_cache_reuse": 1})
         assert told.json()["choices"][0]["token_ids"] == ids
         assert told.headers["x-jinfer-ignored"] == "n_cache_reuse"
