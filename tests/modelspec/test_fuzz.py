@@ -26,7 +26,7 @@ from jinfer.modelspec.toml_tables import merge
 from .cases import GGUF, LLAMA, LLAMA2C, Case, cases, gguf_cases
 from .helpers import PATH, facts
 
-SLOWEST = 2.0  # seconds; the usual is a millisecond
+SLOWEST = 2.0  # seconds of this thread's work; the usual is a millisecond
 
 WORDS = st.sampled_from(
     [
@@ -112,11 +112,11 @@ def caught(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def resolves_or_refuses(tables: list[Any], known: CheckpointFacts) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     spec, error = caught(lambda: resolve(tables, PATH, known, format_table(known.format)))
     assert isinstance(spec, ModelSpec) or error.startswith(f"{PATH}: ")
     assert len(error) < 2000
-    assert time.monotonic() - begin < SLOWEST
+    assert time.thread_time() - begin < SLOWEST
 
 
 CASES = st.deferred(lambda: st.sampled_from([*cases(), *gguf_cases()]))

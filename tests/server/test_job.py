@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from jinfer.engine.engine import Engine
 from jinfer.server import app, model_manager
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import GOLDENS, Running, serving
+from tests.server.test_operation import until
 
 LLAMA = ModelSource("llama", str(GOLDENS / "llama2"), {"dtype": "float32"})
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
@@ -97,29 +99,20 @@ def test_deadlines_are_kept_while_the_engine_waits(
 
 
 def test_a_lost_process_ends_streams_with_an_event(
-    job: Job, running: Running, waiting: None
+    job: Job, running: Running, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[httpx.Response] = []
-    asking = [
-        threading.Thread(target=lambda one=one: found.append(post(running, stream=one)))
-        for one in (True, False)
-    ]
-    for thread in asking:
-        thread.start()
-    deadline = time.monotonic() + 30
-    while len(running.service.answers) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.5)  # the stream has its status
-    (farewell,) = job.exit_callbacks
-    begun = time.monotonic()
-    farewell("process 1 of 2 at 10.0.0.2:99 was lost; the job ends")
-    assert time.monotonic() - begun < 1.5
-    for thread in asking:
-        thread.join()
-    whole, stream = sorted(found, key=lambda each: each.status_code, reverse=True)
+    monkeypatch.setattr(app, "_NOTIFY_SECONDS", 30.0)  # for a slow machine
+    body = {**ASKED, "stream": True}
+    with ThreadPoolExecutor(1) as pool, running.client() as http:
+        asked = pool.submit(post, running)
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            assert stream.status_code == 200
+            until(lambda: len(running.service.answers) == 2, 30)
+            (farewell,) = job.exit_callbacks
+            farewell("process 1 of 2 at 10.0.0.2:99 was lost; the job ends")
+            stream.read()
+        whole = asked.result()
     assert (whole.status_code, whole.json()["error"]["code"]) == (503, "process_lost")
-    assert stream.status_code == 200
     event = orjson.loads(stream.text.rstrip().splitlines()[-1].removeprefix("data: "))
     assert event["error"]["message"] == "process 1 of 2 at 10.0.0.2:99 was lost; the job ends"
     assert event["error"]["code"] == "process_lost"

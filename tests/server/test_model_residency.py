@@ -46,7 +46,7 @@ class World:
 
     def open(self, source: ModelSource, settings: Any) -> tuple[Fake, None]:
         self.log.append(f"open {source.name}")
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if source.name in self.broken:
             raise RequestError(f"{source.path}:\nis broken")
         return Fake(self.log, source.name), None
@@ -63,11 +63,9 @@ class World:
             return one.name
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        for _ in range(1000):
-            if holds():
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError("it did not come about")
+        async with asyncio.timeout(30):
+            while not holds():
+                await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             monkeypatch.setattr("jinfer.server.model_manager.examine", lambda source: ("", 0))
             await made.manager.start()
             try:
-                await asyncio.wait_for(scene(made), 20)
+                await asyncio.wait_for(scene(made), 60)
             finally:
                 made.gate.set()
                 await made.manager.close()
@@ -210,19 +208,22 @@ def test_pinned_and_not_loaded(world: Any) -> None:
 
 def test_a_model_that_nobody_asks_sleeps_and_leaves(world: Any) -> None:
     async def scene(w: World) -> None:
-        await w.asks("a")
+        await w.asks("a", keep=1e9)
         await w.until(lambda: w.state("a") == "sleeping")
-        await w.asks("a")
+        await w.asks("a", keep=0.1)
         assert w.state("a") == "loaded"
         await w.until(lambda: w.state("a") == "unloaded")
         await w.asks("b", keep=0.0)
         await w.until(lambda: w.state("b") == "unloaded")
+        await w.asks("b")
+        await w.until(lambda: w.state("b") == "unloaded")
         await w.asks("b", keep=1e9)
-        await asyncio.sleep(0.25)
+        await w.until(lambda: w.state("b") == "sleeping")
+        await asyncio.sleep(0.1)  # longer than others are kept
         assert w.state("b") == "sleeping"
         assert w.manager.come_and_go
 
-    log = world(scene, 2, idle_sleep=0.03, idle_unload=0.15).log
+    log = world(scene, 2, idle_sleep=0.02, idle_unload=0.05).log
     order = [
         "open a",
         "use a",

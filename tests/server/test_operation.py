@@ -101,21 +101,12 @@ def test_browsers(tiny: Running) -> None:
 
 def test_a_bounded_queue(tiny: Running) -> None:
     """Two run, three wait, the others are told to come again."""
-    release = threading.Event()
-    thread = tiny.hosted().llm.session.thread
-    busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
-    busy.start()
     with ThreadPoolExecutor(12) as pool:
-        answers = [pool.submit(post, tiny, {**LONG, "max_tokens": 8}) for _ in range(12)]
-        end = time.monotonic() + 30
-        while len(tiny.service.answers) < 12:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        time.sleep(0.2)  # the last of them is on its way to the engine
-        release.set()
+        with standing(tiny):
+            answers = [pool.submit(post, tiny, {**LONG, "max_tokens": 8}) for _ in range(12)]
+            until(lambda: submitted(tiny, len(answers)), 60)
         codes = [answer.result().status_code for answer in answers]
         refused = next(a.result() for a in answers if a.result().status_code == 429)
-    busy.join()
     assert codes.count(200) == 5
     assert codes.count(429) == 7
     assert refused.headers["retry-after"] == "7"
@@ -175,23 +166,40 @@ def test_a_client_that_goes_frees_its_place(tiny: Running, stream: bool) -> None
     body = orjson.dumps({**LONG, "stream": stream})
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer first\r\n"
     host, port = tiny.url.removeprefix("http://").split(":")
-    release = threading.Event()
-    thread = tiny.hosted().llm.session.thread
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        if stream:
-            assert client.recv(100).startswith(b"HTTP/1.1 200")
-        else:
-            # Nothing is computed meanwhile, so that the request is there when its client goes.
-            busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
-            busy.start()
-            time.sleep(0.2)
-    time.sleep(0.2)
-    if not stream:
+    # The request is there when its client goes, and that is heard.
+    with contextlib.nullcontext() if stream else standing(tiny):
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            if stream:
+                assert client.recv(100).startswith(b"HTTP/1.1 200")
+            else:
+                until(lambda: submitted(tiny, 1), 60)
+        until(lambda: not tiny.service.answers, 60)
+    assert tiny.holds_nothing()
+
+
+@contextlib.contextmanager
+def standing(running: Running) -> Iterator[None]:
+    """An engine that takes nothing in, and computes nothing."""
+    begun, release = threading.Event(), threading.Event()
+
+    def stand(engine: Any) -> None:
+        begun.set()
+        release.wait(60)
+
+    busy = threading.Thread(target=running.hosted().llm.session.thread.run, args=(stand,))
+    busy.start()
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
         release.set()
         busy.join()
-    until(lambda: tiny.hosted().llm.stats().running == 0, 10)
-    assert tiny.holds_nothing()
+
+
+def submitted(running: Running, count: int) -> bool:
+    """Whether so many requests wait for an engine that stands: each says two things to it."""
+    return running.hosted().llm.session.thread._loop.inbox.qsize() >= 2 * count
 
 
 def until(holds: Any, seconds: float) -> None:
@@ -253,15 +261,15 @@ def test_an_error_in_the_middle_of_a_stream(tiny: Running, monkeypatch: Any) -> 
 
 def test_silence_has_pings() -> None:
     with serving([LLAMA], ServerSettings(ping=0.05, warm_up=False)) as running:
-        release = threading.Event()
-        thread = running.hosted().llm.session.thread
-        busy = threading.Thread(target=thread.run, args=(lambda engine: release.wait(60),))
-        busy.start()
-        threading.Timer(0.4, release.set).start()
-        answer = post(running, {**LONG, "max_tokens": 2, "stream": True})
-        busy.join()
-    assert answer.text.count(": ping\n\n") >= 2
-    assert answer.text.endswith("data: [DONE]\n\n")
+        body = {**LONG, "max_tokens": 2, "stream": True}
+        with contextlib.ExitStack() as stack, running.client() as http:
+            stack.enter_context(standing(running))
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = (line for line in answer.iter_lines() if line)
+                assert [next(lines), next(lines)] == [": ping"] * 2
+                stack.close()
+                *_, last = lines
+    assert last == "data: [DONE]"
 
 
 def test_while_it_loads(monkeypatch: Any) -> None:
@@ -399,8 +407,9 @@ def test_long_texts_do_not_block_the_event_loop(smol: Running) -> None:
     """While long prompts are read, short questions are answered at once."""
     text = "Some words that are not the same as others. " * 60_000  # 2.6 MB
 
-    async def run() -> float:
+    async def run() -> tuple[float, float]:
         async with httpx.AsyncClient(base_url=smol.url, timeout=60) as client:
+            first = time.perf_counter()
             asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": text}))
             slowest = 0.0
             while not asked.done():
@@ -408,10 +417,11 @@ def test_long_texts_do_not_block_the_event_loop(smol: Running) -> None:
                 await client.get("/version")
                 slowest = max(slowest, time.perf_counter() - begun)
             assert (await asked).status_code == 400
-            return slowest
+            return slowest, time.perf_counter() - first
 
     # Generous: the client, the server and other tests share a few cores.
-    assert asyncio.run(run()) < 1.0
+    slowest, whole = asyncio.run(run())
+    assert slowest < max(1.0, whole / 2)
 
 
 def test_a_limit_of_time(tiny: Running) -> None:

@@ -12,6 +12,7 @@ from jinfer import SamplingParams
 from jinfer.opening.sources import SourceError
 from jinfer.server.processor_flags import named_functions
 from tests.server.running import Running
+from tests.server.test_operation import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -37,7 +38,7 @@ def test_health(smol: Running) -> None:
 
 def test_version(smol: Running) -> None:
     assert set(got(smol, "/version")) == {"version", "jax"}
-    assert got(smol, "/load") == {"server_load": 0}
+    until(lambda: got(smol, "/load") == {"server_load": 0}, 20)
 
 
 def test_models(client: openai.OpenAI, smol: Running) -> None:

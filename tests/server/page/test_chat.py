@@ -100,7 +100,7 @@ def test_stopping_ends_the_request(page: Any, smol: Running) -> None:
         stop()
         answer = answered(page)
         expect(answer.locator(".note")).to_have_text("stopped")
-        for _ in range(100):
+        for _ in range(1000):
             if running().running == 0:
                 break
             page.wait_for_timeout(20)
