@@ -22,6 +22,7 @@ from jinfer.parallel.memory_budget import (
 from jinfer.parallel.placement import (
     ModelToPlace,
     check_host_cache,
+    host_cache_refusal,
     main_stack,
     stage_models,
     streamed_layers,
@@ -85,12 +86,14 @@ class MemoryPlanner:
         free: a function from a device's name, or `HOST`, to its free bytes.
         holdings: the memory that each stage needs with nothing offloaded.
         streamed: layers whose weights the specification offloads.
+        may_host_cache: whether a part of the KV cache may be offloaded.
     """
 
     whole: ModelToPlace
     free: Callable[[str], float]
     holdings: tuple[StageMemory, ...]
     streamed: frozenset[int]
+    may_host_cache: bool
 
     def asked(self) -> MemoryPlan:
         """The plan with the specification's own offload; its `problem` says if it does not fit."""
@@ -128,7 +131,11 @@ def memory_planner(
         stage_memory(stage, planned.devices, main)
         for stage, planned in zip(stages, plan.stages, strict=True)
     )
-    return MemoryPlanner(whole, free, holdings, streamed_layers(plan, whole.spec))
+    streamed, engine = streamed_layers(plan, whole.spec), whole.spec.engine
+    # Blocks of a prefix cache beside the device's come from there (`jinfer.api.offloading`).
+    keeps = engine.cache_ram > 0 or engine.cache_disk is not None
+    may_host_cache = not (keeps or host_cache_refusal(plan, whole.spec))
+    return MemoryPlanner(whole, free, holdings, streamed, may_host_cache)
 
 
 def _refusal(planner: MemoryPlanner, lacking: MemoryUse) -> str:
@@ -156,7 +163,7 @@ def fitting_offloads(planner: MemoryPlanner) -> Iterator[Mapping[str, Any]]:
     share, count = spec.partition.host_kv_cache, spec.partition.streamed_layers
     layers = sorted(layer for stage in stages if not stage.on_host for layer in stage.layers)
     shares = [round(_STEP * i, 2) for i in range(1, round(1 / _STEP) + 1) if _STEP * i > share]
-    if spec.decoder is None or any(len(stage.devices) > 1 for stage in stages):
+    if not planner.may_host_cache:
         shares = []
     # One or two offloaded layers save nothing: the device has buffers for two.
     counts = range(max(3, count + 1), len(layers) + 1)

@@ -277,6 +277,12 @@ def _caching_layers(spec: ModelSpec) -> frozenset[int]:
 
 def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
     """Raises `SpecError` where KV cache offload (`host_kv_cache`) is not possible."""
+    if spec.partition.host_kv_cache and (reason := host_cache_refusal(plan, spec)):
+        raise SpecError(spec.path, "partition.host_kv_cache", reason)
+
+
+def host_cache_refusal(plan: PartitionPlan, spec: ModelSpec) -> str:
+    """Why KV cache offload (`host_kv_cache`) is not possible; "": it is."""
     reason = ""
     layers = spec.decoder.layers if spec.decoder is not None else ()
     cached = [block.cached() for layer in layers for _, block in layer.modules]
@@ -294,8 +300,7 @@ def check_host_cache(plan: PartitionPlan, spec: ModelSpec) -> None:
         reason = "a stage of several devices has its cache on them; take stages of one device"
     elif spec.speculation.draft:
         reason = "drafts are not verified with that; leave out it, or speculation.draft"
-    if spec.partition.host_kv_cache and reason:
-        raise SpecError(spec.path, "partition.host_kv_cache", reason)
+    return reason
 
 
 def free_memory_of(plan: PartitionPlan, spec: ModelSpec) -> Callable[[str], float]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-_NICE = 10  # a tenth of a processor for which another thread contends
+_NICE = 7  # a sixth of a processor for which another thread contends
 _lock = threading.Lock()
 _starter: ThreadPoolExecutor | None = None
 

@@ -26,11 +26,17 @@ PAGE = (GOLDENS.parents[1] / "docs" / "partition.md").read_text(encoding="utf-8"
 TYPE = jnp.dtype(jnp.float32)
 
 
-def planned(room: float, host: float = 1e9, tokens: int = 512, **keys: Any) -> MemoryPlan:
-    """The plan of a golden on a device with so much memory."""
+def planned(
+    room: float,
+    host: float = 1e9,
+    tokens: int = 512,
+    change: dict[str, Any] | None = None,
+    **keys: Any,
+) -> MemoryPlan:
+    """The plan of a golden on a device with so much memory, with other tables of its settings."""
     spec, model = golden()
     engine = replace(spec.engine, kv_tokens=tokens)
-    spec = replace(spec, partition=PartitionSpec(**keys), engine=engine)
+    spec = replace(spec, **{"partition": PartitionSpec(**keys), "engine": engine, **(change or {})})
     whole = ModelToPlace(spec, model, 256, TYPE, TYPE)
 
     def free(name: str) -> float:
@@ -74,6 +80,18 @@ def test_the_least_change_that_fits() -> None:
     assert not planned(room, host_kv_cache=1.0, streamed_layers=3).problem
     assert "quantize to fewer bits (quantization.weights)" in planned(1000).problem
     assert planned(1e9, host=1000, host_kv_cache=0.5).problem.startswith("host would hold")
+
+
+def test_nothing_that_is_refused_is_advised() -> None:
+    (whole,) = planned(1e9).places
+    room = whole.together - whole.cache / 2
+    spec, _ = golden()
+    drafts = {"speculation": replace(spec.speculation, draft="ngram")}
+    kept = {"engine": replace(spec.engine, kv_tokens=512, cache_ram=1.0)}
+    for change in (drafts, kept):
+        told = planned(room, change=change).problem
+        assert told.startswith("device 0 would hold ")
+        assert "host_kv_cache" not in told
 
 
 @pytest.mark.parametrize(

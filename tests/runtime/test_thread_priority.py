@@ -31,7 +31,7 @@ def test_threads_that_stay_have_the_usual_priority(monkeypatch: pytest.MonkeyPat
     assert at_usual_priority(started) == usual
     with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
         lower = pool.submit(nice).result()
-        assert lower == min(usual + 10, 19)
+        assert lower == min(usual + 7, 19)
         assert pool.submit(started).result() == lower
         assert pool.submit(at_usual_priority, started).result() == usual
         with pytest.raises(ZeroDivisionError):
