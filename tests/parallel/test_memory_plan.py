@@ -13,6 +13,7 @@ from jinfer import LLM
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.partition_table import CPU, PartitionSpec
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.speculation_table import DraftSpec
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.parallel.memory_budget import HOST
@@ -86,7 +87,7 @@ def test_nothing_that_is_refused_is_advised() -> None:
     (whole,) = planned(1e9).places
     room = whole.together - whole.cache / 2
     spec, _ = golden()
-    drafts = {"speculation": replace(spec.speculation, draft="ngram")}
+    drafts = {"speculation": replace(spec.speculation, draft=(DraftSpec("ngram"),))}
     kept = {"engine": replace(spec.engine, kv_tokens=512, cache_ram=1.0)}
     for change in (drafts, kept):
         told = planned(room, change=change).problem

@@ -263,9 +263,9 @@ def test_a_model_in_a_process_of_its_own(folder: Path) -> None:
         # What loads leaves the processors to the models that answer; what computes does not.
         if sys.platform == "linux":
             usual = os.getpriority(os.PRIO_PROCESS, 0)
-            named = nices(worker._process.pid)
-            assert {n for name, n in named if name.startswith("tf_XLA")} == {usual}
-            assert {n - usual for _, n in named} == {0, min(7, 19 - usual)}
+            priorities = nices(worker._process.pid)
+            assert {n for name, n in priorities if name.startswith("tf_XLA")} == {usual}
+            assert {n - usual for _, n in priorities} == {0, min(7, 19 - usual)}
         told = done(http, "/v1/completions", **{**body, "n_cache_reuse": 1})
         assert told.json()["choices"][0]["token_ids"] == ids
         assert told.headers["x-jinfer-ignored"] == "n_cache_reuse"
