@@ -92,7 +92,8 @@ class Adapters:
         highest = max((one.rank for one in listed.values()), default=0)
         usual = next((rank for rank in _RANKS if rank >= highest), highest)
         rank = engine.max_adapter_rank or (usual if listed else _USUAL_RANK)
-        slots = AdapterSlots(count, rank, adapter_dtype(opened.spec))
+        experts = engine.expert_adapters or any(one.has_experts for one in listed.values())
+        slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts)
         adapters = cls(*model, listed, slots)
         adapters.sources |= {each.spec.name: str(each.path) for each in beside}
         return adapters

@@ -41,6 +41,8 @@ class EngineSpec:
             `[adapters]` included; 0: those alone.
         max_adapter_rank: the highest rank that they may have; none: as high as those of
             `[adapters]` need, or 64.
+        expert_adapters: whether there is room for terms of experts' matrices in them, which those
+            of `[adapters]` are given if they have any.
     """
 
     slots: Size = 8
@@ -56,6 +58,7 @@ class EngineSpec:
     warm_up: bool = False
     max_adapters: Count = 0
     max_adapter_rank: Size | None = None
+    expert_adapters: bool = False
 
 
 @dataclass(frozen=True)

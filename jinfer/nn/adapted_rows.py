@@ -20,11 +20,13 @@ class AdapterSlots:
         count: slots, each of which holds an adapter.
         rank: of all of them; adapters of a lower rank are padded with zeros.
         dtype: of their matrices.
+        experts: whether there is room for terms of experts' matrices.
     """
 
     count: int
     rank: int
     dtype: str
+    experts: bool = False
 
 
 _BUILT: ContextVar[AdapterSlots | None] = ContextVar("adapter_slots", default=None)

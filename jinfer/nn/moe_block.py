@@ -10,11 +10,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
 from jinfer.nn.feed_forward import Gating
 from jinfer.nn.parameter import parameter
 from jinfer.nn.router import Router
 from jinfer.ops import moe
 from jinfer.ops.activation import activate
+from jinfer.ops.matmul.lora import Stacks
 from jinfer.ops.matmul.quantized import FUSED_ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -22,17 +24,28 @@ if TYPE_CHECKING:
 
 
 class StackedLinear(nnx.Module):
-    """A projection of every expert, weight [experts, outputs, inputs]."""
+    """A projection of every expert, weight [experts, outputs, inputs], and stacks of adapters."""
 
     def __init__(self, block: blocks.MoESpec, axes: tuple[str, str], dtype: DTypeLike) -> None:
         sizes = {"mlp": block.width, "hidden": block.inputs}
         shape = (block.experts, sizes[axes[0]], sizes[axes[1]])
         self.weight = parameter(shape, ("experts", *axes), dtype, role="matrix")
         self.bias = parameter(shape[:2], ("experts", axes[0]), dtype) if block.bias else None
+        slots = slots_to_build()
+        slots = slots if slots is not None and slots.experts else None
+        n, rank, kind = (0, 0, "") if slots is None else (slots.count, slots.rank, slots.dtype)
+        one, (outputs, inputs) = (n, block.experts, rank), shape[1:]
+        a, b = (("slots", "experts", "rank", axis) for axis in (axes[1], axes[0]))
+        self.lora_a = parameter((*one, inputs), a, kind) if slots else None
+        self.lora_b = parameter((*one, outputs), b, kind) if slots else None
 
     def projection(self) -> moe.ExpertProjection:
         """The operation's operands."""
-        return moe.ExpertProjection(self.weight[...], None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        if self.lora_a is None or self.lora_b is None:
+            return moe.ExpertProjection(self.weight[...], bias)
+        stacks = Stacks(self.lora_a[...], self.lora_b[...])
+        return moe.ExpertProjection(self.weight[...], bias, stacks)
 
 
 class Experts(nnx.Module):
@@ -74,12 +87,14 @@ class MixtureOfExperts(nnx.Module):
         rows, block = x.reshape(-1, x.shape[-1]), self.router.block
         chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape))
         experts = self.experts.arrays()
+        at = None if experts.up.stacks is None else adapted_rows()
         if block.weighted == "input":
-            return moe.mixture_of_weighted_inputs(rows, chosen, weights, experts).reshape(x.shape)
+            y = moe.mixture_of_weighted_inputs(rows, chosen, weights, experts, at)
+            return y.reshape(x.shape)
         if block.identity_experts:
             same = chosen >= block.experts
             part = moe.sum_chosen(jnp.where(same, weights, 0.0))[:, None] * rows.astype(jnp.float32)
             chosen, weights = jnp.where(same, 0, chosen), jnp.where(same, 0.0, weights)
-            y = moe.mixture_of_experts(rows, chosen, weights, experts)
+            y = moe.mixture_of_experts(rows, chosen, weights, experts, at)
             return (y.astype(jnp.float32) + part).astype(x.dtype).reshape(x.shape)
-        return moe.mixture_of_experts(rows, chosen, weights, experts).reshape(x.shape)
+        return moe.mixture_of_experts(rows, chosen, weights, experts, at).reshape(x.shape)

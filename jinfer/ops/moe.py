@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
 from jinfer.ops.backend import has_cpu_calls, needs_derivatives
+from jinfer.ops.matmul.lora import RowAdapters, Stacks
 from jinfer.ops.matmul.matmul import (
     Weight,
     fuses_activation,
@@ -18,6 +19,7 @@ from jinfer.ops.matmul.matmul import (
     linear_of_stack,
     supports_grouped,
 )
+from jinfer.ops.moe_adapters import adapters_of_pairs, add_expert_lora, repeated
 from jinfer.ops.row_sums import add_in_order
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class ExpertProjection(NamedTuple):
 
     weight: Weight  # [experts, outputs, inputs]
     bias: Float[Array, "experts outputs"] | None
+    stacks: Stacks | None = None  # adapters' [slots, experts, rank, inputs or outputs]
 
 
 class ExpertWeights(NamedTuple):
@@ -55,6 +58,7 @@ def mixture_of_experts(
     chosen: Int[Array, "rows top_k"],
     weights: Float[Array, "rows top_k"],
     experts: ExpertWeights,
+    adapters: RowAdapters | None = None,
 ) -> Float[Array, "rows hidden"]:
     """The weighted sum of the outputs of each row's chosen experts.
 
@@ -66,18 +70,21 @@ def mixture_of_experts(
     Args:
         chosen: experts of each row, all different.
         weights: of the chosen experts, float32.
+        adapters: of the rows, if there may be any.
     """
     rows, top_k = chosen.shape
     taken = [each for each in (experts.gate, experts.up, experts.down) if each is not None]
-    order = _sort_by_expert(chosen, experts.up.weight.shape[0])
+    count = experts.up.weight.shape[0]
+    order = _sort_by_expert(chosen, count)
+    at = None if adapters is None else adapters_of_pairs(adapters, order, count)
     if all(supports_grouped(each.weight) for each in taken):
-        out = _grouped_feed_forward(x, order, experts)
+        out = _grouped_feed_forward(x, order, experts, at)
         if has_cpu_calls():
             return cpu.combine_experts(out.astype(jnp.float32), order.place_of, weights).astype(
                 x.dtype
             )
     else:
-        out = _blockwise_feed_forward(x, order, experts)
+        out = _blockwise_feed_forward(x, order, experts, at)
     y = out[order.place_of].reshape(rows, top_k, -1).astype(jnp.float32)
     return sum_chosen(y * weights[..., None]).astype(x.dtype)
 
@@ -87,12 +94,15 @@ def mixture_of_weighted_inputs(
     chosen: Int[Array, "rows top_k"],
     weights: Float[Array, "rows top_k"],
     experts: ExpertWeights,
+    adapters: RowAdapters | None = None,
 ) -> Float[Array, "rows hidden"]:
     """The sum of what each row's chosen experts make of the row times its weight (Llama 4)."""
     rows, top_k = chosen.shape
     given = (x.astype(jnp.float32)[:, None] * weights[..., None]).astype(x.dtype)
     one = jnp.ones((rows * top_k, 1), jnp.float32)
-    y = mixture_of_experts(given.reshape(rows * top_k, -1), chosen.reshape(-1, 1), one, experts)
+    at = None if adapters is None else repeated(adapters, top_k)
+    pairs = given.reshape(rows * top_k, -1)
+    y = mixture_of_experts(pairs, chosen.reshape(-1, 1), one, experts, at)
     return sum_chosen(y.reshape(rows, top_k, -1).astype(jnp.float32)).astype(x.dtype)
 
 
@@ -131,38 +141,71 @@ def _sort_by_expert(chosen: Int[Array, "rows top_k"], count: int) -> cpu.Sorted:
 
 
 def _grouped_feed_forward(
-    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: ExpertWeights
+    x: Float[Array, "rows hidden"],
+    order: cpu.Sorted,
+    experts: ExpertWeights,
+    at: RowAdapters | None,
 ) -> Float[Array, "pairs hidden"]:
     """The outputs of the sorted pairs, by grouped matmul."""
     offsets = order.offsets
 
-    def finished(y: Array, projection: ExpertProjection) -> Array:
+    def product(x: Array, projection: ExpertProjection) -> Array:
+        y = grouped_linears(x, [projection.weight], offsets)[0]
+        if at is not None and projection.stacks is not None:
+            y = add_expert_lora(y, x, projection.stacks, at)
         if projection.bias is not None:
             y = y + projection.bias[order.expert_of].astype(jnp.float32)
         return y.astype(x.dtype)
 
     rows, gate, up = x[order.row_of], experts.gate, experts.up
-    plain = gate is not None and gate.bias is None and up.bias is None
+    plain = gate is not None and gate.bias is None and up.bias is None and at is None
     if gate is not None and plain and fuses_activation(gate.weight, up.weight, experts.fused):
         (y,) = grouped_linears(rows, [gate.weight, up.weight], offsets, experts.fused)
         inner = y.astype(x.dtype)
     else:
-        both = [each for each in (gate, up) if each is not None]
-        each = (grouped_linears(rows, [one.weight], offsets)[0] for one in both)
-        done = [finished(y, one) for y, one in zip(each, both, strict=True)]
-        inner = experts.activation(done[0] if gate is not None else None, done[-1])
-    return finished(grouped_linears(inner, [experts.down.weight], offsets)[0], experts.down)
+        before = None if gate is None else product(rows, gate)
+        inner = experts.activation(before, product(rows, up))
+    return product(inner, experts.down)
 
 
 def _blockwise_feed_forward(
-    x: Float[Array, "rows hidden"], order: cpu.Sorted, experts: ExpertWeights
+    x: Float[Array, "rows hidden"],
+    order: cpu.Sorted,
+    experts: ExpertWeights,
+    at: RowAdapters | None,
 ) -> Float[Array, "pairs_and_block hidden"]:
     """The outputs of the sorted pairs, by a loop over blocks of one expert each."""
+    if at is not None:
+        return _blockwise_with_adapters(x[order.row_of], order, experts, at)
 
     def feed_forward(part: Array, expert: Array, own: Array) -> Array:
         return _feed_forward(part, experts, expert, own)
 
     return _blockwise(x, order, experts.up.weight.shape[0], x.shape[1], feed_forward)
+
+
+def _blockwise_with_adapters(
+    rows: Float[Array, "pairs hidden"],
+    order: cpu.Sorted,
+    experts: ExpertWeights,
+    at: RowAdapters,
+) -> Float[Array, "pairs hidden"]:
+    """The outputs of the sorted pairs, by such a loop for each projection."""
+    (count, *_), pairs = experts.up.weight.shape, len(rows)
+    sorted_pairs = order._replace(row_of=jnp.arange(pairs, dtype=jnp.int32))
+
+    def product(x: Array, projection: ExpertProjection) -> Array:
+        def project(part: Array, expert: Array, own: Array) -> Array:
+            return linear_of_stack(part, projection.weight, projection.bias, expert, own)
+
+        y = _blockwise(x, sorted_pairs, count, projection.weight.shape[1], project)[:pairs]
+        if projection.stacks is not None:
+            wide = add_expert_lora(y.astype(jnp.float32), x, projection.stacks, at)
+            y = wide.astype(x.dtype)
+        return y
+
+    gate = None if experts.gate is None else product(rows, experts.gate)
+    return product(experts.activation(gate, product(rows, experts.up)), experts.down)
 
 
 def _blockwise(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
-from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.nn.adapted_rows import LORA_A, LORA_B, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
+from jinfer.weights.expert_terms import find_stack
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, by_name, parameter_shapes
 
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterTerm:
-    """The low-rank term b @ a of one projection; b has the adapter's factor in it."""
+    """The low-rank term b @ a of one projection; b has the adapter's factor in it.
 
-    a: Float[np.ndarray, "rank inputs"]
-    b: Float[np.ndarray, "outputs rank"]
+    Those of experts' projections have an axis of the experts before.
+    """
+
+    a: Float[np.ndarray, "*experts rank inputs"]
+    b: Float[np.ndarray, "*experts outputs rank"]
 
 
 def check_names(adapter: LoraAdapter, format: str) -> None:
@@ -63,14 +67,21 @@ def adapter_terms(
         projection, _, leaf = parameter.rpartition(".")
         if leaf != LORA_A:
             continue
-        found = _origin(f"{projection}.weight", tensors, files, adapter)
-        if found is None:
+        weight = f"{projection}.weight"
+        if (place := tensors.source_of(weight)) is None:
             continue
-        name = found.files[0].name.removesuffix(".weight")
-        used.add(name)
-        terms[projection] = _term(adapter, name, found, shapes)
+        find = _of_experts if len(shapes[weight]) == 3 else _of_matrix
+        found, term = find(adapter, weight, place, files, shapes)
+        used |= found
+        if term is not None:
+            terms[projection] = term
     if left := sorted(adapter.modules.keys() - used):
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        if adapter.has_experts and not slots.experts:
+            raise LoadError(
+                f"{adapter.path}: {left[0]}{more} is of experts, for which there is no room; set "
+                "engine.expert_adapters, or merge it (merge = true)"
+            )
         raise LoadError(
             f"{adapter.path}: {left[0]}{more} is no projection of a layer that takes an adapter "
             "beside others; see whether it belongs to this model, or merge it (merge = true)"
@@ -97,23 +108,62 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
     for name, module in adapter.modules.items():
         each = f"{name}.weight"
         matrices[each] = Tensor(each, module.shape, "F32", 0, module.b.read, module.b.raw)
+        if module.experts and adapter.format == "peft":  # a parameter's own name
+            matrices[name] = replace(matrices.pop(each), name=name)
     return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), tensors)
 
 
-def _origin(
-    weight: str, tensors: TensorMap, files: Mapping[str, Tensor], adapter: LoraAdapter
-) -> Origin | None:
-    """Where the adapter has a projection's term."""
-    place = tensors.source_of(weight)
-    for choice in () if place is None else place.candidates():
+def _of_matrix(
+    adapter: LoraAdapter,
+    weight: str,
+    place: TensorSource,
+    files: Mapping[str, Tensor],
+    shapes: Shapes,
+) -> tuple[set[str], AdapterTerm | None]:
+    """The module with a projection's term, and this."""
+    for choice in place.candidates():
         for name in choice.names:
             if name in files:
-                return Origin(weight, (files[name],), False, choice, adapter.path)
-    return None
+                found = Origin(weight, (files[name],), False, choice, adapter.path)
+                return {_module_of(files[name])}, _term(adapter, found, shapes)
+    return set(), None
 
 
-def _term(adapter: LoraAdapter, name: str, found: Origin, shapes: Shapes) -> AdapterTerm:
-    module, place = adapter.modules[name], found.place
+def _of_experts(
+    adapter: LoraAdapter,
+    weight: str,
+    place: TensorSource,
+    files: Mapping[str, Tensor],
+    shapes: Shapes,
+) -> tuple[set[str], AdapterTerm | None]:
+    """The modules with terms of some experts' matrices, and all experts' together."""
+    stack = find_stack(adapter, weight, place, files, shapes)
+    if stack is not None and adapter.modules[stack.name].experts:
+        return {stack.name}, AdapterTerm(*stack.own())
+    experts, outputs, inputs = shapes[weight]
+    for choice in place.candidates():
+        for name in (name for name in choice.names if "{e}" in name):
+            each = {e: files.get(name.replace("{e}", str(e))) for e in range(experts)}
+            if not (there := {e: file for e, file in each.items() if file is not None}):
+                continue
+            rank = max(adapter.modules[_module_of(file)].rank for file in there.values())
+            a = np.zeros((experts, rank, inputs), np.float32)
+            b = np.zeros((experts, outputs, rank), np.float32)
+            for e, file in there.items():
+                found = Origin(weight, (file,), True, choice, adapter.path)
+                term = _term(adapter, found, shapes)
+                a[e, : len(term.a)], b[e, :, : len(term.a)] = term.a, term.b
+            return {_module_of(file) for file in there.values()}, AdapterTerm(a, b)
+    return set(), None
+
+
+def _module_of(file: Tensor) -> str:
+    return file.name.removesuffix(".weight")
+
+
+def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
+    name, place = _module_of(found.files[0]), found.place
+    module = adapter.modules[name]
     a, b = read_pair(adapter, name, module)
     if place.axis or place.pieces > 1 or place.layers:
         raise LoadError(
@@ -122,7 +172,7 @@ def _term(adapter: LoraAdapter, name: str, found: Origin, shapes: Shapes) -> Ada
         )
     if place.parts:
         b = found.part(found.files[0], b, shapes)
-    wanted = shapes[found.parameter]
+    wanted = shapes[found.parameter][found.stacked :]
     if (b.shape[0], a.shape[1]) != tuple(wanted):
         raise LoadError(
             f"{adapter.path}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, and "
@@ -135,7 +185,7 @@ def read_pair(
     adapter: LoraAdapter, name: str, module: LoraModule
 ) -> tuple[Float[np.ndarray, "rank inputs"], Float[np.ndarray, "outputs rank"]]:
     """A module's matrices in float32. Raises `LoadError` if they are not finite."""
-    a, b = (each.read().astype(np.float32) for each in (module.a, module.b))
+    a, b = module.read_a(), module.read_b()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise LoadError(f"{adapter.path}: {name} has numbers that are not finite")
     return a, b
@@ -158,9 +208,8 @@ def stacked(
         after = copy_to_huge_pages(before)
         after[slot] = 0
         if (term := terms.get(projection)) is not None:
-            rank = len(term.a)
-            own = term.b.T if leaf == LORA_B else term.a
-            after[slot, :rank] = own.astype(after.dtype)
+            own = term.b.swapaxes(-1, -2) if leaf == LORA_B else term.a
+            after[slot, ..., : own.shape[-2], :] = own.astype(after.dtype)
             # Other rows multiply this slot by zeros where there is no grouped product.
             if not np.isfinite(after[slot].astype(np.float32)).all():
                 raise LoadError(

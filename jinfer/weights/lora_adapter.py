@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from jinfer.checkpoint.open import open_pickle
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.strict_json import parse_object
 from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.weights.target_parameters import has_inputs_first, name_parameters, read_targets
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -28,13 +32,13 @@ _PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[\w-]+)?")
 _SAVED = re.compile(r"(.+?)(?:\.modules_to_save\.[\w-]+|\.base_layer)?\.(weight|bias)")
 _NAME = re.compile(r"[\w.]+")
+_OF_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 # Keys of adapter_config.json that change the computation, the values that change nothing, and what
 # to do about others.
 _PLAIN_KEYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bias": (("none",), "only adapters without biases are read"),
     "lora_bias": ((False,), "only adapters without biases are read"),
     "layer_replication": ((), "the model would have other layers; merge it with PEFT"),
-    "target_parameters": ((), "only target_modules are read; merge it with PEFT"),
     "alora_invocation_tokens": ((), "an activated LoRA is not one"),
     "trainable_token_indices": ((), "merge it with PEFT"),
     "arrow_config": ((), "it is a mixture of adapters; merge it with PEFT"),
@@ -49,29 +53,47 @@ _PLAIN_KEYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The low-rank term of one matrix: scale * b @ a.
+    """The low-rank term of one matrix, or of those of all experts: scale * b @ a.
 
     Attributes:
-        a: [rank, inputs].
-        b: [outputs, rank].
+        a: [rank, inputs]; of experts [experts * rank, inputs], or [experts, rank, inputs].
+        b: [outputs, rank]; of experts [outputs, rank * experts], or [experts, outputs, rank].
         scale: what it is multiplied by.
         magnitude: DoRA's lengths of rows [outputs]; None: an ordinary LoRA.
+        experts: how many there are; 0: it is of one matrix.
+        by_axes: whether its "inputs" are the first of the two axes that the model's file has, as
+            older versions of PEFT wrote experts' terms, instead of the matrices' inputs.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     magnitude: Tensor | None = None
+    experts: int = 0
+    by_axes: bool = False
 
     @property
     def rank(self) -> int:
         """Its rank."""
-        return self.a.shape[0]
+        stacked = len(self.a.shape) == 3
+        return self.a.shape[1] if stacked else self.a.shape[0] // max(1, self.experts)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs] of the matrix."""
-        return self.b.shape[0], self.a.shape[1]
+        """[outputs, inputs] of the matrix, or of each."""
+        return self.b.shape[len(self.b.shape) - 2], self.a.shape[-1]
+
+    def read_a(self) -> Float[np.ndarray, "*experts rank inputs"]:
+        """`a` in float32, of experts with an axis of their own."""
+        a = self.a.read().astype(np.float32)
+        return a.reshape(self.experts, -1, a.shape[-1]) if self.experts else a
+
+    def read_b(self) -> Float[np.ndarray, "*experts outputs rank"]:
+        """`b` in float32, of experts with an axis of their own."""
+        b = self.b.read().astype(np.float32)
+        if not self.experts or b.ndim == 3:
+            return b
+        return b.reshape(len(b), -1, self.experts).transpose(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,11 @@ class LoraAdapter:
         """The highest rank of its modules."""
         return max((module.rank for module in self.modules.values()), default=0)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it changes matrices of a mixture's experts."""
+        return any(one.experts or _OF_EXPERT.search(name) for name, one in self.modules.items())
+
 
 def open_adapter(path: Path) -> LoraAdapter:
     """Opens an adapter: PEFT's folder or a file in it, or a GGUF file.
@@ -121,7 +148,8 @@ def _with_digest(adapter: LoraAdapter) -> LoraAdapter:
     hashed = hashlib.sha256()
     for name, module in adapter.modules.items():
         parts = (module.a, module.b, *([module.magnitude] if module.magnitude else ()))
-        hashed.update(repr((name, module.scale, [part.shape for part in parts])).encode())
+        shapes = module.experts, module.by_axes, [part.shape for part in parts]
+        hashed.update(repr((name, module.scale, *shapes)).encode())
         for part in parts:
             hashed.update(np.ascontiguousarray(part.raw()))
     for name, tensor in adapter.saved.items():
@@ -138,6 +166,7 @@ def _open_peft(path: Path, checkpoint: Checkpoint) -> LoraAdapter:
     except FileRefusedError as error:
         raise CheckpointError(path, str(error)) from None
     _check_config(path, config)
+    targets = read_targets(path, config)
     pairs, magnitudes, saved = dict[str, dict[str, Tensor]](), dict[str, Tensor](), {}
     for name, tensor in checkpoint.tensors.items():
         bare = name.removeprefix(_PREFIX)
@@ -153,10 +182,20 @@ def _open_peft(path: Path, checkpoint: Checkpoint) -> LoraAdapter:
         else:
             raise CheckpointError(checkpoint.path, f"{name} is no part of a LoRA adapter")
     modules = {}
-    for name, pair in pairs.items():
+    single, stacks = name_parameters(checkpoint.path, pairs, targets)
+    for name, pair in single.items():
         a, b = _checked_pair(checkpoint.path, name, pair, ("lora_A", "lora_B"))
         scale = _peft_scale(path, config, name, a.shape[0])
         modules[name] = LoraModule(a, b, scale, magnitudes.pop(name, None))
+    for name, pair in stacks.items():
+        a, b = _checked_pair(checkpoint.path, name, pair, ("lora_A", "lora_B"))
+        rank = _of_module(path, config, "rank_pattern", name, config.get("r"))
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or a.shape[0] % rank:
+            reason = f"{name} has {a.shape[0]} rows in lora_A, which is no number of experts of"
+            raise CheckpointError(checkpoint.path, f"{reason} rank {rank!r:.100}")
+        scale = _peft_scale(path, config, name, rank)
+        count, by_axes = a.shape[0] // rank, not has_inputs_first(config)
+        modules[name] = LoraModule(a, b, scale, None, count, by_axes)
     if magnitudes:
         raise CheckpointError(checkpoint.path, f"{min(magnitudes)} has a magnitude and no lora_A")
     if config.get("use_dora") and any(one.magnitude is None for one in modules.values()):
@@ -205,7 +244,8 @@ def _of_module(path: Path, config: Mapping[str, Any], key: str, module: str, usu
         raise CheckpointError(path, f"{key} is {patterns!r}"[:200] + ", not a table of modules")
     for pattern, value in patterns.items():
         whole = pattern.startswith("^")
-        name = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        name = pattern.removeprefix("^").removesuffix("$").removeprefix(r".*\.")
+        name = name.replace("\\.", ".")
         if not _NAME.fullmatch(name):
             reason = f"{key} has {pattern!r}; only names of modules are read, no expressions"
             raise CheckpointError(path, reason)
@@ -233,9 +273,22 @@ def _open_gguf(path: Path) -> LoraAdapter:
         pairs.setdefault(module.removesuffix(".weight"), {})[part.upper()] = tensor
     modules = {}
     for name, pair in pairs.items():
-        a, b = _checked_pair(path, name, pair, ("lora_a", "lora_b"))
-        modules[name] = LoraModule(a, b, alpha / a.shape[0] if alpha else 1.0)
+        if all(len(part.shape) == 3 for part in pair.values()) and len(pair) == 2:
+            a, b, experts = *_checked_stacks(path, name, pair), pair["A"].shape[0]
+        else:
+            a, b, experts = *_checked_pair(path, name, pair, ("lora_a", "lora_b")), 0
+        scale = alpha / a.shape[-2] if alpha else 1.0
+        modules[name] = LoraModule(a, b, scale, experts=experts)
     return _not_empty(LoraAdapter(path, "gguf", modules))
+
+
+def _checked_stacks(path: Path, module: str, pair: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    a, b = pair["A"], pair["B"]
+    if a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2] or 0 in a.shape:
+        shapes = f"{list(a.shape)} and {list(b.shape)}"
+        wanted = "[experts, rank, in] and [experts, out, rank]"
+        raise CheckpointError(path, f"{module}: lora_a and lora_b are {shapes}, not {wanted}")
+    return a, b
 
 
 def _checked_pair(

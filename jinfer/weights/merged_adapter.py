@@ -14,6 +14,7 @@ from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.weights.adapter_terms import check_names, named_modules, read_pair
+from jinfer.weights.expert_terms import merged_stacks
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, by_name
 
@@ -46,7 +47,11 @@ def merged(
         tables |= {name for choice in place.candidates() for name in choice.names}
     changed = dict[str, Tensor]()
     matrices = named_modules(adapter, tensors)
+    stacks, used = merged_stacks(adapter, model, tensors, matrices, files)
+    changed |= {name: _computed(tensor, read) for name, (tensor, read) in stacks.items()}
     for name, module in adapter.modules.items():
+        if name in used:
+            continue
         known = [each for each, tensor in matrices.items() if tensor.name == f"{name}.weight"]
         found = next((each for each in known if each in files), None)
         if found is None:

@@ -179,7 +179,7 @@ ZEROS = {rows: np.zeros(rows) for rows in ((4, 64), (4, 60), (64, 4), (64, 3), (
         ({"rank": 80}, {}, "its rank is 80, and there is room for 64; set engine.max_adapter_rank"),
         ({"peft_type": "IA3"}, {}, "adapter_config.json: peft_type is 'IA3'; only LORA is read"),
         ({"bias": "all"}, {}, "bias = 'all': only adapters without biases are read"),
-        ({"target_parameters": ["x"]}, {}, "target_parameters = ['x']: "),
+        ({"target_parameters": ["x"]}, {}, "target_parameters has 'x'; of parameters only"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights = 'pissa': its base is not"),
         ({"lora_alpha": "x"}, {}, "lora_alpha is 'x', which is no factor"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),

@@ -17,6 +17,7 @@ from jinfer.modelspec.cache_dtype import FLOAT_DTYPES
 from jinfer.modelspec.quant_format import parse_format
 from jinfer.ops import moe
 from jinfer.ops.backend import target_platform
+from jinfer.ops.matmul.lora import Stacks, sorted_by_slot
 from jinfer.ops.moe import (
     ExpertProjection,
     ExpertWeights,
@@ -76,7 +77,7 @@ def numpy_mixture(
     x: Array, chosen: np.ndarray, weights: np.ndarray, experts: ExpertWeights
 ) -> Floats:
     def project(projection: ExpertProjection, e: int, row: Floats) -> Floats:
-        weight, bias = projection
+        weight, bias, _ = projection
         return linear(row, np.asarray(weight[e]), None if bias is None else bias[e])
 
     def expert(e: int, row: Floats) -> Floats:
@@ -128,6 +129,47 @@ def test_any_choice(any_shape: st.SearchStrategy[Any], data: st.DataObject) -> N
         given = on_device(chosen, jnp.int32), on_device(weights)
         got = run(function, x, *given, experts[:3], experts.activation)
         assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_adapters_of_experts(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row as with its adapter's terms in all weights; those without keep their bits."""
+    if not grouped:
+        monkeypatch.setattr(moe, "supports_grouped", lambda weight: False)
+    rng, experts, (slots, rank) = np.random.default_rng(5), made_up(4, True, True), (3, 2)
+
+    def beside(one: ExpertProjection) -> tuple[ExpertProjection, Floats]:
+        count, outputs, inputs = one.weight.shape
+        a = rng.normal(size=(slots, count, rank, inputs)).astype(np.float32)
+        b = rng.normal(size=(slots, count, rank, outputs)).astype(np.float32)
+        terms = np.einsum("sero,seri->seoi", b, a)
+        return one._replace(stacks=Stacks(jnp.asarray(a), jnp.asarray(b))), terms
+
+    assert experts.gate is not None
+    plain_parts = experts.gate, experts.up, experts.down
+    (gate, up, down), terms = zip(*map(beside, plain_parts), strict=True)
+    own = np.array([2, 0, 1, 2, 0, 3, 1], np.int32)
+    scales = rng.normal(size=len(own)).astype(np.float32)
+    at = sorted_by_slot(jnp.asarray(own), jnp.asarray(scales))
+    x = on_device(rng.normal(size=(len(own), HIDDEN)), jnp.float32)
+    chosen = np.stack([rng.permutation(4)[:2] for _ in own])
+    weights = rng.normal(size=chosen.shape).astype(np.float32)
+    given = jnp.asarray(chosen, jnp.int32), jnp.asarray(weights)
+    with_terms = ExpertWeights(gate, up, down, experts.activation)
+    got = np.asarray(mixture_of_experts(x, *given, with_terms, at))
+    plain = np.asarray(mixture_of_experts(x, *given, experts))
+    for i, slot in enumerate(own):
+        if not slot:
+            assert got[i].tobytes() == plain[i].tobytes()
+            continue
+        g, u, d = (
+            ExpertProjection(jnp.asarray(one.weight) + scales[i] * term[slot - 1], one.bias)
+            for one, term in zip(plain_parts, terms, strict=True)
+        )
+        row = slice(i, i + 1)
+        merged = ExpertWeights(g, u, d, experts.activation)
+        wanted = numpy_mixture(x[row], chosen[row], weights[row], merged)
+        assert_allclose(got[row], wanted, rtol=1e-4, atol=1e-3)
 
 
 @BOTH

@@ -64,6 +64,11 @@ def row_adapters(table: Int[Array, "sequences 2"], rows: Int[Array, " rows"]) ->
     own = table[jnp.maximum(rows, 0)]
     slots = jnp.where(rows >= 0, own[:, 0], 0)
     scales = lax.bitcast_convert_type(own[:, 1], jnp.float32)
+    return sorted_by_slot(slots, scales)
+
+
+def sorted_by_slot(slots: Int[Array, " rows"], scales: Float[Array, " rows"]) -> RowAdapters:
+    """The adapters of rows of which the slots (0: none) and scales are known."""
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(slots > 0, slots, last), stable=True).astype(jnp.int32)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
