@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from jinfer.api.build_engine import place_parameters
+from jinfer.api.model_weights import ModelWeights
 from jinfer.distributed.process_group import current_group
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import EngineError, RequestError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel, with_adapters
@@ -25,7 +26,7 @@ from jinfer.opening.adapter_files import merged_checkpoint
 from jinfer.opening.compute_settings import adapter_dtype
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import locate
-from jinfer.weights.adapter_terms import adapter_terms, stacked
+from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
 from jinfer.weights.lora_adapter import LoraAdapter, open_adapter
 
 _RANKS = (16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to
@@ -93,7 +94,8 @@ class Adapters:
         usual = next((rank for rank in _RANKS if rank >= highest), highest)
         rank = engine.max_adapter_rank or (usual if listed else _USUAL_RANK)
         experts = engine.expert_adapters or any(one.has_experts for one in listed.values())
-        slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts)
+        dora = engine.dora_adapters or any(one.has_magnitudes for one in listed.values())
+        slots = AdapterSlots(count, rank, adapter_dtype(opened.spec), experts, dora)
         adapters = cls(*model, listed, slots)
         adapters.sources |= {each.spec.name: str(each.path) for each in beside}
         return adapters
@@ -132,6 +134,8 @@ class Adapters:
 
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
         terms = adapter_terms(adapter, engine.model, self.names, self.form)
+        if adapter.has_magnitudes:
+            terms = with_norms(terms, _weights(engine, thread, adapter), adapter.path)
         with self._changing:
             if name in self.loaded:
                 raise RequestError(f"there is an adapter {name!r} already; unload it first")
@@ -167,6 +171,22 @@ class Adapters:
                 reason += ", but requests of unloaded ones still run: try again"
             raise RequestError(f"{reason}; unload one, or set engine.max_adapters")
         return free[0]
+
+
+def _weights(
+    engine: Engine, thread: EngineThread, adapter: LoraAdapter
+) -> Callable[[str], np.ndarray]:
+    """What gives the matrices of an engine's projections."""
+    weights = ModelWeights(engine, thread, {}, {})
+
+    def weight_of(projection: str) -> np.ndarray:
+        try:
+            return weights[projection].values
+        except EngineError as error:
+            reason = "magnitudes (DoRA) beside other adapters need the weights in one place"
+            raise RequestError(f"{adapter.path}: {reason}, and {error}; or merge it") from None
+
+    return weight_of
 
 
 def _place(stacks: Mapping[str, np.ndarray], slot: int, digest: bytes, engine: Engine) -> Any:

@@ -43,6 +43,7 @@ class EngineSpec:
             `[adapters]` need, or 64.
         expert_adapters: whether there is room for terms of experts' matrices in them, which those
             of `[adapters]` are given if they have any.
+        dora_adapters: whether there is room for DoRA's magnitudes in them, likewise.
     """
 
     slots: Size = 8
@@ -59,6 +60,7 @@ class EngineSpec:
     max_adapters: Count = 0
     max_adapter_rank: Size | None = None
     expert_adapters: bool = False
+    dora_adapters: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jinfer.ops.matmul.lora import RowAdapters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
+DORA_NORMS = "dora_norms"
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class AdapterSlots:
         rank: of all of them; adapters of a lower rank are padded with zeros.
         dtype: of their matrices.
         experts: whether there is room for terms of experts' matrices.
+        magnitudes: whether there is room for DoRA's magnitudes.
     """
 
     count: int
     rank: int
     dtype: str
     experts: bool = False
+    magnitudes: bool = False
 
 
 _BUILT: ContextVar[AdapterSlots | None] = ContextVar("adapter_slots", default=None)
@@ -65,4 +68,4 @@ def adapted_rows() -> RowAdapters | None:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter is of adapters."""
-    return name.endswith((f".{LORA_A}", f".{LORA_B}"))
+    return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{DORA_NORMS}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,8 @@ from jinfer.modelspec.quantization_table import Role
 from jinfer.nn.adapted_rows import adapted_rows, slots_to_build
 from jinfer.nn.parameter import parameter
 from jinfer.ops.matmul.dense import matmul_per_head
-from jinfer.ops.matmul.lora import Stacks, add_lora
+from jinfer.ops.matmul.dora import NORM_TERMS, rescale
+from jinfer.ops.matmul.lora import RowAdapters, Stacks, add_lora
 from jinfer.ops.matmul.matmul import linear, linears, take_rows
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class Linear(nnx.Module):
         a, b = ("slots", "rank", axes[1]), ("slots", "rank", axes[0])
         self.lora_a = parameter((n, rank, inputs), a, kind) if slots else None
         self.lora_b = parameter((n, rank, outputs), b, kind) if slots else None
+        norms = slots is not None and slots.magnitudes
+        shape, c = (n, NORM_TERMS, outputs), ("slots", "terms", axes[0])
+        self.dora_norms = parameter(shape, c, jnp.float32) if norms else None
 
     @classmethod
     def of(cls, block: blocks.LinearSpec, dtype: DTypeLike) -> Linear:
@@ -108,9 +112,19 @@ def project(
     has = [each.lora_a is not None and each.lora_b is not None for each in projections]
     stacks = [each.stacks for each, there in zip(projections, has, strict=True) if there]
     products = [y for y, there in zip(wide, has, strict=True) if there]
-    adapted = iter(add_lora(products, x, stacks, rows))
+    adapted = iter(_rescaled(add_lora(products, x, stacks, rows), projections, rows))
     every = zip(wide, has, strict=True)
     return tuple((next(adapted) if there else y).astype(x.dtype) for y, there in every)
+
+
+def _rescaled(
+    ys: Sequence[Array], projections: Sequence[Linear], rows: RowAdapters
+) -> Iterator[Array]:
+    """The products of those projections that have stacks, with DoRA's magnitudes if any."""
+    each = (one for one in projections if one.lora_a is not None)
+    for y, one in zip(ys, each, strict=True):
+        bias = None if one.bias is None else one.bias[...]
+        yield y if one.dora_norms is None else rescale(y, bias, one.dora_norms[...], rows)
 
 
 class Embedding(nnx.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
-from jinfer.nn.adapted_rows import LORA_A, LORA_B, AdapterSlots
+from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.expert_terms import find_stack
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
@@ -27,10 +27,16 @@ class AdapterTerm:
     """The low-rank term b @ a of one projection; b has the adapter's factor in it.
 
     Those of experts' projections have an axis of the experts before.
+
+    Attributes:
+        magnitude: DoRA's lengths of rows; None: an ordinary LoRA.
+        norms: the terms of `jinfer.ops.matmul.dora`, once the weight is known.
     """
 
     a: Float[np.ndarray, "*experts rank inputs"]
     b: Float[np.ndarray, "*experts outputs rank"]
+    magnitude: Float[np.ndarray, " outputs"] | None = None
+    norms: Float[np.ndarray, "terms outputs"] | None = None
 
 
 def check_names(adapter: LoraAdapter, format: str) -> None:
@@ -98,8 +104,11 @@ def _check_terms(adapter: LoraAdapter, slots: AdapterSlots) -> None:
     merge = "can only be merged into the weights: set merge = true"
     if adapter.saved:
         raise LoadError(f"{adapter.path}: {min(adapter.saved)} (modules_to_save) {merge}")
-    if any(module.magnitude is not None for module in adapter.modules.values()):
-        raise LoadError(f"{adapter.path}: an adapter with magnitudes (DoRA) {merge}")
+    if adapter.has_magnitudes and not slots.magnitudes:
+        raise LoadError(
+            f"{adapter.path}: there is no room for magnitudes (DoRA); set engine.dora_adapters, or "
+            "merge it (merge = true)"
+        )
 
 
 def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]:
@@ -152,6 +161,11 @@ def _of_experts(
             for e, file in there.items():
                 found = Origin(weight, (file,), True, choice, adapter.path)
                 term = _term(adapter, found, shapes)
+                if term.magnitude is not None:
+                    raise LoadError(
+                        f"{adapter.path}: {_module_of(file)} has magnitudes (DoRA), and is an "
+                        "expert's: it can only be merged into the weights: set merge = true"
+                    )
                 a[e, : len(term.a)], b[e, :, : len(term.a)] = term.a, term.b
             return {_module_of(file) for file in there.values()}, AdapterTerm(a, b)
     return set(), None
@@ -170,15 +184,55 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
             f"{adapter.path}: {name} holds several matrices of the model side by side; merge the "
             "adapter (merge = true)"
         )
+    length = None if module.magnitude is None else _magnitude(adapter, name, module)
     if place.parts:
         b = found.part(found.files[0], b, shapes)
+        length = None if length is None else found.part(found.files[0], length, shapes)
     wanted = shapes[found.parameter][found.stacked :]
     if (b.shape[0], a.shape[1]) != tuple(wanted):
         raise LoadError(
             f"{adapter.path}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, and "
             f"{found.parameter} is {list(wanted)}: it belongs to another model"
         )
-    return AdapterTerm(a, b * np.float32(module.scale))
+    length = None if length is None else length[:, 0]
+    return AdapterTerm(a, b * np.float32(module.scale), length)
+
+
+def _magnitude(
+    adapter: LoraAdapter, name: str, module: LoraModule
+) -> Float[np.ndarray, "outputs 1"]:
+    assert module.magnitude is not None, "it is a DoRA"
+    length = module.magnitude.read().astype(np.float32)
+    if length.size != module.shape[0] or not np.isfinite(length).all():
+        reason = f"magnitudes {list(length.shape)} are no finite lengths of {module.shape[0]} rows"
+        raise LoadError(f"{adapter.path}: {name}: its {reason}")
+    return length.reshape(-1, 1)
+
+
+def with_norms(
+    terms: Mapping[str, AdapterTerm], weight_of: Callable[[str], np.ndarray], path: object
+) -> dict[str, AdapterTerm]:
+    """The terms with what DoRA has to know of the weights.
+
+    Args:
+        weight_of: gives the matrix of a projection, dequantized.
+        path: of the adapter, for errors.
+
+    Raises:
+        LoadError: a row with the adapter's term in it is zero.
+    """
+    found = dict(terms)
+    for projection, term in terms.items():
+        if term.magnitude is None:
+            continue
+        weight, added = weight_of(projection).astype(np.float32), term.b @ term.a
+        square = [np.einsum("oi,oi->o", *pair) for pair in ((weight,) * 2, (added,) * 2)]
+        twice = 2 * np.einsum("oi,oi->o", weight, added)
+        norms = np.stack([term.magnitude, square[0], twice, square[1]]).astype(np.float32)
+        if not ((norms[1:].sum(axis=0) > 0).all() and np.isfinite(norms).all()):
+            raise LoadError(f"{path}: {projection} has rows without a length with its terms")
+        found[projection] = replace(term, norms=norms)
+    return found
 
 
 def read_pair(
@@ -207,7 +261,10 @@ def stacked(
         projection, _, leaf = name.rpartition(".")
         after = copy_to_huge_pages(before)
         after[slot] = 0
-        if (term := terms.get(projection)) is not None:
+        term = terms.get(projection)
+        if term is not None and leaf == DORA_NORMS:
+            after[slot] = 0 if term.norms is None else term.norms
+        elif term is not None:
             own = term.b.swapaxes(-1, -2) if leaf == LORA_B else term.a
             after[slot, ..., : own.shape[-2], :] = own.astype(after.dtype)
             # Other rows multiply this slot by zeros where there is no grouped product.

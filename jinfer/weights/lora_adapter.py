@@ -120,6 +120,11 @@ class LoraAdapter:
         return max((module.rank for module in self.modules.values()), default=0)
 
     @property
+    def has_magnitudes(self) -> bool:
+        """Whether it is a DoRA."""
+        return any(module.magnitude is not None for module in self.modules.values())
+
+    @property
     def has_experts(self) -> bool:
         """Whether it changes matrices of a mixture's experts."""
         return any(one.experts or _OF_EXPERT.search(name) for name, one in self.modules.items())

@@ -185,7 +185,7 @@ ZEROS = {rows: np.zeros(rows) for rows in ((4, 64), (4, 60), (64, 4), (64, 3), (
         ({"rank_pattern": {"q_proj": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),
         ({"alpha_pattern": [3]}, {}, "alpha_pattern is [3], not a table of modules"),
         ({"rank_pattern": {"q.*": 2}}, {}, "rank_pattern has 'q.*'; only names of modules"),
-        ({"dora": True}, {}, "an adapter with magnitudes (DoRA) can only be merged"),
+        ({"dora": True}, {}, "no room for magnitudes (DoRA); set engine.dora_adapters"),
         ({}, {f"{PAIR}A.weight": (4, 60)}, "q_proj is for a matrix [64, 60], and decoder.0.attn.q"),
         ({}, {f"{PAIR}B.weight": (60, 4)}, "q_proj is for a matrix [60, 64], and decoder.0.attn.q"),
         ({}, {f"{PAIR}B.weight": (64, 3)}, "are [4, 64] and [64, 3], not [rank, in] and"),

@@ -32,14 +32,14 @@ def opened(name: str, **keys: Any) -> LLM:
 EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss", "old_qwen3_moe", "old_mixtral"]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_merged_stacks(name: str) -> None:
+@pytest.mark.parametrize("name", [*EXPERTS, "dora_qwen15"])
+def test_merged(name: str) -> None:
     ids, wanted, _ = expected(name)
     with opened(name, adapters={"a": {"source": str(HERE / name), "merge": True}}) as llm:
         np.testing.assert_allclose(llm.logits([ids])[0], wanted, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [*EXPERTS, "dora_qwen15"])
 def test_beside(name: str) -> None:
     ids, wanted, plain = expected(name)
     with opened(name, adapters={"a": str(HERE / name)}) as llm:
@@ -107,3 +107,43 @@ def test_room_and_misfits(tmp_path: Path) -> None:
                     llm.load_adapter("a", path)
                 assert said in str(caught.value)
                 assert "\n" not in str(caught.value)
+
+
+def test_dora_and_lora_in_one_batch(tmp_path: Path) -> None:
+    """Those of LoRA, and of none, have the bits of a model that has no room for magnitudes."""
+    base = GOLDENS / "qwen15"
+    targets = ("q_proj", "k_proj", "down_proj")
+    lora = write_adapter(tmp_path / "l", 4, 1, targets=targets, base=base)
+    dora = write_adapter(tmp_path / "d", 4, 2, targets=targets, base=base, dora=True)
+    both = {"lora": str(lora), "peft": str(HERE / "dora_qwen15"), "dora": str(dora)}
+    names = ("dora", "lora", None, "peft")
+    quantized = {"quantization.weights": "q8", "quantization.threshold": 0, "engine.slots": 4}
+    with opened("qwen15", adapters=both, **quantized) as llm:
+        with ThreadPoolExecutor(4) as pool:
+            mixed = list(pool.map(lambda i: answer(llm, PROMPTS[i], names[i]), range(4)))
+        for prompt, name, found in zip(PROMPTS, names, mixed, strict=True):
+            assert found == answer(llm, prompt, name)
+        llm.unload_adapter("dora")
+        llm.load_adapter("other", lora)  # in its slot, of which nothing is left
+        assert answer(llm, PROMPTS[1], "other") == mixed[1]
+        logits = llm.trace(PROMPTS[3], "logits", adapter="peft")["logits"]
+    with opened("qwen15", adapters={"lora": str(lora)}, **quantized) as plain:
+        known = {"lora": "lora", "dora": None, "peft": None, None: None}
+        for prompt, name, found in zip(PROMPTS, names, mixed, strict=True):
+            same = found == answer(plain, prompt, known[name])
+            assert same == (name in ("lora", None))
+    merge = {"peft": {"source": str(HERE / "dora_qwen15"), "merge": True}}
+    with opened("qwen15", adapters=merge) as llm:
+        assert np.abs(llm.logits([PROMPTS[3]])[0] - logits).mean() < 0.1  # of 8 bits
+
+
+def test_broken_magnitudes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    shutil.copytree(HERE / "dora_qwen15", path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("lora_magnitude_vector"))
+    with opened("qwen15", **{"engine.max_adapters": 1, "engine.dora_adapters": True}) as llm:
+        for values in (tensors[name][:-1], tensors[name] * np.nan):
+            save_file(tensors | {name: values}, path / "adapter_model.safetensors")
+            with pytest.raises(USER_ERRORS, match=r"are no finite lengths of \d+ rows"):
+                llm.load_adapter("a", path)

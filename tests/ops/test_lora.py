@@ -8,6 +8,7 @@ import pytest
 
 from jinfer.cpu import build_library
 from jinfer.ops.matmul import lora
+from jinfer.ops.matmul.dora import NORM_TERMS, rescale
 from jinfer.ops.matmul.lora import Stacks, add_lora, row_adapters
 
 RNG = np.random.default_rng(4)
@@ -66,3 +67,28 @@ def test_the_call_has_the_bits_of_grouped_products(monkeypatch: pytest.MonkeyPat
     called = added(x, y, ROWS)
     use("grouped", monkeypatch)
     np.testing.assert_array_equal(added(x, y, ROWS), called)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_rows_with_magnitudes(biased: bool) -> None:
+    """DoRA of the first and the third slot: W + c B A with rows of given lengths."""
+    x = RNG.normal(size=(len(ROWS), INPUTS)).astype(np.float32)
+    weight = RNG.normal(size=(OUTPUTS, INPUTS)).astype(np.float32)
+    bias = RNG.normal(size=OUTPUTS).astype(np.float32) if biased else np.zeros(OUTPUTS, np.float32)
+    norms = np.zeros((SLOTS, NORM_TERMS, OUTPUTS), np.float32)
+    lengths = RNG.normal(size=OUTPUTS)  # of either sign
+    for slot in (0, 2):
+        term = B[slot].T @ A[slot]
+        squares = (weight**2).sum(1), 2 * (weight * term).sum(1), (term**2).sum(1)
+        norms[slot] = lengths, *squares
+    own = np.where(ROWS < 0, 0, TABLE[ROWS, 0])
+    at = row_adapters(jnp.asarray(TABLE), jnp.asarray(ROWS))
+    y = added(x, x @ weight.T + bias, ROWS)
+    found = rescale(jnp.asarray(y)[None], jnp.asarray(bias), jnp.asarray(norms), at)[0]
+    for i, slot in enumerate(own):
+        if slot in (1, 3):
+            whole = weight + SCALES[ROWS[i]] * (B[slot - 1].T @ A[slot - 1])
+            whole *= (lengths / np.linalg.norm(whole, axis=1))[:, None]
+            np.testing.assert_allclose(found[i], whole @ x[i] + bias, rtol=1e-3, atol=1e-3)
+        else:
+            assert np.asarray(found[i]).tobytes() == y[i].tobytes()
