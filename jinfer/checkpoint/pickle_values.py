@@ -286,6 +286,12 @@ GLOBALS: dict[str, Global] = {
 }
 
 
+_INSTEAD = {  # what to do about globals that are written by programs that people use
+    "torch._utils._rebuild_wrapper_subclass": "tensors of a quantizer's own class, as torchao's, "
+    "are not read from pickles; save the model with safetensors, or use the original weights"
+}
+
+
 def find_global(module: str, name: str) -> Global:
     """The inert stand-in of `module.name`.
 
@@ -297,5 +303,6 @@ def find_global(module: str, name: str) -> Global:
     if found is None:
         asked = f"{module[:100]}.{name[:100]}"
         asked = asked if asked.isprintable() else ascii(asked)
-        raise PickleError(f"refuses to run {asked} (a checkpoint must not call code)")
+        known = _INSTEAD.get(f"{module}.{name}", "a checkpoint must not call code")
+        raise PickleError(f"refuses to run {asked} ({known})")
     return found

@@ -7,7 +7,7 @@ transformers PACKAGE`), and all run on a CPU:
 
 Made with bitsandbytes 0.50.2, hqq 0.2.8.post1, mlx[cpu] 0.32.4 and mlx-lm 0.32.2, llmcompressor
 0.14.0.1 (compressed-tensors 0.19.0), gptqmodel 7.6.0 (GPTQMODEL_CPU_WORKERS=4), auto-round 0.15.1,
-nvidia-modelopt 0.47.0, amd-quark 0.13, autoawq 0.2.9.
+nvidia-modelopt 0.47.0, amd-quark 0.13, autoawq 0.2.9, torchao 0.18.0, optimum-quanto 0.2.7.
 BASES is a folder for the models that are quantized; all packages must be given the same one.
 
 `expected.npz` has the logits of transformers with the matrices decoded in float32: by the package's
@@ -381,8 +381,62 @@ def stream(words: np.ndarray, bits: int) -> np.ndarray:
     return (codes << np.arange(bits, dtype=np.uint32)).sum(-1).astype(np.int64)
 
 
+def torchao(bases: Path, out: Path) -> None:
+    import torch
+    import torchao.quantization as q
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    cases: dict[str, Any] = {
+        "torchao_int8": q.Int8WeightOnlyConfig(),
+        "torchao_int4": q.IntxWeightOnlyConfig(torch.int4, q.PerGroup(32)),
+        "torchao_fp8": q.Float8WeightOnlyConfig(),
+    }
+    for name, config in cases.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            bases / "llama", quantization_config=TorchAoConfig(config), dtype=torch.float16
+        )
+        matrices = (
+            (module, _without_rounding(each.weight))
+            for module, each in model.named_modules()
+            if hasattr(getattr(each, "weight", None), "qdata")
+        )
+        model.save_pretrained(out / name)
+        keep(bases / "llama", name, out / name, matrices)
+
+
+def _without_rounding(weight: Any) -> np.ndarray:
+    """What torchao's own function gives, which rounds it to the model's type."""
+    scale, zero = weight.scale.float(), getattr(weight, "zero_point", None)
+    each = weight.shape[1] // scale.shape[1]
+    whole = weight.qdata.float()
+    if zero is not None:
+        whole = whole - zero.float().repeat_interleave(each, 1)
+    whole = whole * scale.repeat_interleave(each, 1)
+    assert (whole - weight.dequantize().float()).abs().max() <= whole.abs().max() / 1024
+    result: np.ndarray = whole.numpy()
+    return result
+
+
+def quanto(bases: Path, out: Path) -> None:
+    import torch
+    from optimum.quanto import QuantizedModelForCausalLM, qfloat8, qint8
+    from transformers import AutoModelForCausalLM
+
+    for name, kind in {"quanto_int8": qint8, "quanto_fp8": qfloat8}.items():
+        model = AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.float16)
+        quantized = QuantizedModelForCausalLM.quantize(model, weights=kind, exclude="lm_head")
+        matrices = (
+            (module, (each.weight._data.float() * each.weight._scale.float()).numpy())
+            for module, each in model.named_modules()
+            if hasattr(getattr(each, "weight", None), "_scale")
+        )
+        quantized.save_pretrained(out / name)
+        keep(bases / "llama", name, out / name, matrices)
+
+
 WRITERS: tuple[Callable[[Path, Path], None], ...]
 WRITERS = (bitsandbytes, hqq, mlx, llmcompressor, modelopt, quark, gptqmodel, autoawq, auto_round)
+WRITERS += (torchao, quanto)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else "bases").resolve()

@@ -1,5 +1,6 @@
 """Quantized checkpoints by hand: one of each layout, writer and variant."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Case:
         kept: the format that its bits are kept in; "": it is decoded.
         lost: how far off a weight is then, in steps, at most.
         key: of config.json.
+        metadata: what the file's own says of the weight.
     """
 
     config: Mapping[str, Any]
@@ -30,6 +32,21 @@ class Case:
     kept: str = ""
     lost: float = 0.0
     key: str = field(default="quantization_config")
+    metadata: str = ""
+
+    def metadata_of(self, module: str) -> dict[str, str] | None:
+        """What a file with a module says of it."""
+        return {f"{module}.weight": self.metadata} if self.metadata else None
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    said = {"_type": kind, "_data": data}
+    return {"config": {"quant_method": "torchao"}, "metadata": json.dumps(said)}
+
+
+def _int_of(bits: int) -> dict[str, Any]:
+    kind = {"_type": "torch.dtype", "_data": f"int{bits}"}
+    return _torchao("IntxUnpackedToInt8Tensor", target_dtype=kind)
 
 
 def _gptq(**config: Any) -> dict[str, Any]:
@@ -48,6 +65,9 @@ def _mlx(bits: int, group: int) -> dict[str, Any]:
     return {"group_size": group, "bits": bits, "mode": "affine"}
 
 
+_OF_QUANTO = {"weight": "weight._data", "weight_scale": "weight._scale"}
+_OF_TORCHAO = {"weight": "_weight_qdata", "weight_scale": "_weight_scale"}
+_OF_TORCHAO |= {"weight_zero_point": "_weight_zero_point"}
 V2 = {"checkpoint_format": "gptq_v2"}
 CASES: dict[str, Case] = {
     "gptq": Case(_gptq(), settled(w.gptq), "q4", 0.0074),
@@ -225,6 +245,38 @@ CASES: dict[str, Case] = {
     },
     "mlx_32": Case(
         _mlx(4, 32), settled(w.mlx, group=32, dtype=np.float16), "q4", key="quantization"
+    ),
+    **{
+        f"mlx_{mode}": Case(
+            {"group_size": 16 if mode == "nvfp4" else 32, "bits": 4, "mode": mode},
+            settled(w.mlx_float, mode=mode), kept, key="quantization",
+        )
+        for mode, kept in (("mxfp4", "table"), ("nvfp4", "table"), ("mxfp8", ""))
+    },
+    "quanto_int8": Case(
+        {"quant_method": "quanto"},
+        w.renamed(settled(w.int8, dtype=np.float16), _OF_QUANTO), "q8_b128",
+    ),
+    "quanto_fp8": Case(
+        {"quant_method": "quanto"}, w.renamed(settled(w.fp8, per="row"), _OF_QUANTO)
+    ),
+    "torchao_int8": Case(
+        write=w.renamed(settled(w.int8), _OF_TORCHAO), kept="q8_b128", lost=0.0626,
+        **_torchao("Int8Tensor"),
+    ),
+    "torchao_int8_asym": Case(
+        write=w.renamed(settled(w.int8, dtype=BF16, symmetric=False), _OF_TORCHAO),
+        kept="q8_b128_affine", lost=0.1246, **_torchao("Int8Tensor"),
+    ),
+    "torchao_fp8": Case(
+        write=w.renamed(settled(w.fp8, per="row"), _OF_TORCHAO), **_torchao("Float8Tensor")
+    ),
+    "torchao_int4_unpacked": Case(write=settled(w.torchao_int), kept="q4_sym", **_int_of(4)),
+    "torchao_int3_asym": Case(
+        write=settled(w.torchao_int, bits=3, symmetric=False), kept="q3", lost=0.0035, **_int_of(3)
+    ),
+    "torchao_int4": Case(
+        write=settled(w.torchao_int4), kept="q4", lost=0.0074, **_torchao("Int4Tensor")
     ),
     "mlx_unnamed": Case(_mlx(4, 128), settled(w.mlx, group=128), "q4_b128"),
 }  # fmt: skip

@@ -290,6 +290,56 @@ def hqq(
     return arrays, weights.reshape(o, k)
 
 
+def torchao_int(
+    rng: np.random.Generator, o: int, k: int, *, bits: int = 4, symmetric: bool = True
+) -> Module:
+    """IntxUnpackedToInt8Tensor, in groups of 32."""
+    half, shape = 1 << (bits - 1), (o, k // 32)
+    integers = random_codes(rng, o, k, bits) - half
+    scales = random_scales(rng, *shape, bits=bits, width=k)
+    zeros = np.zeros(shape, np.int8) if symmetric else rng.integers(-half, half, shape)
+    weights = spread(scales, k, 32) * (integers - spread(zeros, k, 32))
+    arrays = {"_weight_qdata": integers.astype(np.int8), "_weight_scale": scales}
+    return arrays | {"_weight_zero_point": zeros.astype(np.int8)}, weights
+
+
+def torchao_int4(rng: np.random.Generator, o: int, k: int, *, group: int = 32) -> Module:
+    """Int4Tensor: zero points are what is added to a weight."""
+    integers = random_codes(rng, o, k, 4) - 8
+    scales = random_scales(rng, o, k // group, bits=4, width=k)
+    added = (scales * rng.normal(0, 2, scales.shape)).astype(np.float16)
+    pairs = (integers[:, ::2] & 15) | (integers[:, 1::2] & 15) << 4
+    weights = spread(scales, k, group) * integers + spread(added, k, group)
+    arrays = {"_weight_qdata": pairs.astype(np.uint8).view(np.int8)}
+    turned = {"_weight_scale": scales.T, "_weight_zero_point": added.T}
+    return arrays | {name: np.ascontiguousarray(each) for name, each in turned.items()}, weights
+
+
+def mlx_float(rng: np.random.Generator, o: int, k: int, *, mode: str) -> Module:
+    """MLX's floats of 4 and 8 bits in words, with a scale for 32 or 16 of them."""
+    if mode == "mxfp8":
+        arrays, weights = fp8(rng, o, k, per="group", dtype="power")
+        stored, scales = arrays["weight"].view(np.uint32), arrays["weight_scale"]
+    elif mode == "mxfp4":
+        arrays, weights = mxfp4(rng, o, k)
+        stored, scales = arrays["weight_packed"].view(np.uint32), arrays["weight_scale"]
+    else:
+        codes, numbers = random_codes(rng, o, k, 4), rng.uniform(0.01, 0.1, (o, k // 16))
+        stored, scales = stream(codes, 4, np.uint32), numbers.astype(FP8).view(np.uint8)
+        weights = E2M1[codes] * spread(scales.view(FP8), k, 16)
+    return {"weight": stored, "scales": scales}, weights
+
+
+def renamed(write: Callable[..., Module], names: dict[str, str]) -> Callable[..., Module]:
+    """A writer whose tensors have other last names."""
+
+    def write_renamed(rng: np.random.Generator, o: int, k: int) -> Module:
+        arrays, weights = write(rng, o, k)
+        return {names[leaf]: array for leaf, array in arrays.items()}, weights
+
+    return write_renamed
+
+
 def settled(write: Callable[..., Module], **how: Any) -> Callable[..., Module]:
     """A writer with its choices made."""
     return lambda rng, o, k: write(rng, o, k, **how)

@@ -82,7 +82,11 @@ def test_damage_gives_user_errors(tmp_path: Path, examples: int) -> None:
             if arrays:
                 damaged(arrays, *edit)
         stored = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
-        save_file(stored, tmp_path / "model.safetensors")
+        text = CASES[name].metadata
+        if said and text:  # that is damaged, too
+            text = text.replace("_type", "_data") if len(edits) > 1 else text[: len(edits) * 20]
+        metadata = {"m.0.weight": text} if text else None
+        save_file(stored, tmp_path / "model.safetensors", metadata)
         settings = QuantSettings({**CASES[name].config, **said}, tmp_path / "config.json")
         try:
             checkpoint = decode_quantized(open_checkpoint(tmp_path), settings)

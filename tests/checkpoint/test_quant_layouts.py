@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jinfer.checkpoint import Checkpoint, open_checkpoint
+from jinfer.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.modelspec.quant_format import parse_format
@@ -19,10 +19,14 @@ MODULE = "model.layers.0.mlp.up_proj"
 OUTPUTS, INPUTS = 32, 256
 
 
-def opened(folder: Path, arrays: dict[str, np.ndarray], config: Any) -> Checkpoint:
-    save_file(
-        {name: np.ascontiguousarray(a) for name, a in arrays.items()}, folder / "m.safetensors"
-    )
+def opened(
+    folder: Path,
+    arrays: dict[str, np.ndarray],
+    config: Any,
+    metadata: dict[str, str] | None = None,
+) -> Checkpoint:
+    whole = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+    save_file(whole, folder / "m.safetensors", metadata)
     settings = None if config is None else QuantSettings(config, folder / "config.json")
     return decode_quantized(open_checkpoint(folder), settings)
 
@@ -38,7 +42,8 @@ def test_weights_are_what_the_layout_says(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     arrays, weights = stored(case)
     others = {"model.norm.weight": np.ones(4), f"{MODULE}.bias": np.ones(2)}
-    tensors = opened(tmp_path, arrays | others, case.config).tensors
+    said = case.metadata_of(MODULE)
+    tensors = opened(tmp_path, arrays | others, case.config, said).tensors
     assert set(tensors) == {*others, f"{MODULE}.weight"}
     tensor = tensors[f"{MODULE}.weight"]
     values = tensor.read()
@@ -83,3 +88,24 @@ def test_bits_are_those_of_an_own_format(tmp_path: Path) -> None:
         assert found is not None
         kept = grouped_tensor([*tensor.values()], False, found, None, None)
         assert 8 * kept.nbytes == OUTPUTS * INPUTS * parse_format(format).bits_per_weight
+
+
+def test_what_torchao_and_quanto_write_and_nobody_reads(tmp_path: Path) -> None:
+    torchao, quanto = {"quant_method": "torchao"}, None
+    arrays, _ = stored(CASES["torchao_int4"])
+    scaled = arrays | {f"{MODULE}._weight_act_pre_scale": np.ones(4)}
+    packed = {f"{MODULE}.weight._data._data": np.zeros((4, 4), np.uint8)}
+    tiled = {f"{MODULE}.weight": '{"_type": "Int4TilePackedTo4dTensor"}'}
+    said = CASES["torchao_int4"].metadata_of(MODULE)
+    odd = {f"{MODULE}.weight": '{"_type": "IntxUnpackedToInt8Tensor", "_data": {}}'}
+    for tensors, config, metadata, reason in (
+        (arrays, torchao, None, "__metadata__ does not say of what class weight is"),
+        (arrays, torchao, tiled, f"torchao, with {MODULE}.weight as Int4TilePackedTo4dTensor"),
+        (arrays, torchao, odd, "its target_dtype is None: not read"),
+        (scaled, torchao, said, "scales of activations are not read"),
+        (packed, quanto, None, "quanto's 4 and 2 bits do not say their matrix's shape, and are"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            opened(tmp_path, tensors, config, metadata)
+        assert reason in str(caught.value)
+        assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,11 @@ class TensorTable:
     def path(self) -> Path:
         """The checkpoint's, for errors."""
         return self._checkpoint.path
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the file says besides tensors."""
+        return self._checkpoint.metadata
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -16,7 +16,9 @@ from jinfer.checkpoint.layouts.microscaling_layout import join_blocks, join_mxfp
 from jinfer.checkpoint.layouts.mlx_layout import read_mlx
 from jinfer.checkpoint.layouts.module_tensors import TensorTable
 from jinfer.checkpoint.layouts.quant_settings import QuantSettings
+from jinfer.checkpoint.layouts.quanto_layout import is_quanto, read_quanto
 from jinfer.checkpoint.layouts.scaled_layout import join_int8
+from jinfer.checkpoint.layouts.torchao_layout import read_torchao
 
 type Layout = Callable[[TensorTable, QuantSettings], None]
 
@@ -53,6 +55,8 @@ def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> 
         join_all_fp8(table, None)
     elif any(name.endswith(".W_q") for name in table.tensors):  # the hqq package writes no settings
         read_hqq(table, QuantSettings({}, checkpoint.path))
+    elif any(map(is_quanto, table.tensors)):
+        read_quanto(table)
     join_blocks(table)
     return table.checkpoint()
 
@@ -121,6 +125,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "quark": _read_quark,
         "bitsandbytes": read_bitsandbytes,
         "hqq": read_hqq,
+        "torchao": read_torchao,
+        "quanto": lambda table, settings: read_quanto(table),
         "mlx": read_mlx,
         "mxfp4": _read_mxfp4,
     }
