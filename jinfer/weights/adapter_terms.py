@@ -184,7 +184,7 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
             f"{adapter.path}: {name} holds several matrices of the model side by side; merge the "
             "adapter (merge = true)"
         )
-    length = None if module.magnitude is None else _magnitude(adapter, name, module)
+    length = None if module.magnitude is None else read_magnitude(adapter, name, module)
     if place.parts:
         b = found.part(found.files[0], b, shapes)
         length = None if length is None else found.part(found.files[0], length, shapes)
@@ -198,9 +198,10 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
     return AdapterTerm(a, b * np.float32(module.scale), length)
 
 
-def _magnitude(
+def read_magnitude(
     adapter: LoraAdapter, name: str, module: LoraModule
 ) -> Float[np.ndarray, "outputs 1"]:
+    """A module's lengths of rows. Raises `LoadError` if they are not finite, or too few."""
     assert module.magnitude is not None, "it is a DoRA"
     length = module.magnitude.read().astype(np.float32)
     if length.size != module.shape[0] or not np.isfinite(length).all():

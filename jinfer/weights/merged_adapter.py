@@ -13,7 +13,7 @@ from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.adapter_terms import check_names, named_modules, read_pair
+from jinfer.weights.adapter_terms import check_names, named_modules, read_magnitude, read_pair
 from jinfer.weights.expert_terms import merged_stacks
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, by_name
@@ -118,5 +118,5 @@ def _merged_values(
     weight = weight + np.float32(module.scale) * (b @ a)
     if module.magnitude is not None:
         length = np.linalg.norm(weight, axis=1, keepdims=True)
-        weight *= module.magnitude.read().astype(np.float32).reshape(-1, 1) / length
+        weight *= read_magnitude(adapter, name, module) / length
     return weight.T if transposed else weight
