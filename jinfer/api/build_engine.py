@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,8 @@ from jinfer.nn.abstract_model import AbstractModel
 from jinfer.nn.adapted_rows import is_adapter
 from jinfer.opening.open_model import Opened
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, STATE, nbytes
-from jinfer.progress import line
+from jinfer.ops.backend import backend
+from jinfer.progress import line, track
 from jinfer.sampling.sampler_chain import stage_sets
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights import load_weights
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from jinfer.distributed.distributed_programs import DistributedPrograms
     from jinfer.parallel.pipeline_programs import PipelinePrograms
     from jinfer.speculate.build_drafters import OpenedDrafters
+
+_SMALL_WEIGHTS = 1 << 30  # bytes
 
 
 def build_engine(opened: Opened, model: AbstractModel, shelf: DiskCache | None = None) -> Engine:
@@ -220,6 +224,22 @@ def first_shapes(engine: Engine, prompt: int, taps: StepTaps | None = None) -> l
     stages = stage_sets()[0]
     chosen = StepKey("sample", chosen=1, stages=stages)
     return [*dict.fromkeys(shapes), chosen, StepKey("decode", 1, stages=stages, taps=taps)]
+
+
+def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> None:
+    """Starts making the programs of one request of the usual kind, before weights are loaded.
+
+    Programs that have to be compiled are waited for on a CPU if weights are small: they are read in
+    less time, and would be in memory beside what compilers need, which is given back. The weights
+    of a large model are read meanwhile.
+    """
+    keys, programs = first_shapes(engine, prompt), engine.programs
+    small = backend() == "cpu" and nbytes(engine.model.parameters) <= _SMALL_WEIGHTS
+    compiles = programs.shelf is not None and not programs.stored(keys)
+    futures = programs.announce(keys)
+    if small and compiles:
+        for future in track(futures, "compiling", unit="program", shown=progress):
+            wait([future])  # an error is that of the request, which compiles again
 
 
 def all_shapes(engine: Engine) -> list[StepKey]:

@@ -17,8 +17,8 @@ import numpy as np
 from jinfer.api.activation_checks import compile_for, request_activations
 from jinfer.api.build_engine import (
     all_shapes,
+    announce_first,
     build_engine,
-    first_shapes,
     forget_tokenizer,
     load,
     open_drafts,
@@ -149,7 +149,7 @@ class Session:
         if opened.spec.engine.warm_up:
             self.warm_up(progress)
         elif first is not None:
-            self.engine.programs.announce(first_shapes(self.engine, len(first(self))))
+            announce_first(self.engine, len(first(self)), progress=progress)
         begun = time.perf_counter()
         load(self.engine, plan, progress=progress)
         for load_draft in drafts.load if drafts else ():

@@ -61,6 +61,10 @@ class DiskCache:
             os.utime(path)
         return rest
 
+    def __contains__(self, key: str) -> bool:
+        """Whether there is an entry of a key, valid or not."""
+        return (self.folder / self.name(key)).exists()
+
     def put(self, key: str, content: bytes, *, shrink: bool = True) -> bool:
         """Stores an entry if possible: a full disk or a read-only folder is no error.
 

@@ -35,6 +35,7 @@ from jinfer.ops.attention.block_rows import BlockRows, abstract_rows
 from jinfer.ops.attention.kv_cache import Cache, CacheShapes, abstract_cache
 from jinfer.ops.backend import backend
 from jinfer.ops.fusion import weight_pointers
+from jinfer.ops.thread_limit import cores
 from jinfer.progress import task
 from jinfer.sampling.sampling_metadata import mask_words
 from jinfer.sampling.step_extras import has_function
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 # Bytes; XLA's passes recurse deeper than the 8 MiB that a thread's stack has by default.
 _COMPILER_STACK = 64 << 20
-_COMPILER_THREADS = 4
+_COMPILER_THREADS = 4  # at most, and one a core: more would hold memory and gain nothing
 
 NOTHING = b""  # on the shelf: this program cannot be stored
 
@@ -82,7 +83,7 @@ class CompiledPrograms:
         with self._lock:
             new = [key for key in wanted if key not in self._futures]
             if new:
-                pool = _compiler_threads(min(len(new), _COMPILER_THREADS))
+                pool = _compiler_threads(min(len(new), _COMPILER_THREADS, cores()))
                 for key in new:
                     self._futures[key] = pool.submit(self._compile, key)
                     self.compilations += 1
@@ -95,6 +96,10 @@ class CompiledPrograms:
             for future in self._futures.values():
                 future.cancel()
             self._futures.clear()
+
+    def stored(self, keys: Iterable[StepKey]) -> bool:
+        """Whether all of these programs are on the shelf, so that none has to be compiled."""
+        return self.shelf is not None and all(self._shelf_entry(key) in self.shelf for key in keys)
 
     def ready(self, key: StepKey) -> bool:
         """Whether a program is compiled already; if not, its compilation starts."""
