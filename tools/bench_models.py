@@ -27,6 +27,7 @@ from .run_main import run
 _MADE_UP_ROWS = 64
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 _SMALLEST = 32  # rows and columns of a matrix that is quantized
+_ROUTER = ".ffn_gate_inp.weight"  # a mixture's, which is not quantized
 _WORDS = "smollm2_135m_instruct"  # whose tokenizer a made-up model has
 
 
@@ -141,11 +142,71 @@ class Lfm2Shape:
         }
 
 
-# The sizes of TinyLlama-1.1B, of Llama-3-8B and of LFM2-1.2B.
+@dataclass(frozen=True)
+class Qwen3MoeShape:
+    """Sizes of a Qwen3 mixture of experts: attention (GQA) with normed heads, then experts.
+
+    Attributes:
+        used: experts of a token.
+        intermediate: of an expert.
+    """
+
+    architecture = "qwen3moe"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    experts: int
+    used: int
+    intermediate: int
+    context: int = 4096
+
+    def tensors(self, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and shapes."""
+        queries, kv = self.heads * self.head, self.kv_heads * self.head
+        yield "token_embd.weight", (vocab, self.hidden)
+        yield "output_norm.weight", (self.hidden,)
+        yield "output.weight", (vocab, self.hidden)
+        for i in range(self.layers):
+            yield f"blk.{i}.attn_norm.weight", (self.hidden,)
+            yield f"blk.{i}.attn_q.weight", (queries, self.hidden)
+            yield f"blk.{i}.attn_k.weight", (kv, self.hidden)
+            yield f"blk.{i}.attn_v.weight", (kv, self.hidden)
+            yield f"blk.{i}.attn_output.weight", (self.hidden, queries)
+            yield f"blk.{i}.attn_q_norm.weight", (self.head,)
+            yield f"blk.{i}.attn_k_norm.weight", (self.head,)
+            yield f"blk.{i}.ffn_norm.weight", (self.hidden,)
+            yield f"blk.{i}{_ROUTER}", (self.experts, self.hidden)
+            yield f"blk.{i}.ffn_gate_exps.weight", (self.experts, self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_up_exps.weight", (self.experts, self.intermediate, self.hidden)
+            yield f"blk.{i}.ffn_down_exps.weight", (self.experts, self.hidden, self.intermediate)
+
+    def metadata(self) -> dict[str, Any]:
+        """GGUF metadata of these sizes."""
+        return {
+            "qwen3moe.block_count": self.layers,
+            "qwen3moe.context_length": self.context,
+            "qwen3moe.embedding_length": self.hidden,
+            "qwen3moe.feed_forward_length": self.used * self.intermediate,
+            "qwen3moe.expert_feed_forward_length": self.intermediate,
+            "qwen3moe.expert_count": self.experts,
+            "qwen3moe.expert_used_count": self.used,
+            "qwen3moe.attention.head_count": self.heads,
+            "qwen3moe.attention.head_count_kv": self.kv_heads,
+            "qwen3moe.attention.key_length": self.head,
+            "qwen3moe.attention.value_length": self.head,
+            "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+            "qwen3moe.rope.freq_base": 1e6,
+        }
+
+
+# The sizes of TinyLlama-1.1B, of Llama-3-8B, of LFM2-1.2B and of Qwen3-30B-A3B.
 SHAPES: Mapping[str, Shape] = {
     "1.1b": LlamaShape(22, 2048, 32, 4, 5632),
     "8b": LlamaShape(32, 4096, 32, 8, 14336),
     "lfm2-1.2b": Lfm2Shape(16, 2048, 32, 8, 8192, attention=(2, 5, 8, 10, 12, 14)),
+    "30b-a3b": Qwen3MoeShape(48, 2048, 32, 4, 128, experts=128, used=8, intermediate=768),
 }
 
 
@@ -166,14 +227,25 @@ def make_up(shape: Shape, tokenizer: Path, out: Path, type_name: str) -> None:
     words = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     copy_metadata(writer, {**words, **shape.metadata()})
     rng = np.random.default_rng(0)
+    experts = dict[tuple[int, ...], np.ndarray]()  # one array for all layers: they take GB
     for name, size in shape.tensors(len(metadata["tokenizer.ggml.tokens"])):
-        if len(size) == 1 or min(size) < _SMALLEST:  # a vector, or the taps of a convolution
+        deviation = 1 / np.sqrt(size[-1])
+        if name.endswith(_ROUTER):
+            writer.add_tensor(name, rng.standard_normal(size, np.float32) * np.float32(deviation))
+            continue
+        # A vector, or the taps of a convolution.
+        if len(size) == 1 or min(size[-2:]) < _SMALLEST:
             writer.add_tensor(name, np.ones(size, np.float32))
             continue
-        rows = rng.standard_normal((_MADE_UP_ROWS, size[1]), np.float32) / np.sqrt(size[1])
+        rows = rng.standard_normal((_MADE_UP_ROWS, size[-1]), np.float32) * np.float32(deviation)
         kind = gguf.GGMLQuantizationType[type_name]
         packed = _packed(name, rows, type_name)
-        writer.add_tensor(name, np.resize(packed, (size[0], packed.shape[1])), raw_dtype=kind)
+        values = experts.get(size)
+        if values is None:
+            values = np.resize(packed, (*size[:-1], packed.shape[1]))
+        if len(size) > 2:
+            experts[size] = values
+        writer.add_tensor(name, values, raw_dtype=kind)
     finish(writer)
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from tools import bench_models
-from tools.bench_models import LlamaShape, main, make_up
+from tools.bench_models import LlamaShape, Qwen3MoeShape, main, make_up
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SOURCE = str(GOLDENS / "gguf_llama2" / "model.gguf")
@@ -32,6 +33,21 @@ def test_made_up_weights_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tensors = open_checkpoint(out).tensors
     assert tensors["blk.1.ffn_up.weight"].shape == (96, 64)
     assert {tensor.type for tensor in tensors.values()} == {"F32", "Q4_0"}
+
+
+def test_made_up_experts_answer(tmp_path: Path) -> None:
+    """The family reads the names, shapes and types that are written; the router is not rounded."""
+    out = tmp_path / "made.gguf"
+    shape = Qwen3MoeShape(1, 64, 4, 2, 32, experts=4, used=2, intermediate=32)
+    make_up(shape, Path(SOURCE), out, "Q4_0")
+    tensors = open_checkpoint(out).tensors
+    assert tensors["blk.0.ffn_down_exps.weight"].shape == (4, 64, 32)
+    assert tensors["blk.0.ffn_down_exps.weight"].type == "Q4_0"
+    assert tensors["blk.0.ffn_gate_inp.weight"].type == "F32"
+    with LLM(out) as llm:
+        (logits,) = llm.logits([[1, 2, 3]])
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.1
 
 
 @pytest.mark.parametrize(
