@@ -97,16 +97,14 @@ class BenchWorker:
         # Only jinfer's own processes need to find its folder.
         root = side.folder or (_ROOT if side.name == OWN else None)
         found = {} if root is None else {"PYTHONPATH": str(root)}
-        # A checkout whose bytecode may not be kept is compiled at each start; an installed package
-        # has it.
-        usual = {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
+        found["PYTHONDONTWRITEBYTECODE"] = ""  # installed packages have their bytecode, too
         self.side = side
         self.process = subprocess.Popen(
             [*side.command, side.model or model, *side.options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**usual, **found},
+            env={**os.environ, **found},
             cwd=side.folder,
         )
         self.started = self._answer()
