@@ -13,13 +13,23 @@ _SHARED = 231_000  # bytes per multiprocessor (SM)
 _MOST_STAGES = 4
 
 
-def mosaic_call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, interpret: bool) -> Any:
-    """A kernel of one warp group per program, as a function of arrays.
+def mosaic_call(
+    kernel: Any,
+    name: str,
+    out: Any,
+    grid: dict[str, int],
+    *,
+    warp_groups: int = 1,
+    interpret: bool,
+) -> Any:
+    """A kernel as a function of arrays.
 
     Args:
         out: shapes of its results.
         grid: names and sizes of its axes.
+        warp_groups: of a program; with several, the axis "group" numbers them.
     """
+    groups = {"num_threads": warp_groups, "thread_name": "group"} if warp_groups > 1 else {}
     options = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
     return plgpu.kernel(
         kernel,
@@ -28,6 +38,7 @@ def mosaic_call(kernel: Any, name: str, out: Any, grid: dict[str, int], *, inter
         grid_names=tuple(grid),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name=name,
+        **groups,
         **options,
     )
 

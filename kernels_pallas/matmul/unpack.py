@@ -60,13 +60,29 @@ def fractions(words: Sequence[Array], bits: int, *, asm: bool) -> Iterator[tuple
         for e in range(2):
             if bits == 8:
                 yield s, e, byte_of(words[s], e, asm=asm)
-                continue
-            top = _MANTISSA - bits
-            parts = [
-                (word, 8 * e + low - top - at, ((1 << width) - 1) << (top + at))
-                for word, low, width, at in sources
-            ]
-            yield s, e, _collect(parts, _ONE, asm)
+            else:
+                yield s, e, _fraction(sources, bits, e, asm)
+
+
+def whole_fraction(word: Array, bits: int, low: int, e: int, *, asm: bool) -> Array:
+    """`fractions` of the slice whose codes lie whole in one word's bytes, from their bit `low` on.
+
+    Args:
+        word: uint16 [rows, 2 G].
+        e: low or high byte of its half-words.
+    """
+    return _fraction([(word, low, bits, 0)], bits, e, asm)
+
+
+def _fraction(
+    sources: Sequence[tuple[Array, int, int, int]], bits: int, e: int, asm: bool
+) -> Array:
+    top = _MANTISSA - bits
+    parts = [
+        (word, 8 * e + low - top - at, ((1 << width) - 1) << (top + at))
+        for word, low, width, at in sources
+    ]
+    return _collect(parts, _ONE, asm)
 
 
 def prepare_scales(
