@@ -61,6 +61,7 @@ class ChainLink:
             "one" are not.
         compute: x, then further results; see `prologue.Compute`.
         matrices: that read x; they have the same inputs.
+        index: int32 [1], which matrix of their stacks; None: the first.
         extra: types of the further results.
         reduces: whether `compute` uses reductions. If not, superblocks are computed apart.
     """
@@ -68,6 +69,7 @@ class ChainLink:
     operands: tuple[ChainOperand, ...]
     compute: Compute
     matrices: tuple[PackedMatrix, ...]
+    index: Any = None
     extra: tuple[Any, ...] = ()
     reduces: bool = True
 
@@ -86,11 +88,11 @@ class ChainResult(NamedTuple):
     """What a chain computes.
 
     Attributes:
-        parts: of the last link's matrices, partial sums that `sum_partials` adds.
+        parts: of each link's matrices, partial sums; of `MOST_ROWS` rows.
         extra: of each link, the further results.
     """
 
-    parts: tuple[Float[Any, "parts rows outputs"], ...]
+    parts: tuple[tuple[Float[Any, "parts rows outputs"], ...], ...]
     extra: tuple[tuple[Float[Any, "rows width"], ...], ...]
 
 

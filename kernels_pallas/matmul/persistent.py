@@ -70,7 +70,6 @@ class _Plan:
 def run_chain(
     links: Sequence[ChainLink],
     rows: int,
-    index: Array,
     cut: ChainCut,
     *,
     interpret: bool = False,
@@ -80,17 +79,18 @@ def run_chain(
     Args:
         links: whose matrices `chain_supports` accepts.
         rows: of x, at most `MOST_ROWS`.
-        index: int32 [1], which matrix of every stack.
     """
     steps = [Step(n, kind) for n in range(len(links)) for kind in ("x", "products")]
     state: dict[tuple[Any, ...], Any] = {}
     launches = [[step] for step in steps] if interpret and cut.programs > 1 else [steps]
     for launched in launches:
         plan = _Plan(tuple(links), cut, rows, tuple(launched), interpret)
-        state |= _launch(plan, index, state)
-    last = len(links) - 1
+        state |= _launch(plan, state)
     return ChainResult(
-        tuple(state[last, "parts", m] for m in range(len(links[-1].matrices))),
+        tuple(
+            tuple(state[n, "parts", m] for m in range(len(link.matrices)))
+            for n, link in enumerate(links)
+        ),
         tuple(
             tuple(state[n, "extra", m][:rows] for m in range(len(link.extra)))
             for n, link in enumerate(links)
@@ -98,10 +98,11 @@ def run_chain(
     )
 
 
-def _launch(plan: _Plan, index: Array, state: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
+def _launch(plan: _Plan, state: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
     """Runs some steps on the results of earlier ones, and returns theirs."""
-    fixed: dict[tuple[Any, ...], Any] = {(): index}
+    fixed: dict[tuple[Any, ...], Any] = {}
     for n, link in enumerate(plan.links):
+        fixed[n, "index", 0] = jnp.zeros((1,), jnp.int32) if link.index is None else link.index
         for m, operand in enumerate(link.operands):
             if isinstance(operand, PrologueOperand):
                 fixed[n, "operand", m] = _flat(operand, plan.rows)
@@ -233,7 +234,7 @@ def _link_refs(plan: _Plan, refs: dict[tuple[Any, ...], Any], n: int) -> LinkRef
     return LinkRefs(
         split=plan.cut.split[n],
         superblocks=plan.links[n].superblocks,
-        index=refs[()],
+        index=refs[n, "index", 0],
         words=[refs[n, "words", m] for m in range(count)],
         numbers=[refs[n, "numbers", m] for m in range(count)],
         x=None if x is None else x.at[own],

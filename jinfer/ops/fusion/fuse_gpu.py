@@ -23,6 +23,7 @@ from jax import Array
 from jax.extend.core import Literal
 
 from jinfer.ops.backend import interpreted
+from jinfer.ops.fusion.fuse_gpu_chain import MatmulChain, has_hopper, sum_rows, supports_link
 from jinfer.ops.fusion.fuse_gpu_rules import (
     MOVES,
     REDUCE,
@@ -38,6 +39,7 @@ from jinfer.ops.fusion.jaxpr_walk import (
     flatten_jaxpr,
     value,
 )
+from jinfer.ops.gpu_backend import chains_matmuls
 
 if TYPE_CHECKING:
     from kernels_pallas.attention.write_kv import HeadVectors
@@ -75,6 +77,8 @@ class _Evaluator:
         self._makers: dict[JaxprValue, JaxprOperation] = {}  # producers of deferred arrays
         self._parts: dict[JaxprValue, Array] = {}  # partial sums [split, rows, width]
         self._prepared: dict[tuple[JaxprValue, Any], PreparedRows] = {}
+        self._chain = MatmulChain()  # that is not computed yet
+        self._chains = chains_matmuls() and has_hopper()
         self._operations, self._users = found, dict[JaxprValue, set[JaxprOperation]]()
         for operation in found:
             self._note_users(operation)
@@ -101,9 +105,12 @@ class _Evaluator:
         """An array; computed by XLA if it is still deferred."""
         if isinstance(operand, Literal):
             return operand.val
+        if operand in self._chain.places:
+            self._end_chain()
         if operand not in self._known:
             if operand in self._parts:
-                self._known[operand] = jnp.sum(self._parts[operand], axis=0)
+                sums = sum_rows(self._parts[operand], operand.aval.shape[0])
+                self._known[operand] = sums
             else:
                 self._run(self._makers[operand])
         return self._known[operand]
@@ -128,25 +135,65 @@ class _Evaluator:
         ):
             self._run(operation)
             return
+        if self._chains and self._link(operation, x, matrices, index):
+            return
         given = self._prepare(x, matrices, interpret=params["interpret"])
         parts = matmul_partials(given, matrices, index=index, interpret=params["interpret"])
-        if params["gated"]:
-            self._combine(parts, operation)
-        else:
-            self._parts |= dict(zip(operation.results, parts, strict=True))
+        sums = self._combine(operation) if params["gated"] else operation.results
+        self._parts |= dict(zip(sums, parts, strict=True))
 
-    def _combine(self, parts: Sequence[Array], operation: JaxprOperation) -> None:
-        """The gated activation of gate and up, deferred."""
+    def _link(
+        self, operation: JaxprOperation, x: JaxprValue, matrices: Sequence[Any], index: Any
+    ) -> bool:
+        """Makes a matmul a link of the chain, if it can be one."""
+        from kernels_pallas.matmul.chain import ChainLink
+        from kernels_pallas.matmul.prologue import PrologueOperand
+
+        rows, width = x.aval.shape
+        if not supports_link(rows, matrices, reduces=False):
+            return False
+        cone = _RowwiseSubgraph(RowMatrix(rows, width), self)
+        cone.add(x)
+        reduces = any(one.name in REDUCE for one in cone.operations)
+        fits = len(cone.leaves) <= _MAX_OPERANDS
+        if not fits or not supports_link(rows, matrices, reduces=reduces):
+            return False
+        if self._chain.links and self._chain.rows != rows:
+            self._end_chain()
+        if not self._chain.links:
+            self._chain = MatmulChain(rows, interpret=operation.eqn.params["interpret"])
+        places, wanted = self._chain.places, self._wanted(cone)
+        operands = tuple(
+            places[leaf] if leaf in places else PrologueOperand(*cone.operand(leaf))
+            for leaf in cone.leaves
+        )
+        extra = tuple(slot.aval.dtype for slot in wanted)
+        compute = cone.compute([x, *wanted])
+        link = ChainLink(operands, compute, tuple(matrices), index, extra, reduces)
+        gated = operation.eqn.params["gated"]
+        sums = self._combine(operation) if gated else operation.results
+        self._chain.add(link, sums, wanted)
+        return True
+
+    def _end_chain(self) -> None:
+        """Computes the chain that has been waiting."""
+        chain, self._chain = self._chain, MatmulChain()
+        parts, further = chain.run()
+        self._parts |= parts
+        self._known |= further
+
+    def _combine(self, operation: JaxprOperation) -> list[JaxprValue]:
+        """The gated activation of gate and up, deferred; returns these two."""
         (out,) = operation.results
         traced = jax.make_jaxpr(lambda gate, up: jax.nn.silu(gate) * up)(*[out.aval] * 2)
-        both = [JaxprValue(out.aval) for _ in parts]
-        self._parts |= dict(zip(both, parts, strict=True))
+        both = [JaxprValue(out.aval) for _ in range(2)]
         found, (result,) = flatten_jaxpr(traced, both, self._known)
         for one in found:
             if result in one.results:
                 one.results = operation.results
             self._note_users(one)
             self._makers |= dict.fromkeys(one.results, one)
+        return both
 
     def _prepare(self, x: JaxprValue, matrices: Sequence[Any], *, interpret: bool) -> PreparedRows:
         """The prologue's output for these matrices, shared by all matmuls that read x."""
@@ -163,7 +210,7 @@ class _Evaluator:
             cone = _RowwiseSubgraph(RowMatrix(rows, width), self)
             self._value(x)
             cone.add(x)
-        wanted = [slot for slot in cone.inside if self._is_wanted(slot, cone)]
+        wanted = self._wanted(cone)
         # Larger tiles lack registers for a superblock's sum beside that of the row.
         apart = rows <= SMALL_ROWS and matrices[0].superblocks >= _LONG_ROW
         given, others = prepare_rows(
@@ -225,6 +272,10 @@ class _Evaluator:
             (x,) = (operand for operand in maker.operands if isinstance(operand, JaxprValue))
         return x
 
+    def _wanted(self, cone: _RowwiseSubgraph) -> list[JaxprValue]:
+        """The arrays computed inside a kernel that others need."""
+        return [slot for slot in cone.inside if self._is_wanted(slot, cone)]
+
     def _is_wanted(self, slot: JaxprValue, cone: _RowwiseSubgraph) -> bool:
         """Whether anything outside the kernel needs an array computed inside it."""
         if preserves_values(self._makers[slot]) or cone.rows.kind(slot.aval) != "full":
@@ -255,6 +306,9 @@ class _RowwiseSubgraph:
         if slot in self.leaves or slot in self.inside:
             return
         evaluation = self._evaluation
+        if slot in evaluation._chain.places:
+            self.leaves.append(slot)
+            return
         maker = evaluation._makers.get(slot)
         if maker is None or slot in evaluation._known or not self._takes(maker):
             if slot not in evaluation._parts:
@@ -274,18 +328,15 @@ class _RowwiseSubgraph:
         """Its inputs as operands of the kernel."""
         from kernels_pallas.matmul.prologue import PrologueOperand
 
-        known, parts = self._evaluation._known, self._evaluation._parts
-        found = []
-        for leaf in self.leaves:
-            kind = self.rows.kind(leaf.aval)
-            assert kind is not None, "only operands of a row-wise kind are taken"
-            here = leaf in known
-            found.append(
-                PrologueOperand(known[leaf], kind)
-                if here
-                else PrologueOperand(parts[leaf], "parts")
-            )
-        return found
+        if any(leaf in self._evaluation._chain.places for leaf in self.leaves):
+            self._evaluation._end_chain()
+        return [PrologueOperand(*self.operand(leaf)) for leaf in self.leaves]
+
+    def operand(self, leaf: JaxprValue) -> tuple[Array, Any]:
+        """An input that is computed already, and its kind."""
+        known, kind = self._evaluation._known, self.rows.kind(leaf.aval)
+        assert kind is not None, "only operands of a row-wise kind are taken"
+        return (known[leaf], kind) if leaf in known else (self._evaluation._parts[leaf], "parts")
 
     def compute(self, wanted: Sequence[JaxprValue]) -> Compute:
         """A function from its inputs to some of its arrays."""

@@ -1,0 +1,116 @@
+"""Operator fusion on GPUs: matmuls that follow each other, as one persistent kernel.
+
+With few rows, a matmul whose x is row-wise in what earlier ones gave is not computed at once: it
+becomes a link of a chain, and so do those after it, until something else needs a result (an
+attention does). Then one kernel computes them all (`kernels_pallas.matmul.persistent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jinfer.ops.fusion.jaxpr_walk import JaxprValue
+
+if TYPE_CHECKING:
+    from kernels_pallas.matmul.chain import ChainLink, ChainOperand
+    from kernels_pallas.matmul.weight_layout import PackedMatrix
+
+_HOPPER = 9  # compute capability
+
+
+def supports_link(rows: int, matrices: Sequence[PackedMatrix], *, reduces: bool) -> bool:
+    """Whether a matmul can be a link."""
+    from kernels_pallas.matmul.chain import LONGEST, MOST_ROWS, chain_supports
+
+    short = matrices[0].inputs <= LONGEST or not reduces
+    return rows <= MOST_ROWS and short and chain_supports(matrices)
+
+
+class MatmulChain:
+    """Links that nothing has needed yet.
+
+    Attributes:
+        links: in order.
+        rows: of all of them.
+        places: where their results will be.
+    """
+
+    def __init__(self, rows: int = 0, *, interpret: bool = False) -> None:
+        self.rows, self._interpret = rows, interpret
+        self.links: list[ChainLink] = []
+        self.places: dict[JaxprValue, ChainOperand] = {}
+
+    def add(
+        self, link: ChainLink, sums: Sequence[JaxprValue], further: Sequence[JaxprValue]
+    ) -> None:
+        """Appends a link.
+
+        Args:
+            sums: what its matrices give.
+            further: the further results of its computation.
+        """
+        from kernels_pallas.matmul.chain import Intermediate, PartialSums
+
+        number = len(self.links)
+        self.links.append(link)
+        self.places |= {slot: PartialSums(number, m) for m, slot in enumerate(sums)}
+        self.places |= {slot: Intermediate(number, m) for m, slot in enumerate(further)}
+
+    def run(self) -> tuple[dict[JaxprValue, Array], dict[JaxprValue, Array]]:
+        """Computes all links: partial sums, and further results."""
+        from kernels_pallas.matmul.chain import Intermediate, PartialSums
+
+        parts, extra = self._several() if len(self.links) > 1 else self._one()
+        sums: dict[JaxprValue, Array] = {}
+        further: dict[JaxprValue, Array] = {}
+        for slot, place in self.places.items():
+            match place:
+                case PartialSums(link, matrix):
+                    sums[slot] = parts[link][matrix]
+                case Intermediate(link, number):
+                    further[slot] = extra[link][number].reshape(slot.aval.shape)
+        return sums, further
+
+    def _several(self) -> tuple[Any, Any]:
+        from kernels_pallas.matmul import chain, persistent
+
+        cut = chain.choose_cut(self.links, self.rows, _multiprocessors())
+        result = persistent.run_chain(self.links, self.rows, cut, interpret=self._interpret)
+        return result.parts, result.extra
+
+    def _one(self) -> tuple[Any, Any]:
+        """A single link, by the kernels of one matmul."""
+        from kernels_pallas.matmul.prologue import PrologueOperand, prepare_rows
+        from kernels_pallas.matmul.quantized import matmul_partials
+
+        (link,) = self.links
+        operands = [one for one in link.operands if isinstance(one, PrologueOperand)]
+        interpret = self._interpret
+        given, extra = prepare_rows(
+            operands, link.compute, self.rows, link.matrices[0], link.extra, interpret=interpret
+        )
+        parts = matmul_partials(given, link.matrices, index=link.index, interpret=interpret)
+        return [parts], [extra]
+
+
+def has_hopper() -> bool:
+    """Whether the device, if there is one, has the instructions of the persistent kernel."""
+    device = jax.devices()[0]
+    return device.platform != "gpu" or int(device.compute_capability.split(".")[0]) == _HOPPER
+
+
+def _multiprocessors() -> int:
+    from kernels_pallas.matmul.grid import MULTIPROCESSORS
+
+    device = jax.devices()[0]
+    return int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS
+
+
+def sum_rows(parts: Array, rows: int) -> Array:
+    """The sum of partial sums [parts, rows or more, width]."""
+    return jnp.sum(parts, axis=0)[:rows]
