@@ -7,6 +7,7 @@ layer after layer: by kernels of their own, and as one persistent kernel for sev
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -100,8 +101,8 @@ def cuts(links: Sequence[ChainLink], rows: int, programs: int) -> Iterator[Chain
         yield replace(best, consumers=consumers)
     for stages, x_stages in ((3, 4), (4, 4), (2, 4)):
         yield replace(best, stages=stages, x_stages=x_stages)
-    norm = [link.reduces for link in links]
-    yield replace(best, alone=tuple(not each and is_norm for each, is_norm in zip(best.alone, norm, strict=True)))
+    norms = tuple(link.reduces and not any(best.alone) for link in links)
+    yield replace(best, alone=norms)  # computed by every program, or by none
     for n, link in enumerate(links):
         for split in range(1, link.superblocks + 1):
             if link.superblocks % split == 0 and split != best.split[n]:
@@ -124,11 +125,15 @@ def measure(
     print("rows        µs  of copy  cut")
     for count in rows:
         x = jax.random.normal(jax.random.key(1), (count, width), jnp.bfloat16)
-        links = jax.eval_shape(lambda x: x, x) and layer_links(x, x, jnp.zeros((1,), jnp.int32), matrices)
+        links = jax.eval_shape(lambda x: x, x) and layer_links(
+            x, x, jnp.zeros((1,), jnp.int32), matrices
+        )
         wanted: np.ndarray | None = None
         for cut in (None, *cuts(links, count, programs)):
 
-            def chain(links: Sequence[ChainLink], rows: int, cut: ChainCut | None = cut) -> ChainResult:
+            def chain(
+                links: Sequence[ChainLink], rows: int, cut: ChainCut | None = cut
+            ) -> ChainResult:
                 if cut is None:
                     return run_links(links, rows, interpret=interpret)
                 return run_chain(links, rows, cut, interpret=interpret)
@@ -137,8 +142,8 @@ def measure(
             try:
                 function = layers_of(chain, count, layers)
                 found = np.asarray(function(x, matrices), np.float32)
-                took = seconds(lambda f=function, x=x: f(x, matrices)) / layers
-            except Exception as error:  # noqa: BLE001  # a cut may need more than there is
+                took = seconds(functools.partial(function, x, matrices)) / layers
+            except Exception as error:  # a cut may need more than there is
                 row["error"] = str(error).splitlines()[0]
                 print(f"{count:4} {row['error'][:80]} {cut}", flush=True)
                 result["cuts"].append(row)

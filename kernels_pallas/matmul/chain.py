@@ -24,6 +24,7 @@ SUPERBLOCK = 1024
 OUTPUTS = 64  # of a tile: rows of a warp group's matmul
 MOST_ROWS = 8  # columns of the narrowest tensor-core instruction
 BITS = 4
+_SHORT = 4  # superblocks of a row that one warp group computes in turn
 LONGEST = 8192  # width of a row that one warp group reduces in registers
 
 
@@ -107,8 +108,7 @@ class ChainCut:
         consumers: warp groups that share the slices of a superblock: 1, 2 or 4.
         stages: tiles of weights (40 KiB) in shared memory, copied before they are needed.
         x_stages: superblocks of x (16 KiB) in shared memory.
-        alone: links whose x each program computes for itself instead of waiting for the others:
-            only what reduces.
+        alone: links whose x each program computes for itself instead of waiting for the others.
     """
 
     programs: int
@@ -142,10 +142,11 @@ def chain_supports(matrices: Sequence[PackedMatrix]) -> bool:
 def choose_cut(links: Sequence[ChainLink], rows: int, programs: int = MULTIPROCESSORS) -> ChainCut:
     """The cut that leaves least to the program with the most tiles; ties go to fewer parts.
 
-    With one row, norms are computed by every program: that is faster than waiting twice.
+    With one row, what is short or reduces is computed by every program: that is faster than waiting
+    for others twice.
     """
     split = tuple(_split(link, programs) for link in links)
-    alone = tuple(link.reduces and rows == 1 for link in links)
+    alone = tuple(rows == 1 and (link.reduces or link.superblocks <= _SHORT) for link in links)
     return ChainCut(programs, split, alone=alone)
 
 

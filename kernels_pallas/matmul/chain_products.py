@@ -81,7 +81,7 @@ class _Share(NamedTuple):
     """A program's share of a link: (part, outputs) from `begin` on, with `each` superblocks."""
 
     begin: Array
-    count: Array
+    items: Array
     tiles: int
     each: int
 
@@ -94,7 +94,7 @@ class _Share(NamedTuple):
     @property
     def units(self) -> Array:
         """Number of tiles."""
-        return self.count * self.each
+        return self.items * self.each
 
 
 def _share(cut: ChainCut, link: LinkRefs) -> _Share:
@@ -163,7 +163,7 @@ def consume(
     first_part = share.place(jnp.int32(0))[0]
     last = jnp.maximum(share.units - 1, 0)
     count = share.units if changes else share.place(last)[0] - first_part + 1
-    count = jnp.where(share.count > 0, count, 0)
+    count = jnp.where(share.items > 0, count, 0)
 
     def copy_x(which: Array) -> None:
         @pl.when((consumer == 0) & (which < count))

@@ -1,8 +1,8 @@
 """Half a decoder layer as a chain of matmuls, and in NumPy.
 
-`python -m tests.kernels_pallas.chains ROWS PROGRAMS CONSUMERS` runs one, interpreted, and prints its
-largest errors. A process of its own, because the interpreter's threads wait for each other inside
-of XLA, which needs more threads ($NPROC) than a small machine has cores.
+`python -m tests.kernels_pallas.chains ROWS PROGRAMS CONSUMERS` runs one, interpreted, and prints
+its largest errors. A process of its own, because the interpreter's threads wait for each other
+inside of XLA, which needs more threads ($NPROC) than a small machine has cores.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ def after_attention(
     def activation(values: Any, _: Any) -> list[Array]:
         return [jax.nn.silu(values[0]) * values[1]]
 
-    operands = (
+    x, before, scale = (
+        PrologueOperand(given, "full"),
         PrologueOperand(residual, "full"),
-        PartialSums(0, 0),
         PrologueOperand(weight, "vector"),
     )
+    both, kept = (PartialSums(1, 0), PartialSums(1, 1)), (residual.dtype,)
     return [
-        ChainLink((PrologueOperand(given, "full"),), identity, (o,), index, reduces=False),
-        ChainLink(operands, norm, (gate, up), index, (residual.dtype,)),
-        ChainLink(
-            (PartialSums(1, 0), PartialSums(1, 1)), activation, (down,), index, reduces=False
-        ),
+        ChainLink((x,), identity, (o,), index, reduces=False),
+        ChainLink((before, PartialSums(0, 0), scale), norm, (gate, up), index, kept),
+        ChainLink(both, activation, (down,), index, reduces=False),
     ]
 
 

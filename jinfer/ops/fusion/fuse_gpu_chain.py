@@ -8,7 +8,7 @@ attention does). Then one kernel computes them all (`kernels_pallas.matmul.persi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array
 from jinfer.ops.fusion.jaxpr_walk import JaxprValue
 
 if TYPE_CHECKING:
-    from kernels_pallas.matmul.chain import ChainLink, ChainOperand
+    from kernels_pallas.matmul.chain import ChainLink, ChainOperand, ChainResult
     from kernels_pallas.matmul.weight_layout import PackedMatrix
 
 _HOPPER = 9  # compute capability
@@ -65,7 +65,7 @@ class MatmulChain:
         """Computes all links: partial sums, and further results."""
         from kernels_pallas.matmul.chain import Intermediate, PartialSums
 
-        parts, extra = self._several() if len(self.links) > 1 else self._one()
+        parts, extra = self._results()
         sums: dict[JaxprValue, Array] = {}
         further: dict[JaxprValue, Array] = {}
         for slot, place in self.places.items():
@@ -76,26 +76,14 @@ class MatmulChain:
                     further[slot] = extra[link][number].reshape(slot.aval.shape)
         return sums, further
 
-    def _several(self) -> tuple[Any, Any]:
-        from kernels_pallas.matmul import chain, persistent
+    def _results(self) -> ChainResult:
+        """By the persistent kernel, or a single link by the kernels of one matmul."""
+        from kernels_pallas.matmul import chain, chain_links, persistent
 
+        if len(self.links) == 1:
+            return chain_links.run_links(self.links, self.rows, interpret=self._interpret)
         cut = chain.choose_cut(self.links, self.rows, _multiprocessors())
-        result = persistent.run_chain(self.links, self.rows, cut, interpret=self._interpret)
-        return result.parts, result.extra
-
-    def _one(self) -> tuple[Any, Any]:
-        """A single link, by the kernels of one matmul."""
-        from kernels_pallas.matmul.prologue import PrologueOperand, prepare_rows
-        from kernels_pallas.matmul.quantized import matmul_partials
-
-        (link,) = self.links
-        operands = [one for one in link.operands if isinstance(one, PrologueOperand)]
-        interpret = self._interpret
-        given, extra = prepare_rows(
-            operands, link.compute, self.rows, link.matrices[0], link.extra, interpret=interpret
-        )
-        parts = matmul_partials(given, link.matrices, index=link.index, interpret=interpret)
-        return [parts], [extra]
+        return persistent.run_chain(self.links, self.rows, cut, interpret=self._interpret)
 
 
 def has_hopper() -> bool:
