@@ -1,8 +1,10 @@
-"""GPU acceptance check of 15 minutes: `make gpu`, or `python -m tools.gpu_check`.
+"""GPU acceptance check of ten minutes: `make gpu`, or `python -m tools.gpu_check`.
 
-Parts in order of importance, each a process with a time limit: whole programs, models of 34 and 40
-billion weights in the memory of a 24 GB card, kernel tests, logits of golden checkpoints, offload
-to the host. Results are written after each part, so that an aborted run keeps those it has.
+Parts in order of importance, each a process with a time limit: whole programs, the same ones with
+the persistent kernel and a sweep of its cuts, models of 34 and 40 billion weights in the memory of
+a 24 GB card, offload to the host, kernel tests, logits of golden checkpoints. Results are written
+after each part, so that an aborted run keeps those it has; `--tables` prints those of a file as
+docs/benchmarks.md shows them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 from jinfer.cli.prog_name import prog_of_module
 
 from .bench_kernels import write
+from .gpu_tables import tables
 from .run_main import check_writable, run
 
 SMALL_CARD = 24 * 1024  # MiB
@@ -57,12 +60,23 @@ _PROGRAMS = "tools.bench_programs --json {json}"
 _MADE_UP = "{folder}/made_up.gguf"
 _PYTEST = "pytest -q -n auto -p no:cacheprovider -p no:benchmark --no-header -rf"
 _SEVERAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the device
+_PERSISTENT = {"JINFER_KERNELS": "persistent"}
+_CHAIN_TEST = "-k persistent_chain"
 PARTS = (
     CheckPart(
         "programs",
-        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-16 sampled-1 prompt-512"),
-        150,
+        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8 decode-16 prompt-512"),
+        120,
     ),
+    # A kernel whose programs wait for each other would hang if it were wrong.
+    CheckPart("persistent_test", _words(f"{_PYTEST} -m gpu {_TESTS} {_CHAIN_TEST}"), 60),
+    CheckPart(
+        "programs_persistent",
+        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8"),
+        90,
+        environment=_PERSISTENT,
+    ),
+    CheckPart("cuts", _words("tools.bench_chain --json {json}"), 90),
     CheckPart(
         "yi_34b",
         _words(f"{_PROGRAMS} --shape yi_34b --slots 1 --formats q3.5 --tasks decode-1 prompt-512"),
@@ -78,8 +92,6 @@ PARTS = (
         100,
         SMALL_CARD,
     ),
-    CheckPart("kernel_tests", _words(f"{_PYTEST} -m gpu {_TESTS}"), 300, environment=_SEVERAL),
-    CheckPart("goldens", _words(f"{_PYTEST} tests/test_goldens.py"), 300, environment=_SEVERAL),
     CheckPart(
         "made_up",
         _words(
@@ -89,6 +101,8 @@ PARTS = (
         60,
     ),
     CheckPart("offload", _words(f"tools.bench_offload {_MADE_UP} --json {{json}}"), 240),
+    CheckPart("kernel_tests", _words(f"{_PYTEST} -m gpu {_TESTS}"), 300, environment=_SEVERAL),
+    CheckPart("goldens", _words(f"{_PYTEST} tests/test_goldens.py"), 300, environment=_SEVERAL),
 )
 
 
@@ -164,11 +178,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, help="a JSON file with all figures")
     parser.add_argument("--seconds", type=float, default=600, help="that all parts have together")
+    parser.add_argument("--tables", action="store_true", help="print an existing file's tables")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
     return run(_run, parser.parse_args(arguments))
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.tables:
+        print(tables(json.loads(options.out.read_text(encoding="utf-8"))))
+        return 0
     check_writable(str(options.out))
     chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
     found = check(options.out, options.seconds, chosen)
