@@ -51,9 +51,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NOT_RUN = {
     "jinfer pull qwen3_0.6b": "fetches from a hub",
     "jinfer bench kernels": "needs a GPU",
+    "jinfer bench chain": "needs a GPU",
     "jinfer bench programs": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make gpu": "needs a GPU",
+    "python -m tools.gpu_check gpu.json --tables": "needs a GPU's results",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
     "--method feedback --peer-python PYTHON": "needs llama.cpp",

@@ -40,8 +40,10 @@ from kernels_pallas.matmul.prologue import PrologueOperand
 from kernels_pallas.mosaic_common import plgpu
 from kernels_pallas.ptx import fence_async
 
-# Registers of a thread: of warp groups that copy, and of those that compute, by their number.
-_COPYING, _COMPUTING = 40, {1: 232, 2: 232, 4: 112}
+# Registers of a thread: of the warp group that copies, and of those that compute, by their number.
+# What these take the other must have given back (a launch gives all 168 or 96), or they wait for
+# ever.
+_COPYING, _COMPUTING = 40, {2: 232, 4: 104}
 
 
 class Step(NamedTuple):
@@ -189,16 +191,19 @@ def _run(plan: _Plan, refs: dict[tuple[Any, ...], Any], shared: Shared) -> None:
     links = [_link_refs(plan, refs, n) for n in range(len(plan.links))]
     several = plan.cut.programs > 1 and len(plan.steps) > 1
     semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((len(plan.steps),))) if several else None
+    registers = _COMPUTING.get(plan.cut.consumers)
     multiplied = [links[step.link] for step in plan.steps if step.kind == "products"]
 
     @pl.when(group == plan.cut.consumers)
     def copy() -> None:
-        plgpu.set_max_registers(_COPYING, action="decrease")
+        if registers is not None:
+            plgpu.set_max_registers(_COPYING, action="decrease")
         produce(plan.cut, multiplied, shared)
 
     @pl.when(group < plan.cut.consumers)
     def compute() -> None:
-        plgpu.set_max_registers(_COMPUTING[plan.cut.consumers], action="increase")
+        if registers is not None:
+            plgpu.set_max_registers(registers, action="increase")
         done = jnp.int32(0), jnp.int32(0)
         for n, step in enumerate(plan.steps):
             link = links[step.link]
