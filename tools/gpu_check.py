@@ -65,11 +65,13 @@ _CHAIN_TEST = "-k persistent_chain"
 PARTS = (
     CheckPart(
         "programs",
-        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8 decode-16 prompt-512"),
-        120,
+        _words(
+            f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8 decode-16 sampled-1 prompt-512"
+        ),
+        150,
     ),
     # A kernel whose programs wait for each other would hang if it were wrong.
-    CheckPart("persistent_test", _words(f"{_PYTEST} -m gpu {_TESTS} {_CHAIN_TEST}"), 60),
+    CheckPart("persistent_test", _words(f"{_PYTEST} -n0 -m gpu {_TESTS} {_CHAIN_TEST}"), 60),
     CheckPart(
         "programs_persistent",
         _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8"),
