@@ -167,6 +167,7 @@ def test_late_interaction(served: Running, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/score", {"model": "ranker", "text_1": "", "items": []}, "items"),
         ("/rerank", {"model": "classes", "query": "a", "documents": ["b"]}, "model"),
         ("/score", {"model": "ranker", "text_1": "a"}, "text_2"),
         ("/score", {"model": "ranker", "queries": "a", "text_1": "a", "text_2": "b"}, "text_1"),

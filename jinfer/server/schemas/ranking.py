@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
@@ -11,6 +11,7 @@ from jinfer.opening.pooling_config import Similarity
 from jinfer.server.schemas.embeddings import EmbeddingUsage
 from jinfer.server.schemas.schema_base import RequestModel, ResponseModel
 
+Texts = Annotated[list[str], Field(min_length=1)]
 Compared = Similarity | Literal["maxsim", "head"]
 _HOW = "how a score came to be: vectors compared, MaxSim of tokens' vectors, or a head's"
 
@@ -75,13 +76,13 @@ class RerankResponse(RootModel[RankedDocuments | list[RankedText]]):
 class ScoreRequest(RequestModel):
     """A request to /score; a single first text is paired with each second one."""
 
-    text_1: str | list[str] | None = None
-    queries: str | list[str] | None = Field(None, description="another name of text_1")
-    data_1: str | list[str] | None = Field(None, description="another name of text_1")
-    text_2: str | list[str] | None = None
-    documents: str | list[str] | None = Field(None, description="another name of text_2")
-    items: str | list[str] | None = Field(None, description="another name of text_2")
-    data_2: str | list[str] | None = Field(None, description="another name of text_2")
+    text_1: str | Texts | None = None
+    queries: str | Texts | None = Field(None, description="another name of text_1")
+    data_1: str | Texts | None = Field(None, description="another name of text_1")
+    text_2: str | Texts | None = None
+    documents: str | Texts | None = Field(None, description="another name of text_2")
+    items: str | Texts | None = Field(None, description="another name of text_2")
+    data_2: str | Texts | None = Field(None, description="another name of text_2")
     use_activation: bool | None = Field(None, description="false: a head's scores as they are")
     model: str | None = None
     truncate_prompt_tokens: int | None = None
