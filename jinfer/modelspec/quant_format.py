@@ -20,7 +20,14 @@ _WIDTHS: dict[str, tuple[int, int, int]] = {
     "16": (1 << 16, 16, 1),
 }
 _BLOCKS = (32, 64, 128)
-_NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|affine))?")
+_NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|affine|nl))?")
+# Values of the non-linear formats, of least squared error for normal weights in blocks of 64 (Lloyd's
+# algorithm over values and scales). The largest sets a block's scale, whose sign is free.
+TABLES: dict[str, tuple[int, ...]] = {
+    "2": (-96, -21, 45, 127),
+    "3": (-105, -64, -34, -8, 17, 44, 76, 127),
+    "4": (-114, -89, -69, -53, -39, -27, -15, -3, 8, 19, 30, 43, 57, 73, 95, 127),
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class QuantFormat:
 
     - scale * q + base                  affine
     - scale * (q - levels // 2)         symmetric
-    - scale * codebook[q]               with a codebook
+    - scale * codebook[q]               with a codebook (non-linear)
 
     where scale and base are fp16, one of each per block; or, in two-level formats (GGUF's
     K-quants), scale = s * step and base = m * floor, with 8-bit integers s and m per block and fp16
@@ -89,8 +96,15 @@ class QuantFormat:
         """The shortest name that `parse_format` reads, if the format can be requested."""
         default = FORMATS.get(f"q{self.width}", F16_AS_INT)
         block = "" if self.block == default.block else f"_b{self.block}"
+        if self.codebook is not None:
+            return f"q{self.width}{block}_nl"
         kind = "_sym" if self.symmetric else "_affine"
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"
+
+    @property
+    def can_be_requested(self) -> bool:
+        """Whether weights can be quantized to it; other formats are only read from files."""
+        return not self.two_level and self.codebook in (None, TABLES.get(self.width))
 
 
 # F16 weights as integers, where float32 is slower: see `jinfer.quant.f16_as_int`.
@@ -104,7 +118,7 @@ FORMATS = {
 
 
 def parse_format(name: str) -> QuantFormat:
-    """Parses "q3.5", "q4_b64", "q4_sym", "q8_b128_affine".
+    """Parses "q3.5", "q4_b64", "q4_sym", "q8_b128_affine", "q4_b64_nl".
 
     The default block is 32; by default 8 bits are symmetric, fewer bits affine.
 
@@ -114,10 +128,13 @@ def parse_format(name: str) -> QuantFormat:
     match = _NAME.fullmatch(name.lower())
     default = FORMATS.get(f"q{match['width']}") if match else None
     block = int(match["block"] or 32) if match else 0
-    if match is None or default is None or block not in _BLOCKS:
+    table = TABLES.get(match["width"]) if match and match["kind"] == "nl" else None
+    known = match is not None and (match["kind"] != "nl" or table is not None)
+    if match is None or default is None or block not in _BLOCKS or not known:
         raise ValueError(
             f"no quantization format {name!r}; formats are {', '.join(FORMATS)}, "
-            "optionally with _b32, _b64 or _b128 and _sym or _affine, such as q4_b64_sym"
+            "optionally with _b32, _b64 or _b128 and _sym, _affine or (q2, q3, q4) _nl, such as "
+            "q4_b64_sym"
         )
-    symmetric = default.symmetric if match["kind"] is None else match["kind"] == "sym"
-    return QuantFormat(default.width, block, symmetric)
+    symmetric = default.symmetric if match["kind"] is None else match["kind"] != "affine"
+    return QuantFormat(default.width, block, symmetric, codebook=table)

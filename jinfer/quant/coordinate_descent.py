@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from jinfer.matmul_precision import matmul
 from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.levels import codes_of, levels_of, nearest_levels
 from jinfer.quant.round_to_nearest import dequantize, split_into_blocks, to_fp16
 from jinfer.quant.row_blocks import map_row_blocks
 
@@ -54,7 +55,6 @@ def descend(
     """
     (outputs, inputs), block = values.shape, format.block
     missing = -inputs % block
-    zero = np.float32(format.zero if base is None else 0)
     H = np.pad(damped_hessian(hessian, damping), (0, missing))
     H[range(inputs, len(H)), range(inputs, len(H))] = 1
     products = jnp.asarray(H.reshape(-1, block, len(H)))
@@ -63,13 +63,13 @@ def descend(
         low, exact = (None if each is None else each[rows] for each in (base, outliers))
         error, free = _start(values[rows], codes[rows], scale[rows], low, format, exact)
         lanes = [_lanes(np.pad(each, ((0, 0), (0, missing))), block) for each in (error, free)]
-        q = _lanes(codes[rows].reshape(len(error), -1).astype(np.float32) - zero, block)
+        q = _lanes(levels_of(codes[rows], format).reshape(len(error), -1), block)
         numbers = (scale[rows].T, None if low is None else low.T)
         found = _descend(products, lanes[0], q, *numbers, lanes[1], format, ROUNDS)
         return [np.asarray(each).T for each in found if each is not None]
 
     q, *found = map_row_blocks(some, outputs)
-    whole = (q[:, :inputs] + zero).astype(np.uint8)
+    whole = codes_of(q[:, :inputs], format).astype(np.uint8)
     return split_into_blocks(whole, block), found[0], None if base is None else found[1]
 
 
@@ -114,7 +114,7 @@ def _descend(
     format: QuantFormat,
     rounds: int,
 ) -> tuple[Array, Array, Array | None]:
-    """Codes [columns, rows], less that of 0 in symmetric formats, scales and bases."""
+    """Levels [columns, rows], scales and bases."""
     blocks, block, rows = error.shape
 
     def one(turn: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -143,7 +143,7 @@ class _Block:
     """A block of each row, during descent.
 
     Attributes:
-        codes: float32 [columns, rows], less the zero code in symmetric formats.
+        codes: the levels that codes stand for, float32 [columns, rows].
         scale, base: float16 [rows]; no base: 0.
         error, slope: [columns, rows], of the weights, and half the loss's gradient.
         H: [columns, columns].
@@ -187,13 +187,11 @@ class _Block:
         """Rounds each code to the nearest optimum, one column after the other."""
         step = self.scale.astype(jnp.float32)
         inverse = _ratio(jnp.ones_like(step), step, step != 0)
-        least = -self.format.zero if self.format.symmetric else 0
-        most = least + self.format.levels - 1
 
         def column(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             slope, codes = state
             h, before = self.H[j], codes[j]
-            q = jnp.clip(jnp.round(before - slope[j] / h[j] * inverse), least, most)
+            q = nearest_levels(before - slope[j] / h[j] * inverse, self.format, jnp)
             # Computed once, not once for each column whose gradient it changes.
             q = lax.optimization_barrier(q)
             change = (q - before) * step * self.free[j]

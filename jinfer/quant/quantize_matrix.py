@@ -146,7 +146,7 @@ def _choose(
 
 def _values(weight: Any, format: QuantFormat, method: Method, hessian: Any | None) -> np.ndarray:
     """The matrix in float32. Raises `ValueError`."""
-    if format.two_level or format.codebook is not None:
+    if not format.can_be_requested:
         raise ValueError(
             f"{format} cannot be quantized to: its blocks are only read from files; "
             "choose a plain format such as q4"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.levels import codes_of, largest_level, levels_of, nearest_levels
 
 
 def split_into_blocks(values: np.ndarray, block: int) -> np.ndarray:
@@ -27,13 +28,13 @@ def nearest_numbers(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Scale and base from each block's extremes, as float16: [..., blocks].
 
-    Symmetric: the value of largest magnitude becomes the first level, which sets the scale's sign;
-    with an odd number of levels the first or the last.
+    Symmetric: the value of largest magnitude becomes the largest level, which sets the scale's
+    sign; with an odd number of levels the first or the last.
     """
     if format.symmetric:
         at = np.abs(blocks).argmax(axis=-1)[..., None]
         extreme = np.take_along_axis(blocks, at, axis=-1)[..., 0]
-        return to_fp16(extreme / -format.zero), None
+        return to_fp16(extreme / largest_level(format)), None
     low, high = blocks.min(axis=-1), blocks.max(axis=-1)
     return to_fp16((high - low) / (format.levels - 1)), to_fp16(low)
 
@@ -44,18 +45,16 @@ def nearest_codes(
     """Codes of [..., blocks, block] values for the stored block numbers, uint8."""
     step = scale.astype(np.float32)
     inverse = np.divide(1, step, out=np.zeros_like(step), where=step != 0)[..., None]
-    offset = np.float32(format.zero) if base is None else np.float32(0)
     low = np.float32(0) if base is None else base.astype(np.float32)[..., None]
-    q = np.rint((blocks - low) * inverse + offset)
-    return np.clip(q, 0, format.levels - 1).astype(np.uint8)
+    levels = nearest_levels((blocks - low) * inverse, format)
+    return codes_of(levels, format).astype(np.uint8)
 
 
 def dequantize(
     codes: np.ndarray, scale: np.ndarray, base: np.ndarray | None, format: QuantFormat
 ) -> np.ndarray:
     """The dequantized [..., blocks, block] codes, float32."""
-    q = codes.astype(np.float32) - np.float32(format.zero if base is None else 0)
-    values = q * scale.astype(np.float32)[..., None]
+    values = levels_of(codes, format) * scale.astype(np.float32)[..., None]
     return values if base is None else values + base.astype(np.float32)[..., None]
 
 

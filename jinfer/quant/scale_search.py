@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.quant.levels import codes_of, largest_level, nearest_levels
 from jinfer.quant.round_to_nearest import split_into_blocks, to_fp16
 
 if TYPE_CHECKING:
@@ -112,16 +113,14 @@ def numbers(
 
 def dequantized(x: Array, scale: Array, base: Array, format: QuantFormat) -> Array:
     """Dequantized values of blocks; scale and base in float32."""
-    offset = format.zero if format.symmetric else 0
-    q = jnp.clip(jnp.round((x - base) * _inverse(scale) + offset), 0, format.levels - 1) - offset
-    return q * scale + base
+    return nearest_levels((x - base) * _inverse(scale), format, jnp) * scale + base
 
 
 @partial(jax.jit, static_argnums=2)
 def _search(x: _PerWeight, w: _PerWeight | None, format: QuantFormat) -> _SearchResult:
     blocks = _blocks(x, w, format)
     scale, base = _numbers(blocks)
-    q = blocks.codes(scale.astype(jnp.float32), base.astype(jnp.float32)) + blocks.offset
+    q = codes_of(blocks.levels(scale.astype(jnp.float32), base.astype(jnp.float32)), format, jnp)
     # The transposition must not be fused into the rounding loop.
     q = lax.optimization_barrier(q.astype(jnp.uint8)).T
     return _SearchResult(q, scale, base)
@@ -156,10 +155,9 @@ def _numbers(blocks: _Affine | _Symmetric) -> tuple[_PerBlock, _PerBlock]:
 
 
 class _BlockSearch:
-    """Blocks [block, n] to be quantized; codes are float32, base is 0 if symmetric."""
+    """Blocks [block, n] to be quantized; levels are float32, base is 0 if symmetric."""
 
     ranges: tuple[tuple[float, ...], ...]
-    offset: float
 
     def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         self.x, self.w, self.format = x, w, format
@@ -168,20 +166,17 @@ class _BlockSearch:
         """Weighted sum over each block."""
         return jnp.sum(numbers if self.w is None else numbers * self.w, axis=0)
 
-    def codes(self, scale: _PerBlock, base: _PerBlock) -> _PerWeight:
-        """Rounded to nearest; in symmetric formats less the zero code."""
-        q = jnp.round((self.x - base[None]) * _inverse(scale)[None] + self.offset)
-        return jnp.clip(q, 0, self.format.levels - 1) - self.offset
+    def levels(self, scale: _PerBlock, base: _PerBlock) -> _PerWeight:
+        """Rounded to nearest."""
+        return nearest_levels((self.x - base[None]) * _inverse(scale)[None], self.format, jnp)
 
     def error(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
         """Weighted sum of squared errors."""
-        left = self.codes(scale, base) * scale[None] + base[None] - self.x
+        left = self.levels(scale, base) * scale[None] + base[None] - self.x
         return self.sum(left * left)
 
 
 class _Affine(_BlockSearch):
-    offset = 0.0
-
     def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         super().__init__(x, w, format)
         self.low, self.high = jnp.min(x, axis=0), jnp.max(x, axis=0)
@@ -203,7 +198,7 @@ class _Affine(_BlockSearch):
     def fit(self, scale: _PerBlock, base: _PerBlock) -> tuple[_PerBlock, _PerBlock, _PerBlock]:
         """The best numbers for the codes of these, and how much they lower the error."""
         middle = 0.5 * (self.format.levels - 1)
-        q = self.codes(scale, base) - middle
+        q = self.levels(scale, base) - middle
         mean = self.sum(q) / self.weight
         variance = self.sum(q * q) - mean * mean * self.weight
         covariance = self.sum(q * self.around) - mean * self.total
@@ -213,13 +208,12 @@ class _Affine(_BlockSearch):
 
     def base_for(self, scale: _PerBlock, base: _PerBlock) -> _PerBlock:
         """The best base for a rounded scale."""
-        return self.sum(self.x - scale[None] * self.codes(scale, base)) / self.weight
+        return self.sum(self.x - scale[None] * self.levels(scale, base)) / self.weight
 
 
 class _Symmetric(_BlockSearch):
     def __init__(self, x: _PerWeight, w: Array | None, format: QuantFormat) -> None:
         super().__init__(x, w, format)
-        self.offset = float(format.zero)
         low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)
         self.extreme = jnp.where(high > -low, high, low)
         ranges = [1 + steps / format.zero for steps in _SYMMETRIC]
@@ -228,14 +222,14 @@ class _Symmetric(_BlockSearch):
         self.ranges = tuple((each,) for each in ranges)
 
     def nearest(self) -> tuple[_PerBlock, _PerBlock]:
-        return self.extreme / -self.format.zero, jnp.zeros_like(self.extreme)
+        return self.extreme / largest_level(self.format), jnp.zeros_like(self.extreme)
 
     def numbers(self, share: Array) -> tuple[_PerBlock, _PerBlock]:
         scale, base = self.nearest()
         return scale * share[0], base
 
     def fit(self, scale: _PerBlock, base: _PerBlock) -> tuple[_PerBlock, _PerBlock, _PerBlock]:
-        q = self.codes(scale, base)
+        q = self.levels(scale, base)
         squares, products = self.sum(q * q), self.sum(q * self.x)
         scale = jnp.where(squares > 0, products / jnp.where(squares > 0, squares, 1), 0)
         return scale * products, scale, base

@@ -102,6 +102,8 @@ def _gpu_kernels_support(weight: QuantizedTensor) -> bool:
     known = format.block in (two_levels if format.two_level else one_level)
     if format.two_level and format.per_code > 1:
         return False
+    if format.codebook is not None and len(format.codebook) != 16:  # what the kernels look up
+        return False
     return known and weight.columns == MAX_COLUMNS // format.per_code
 
 
