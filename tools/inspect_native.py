@@ -73,9 +73,11 @@ def _label(packed: PackedFormat) -> str:
     known = f"q{said.get('width')}" in FORMATS and said.keys() <= QuantFormat.__annotations__.keys()
     if not known:
         return "an unknown format"
-    label = QuantFormat(**said).name
+    table = said.get("codebook")
+    format = QuantFormat(**{**said, "codebook": tuple(table) if table else None})
+    label = format.name
     label += " in two levels" if said.get("two_level") else ""
-    label += " of a table" if said.get("codebook") else ""
+    label += " of a table" if table and not format.can_be_requested else ""
     return label + (f", {packed.outliers} outliers" if packed.outliers is not None else "")
 
 

@@ -39,6 +39,7 @@ from jinfer.progress import task
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantize_matrix import Method
+from jinfer.weights.bit_budget import with_budget
 from jinfer.weights.calibration_texts import default_texts
 from jinfer.weights.choose_method import (
     TOKENS,
@@ -139,6 +140,9 @@ def convert(
                 texts = text_windows(open_model(source, overrides), calibration, tokens)
             else:
                 texts = default_texts(plan, tokens=tokens, progress=progress)
+            if gptq_names(storages):
+                plan = with_budget(plan, texts, progress=progress)
+                storages = dict(plan.storages)
             parameters = LayerwiseGPTQ(
                 plan, texts,
                 weighed=calibration is not None,

@@ -69,5 +69,5 @@ def write_json(file: str | Path, value: Any) -> None:
 
 
 def width(text: str) -> str:
-    """A weight format by its name in specifications: 3.5 is q3.5."""
+    """A weight format by its name in specifications: 3.5 is q3.5; "4.25 bits" is a budget."""
     return f"q{text}" if re.fullmatch(r"\d(\.\d)?", text) else text

@@ -21,8 +21,8 @@ _WIDTHS: dict[str, tuple[int, int, int]] = {
 }
 _BLOCKS = (32, 64, 128)
 _NAME = re.compile(r"q(?P<width>[\d.]+)(?:_b(?P<block>\d+))?(?:_(?P<kind>sym|affine|nl))?")
-# Values of the non-linear formats, of least squared error for normal weights in blocks of 64 (Lloyd's
-# algorithm over values and scales). The largest sets a block's scale, whose sign is free.
+# Values of the non-linear formats: of least squared error for normal weights in blocks of 64, by
+# Lloyd's algorithm over values and scales. They are not symmetric, as a scale may be negative.
 TABLES: dict[str, tuple[int, ...]] = {
     "2": (-96, -21, 45, 127),
     "3": (-105, -64, -34, -8, 17, 44, 76, 127),
@@ -96,7 +96,7 @@ class QuantFormat:
         """The shortest name that `parse_format` reads, if the format can be requested."""
         default = FORMATS.get(f"q{self.width}", F16_AS_INT)
         block = "" if self.block == default.block else f"_b{self.block}"
-        if self.codebook is not None:
+        if self.codebook is not None and self.can_be_requested:
             return f"q{self.width}{block}_nl"
         kind = "_sym" if self.symmetric else "_affine"
         return f"q{self.width}{block}{'' if self.symmetric == default.symmetric else kind}"

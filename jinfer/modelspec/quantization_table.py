@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from jinfer.modelspec.toml_tables import as_table
 
 AUTO, PLAIN = "auto", "plain"
 _MOST_OUTLIERS = 0.1  # above, a wider format takes less memory
+_BUDGET = re.compile(r"(\d+(?:\.\d+)?) ?bits?")
 _TABLE_FORMAT = parse_format("q6")  # minimum for embeddings and heads, unless they are set
 
 # Use of a parameter, which determines how it may be stored: a "matrix" and a "head" (which gives
@@ -48,9 +50,12 @@ class QuantizationSpec:
 
     Attributes:
         weights: a format such as "q4", "q3.5", "q4_b64_sym"; "plain": numbers of the computation's
-            type; "auto": as in the file: GGUF's blocks, and on a CPU 16-bit numbers too if the
+            type; "4.25 bits": each matrix, embedding and head in as many bits as serves the
+            predictions best if a weight takes so many on average, with scales and padding;
+            "auto": as in the file: GGUF's blocks, and on a CPU 16-bit numbers too if the
             computation's type is wider; everything else as "plain".
-        embedding: the same for embedding tables; none: as `weights`, but at least "q6".
+        embedding: the same for embedding tables; none: as `weights`, but at least "q6" unless that
+            is a number of bits.
         head: the same for the vocabulary head; none: as `embedding`. A tied head is the embedding.
         rules: exceptions, the first that matches counts; one that matches nothing is an error.
         threshold: matrices of fewer weights are not quantized.
@@ -78,14 +83,23 @@ class QuantizationSpec:
     activations: Literal["auto", "int8", "int16", "float"] = "auto"
     kv_cache: str = AUTO
 
+    @property
+    def budget(self) -> float | None:
+        """Bits of a weight, if `weights` is their number."""
+        match = _BUDGET.fullmatch(self.weights)
+        return float(match[1]) if match else None
+
     def check(self) -> tuple[str, str] | None:
         """The first invalid value: its key and the reason."""
         if wrong := _wrong_share(self.outliers):
             return wrong
-        named = {"weights": self.weights, "embedding": self.embedding, "head": self.head}
+        named = {"embedding": self.embedding, "head": self.head}
+        if self.budget is None:
+            named["weights"] = self.weights
         for key, name in named.items():
             if name is not None and (wrong := _wrong_format(key, name)):
-                return wrong
+                bits = ', or a number of bits, such as "4.25 bits"' if key == "weights" else ""
+                return key, wrong[1] + bits
         try:
             parse_cache_dtype(self.kv_cache if self.kv_cache != AUTO else "f32")
         except ValueError as error:
@@ -132,7 +146,7 @@ def default_format(spec: QuantizationSpec, role: Role) -> str:
         return spec.embedding
     if role == "head" and (named := spec.head or spec.embedding) is not None:
         return named
-    if role == "matrix" or spec.weights in (AUTO, PLAIN):
+    if role == "matrix" or spec.weights in (AUTO, PLAIN) or spec.budget is not None:
         return spec.weights
     wide = parse_format(spec.weights).bits_per_weight >= _TABLE_FORMAT.bits_per_weight
     return spec.weights if wide else _TABLE_FORMAT.name

@@ -6,6 +6,7 @@ of the table in non-linear ones (`QuantFormat.codebook`, in ascending order).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ def nearest_levels(x: Any, format: QuantFormat, xp: ModuleType = np) -> Any:
         return xp.clip(xp.round(x), least, least + format.levels - 1)
     # A sum of steps: XLA:CPU vectorizes comparisons, and no gather.
     table, level = format.codebook, xp.full_like(x, format.codebook[0])
-    for low, high in zip(table, table[1:], strict=False):
+    for low, high in pairwise(table):
         level = level + xp.where(x > 0.5 * (low + high), np.float32(high - low), np.float32(0))
     return level
 
@@ -40,7 +41,7 @@ def codes_of(levels: Any, format: QuantFormat, xp: ModuleType = np) -> Any:
     if format.codebook is None:
         return levels + format.zero if format.symmetric else levels
     codes = xp.zeros_like(levels)
-    for low, high in zip(format.codebook, format.codebook[1:], strict=False):
+    for low, high in pairwise(format.codebook):
         codes = codes + (levels > 0.5 * (low + high)).astype(levels.dtype)
     return codes
 

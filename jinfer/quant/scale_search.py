@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # How far a range extends beyond the extremes, in steps; affine: at each end.
 _AFFINE = (-1.2, -0.7, -0.2, 0.3)
 _SYMMETRIC = tuple(float(x) for x in np.linspace(-1.2, 1.2, 13))
+_TABLE = _SYMMETRIC[1:-1:2]  # rounding to a table takes longer, and fewer ranges lose nothing
 _REFITS = 2
 _CHUNK = 1 << 18  # weights per call: they stay in the L2 cache while all ranges are tried
 _FEWEST = 256  # blocks per call
@@ -216,7 +217,8 @@ class _Symmetric(_BlockSearch):
         super().__init__(x, w, format)
         low, high = jnp.min(x, axis=0), jnp.max(x, axis=0)
         self.extreme = jnp.where(high > -low, high, low)
-        ranges = [1 + steps / format.zero for steps in _SYMMETRIC]
+        tried = _SYMMETRIC if format.codebook is None else _TABLE
+        ranges = [1 + steps / format.zero for steps in tried]
         if format.levels % 2 == 0:  # an odd number of levels is the same from both sides
             ranges += [-each for each in ranges]
         self.ranges = tuple((each,) for each in ranges)

@@ -71,6 +71,10 @@ class LayerwiseForward:
         """The vocabulary head's input; the product with it is recorded, not computed."""
         return self._finish(dict(leaves), x, ids)
 
+    def logits(self, leaves: Leaves, x: Vectors, ids: Texts) -> Float[Array, "1 tokens vocab"]:
+        """The vocabulary head's result, of all tokens."""
+        return self._results(leaves, x, ids)["logits"]
+
     def _part(self, leaves: Leaves) -> Model:
         """The module with these parameters, and the shapes of all others."""
         model = self._model
@@ -85,11 +89,14 @@ class LayerwiseForward:
         return out.reshape(*ids.shape, -1).astype(jnp.float32)
 
     def _finished(self, leaves: Leaves, x: Array, ids: Array) -> Array:
+        return self._results(leaves, x, ids)["hidden"]
+
+    def _results(self, leaves: Leaves, x: Array, ids: Array | Texts) -> dict[str, Array]:
         module = self._part(leaves)
         rows, step = self._step(ids)
         flat = x.reshape(*rows.shape, -1)
         stack, state = module.stacks[self._stack], HiddenState(flat, {}, {})
-        return stack.results(state, step, module.shared)["hidden"]
+        return stack.results(state, step, module.shared)
 
     def _step(self, ids: Any) -> tuple[Array, ForwardBatch]:
         """The tokens as the stack takes them, and their batch: an encoder takes texts, a decoder a

@@ -93,7 +93,10 @@ def entry_key(plan: WeightPlan, version: int | str) -> str:
         for name, each in plan.storages.items()
     ]
     built = (sorted(spec.dims.items()), spec.shared, spec.stacks, spec.tensors)
-    return cache_folder.key_of(plan.checkpoint, version, built, types, formats)
+    budget = spec.quantization.budget
+    return cache_folder.key_of(
+        plan.checkpoint, version, built, types, formats, *([] if budget is None else [budget])
+    )
 
 
 def _write(plan: WeightPlan, folder: Path, progress: bool) -> None:
@@ -106,13 +109,13 @@ def _write(plan: WeightPlan, folder: Path, progress: bool) -> None:
 def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
     """Quantizes layer by layer."""
     # Here: weights that are cached already need none of it.
+    from jinfer.weights.bit_budget import with_budget
     from jinfer.weights.calibration_texts import default_texts
     from jinfer.weights.layerwise_gptq import LayerwiseGPTQ
 
-    writer = EntryWriter(plan, folder)
-    for name, tensor in LayerwiseGPTQ(
-        plan, default_texts(plan, progress=progress), progress=progress
-    ):
+    writer, texts = EntryWriter(plan, folder), default_texts(plan, progress=progress)
+    plan = with_budget(plan, texts, progress=progress)
+    for name, tensor in LayerwiseGPTQ(plan, texts, progress=progress):
         writer.add(name, tensor)
     writer.finish()
 

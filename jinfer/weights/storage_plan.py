@@ -42,6 +42,7 @@ from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, co
 from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.scaled_tensor import abstract_scaled, kept_blocks
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
+from jinfer.weights.format_choice import candidates, with_one_format
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
 if TYPE_CHECKING:
@@ -242,9 +243,9 @@ def choose_storages(
         halves: see `repacked_format`.
 
     Raises:
-        SpecError: a rule that matches nothing that could be quantized.
+        SpecError: a rule that matches nothing that could be quantized, or too few bits.
     """
-    storages, used = {}, set[RuleSpec]()
+    storages, used, open_names = {}, set[RuleSpec](), list[str]()
     method: Method = "nearest" if spec.method == "nearest" else "search"
     shapes = dict(zip(model.names, (p.shape for p in model.parameters), strict=True))
     for name, parameter, role in zip(model.names, model.parameters, model.roles, strict=True):
@@ -270,7 +271,10 @@ def choose_storages(
                 kept = (found.lost, found.reordered)
                 storages[name] = Storage(found.format, True, method, 0.0, activations, *kept)
         elif word != PLAIN:
-            format = parse_format(word)
+            chosen = spec.budget is not None and word == spec.weights
+            if chosen:
+                open_names.append(name)
+            format = candidates()[0] if chosen else parse_format(word)
             storages[name] = Storage(format, False, method, outliers, activations)
     for i, rule in enumerate(spec.rules):
         if rule not in used:
@@ -285,7 +289,20 @@ def choose_storages(
                 f"quantization.rules[{i}].match",
                 f"{reason}; {nearest_hint(rule.match, names)}",
             )
-    return storages
+    if spec.budget is None or not open_names:
+        return storages
+    try:
+        return with_one_format(model, storages, open_names, spec.budget)
+    except ValueError as error:
+        raise SpecError(path, "quantization.weights", f"{spec.weights!r}: {error}") from None
+
+
+def budgeted(model: AbstractModel, spec: QuantizationSpec) -> set[str]:
+    """The parameters whose formats share a number of bits."""
+    if spec.budget is None:
+        return set()
+    each = zip(model.names, model.roles, strict=True)
+    return {n for n, role in each if role != "plain" and _word(spec, n, role) == spec.weights}
 
 
 def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:

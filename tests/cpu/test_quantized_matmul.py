@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library
 from jinfer.cpu.quantized_matmul import Mode, QuantizedMatrix, quantized_linear, supports
-from jinfer.modelspec.quant_format import QuantFormat, Width
+from jinfer.modelspec.quant_format import QuantFormat, Width, parse_format
 from jinfer.quant.quantized_tensor import QuantizedTensor, from_codes, with_columns
 from tests.cpu.helpers import FUNCTIONS, every_isa, isas
 
@@ -145,6 +145,13 @@ def test_codebook() -> None:
         tensor = matrix(format, 19, 512)
         assert supports(coded(tensor))
         check(tensor, 13)
+
+
+@pytest.mark.parametrize("name", ["q2_b64_nl", "q3_b64_nl", "q3_b128_nl", "q4_b64_nl"])
+def test_tables(name: str) -> None:
+    tensor = matrix(parse_format(name), 19, 512)
+    assert supports(coded(tensor))
+    check(tensor, 13)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jinfer.ops.matmul.quantized import quantized_matmul
 from jinfer.ops.matmul.quantized_xla import quantized_matmul_xla
-from jinfer.quant import QuantFormat, QuantizedTensor
+from jinfer.quant import QuantFormat, QuantizedTensor, parse_format
 from jinfer.quant.quantized_tensor import abstract, from_codes
 
 CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -28,6 +28,7 @@ FORMATS = [
     QuantFormat("8", symmetric=True),
     QuantFormat("8", 128),
     QuantFormat("4", codebook=CODEBOOK, symmetric=True),
+    parse_format("q3_b64_nl"),
     QuantFormat("4", two_level=True),
     QuantFormat("4", 32, symmetric=True, two_level=True, codebook=CODEBOOK),
     QuantFormat("2", 16, two_level=True),

@@ -28,7 +28,7 @@ def output_error(x: np.ndarray, weight: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(x @ (weight - other).T) / np.linalg.norm(x @ weight.T))
 
 
-@pytest.mark.parametrize("name", ["q2", "q3.5", "q4_sym", "q4_b128"])
+@pytest.mark.parametrize("name", ["q2", "q3.5", "q4_sym", "q4_b128", "q3_b64_nl"])
 def test_outputs_are_nearer(name: str) -> None:
     (weight, x), format = correlated(), parse_format(name)
     products = x.T @ x
@@ -77,7 +77,7 @@ def test_exact_weights_make_no_error(way: Any) -> None:
     assert mixed < 0.97 * output_error(x, weight, before)
 
 
-@pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q8_b128"])
+@pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q8_b128", "q4_nl"])
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)

@@ -7,20 +7,31 @@ from jinfer.quant import FORMATS, QuantFormat, parse_format
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.quantized_tensor import abstract
 
-ALL = [
+EVEN = [
     QuantFormat(format.width, block, symmetric)
     for format in FORMATS.values()
     for block in (32, 64, 128)
     for symmetric in (False, True)
 ]
+TABLES = [parse_format(f"q{width}_b{block}_nl") for width in (2, 3, 4) for block in (32, 64, 128)]
+ALL = EVEN + TABLES
 
 
-@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+@pytest.mark.parametrize("format", EVEN, ids=lambda f: f.name)
 def test_name_is_read_back(format: QuantFormat) -> None:
     assert parse_format(format.name) == format
     assert parse_format(format.name.upper()) == format
     assert parse_format(f"q{format.width}_b{format.block}_sym").symmetric
     assert not parse_format(f"q{format.width}_b{format.block}_affine").symmetric
+
+
+@pytest.mark.parametrize("format", TABLES, ids=lambda f: f.name)
+def test_tables(format: QuantFormat) -> None:
+    assert parse_format(format.name) == format
+    assert format.symmetric
+    assert format.codebook == tuple(sorted(format.codebook or ()))
+    assert len(format.codebook) == format.levels
+    assert max(format.codebook) == 127 > -min(format.codebook)
 
 
 def test_defaults() -> None:
@@ -32,7 +43,9 @@ def test_defaults() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["q7", "4", "q4_b16", "q4_sym_b32", "q4_b", "q", "", "q4 "])
+@pytest.mark.parametrize(
+    "name", ["q7", "4", "q4_b16", "q4_sym_b32", "q4_b", "q", "", "q4 ", "q5_nl"]
+)
 def test_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match=r"^no quantization format .* formats are q2, .*q8") as e:
         parse_format(name)

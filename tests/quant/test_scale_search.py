@@ -18,7 +18,7 @@ from jinfer.quant.round_to_nearest import (
 )
 from jinfer.quant.scale_search import search_scales
 
-FORMATS = [parse_format(name) for name in ("q2", "q3.5_b64", "q4_sym", "q3.5_sym", "q8")]
+FORMATS = [parse_format(name) for name in ("q2", "q3.5_b64", "q4_sym", "q3.5_sym", "q8", "q3_nl")]
 
 
 def losses(
