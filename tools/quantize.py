@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weights",
         metavar="FORMAT",
         type=width,
-        help="as quantization.weights: q4, q3.5, q4_b64_sym, ...",
+        help='as quantization.weights: q4, q3.5, q4_b64_nl, "4.25 bits", ...',
     )
     add(
         "--method",

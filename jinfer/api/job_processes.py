@@ -24,6 +24,7 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.ops.platforms import start
 from jinfer.weights.plan_weights import plan_weights
+from jinfer.weights.quantized_cache import with_formats
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, which is no error
 
@@ -44,8 +45,9 @@ def run_worker(source: str | Path, overrides: Mapping[str, Any], *, progress: bo
     opened = open_model(source, overrides)
     model = build_abstract_model(opened.spec, jnp.dtype(opened.dtype), shelf)
     opened = with_merged_adapters(opened, model)
-    plan = plan_weights(
-        model, opened.spec, opened.checkpoint, opened.activations, kv_cache=opened.kv_cache
+    files, activations = opened.checkpoint, opened.activations
+    plan = with_formats(
+        plan_weights(model, opened.spec, files, activations, kv_cache=opened.kv_cache)
     )
     engine = build_engine(opened, plan.model)
     load(engine, plan, progress=progress)

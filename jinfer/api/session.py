@@ -71,6 +71,7 @@ from jinfer.sampling.unknown_params import ABSENT
 from jinfer.tokenizer import Tokenizer
 from jinfer.weights.model_size import count_text, sizes_of
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.weights.quantized_cache import with_formats
 
 MAX_THREADS = 4096
 
@@ -168,14 +169,16 @@ class Session:
 
     def plan(self, opened: Opened) -> WeightPlan:
         """The plan of the model's weights, from a checkpoint that is open."""
-        return plan_weights(
-            self._model,
-            opened.spec,
-            with_merged_adapters(opened, self._model).checkpoint,
-            opened.activations,
-            # Equalization would move channels from keys to queries under the adapters.
-            kv_cache=opened.kv_cache if self.adapters.slots is None else None,
-            free_memory=free_memory,
+        return with_formats(
+            plan_weights(
+                self._model,
+                opened.spec,
+                with_merged_adapters(opened, self._model).checkpoint,
+                opened.activations,
+                # Equalization would move channels from keys to queries under the adapters.
+                kv_cache=opened.kv_cache if self.adapters.slots is None else None,
+                free_memory=free_memory,
+            )
         )
 
     def close(self) -> None:

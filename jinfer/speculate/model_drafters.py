@@ -20,6 +20,7 @@ from jinfer.speculate.open_draft_model import KEY
 from jinfer.speculate.other_device import OtherDevicePrograms
 from jinfer.weights import load_weights
 from jinfer.weights.plan_weights import WeightPlan, plan_weights
+from jinfer.weights.quantized_cache import with_formats
 from jinfer.weights.read_weights import on_device
 
 
@@ -38,7 +39,9 @@ def model_drafter(context: DraftContext) -> DraftModel:
         kind, model, read = HeadDrafter, weights.model, partial(weights.load, engine)
     else:
         whole, files = build_abstract_model(draft.spec, jnp.dtype(draft.dtype)), draft.checkpoint
-        plan = plan_weights(whole, draft.spec, files, draft.activations, kv_cache=draft.kv_cache)
+        plan = with_formats(
+            plan_weights(whole, draft.spec, files, draft.activations, kv_cache=draft.kv_cache)
+        )
         kind, model, read = DraftModel, plan.model, partial(_load, plan)
     programs = draft_programs(model, engine.programs.sizes, draft.kv_cache, _device(context))
     drafter = kind(programs=programs, target=engine, name=name)

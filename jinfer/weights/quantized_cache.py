@@ -56,6 +56,15 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
         return plan
 
 
+def with_formats(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
+    """The plan, with the formats of its weights where they share a number of bits.
+
+    The formats are found with the codes, and programs are compiled for formats: so weights are
+    quantized before anything else is made of such a plan.
+    """
+    return plan if plan.spec.quantization.budget is None else cached(plan, progress=progress)
+
+
 def _takes_long(plan: WeightPlan) -> bool:
     """Whether quantizing does, and this process reads all weights."""
     shapes = parameter_shapes(plan.plain)
