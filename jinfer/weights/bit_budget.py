@@ -95,10 +95,14 @@ def _costs(
         for name, each in plan.storages.items()
         if plan.same[name] in firsts
     }
-    single = [row[None] for batch in texts for row in batch]
-    some = single[: max(1, _TOKENS // single[0].size)]
+    # Feedback does better for texts that it is computed for: some of the longest are left out.
+    longest = max(ids.shape[1] for ids in texts)
+    single = [row[None] for batch in texts for row in batch if batch.shape[1] == longest]
+    count = min(max(1, _TOKENS // longest), -(-len(single) // 2))
+    some, rest = single[:count], single[count:]
     found = dict[str, float]()
-    for name, cost in divergence_costs(walk, values, some, wanted, progress=progress).items():
+    costs = divergence_costs(walk, values, some, wanted, calibration=rest, progress=progress)
+    for name, cost in costs.items():
         first = plan.same[name]
         found[first] = found.get(first, 0.0) + cost
     return found

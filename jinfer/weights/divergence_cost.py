@@ -44,6 +44,7 @@ def divergence_costs(
     texts: Sequence[Texts],
     wanted: Mapping[str, bool],
     *,
+    calibration: Sequence[Texts] = (),
     progress: bool = False,
 ) -> dict[str, float]:
     """The divergence in nats a token for a mean square of 1 of a matrix's rounding errors.
@@ -52,18 +53,21 @@ def divergence_costs(
 
     Args:
         read: is called for one layer after the other.
-        texts: what the model reads, each [1, tokens].
+        texts: whose predictions diverge, each [1, tokens].
         wanted: names of matrices, tables and heads -> whether they get error feedback.
+        calibration: what that is computed for, other texts; none: the same, for which it does
+            better than for others.
 
     Returns:
         A cost for each of `wanted` that the texts' predictions depend on.
     """
-    steps = len(texts) * (3 * len(walk.layers) + 2)
+    layers = len(walk.layers)
+    steps = len(texts) * (2 * layers + 3) + len(calibration or texts) * (layers + 1)
     with (
         target_platform(DIFFERENTIABLE),
         task("weighing matrices", steps, unit="step", shown=progress or None) as bar,
     ):
-        return _Costs(walk, read, texts, wanted, bar).found()
+        return _Costs(walk, read, texts, wanted, calibration, bar).found()
 
 
 class _Costs:
@@ -75,9 +79,11 @@ class _Costs:
         read: Read,
         texts: Sequence[Texts],
         wanted: Mapping[str, bool],
+        calibration: Sequence[Texts],
         bar: Task,
     ) -> None:
         self._walk, self._one, self._texts, self._wanted = walk, read, texts, wanted
+        self._calibration = calibration
         self._bar, self._sums = bar, defaultdict[str, float](float)
         self._others = self._read(walk.others)
 
@@ -89,27 +95,28 @@ class _Costs:
         walk, texts, others = self._walk, self._texts, self._others
         vectors: list[Sequence[Vectors]] = [[walk.embed(others, ids) for ids in texts]]
         inputs: list[dict[str, InputStats]] = []
+        read = self._calibration or texts
+        before = [walk.embed(others, ids) for ids in read]
         for number, names in enumerate(walk.layers):
-
-            def forward(leaves: Leaves, text: int, number: int = number) -> Vectors:
-                return walk.layer(number, leaves, vectors[number][text], texts[text])
-
-            outputs, stats = self._recorded(names, forward)
-            vectors.append(outputs)
+            run, leaves = partial(walk.layer, number), self._read(names)
+            before, stats = self._recorded(leaves, run, before)
             inputs.append(stats)
-
+            own = {**others, **leaves}
+            each = zip(vectors[-1], texts, strict=True)
+            vectors.append([jax.block_until_ready(run(own, x, ids)) for x, ids in each])
+            self._bar.update(len(texts))
+        heads = {name: others[name] for name in walk.others if self._wanted.get(name)}
+        _, stats = self._recorded(heads, walk.finish, before)
         last = vectors[-1]
-        heads = [name for name in walk.others if self._wanted.get(name)]
-        _, stats = self._recorded(heads, lambda w, text: walk.finish(w, last[text], texts[text]))
         slopes = self._head_gradients(last, self._whitenings(stats))
         for number in reversed(range(len(walk.layers))):
             chosen, fixed = self._chosen(self._read(walk.layers[number]))
             fixed = {**others, **fixed}
             white = self._whitenings(inputs.pop())
-            before = vectors[number]
+            arrived = vectors[number]
             for text, ids in enumerate(texts):
-                run = partial(self._layer, number, ids, fixed)
-                _, back = jax.vjp(run, chosen, before[text])
+                backward = partial(self._layer, number, ids, fixed)
+                _, back = jax.vjp(backward, chosen, arrived[text])
                 gradients, slopes[text] = back(slopes[text])
                 self._add(gradients, white)
         tables, fixed = self._chosen(others)
@@ -123,18 +130,21 @@ class _Costs:
         return self._walk.layer(number, {**fixed, **chosen}, x, ids)
 
     def _recorded(
-        self, names: Sequence[str], forward: Callable[[Leaves, int], Vectors]
+        self,
+        leaves: Leaves,
+        run: Callable[[Leaves, Vectors, Texts], Vectors],
+        vectors: Sequence[Vectors],
     ) -> tuple[list[Vectors], dict[str, InputStats]]:
-        """Results for each text, and the statistics of the inputs of what gets error feedback."""
-        leaves = {
+        """Results for each text that feedback is computed for, and the statistics of the inputs."""
+        tapped = {
             name: record_inputs(leaf, "products") if self._wanted.get(name) else leaf
-            for name, leaf in self._read(names).items()
+            for name, leaf in leaves.items()
         }
         results = []
-        for text in range(len(self._texts)):
-            results.append(jax.block_until_ready(forward({**self._others, **leaves}, text)))
+        for x, ids in zip(vectors, self._calibration or self._texts, strict=True):
+            results.append(jax.block_until_ready(run({**self._others, **tapped}, x, ids)))
             self._bar.update(1)
-        taps = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, RecordedWeight)}
+        taps = {name: leaf for name, leaf in tapped.items() if isinstance(leaf, RecordedWeight)}
         return results, {name: leaf.inputs() for name, leaf in taps.items()}
 
     def _head_gradients(
