@@ -21,11 +21,11 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.quant.quantize_matrix import quantize
 from jinfer.quant.round_to_nearest import split_into_blocks
 from jinfer.weights.divergence_cost import divergence_costs
-from jinfer.weights.format_choice import candidates, choose, matrices, stored_size
+from jinfer.weights.format_choice import candidates, choose
 from jinfer.weights.layer_forward import LayerwiseForward, Texts
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.read_parameter import read_values
-from jinfer.weights.storage_plan import budgeted
+from jinfer.weights.storage_plan import budgeted, matrices, stored_size
 from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
 _TOKENS = 1 << 10  # that costs are measured with
@@ -59,7 +59,7 @@ def with_budget(plan: WeightPlan, texts: Sequence[Texts], *, progress: bool = Fa
             storage = replace(plan.storages[name], format=format)
             sizes[i, j] = 8 * storage.abstract(shapes[name]).nbytes
             losses[i, j] = costs.get(name, 0.0) * mean_square_error(values, format)
-    chosen = dict(zip(names, choose(sizes, losses, room), strict=True))
+    chosen = dict(zip(names, choose(sizes, losses, float(room)), strict=True))
     storages = {
         name: replace(each, format=formats[chosen[first]])
         if (first := plan.same[name]) in chosen

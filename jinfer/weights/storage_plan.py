@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -42,7 +42,7 @@ from jinfer.quant.quantized_tensor import MAX_COLUMNS, Activations, abstract, co
 from jinfer.quant.reordered_tensor import abstract_reordered
 from jinfer.quant.scaled_tensor import abstract_scaled, kept_blocks
 from jinfer.quant.sparse_matrix import abstract_outliers, outlier_count
-from jinfer.weights.format_choice import candidates, with_one_format
+from jinfer.weights.format_choice import candidates
 from jinfer.weights.tensor_mapping import Origin, Shapes
 
 if TYPE_CHECKING:
@@ -303,6 +303,46 @@ def budgeted(model: AbstractModel, spec: QuantizationSpec) -> set[str]:
         return set()
     each = zip(model.names, model.roles, strict=True)
     return {n for n, role in each if role != "plain" and _word(spec, n, role) == spec.weights}
+
+
+def with_one_format(
+    model: AbstractModel, storages: Mapping[str, Storage], names: Collection[str], bits: float
+) -> dict[str, Storage]:
+    """Storages of these names in the widest format with which all together stay within the budget.
+
+    Raises:
+        ValueError: there is none.
+    """
+    every, least = matrices(model), 0.0
+    for format in reversed(candidates()):
+        own = {name: replace(storages[name], format=format) for name in names}
+        least = _bits(model, {**storages, **own}, every)
+        if least <= bits:
+            return {**storages, **own}
+    raise ValueError(f"the fewest bits are {least:.2f}, with scales and padding")
+
+
+def matrices(model: AbstractModel) -> dict[str, tuple[int, ...]]:
+    """The shapes of matrices, tables and heads by name."""
+    each = zip(model.names, model.parameters, model.roles, strict=True)
+    return {name: tuple(like.shape) for name, like, role in each if role != "plain"}
+
+
+def _bits(
+    model: AbstractModel, storages: Mapping[str, Storage], shapes: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Bits of a weight."""
+    size = sum(stored_size(model, storages, name) for name in shapes)
+    return 8 * size / max(1, sum(map(prod, shapes.values())))
+
+
+def stored_size(model: AbstractModel, storages: Mapping[str, Storage], name: str) -> int:
+    """Bytes of a parameter."""
+    like = model.parameters[model.names.index(name)]
+    storage = storages.get(name)
+    if storage is not None:
+        return storage.abstract(like.shape).nbytes
+    return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(like))
 
 
 def _rule_of(spec: QuantizationSpec, name: str) -> RuleSpec | None:
