@@ -51,7 +51,7 @@ def test_the_loss_falls(name: str, from_nearest: bool, way: Any) -> None:
     np.testing.assert_array_equal(H, given)
 
 
-@pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q4_b128", "q3_nl"])
+@pytest.mark.parametrize("name", ["q2", "q4", "q3.5_sym", "q4_b128"])
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_it_is_what_the_reference_finds(name: str, share: float) -> None:
     (weight, x), format = correlated(5), parse_format(name)
