@@ -191,8 +191,12 @@ class LinearWork : public MatmulWork {
     const LinearKernels& k = linear_kernels();
     const int64_t begin = total_ * chunk / chunks, end = total_ * (chunk + 1) / chunks;
     for (const Part& part : parts_) {
-      const int64_t from = std::max(begin, part.begin) - part.begin;
-      const int64_t to = std::min(end, part.begin + part.tiles) - part.begin;
+      // Kernels take two tiles at a time.
+      const auto in_twos = [&](int64_t tile) {
+        const int64_t in_part = std::max<int64_t>(0, tile - part.begin);
+        return std::min(part.tiles, (in_part + 1) / 2 * 2);
+      };
+      const int64_t from = in_twos(begin), to = in_twos(end);
       if (from >= to) continue;
       const Matrix& m = tensors[part.tensor].matrix;
       float* y = tensors[part.tensor].y + part.segment.begin * m.outputs;

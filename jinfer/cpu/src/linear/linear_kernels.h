@@ -38,17 +38,21 @@ struct PanelOperands {
 };
 
 // `most`: largest code. Vector::kGroups row groups are processed together, to reuse loaded
-// activations; a tile has a multiple of these.
+// activations; the last one is repeated if there are too few.
 template <int g, int count, bool affine, int parts, int most>
 void multiply_int8(const PanelOperands& o) {
   constexpr int beside = Vector::kGroups, steps = 8 / parts, record = (36 + 4 * parts) * g;
   constexpr bool minus = Vector::kNarrowCodes && most > 127 && !affine;  // their zero is 128
-  const int64_t stride = o.x_stride, numbers = o.all_units * parts * L,
-                codes = o.all_units * 32 * L;
+  const int64_t stride = o.x_stride, group_numbers = o.all_units * parts * L,
+                group_codes = o.all_units * 32 * L;
   for (int64_t group = 0; group < o.groups; group += beside) {
-    const uint8_t* panel_codes = o.panel.codes + group * codes;
-    const float* scales = o.panel.scales + group * numbers;
-    const float* bases = o.panel.bases + group * numbers;
+    // From a group of these to the next one's.
+    const bool all = group + beside <= o.groups;
+    const int64_t codes = all ? group_codes : 0, numbers = all ? group_numbers : 0,
+                  sums_stride = all ? o.sums_stride : 0;
+    const uint8_t* panel_codes = o.panel.codes + group * group_codes;
+    const float* scales = o.panel.scales + group * group_numbers;
+    const float* bases = o.panel.bases + group * group_numbers;
     float* sums = o.sums + group * o.sums_stride;
     const char* x = o.x;
     for (int64_t at = 0; at < beside * o.fetch; at += 64)
@@ -58,7 +62,7 @@ void multiply_int8(const PanelOperands& o) {
     for (int v = 0; v < beside; ++v) {
       UNROLL
       for (int m = 0; m < count; ++m)
-        total[v][m] = o.add ? Vector::load_f(sums + v * o.sums_stride + m * L) : Vector::zero_f();
+        total[v][m] = o.add ? Vector::load_f(sums + v * sums_stride + m * L) : Vector::zero_f();
     }
     for (int64_t u = 0; u < o.units; ++u) {
       UNROLL
@@ -84,7 +88,7 @@ void multiply_int8(const PanelOperands& o) {
             of[v] = Vector::load(panel_codes + v * codes + s * 4 * L);
           UNROLL
           for (int m = 0; m < count; ++m) {
-            const Vector::I by = Vector::repeat<g>(x + m * stride + s * 4 * g);
+            const Vector::I by = once(Vector::repeat<g>(x + m * stride + s * 4 * g));
             UNROLL
             for (int v = 0; v < beside; ++v) {
               Vector::I& a = count == 1 && s % 2 ? second[v] : within[v][m];
@@ -117,7 +121,7 @@ void multiply_int8(const PanelOperands& o) {
     for (int v = 0; v < beside; ++v) {
       UNROLL
       for (int m = 0; m < count; ++m)
-        Vector::store_f(sums + v * o.sums_stride + m * L, total[v][m]);
+        Vector::store_f(sums + v * sums_stride + m * L, total[v][m]);
     }
   }
 }
@@ -153,11 +157,18 @@ PanelKernel panel_kernel(const MatmulPlan& plan) {
 template <int g, int count>
 void store_outputs(const MatmulPlan& plan, const PanelOperands& o, int64_t group,
                    const Results& results) {
-  for (int64_t i = 0; i < o.groups; ++i) {
+  const int64_t outputs = plan.matrix->outputs;
+  for (int64_t i = 0; i < o.groups; i += 2) {
     const int64_t output = (group + i) * (L / g);
     for (int m = 0; m < count; ++m) {
-      const Vector::F sums = Vector::load_f(o.sums + i * o.sums_stride + m * L);
-      store_sums<g>(sums, results.of[m], output, plan.matrix->outputs);
+      const float* sums = o.sums + i * o.sums_stride + m * L;
+      const Vector::F a = Vector::load_f(sums);
+      if (i + 1 < o.groups) {
+        const Vector::F b = Vector::load_f(sums + o.sums_stride);
+        store_sums<g>(a, b, results.of[m], output, outputs);
+      } else {
+        store_sums<g>(a, results.of[m], output, outputs);
+      }
     }
   }
 }
@@ -170,11 +181,10 @@ void multiply_groups(const MatmulPlan& plan, const Activations& x, int64_t rows,
   const int64_t panel_bytes = code_bytes + 2 * number_bytes;
   const int64_t room = rows <= 16 ? kFewRowsPanel : kPanel;
   constexpr int64_t beside = Vector::kGroups;
-  static_assert(16 / L % beside == 0);
   const int64_t fit = std::max<int64_t>(room / panel_bytes / beside * beside, beside);
   const int64_t groups = std::min(fit, end - begin);
   // Some units at a time, so that their share of the rows stays in L1.
-  constexpr int most = Vector::kMaxRows;
+  constexpr int most = Vector::kPanelRows;
   const int64_t share = g * x.layout.column_bytes() * (rows < most ? rows : most);
   const int64_t pieces = rows == 1 ? 1 : (plan.units * share + kRowsShare - 1) / kRowsShare;
   const int64_t piece = (plan.units + pieces - 1) / pieces;
@@ -328,8 +338,54 @@ void prepare_int16(const float* x, int64_t inputs, const ActivationLayout& layou
   }
 }
 
+// Quantizes two columns at a time.
+template <class V = Vector>
+void prepare_pairs(const float* x, int64_t inputs, const ActivationLayout& layout, char* row) {
+  if constexpr (V::kPairs) {
+    const int64_t g = layout.group, record = g * layout.column_bytes();
+    const int64_t digit_bytes = layout.digit_bytes();
+    for (int64_t column = 0; column < layout.columns; column += 2) {
+      const int64_t left = inputs - column * 32, lane = column % g;
+      const float* from = x + column * 32;
+      alignas(64) float padded[64];
+      if (left < 64) {
+        std::memset(padded, 0, sizeof padded);
+        if (left > 0) std::memcpy(padded, from, left * sizeof(float));
+        from = padded;
+      }
+      Vector::F factors[2];
+      typename V::Pair scale = V::scales_of_pair(from, max_quantized(layout.digits), factors);
+      QuantizedColumn whole[2];
+      for (int i = 0; i < 64 / L; ++i)
+        whole[i / (32 / L)].v[i % (32 / L)] =
+            Vector::rounded(Vector::mul(Vector::load_f(from + i * L), factors[i / (32 / L)]));
+      for (int digit = layout.digits - 1; digit >= 0; --digit, scale = V::mul_pair(scale, kBase)) {
+        const QuantizedColumn a = digit ? whole[0].take_digit() : whole[0],
+                              b = digit ? whole[1].take_digit() : whole[1];
+        const auto store = [&](bool in_turns, char* codes, char* scales, int64_t apart) {
+          V::store_pair(a.v, b.v, scale, layout.zero, layout.parts, in_turns, codes,
+                        reinterpret_cast<float*>(scales), apart);
+        };
+        char* of_digit = row + digit * digit_bytes;
+        char* to = of_digit + column / g * record;
+        if (layout.amx) {
+          store(false, of_digit + 32 * column, of_digit + 32 * layout.columns + 4 * column,
+                layout.columns);
+        } else if (g == 2) {
+          store(true, to, to + 64, 2);
+        } else {
+          alignas(64) char codes[64];
+          store(true, codes, to + 32 * g + 4 * lane, g);
+          for (int s = 0; s < 8; ++s) std::memcpy(to + (s * g + lane) * 4, codes + 8 * s, 8);
+        }
+      }
+    }
+  }
+}
+
 void prepare(const float* x, int64_t inputs, const ActivationLayout& layout, char* row) {
   if (layout.int16) return prepare_int16(x, inputs, layout, row);
+  if constexpr (Vector::kPairs) return prepare_pairs(x, inputs, layout, row);
   const int g = layout.group;
   const int64_t record = g * layout.column_bytes(), digit_bytes = layout.digit_bytes();
   for (int64_t column = 0; column < layout.columns; ++column) {

@@ -31,6 +31,15 @@ using jinfer::pieces;
 using jinfer::Scratch;
 
 constexpr int L = Vector::L;
+constexpr int kTile = 16;  // words of a superblock's row of codes: R * G
+
+// Keeps compilers from loading a vector again for each use.
+inline Vector::I once(Vector::I v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 
 // Parts of a column, in superblocks of g: two-level formats (g = 8) may have blocks of 16.
 template <int g>
@@ -64,6 +73,18 @@ inline void store_sums(Vector::F v, const Results::Row& row, int64_t output, int
   Vector::sum_runs<g>(v, all);
   for (int i = 0; i < many && output + i < outputs; ++i)
     row.y[output + i] = row.add ? row.y[output + i] + all[i] : all[i];
+}
+
+// The same for two vectors, whose outputs are neighbours.
+template <int g>
+inline void store_sums(Vector::F a, Vector::F b, const Results::Row& row, int64_t output,
+                       int64_t outputs) {
+  if constexpr (L == kTile) {
+    const bool whole = output + 2 * (L / g) <= outputs;
+    if (row.y && whole && !row.add) return Vector::sum_runs<g>(a, b, row.y + output);
+  }
+  store_sums<g>(a, row, output, outputs);
+  store_sums<g>(b, row, output + L / g, outputs);
 }
 
 // ---- codes ------------------------------------------------------------------------------------

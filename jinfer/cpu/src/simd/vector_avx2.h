@@ -10,6 +10,7 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;  // of activations at a time
+  static constexpr int kPanelRows = kMaxRows;
   static constexpr int kGroups = 2;   // row groups of a panel at a time
 #if defined(JINFER_AVXVNNI)
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
@@ -178,6 +179,7 @@ struct Vector {
   }
 
   // Numbers of four rows, each for two lanes: of blocks that span both columns of a row, or more.
+  static constexpr bool kPairs = false;  // there is no scales_of_pair()
   static constexpr bool kRepeated = true;
   template <bool affine>
   static void load_repeated(const uint16_t* p, F& scale, F& base) {

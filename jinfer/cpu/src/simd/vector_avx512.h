@@ -21,7 +21,8 @@ constexpr Elevenths kElevenths;
 struct Vector {
   static constexpr int L = 16;
   static constexpr int kMaxRows = 8;           // of activations at a time
-  static constexpr int kGroups = 1;            // row groups of a panel at a time
+  static constexpr int kPanelRows = 4;         // the same with panels
+  static constexpr int kGroups = 2;            // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;  // dot() takes codes up to 255 anyway
   static constexpr bool kByteShifts = false;   // shift_right() shifts words of 32 bits
   using I = __m512i;
@@ -111,6 +112,20 @@ struct Vector {
       v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
       out[0] = _mm512_cvtss_f32(v);
       out[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(v, 2));
+    }
+  }
+
+  // The same of two vectors, one after the other.
+  template <int g>
+  static void sum_runs(F a, F b, float* out) {
+    if constexpr (g == 2) {
+      const I even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+      const I odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+      _mm512_storeu_ps(out, _mm512_add_ps(_mm512_permutex2var_ps(a, even, b),
+                                          _mm512_permutex2var_ps(a, odd, b)));
+    } else {
+      sum_runs<g>(a, out);
+      sum_runs<g>(b, out + L / g);
     }
   }
 
@@ -226,6 +241,58 @@ struct Vector {
     I a = _mm512_and_si512(_mm512_loadu_si512(x), sign);
     I b = _mm512_and_si512(_mm512_loadu_si512(x + 16), sign);
     return _mm512_reduce_max_epu32(_mm512_max_epu32(a, b));
+  }
+  static constexpr bool kPairs = true;  // whether two columns can be quantized together
+  using Pair = __m128;                  // a number of each column in the first lanes
+  // Scales of 2 columns of 32 values each, with values up to `limit`, and the factors of their
+  // values. A column that is not finite has the scale NaN, one below 1e-30 the scale 0.
+  static Pair scales_of_pair(const float* x, float limit, F* factors) {
+    const I sign = _mm512_set1_epi32(0x7fffffff);
+    const auto magnitudes = [&](const float* from) {
+      return _mm512_max_epu32(_mm512_and_si512(_mm512_loadu_si512(from), sign),
+                              _mm512_and_si512(_mm512_loadu_si512(from + 16), sign));
+    };
+    const I a = magnitudes(x), b = magnitudes(x + 32);
+    const I both = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m256i half =
+        _mm256_max_epu32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    __m128i most = _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
+    const __m128 value = _mm_castsi128_ps(most), limits = _mm_set1_ps(limit);
+    const __mmask8 finite = _mm_cmplt_epu32_mask(most, _mm_set1_epi32(0x7f800000));
+    const __mmask8 some = _mm_mask_cmp_ps_mask(finite, value, _mm_set1_ps(1e-30f), _CMP_GE_OQ);
+    const __m128 factor = _mm_maskz_div_ps(some, limits, value);
+    factors[0] = _mm512_broadcastss_ps(factor);
+    factors[1] = _mm512_broadcastss_ps(_mm_movehdup_ps(factor));
+    const __m128 scale = _mm_maskz_div_ps(some, value, limits);
+    return _mm_mask_blend_ps(finite, _mm_set1_ps(__builtin_nanf("")), scale);
+  }
+  static Pair mul_pair(Pair a, float b) { return _mm_mul_ps(a, _mm_set1_ps(b)); }
+  // Stores 2 columns of 32 integers each as int8, word by word in turns if `in_turns`, their scales
+  // and, `apart` floats after these, for each of their parts: -zero * its sum, or if zero is
+  // negative the sum of its values.
+  static void store_pair(const I* first, const I* second, Pair scale, int zero, int parts,
+                         bool in_turns, void* codes, float* scales, int64_t apart) {
+    const auto bytes = [](const I* v) {
+      return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(v[0])),
+                                     _mm512_cvtepi32_epi8(v[1]), 1);
+    };
+    const I one_by_one = _mm512_inserti64x4(_mm512_castsi256_si512(bytes(first)), bytes(second), 1);
+    const I order = _mm512_set_epi32(15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0);
+    const I turns = _mm512_permutexvar_epi32(order, one_by_one);
+    _mm512_storeu_si512(codes, in_turns ? turns : one_by_one);
+    _mm_storel_epi64((__m128i*)scales, _mm_castps_si128(scale));
+    const I fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), turns);
+    __m256i of[2] = {_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1)};
+    if (parts == 1) of[0] = _mm256_add_epi32(of[0], of[1]);
+    for (int part = 0; part < parts; ++part) {
+      __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(of[part]),
+                                  _mm256_extracti128_si256(of[part], 1));
+      sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+      sum = zero >= 0 ? _mm_mullo_epi32(sum, _mm_set1_epi32(-zero))
+                      : _mm_castps_si128(_mm_mul_ps(scale, _mm_cvtepi32_ps(sum)));
+      _mm_storel_epi64((__m128i*)(scales + (part + 1) * apart), sum);
+    }
   }
   static I rounded(F v) { return _mm512_cvtps_epi32(v); }
   // 32 integers to int16.

@@ -11,12 +11,14 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;          // of activations at a time
+  static constexpr int kPanelRows = kMaxRows;
   static constexpr int kGroups = 2;           // row groups of a panel at a time
   static constexpr bool kNarrowCodes = true;  // dot() multiplies signed bytes
   static constexpr bool kByteShifts = true;   // shift_right() brings no bit of another byte
   static constexpr bool kSplitsSevenBits =
       false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
+  static constexpr bool kPairs = false;  // there is no scales_of_pair()
   static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   struct I {

@@ -10,12 +10,14 @@ namespace {
 struct Vector {
   static constexpr int L = 8;
   static constexpr int kMaxRows = 4;  // of activations at a time
+  static constexpr int kPanelRows = kMaxRows;
   static constexpr int kGroups = 1;   // row groups of a panel at a time
   static constexpr bool kNarrowCodes = false;
   static constexpr bool kByteShifts = false;
   static constexpr bool kSplitsSevenBits =
       false;  // split_pairs() takes no notice of the eighth bit
   static constexpr int kMaxPairRows = 0;
+  static constexpr bool kPairs = false;  // there is no scales_of_pair()
   static constexpr bool kRepeated = false;  // there is no load_repeated()
   static constexpr bool kTwoLevel = false;  // there are no load_int8() and broadcast_f16()
   typedef uint32_t I __attribute__((vector_size(4 * L)));
