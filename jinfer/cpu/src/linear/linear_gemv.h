@@ -17,12 +17,6 @@ namespace {
 
 constexpr int64_t kFarPrefetch = 24 << 10, kNearPrefetch = 5 << 10;  // bytes
 constexpr int kWholeTileRows = 2;  // most rows for which a tile is processed as a whole
-constexpr int kTilesBeside = L == kTile ? 2 : 1;  // tiles that more rows take at a time
-
-// Row groups that so many rows of activations take at a time.
-constexpr int groups_beside(int count) {
-  return count <= kWholeTileRows ? kTile / L : kTilesBeside;
-}
 
 // Whether so many rows are bound by memory.
 constexpr bool is_memory_bound(int bits, int count) {
@@ -61,28 +55,6 @@ inline Vector::I load_once(const void* p) {
   return v;
 }
 
-// Sums of some row groups and rows: in registers, or in memory if there are too many.
-template <int groups, int count>
-struct Totals {
-  static constexpr bool kInMemory = L == 16 && groups * count > 12;
-  Vector::F of[groups][count];
-
-  Totals() {
-    UNROLL
-    for (int v = 0; v < groups; ++v) {
-      UNROLL
-      for (int r = 0; r < count; ++r) set(v, r, Vector::zero_f());
-    }
-  }
-  inline __attribute__((always_inline)) Vector::F get(int v, int r) const { return of[v][r]; }
-  inline __attribute__((always_inline)) void set(int v, int r, Vector::F sum) {
-    of[v][r] = sum;
-#if defined(__AVX512F__)
-    if constexpr (kInMemory) asm volatile("" : "+m"(of[v][r]));
-#endif
-  }
-};
-
 // Numbers of a vector's columns, stored in lane order.
 template <int per_code, bool affine, class V = Vector>
 inline void load_numbers(const uint16_t* p, int half, Vector::F& scale, Vector::F& base) {
@@ -113,37 +85,29 @@ inline __attribute__((always_inline)) void static_for(F f, std::integer_sequence
   (f(std::integral_constant<int, s>{}), ...);
 }
 
-// Whether blocks have bases: known when compiled where a test for each block costs.
-enum class Bases { none, some, maybe };
-
 // GEMV for row groups begin .. end - 1. Few rows take whole tiles in memory order; more rows have
 // registers for one vector only. `numbers`: scratch for the numbers of `whole` row groups, unless
 // stored in lane order.
-template <int bits, int g, int count, int parts, bool coded, Bases bases>
+template <int bits, int g, int count, int parts, bool coded>
 void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, int64_t end,
                    float* numbers) {
   constexpr int per_code = per_code_of(bits), height = L / g, steps = 8 / parts;
-  constexpr int whole = groups_beside(count);
+  constexpr int whole = count <= kWholeTileRows ? kTile / L : 1;
   constexpr int most = max_code(bits, coded);
   constexpr bool wide = Vector::kNarrowCodes && most > 127;
   constexpr bool levels = g == 8 && Vector::kTwoLevel;
   constexpr int64_t record = (36 + 4 * parts) * g;
   const Matrix& m = *plan.matrix;
-  const bool affine = bases == Bases::maybe ? m.affine() : bases == Bases::some;
-  const bool alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
+  const bool affine = m.affine(),
+             alone = is_memory_bound(bits, count) && jinfer::prefers_hardware_prefetch();
   const bool in_lane_order = in_lane_order_for(plan, count);
   const uint32_t zeros = affine || wide ? 0 : ~0u;  // mask: whether to add -zero * sum of codes
   const int64_t superblocks = m.superblocks, room = superblocks * per_code * parts * L;
   constexpr int64_t groups_of_tile = kTile / L;
-  constexpr bool tiles = groups_of_tile == 1 && whole > 1;
   const char* x[count];
   for (int r = 0; r < count; ++r) x[r] = rows.x[r];
   for (int64_t group = begin; group < end; group += whole) {
     const int64_t tile = group / groups_of_tile, in_tile = group % groups_of_tile;
-    const bool all = !tiles || group + whole <= end;  // else the last group repeated
-    // From a row group's words, and superblock rows, to the next one's.
-    const int64_t step = !tiles ? L : all ? superblocks * bits * kTile : 0;
-    const int64_t row_step = !tiles ? height : all ? superblocks * m.R : 0;
     const uint32_t* words = m.words + tile * superblocks * bits * kTile + in_tile * L;
     const int64_t row = tile * superblocks * m.R + in_tile * height;
     // As stored: a block is a column.
@@ -152,19 +116,22 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
     const uint16_t* steps_at = levels ? m.steps + row * m.numbers : nullptr;
     if (!in_lane_order)
       for (int v = 0; v < whole; ++v)
-        plan.fill(plan, row + v * row_step, superblocks, numbers + 2 * v * room,
+        plan.fill(plan, row + v * height, superblocks, numbers + 2 * v * room,
                   numbers + (2 * v + 1) * room);
 
-    Totals<whole, count> total;
+    Vector::F total[whole][count];
+    UNROLL
+    for (int v = 0; v < whole; ++v) {
+      UNROLL
+      for (int r = 0; r < count; ++r) total[v][r] = Vector::zero_f();
+    }
     for (int64_t u = 0, at = 0; u < superblocks; ++u, at += record * per_code) {
       Vector::I w[whole][bits];
       UNROLL
       for (int b = 0; b < bits; ++b) {
         UNROLL
-        for (int v = 0; v < whole; ++v) {
-          w[v][b] = load_once(words + b * kTile + v * step);
-          if (v == 0 || tiles) prefetch<bits>(words + b * kTile + v * step, alone);
-        }
+        for (int v = 0; v < whole; ++v) w[v][b] = load_once(words + b * kTile + v * L);
+        prefetch<bits>(words + b * kTile, alone);
       }
       words += bits * kTile;
       auto part_of = [&](auto part_constant) __attribute__((always_inline)) {
@@ -195,7 +162,7 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
           for (int h = 0; h < per_code; ++h) {
             UNROLL
             for (int r = 0; r < count; ++r) {
-              const Vector::I by = once(Vector::repeat<g>(x[r] + at + h * record + s * 4 * g));
+              const Vector::I by = Vector::repeat<g>(x[r] + at + h * record + s * 4 * g);
               UNROLL
               for (int v = 0; v < whole; ++v) {
                 Vector::I& sum = two && s % 2 ? second[h] : within[v][h][r];
@@ -219,17 +186,17 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
             constexpr bool can_be = parts == 1 && (per_code == 1 || count <= Vector::kMaxPairRows);
             if (levels && in_lane_order) {
               if (affine) {
-                load_two_level<parts, true>(small + 2 * v * row_step * g * parts,
-                                            steps_at + 2 * v * row_step, part, scale, base);
+                load_two_level<parts, true>(small + 2 * v * L * parts, steps_at + 2 * v, part,
+                                            scale, base);
               } else {
-                load_two_level<parts, false>(small + v * row_step * g * parts,
-                                             steps_at + v * row_step, part, scale, base);
+                load_two_level<parts, false>(small + v * L * parts, steps_at + v, part, scale,
+                                             base);
               }
             } else if (can_be && in_lane_order) {
               if (affine) {
-                load_numbers<per_code, true>(stand + 2 * per_code * v * row_step * g, h, scale, base);
+                load_numbers<per_code, true>(stand + 2 * per_code * v * L, h, scale, base);
               } else {
-                load_numbers<per_code, false>(stand + per_code * v * row_step * g, h, scale, base);
+                load_numbers<per_code, false>(stand + per_code * v * L, h, scale, base);
               }
             } else {
               const float* at = numbers + 2 * v * room + ((u * per_code + h) * parts + part) * L;
@@ -237,11 +204,15 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
               base = Vector::load_f(affine ? at + room : at);
             }
             UNROLL
-            for (int r = 0; r < count; ++r) {
-              Vector::F of = Vector::fma(Vector::to_float(within[v][h][r]),
-                                         Vector::mul(scale, by[r]), total.get(v, r));
-              if (affine) of = Vector::fma(base, Vector::repeat_f<g>(x[r] + at + h * record + sum), of);
-              total.set(v, r, of);
+            for (int r = 0; r < count; ++r)
+              total[v][r] = Vector::fma(Vector::to_float(within[v][h][r]),
+                                        Vector::mul(scale, by[r]), total[v][r]);
+            if (affine) {
+              UNROLL
+              for (int r = 0; r < count; ++r) {
+                const Vector::F x_sum = Vector::repeat_f<g>(x[r] + at + h * record + sum);
+                total[v][r] = Vector::fma(base, x_sum, total[v][r]);
+              }
             }
           }
         }
@@ -251,63 +222,49 @@ void multiply_gemv(const MatmulPlan& plan, const GemvRows& rows, int64_t begin, 
       small += kTile * parts * m.numbers;
       if (levels) steps_at += m.R * m.numbers;
     }
-    for (int r = 0; r < rows.count; ++r) {
-      const Results::Row& row = rows.results.of[r];
-      if constexpr (whole == 2) {
-        if (all) {
-          store_sums<g>(total.get(0, r), total.get(1, r), row, group * height, m.outputs);
-          continue;
-        }
-      }
-      store_sums<g>(total.get(0, r), row, group * height, m.outputs);
+    for (int v = 0; v < whole; ++v) {
+      for (int r = 0; r < rows.count; ++r)
+        store_sums<g>(total[v][r], rows.results.of[r], (group + v) * height, m.outputs);
     }
   }
 }
 
 using Gemv = void (*)(const MatmulPlan&, const GemvRows&, int64_t, int64_t, float*);
 
-template <int bits, int g, int count, int parts, bool coded>
-Gemv gemv_of_format(bool affine) {
-  if constexpr (kTilesBeside > 1 && count > kWholeTileRows && g == 2 && !coded)
-    return affine ? multiply_gemv<bits, g, count, parts, coded, Bases::some>
-                  : multiply_gemv<bits, g, count, parts, coded, Bases::none>;
-  return multiply_gemv<bits, g, count, parts, coded, Bases::maybe>;
-}
-
 // The kernel for a matrix; null: use panels.
 template <int count>
 Gemv gemv_of(const MatmulPlan& plan) {
   const Matrix& m = *plan.matrix;
-  const bool coded = m.codebook != nullptr, affine = m.affine();
+  const bool coded = m.codebook != nullptr;
   if (coded && m.bits != 4) return nullptr;
   // Codes over 127 have 128 subtracted, the zero of symmetric formats.
-  if (Vector::kNarrowCodes && m.bits == 8 && affine) return nullptr;
+  if (Vector::kNarrowCodes && m.bits == 8 && m.affine()) return nullptr;
   if (!m.steps) {
     switch (m.bits) {
-      case 2: return gemv_of_format<2, 2, count, 1, false>(affine);
-      case 3: return gemv_of_format<3, 2, count, 1, false>(affine);
+      case 2: return multiply_gemv<2, 2, count, 1, false>;
+      case 3: return multiply_gemv<3, 2, count, 1, false>;
       case 4:
-        return coded ? gemv_of_format<4, 2, count, 1, true>(affine) : gemv_of_format<4, 2, count, 1, false>(affine);
-      case 5: return gemv_of_format<5, 2, count, 1, false>(affine);
-      case 6: return gemv_of_format<6, 2, count, 1, false>(affine);
+        return coded ? multiply_gemv<4, 2, count, 1, true> : multiply_gemv<4, 2, count, 1, false>;
+      case 5: return multiply_gemv<5, 2, count, 1, false>;
+      case 6: return multiply_gemv<6, 2, count, 1, false>;
       case kThreeAndAHalf:
         if constexpr (2 * count <= Vector::kMaxRows)
-          return gemv_of_format<kThreeAndAHalf, 2, count, 1, false>(affine);
+          return multiply_gemv<kThreeAndAHalf, 2, count, 1, false>;
         return nullptr;
-      case 8: return gemv_of_format<8, 2, count, 1, false>(affine);
+      case 8: return multiply_gemv<8, 2, count, 1, false>;
     }
   }
   if constexpr (count <= 4) {  // more rows are as fast with panels
     if (m.steps) {
       if (plan.parts == 2) {
-        if (m.bits == 2) return gemv_of_format<2, 8, count, 2, false>(affine);
-        if (m.bits == 3) return gemv_of_format<3, 8, count, 2, false>(affine);
-        if (m.bits == 4 && coded) return gemv_of_format<4, 8, count, 2, true>(affine);
-        if (m.bits == 6) return gemv_of_format<6, 8, count, 2, false>(affine);
+        if (m.bits == 2) return multiply_gemv<2, 8, count, 2, false>;
+        if (m.bits == 3) return multiply_gemv<3, 8, count, 2, false>;
+        if (m.bits == 4 && coded) return multiply_gemv<4, 8, count, 2, true>;
+        if (m.bits == 6) return multiply_gemv<6, 8, count, 2, false>;
       } else {
         if (m.bits == 4)
-          return coded ? gemv_of_format<4, 8, count, 1, true>(affine) : gemv_of_format<4, 8, count, 1, false>(affine);
-        if (m.bits == 5) return gemv_of_format<5, 8, count, 1, false>(affine);
+          return coded ? multiply_gemv<4, 8, count, 1, true> : multiply_gemv<4, 8, count, 1, false>;
+        if (m.bits == 5) return multiply_gemv<5, 8, count, 1, false>;
       }
     }
   }
@@ -342,10 +299,10 @@ bool try_gemv(const MatmulPlan& plan, const Activations& x, int64_t rows, int64_
   const Gemv full = gemv_for(plan, std::min(rows, most)), last = gemv_for(plan, left);
   if (!full || !last) return false;
   const bool in_lane_order = in_lane_order_for(plan, static_cast<int>(std::min(rows, most)));
-  const int64_t numbers = in_lane_order ? 0 : 2 * plan.units * plan.parts * kTile * kTilesBeside;
+  const int64_t numbers = in_lane_order ? 0 : 2 * plan.units * plan.parts * kTile;
   float* room = scratch.of(numbers);
   const int64_t words = plan.matrix->superblocks * plan.matrix->bits * L * 4;
-  const int64_t tiles = std::max<int64_t>(1, kGemvWordBytes / (words * (kTile / L) * kTilesBeside)) * kTilesBeside;
+  const int64_t tiles = std::max<int64_t>(1, kGemvWordBytes / (words * (kTile / L)));
   const int64_t groups = rows > most ? tiles * (kTile / L) : end - begin;
   for (int64_t first = begin; first < end; first += groups) {
     for (int64_t row = 0; row < rows; row += most) {
