@@ -265,3 +265,52 @@ def test_a_token_sees_what_is_written_beside_it(position: int) -> None:
     )
     assert np.isfinite(one).all()
     assert np.array_equal(one, two)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8"])
+@pytest.mark.parametrize("window", [None, 1300])
+def test_old_keys_of_a_long_text(kind: str, window: int | None) -> None:
+    """Part of a prompt across the place where more keys become old, against each token alone and,
+    as old keys may be rounded to bytes, roughly against the definition."""
+    length, begin, count, heads = 2600, 2540, 40, 6
+    tables = tables_of([length, 70])
+    keys, values = ([random(i, length, 2, 64), random(i + 1, 70, 2, 64)] for i in (0, 2))
+    keys[0] += 5 * random(4, 2, 64)  # far from 0
+    cache = filled(kind, keys, values, tables)
+    new = [f32(random(5, count + 1, heads, 64) / 3)]
+    new += [f32(np.concatenate([x[0][begin : begin + count], x[1][-1:]])) for x in (keys, values)]
+    runs = [Run(0, begin, count), Run(1, 69)]
+    rules: dict[str, Any] = {"window": window} if window else {}
+    fixed = tuple(rules.items())
+    got, after = step(*new, cache, placed(runs, tables), {}, fixed)
+    stored = [sequences(x, tables, [length, 70])[0] for x in (after.keys, after.values)]
+    for t in (0, 19, 20, count - 1):
+        alone, _ = step(
+            *(x[t : t + 1] for x in new), after, placed([Run(0, begin + t)], tables), {}, fixed
+        )
+        assert np.array_equal(alone[0], got[t])
+        for head in (0, heads - 1):
+            kv = [x[:, head // 3] for x in stored]
+            q, at = np.asarray(new[0][t, head], np.float64), begin + t
+            wanted = attended(q, kv[0], kv[1], at, at, head, **rules)
+            np.testing.assert_allclose(got[t, head], wanted, atol=0.01 * np.abs(stored[1]).max())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", ["f16", "q8"])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_broken_old_key_is_seen(kind: str, part: str) -> None:
+    length = 2100
+    tables = tables_of([length])
+    keys, values = [random(0, length, 1, 64)], [random(1, length, 1, 64)]
+    cache = filled(kind, keys, values, tables)
+    place = int(tables[0, 300 // 64]), 0, 300 % 64, 1
+
+    def broken(x: Any) -> Any:  # a number, or the scale of a block of codes
+        return x if x.dtype == jnp.uint32 else x.at[place].set(jnp.nan)
+
+    cache = cache._replace(**{part: jax.tree.map(broken, getattr(cache, part))})
+    new = [f32(random(i, 1, heads, 64)) for i, heads in enumerate((2, 1, 1))]
+    got, _ = step(*new, cache, placed([Run(0, length - 1)], tables), {}, ())
+    assert np.isnan(np.asarray(got)).any(axis=-1).all()

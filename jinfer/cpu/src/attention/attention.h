@@ -114,13 +114,20 @@ struct Call {
   }
 };
 
+// What a thread is likely to compute after a split, for prefetching; perhaps the same.
+struct NextSplit {
+  const Tile& tile;
+  int split;
+};
+
 // Kernels of an instruction set. `scratch` holds the floats that the function of the kernel's name
 // with `_floats` says.
 struct AttentionKernels {
   // Writes a token's new key and value of one head to the cache.
   void (*write)(const Call&, int64_t token, int64_t head, float* scratch);
   // Computes one split of a tile into `partial`; merges all splits into the results.
-  void (*split)(const Call&, const Tile&, int split, float* partial, float* scratch);
+  void (*split)(const Call&, const Tile&, int split, const NextSplit& next, float* partial,
+                float* scratch);
   void (*merge)(const Call&, const Tile&, const float* partial, float* scratch);
   // Computes a whole tile, adding in the same order.
   void (*tile)(const Call&, const Tile&, float* scratch);
@@ -132,8 +139,8 @@ inline int64_t partial_floats(const Call& c) { return c.values.padded() + 16; }
 inline int64_t write_floats(const Call& c) { return c.keys.padded() + c.values.padded(); }
 inline int64_t merge_floats(const Call& c) { return MAX_TILE_ROWS * partial_floats(c); }
 inline int64_t split_floats(const Call& c) {
-  return MAX_TILE_ROWS * int64_t(c.keys.padded()) +
-         2 * BLOCK_KEYS * int64_t(c.keys.padded() + c.values.padded());
+  return (MAX_TILE_ROWS + 3 * BLOCK_KEYS) * int64_t(c.keys.padded()) +
+         2 * BLOCK_KEYS * int64_t(c.values.padded()) + 8192;
 }
 inline int64_t tile_floats(const Call& c) { return split_floats(c) + 2 * merge_floats(c); }
 

@@ -6,6 +6,7 @@
 // depend on its query, keys and values alone, not on the tile or the thread.
 #pragma once
 
+#include "attention/attention_old_split.h"
 #include "attention/attention_partials.h"
 #include "attention/attention_products.h"
 
@@ -236,8 +237,8 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
   }
 }
 
-// Computes one split of a tile into rows of partial_floats().
-void attend_split(const Call& call, const Tile& tile, int split, float* q, float* partial,
+// Computes one split of a tile in floats into rows of partial_floats().
+void attend_float_split(const Call& call, const Tile& tile, int split, float* q, float* partial,
                   float* scratch) {
   const int group = call.group;
   const int rows = tile.rows;
@@ -292,6 +293,26 @@ void attend_split(const Call& call, const Tile& tile, int split, float* q, float
   }
 }
 
+// Computes one split of a tile into rows of partial_floats(); rows for which it is old in integers.
+void attend_split(const Call& call, const Tile& tile, int split, const NextSplit& next, float* q,
+                  float* partial, float* scratch) {
+  const int group = call.group;
+  const auto is_int8 = [&](int row) {
+    return has_int8(call) && is_old(call, tile.token + row / group, split);
+  };
+  Tile part = tile;
+  for (int r = 0; r < tile.rows; r += part.rows) {
+    const bool old = is_int8(r);
+    part.token = tile.token + r / group, part.rows = group;
+    while (r + part.rows < tile.rows && is_int8(r + part.rows) == old) part.rows += group;
+    float *queries = q + r * int64_t(call.keys.padded()), *to = partial + r * partial_floats(call);
+    if (old)
+      attend_old_split(call, part, split, next, queries, to, scratch);
+    else
+      attend_float_split(call, part, split, queries, to, scratch);
+  }
+}
+
 // For few rows, prefetches the first block of a split: its keys, and its values unless those are
 // prefetched while keys are used.
 void prefetch_split(const Call& call, const Tile& tile, int split) {
@@ -305,11 +326,12 @@ void prefetch_split(const Call& call, const Tile& tile, int split) {
   if (!call.keys.streams() && !call.shared) prefetch(call.values, vector, count);
 }
 
-void run_split(const Call& call, const Tile& tile, int split, float* partial, float* scratch) {
+void run_split(const Call& call, const Tile& tile, int split, const NextSplit& next, float* partial,
+               float* scratch) {
   float* q = scratch;
   prefetch_split(call, tile, split);
   read_queries(call, tile, q);
-  attend_split(call, tile, split, q, partial, q + int64_t(tile.rows) * call.keys.padded());
+  attend_split(call, tile, split, next, q, partial, q + int64_t(tile.rows) * call.keys.padded());
 }
 
 // Writes a token's key and value of one head to its slot.
@@ -335,14 +357,14 @@ void run_tile(const Call& call, const Tile& tile, float* scratch) {
     write_token(call, tile.token + t, tile.head, scratch);
   read_queries(call, tile, q);
   if (end - first == 1) {
-    attend_split(call, tile, first, q, sum, rest);
+    attend_split(call, tile, first, {tile, first}, q, sum, rest);
     for (int r = 0; r < tile.rows; ++r)
       if (is_empty(sum + r * row)) std::fill(sum + r * row + 16, sum + (r + 1) * row, 0.0f);
   } else {
     clear_partials(call, tile, sum);
     for (int split = first; split < end; ++split) {
       if (split > first) prefetch_split(call, tile, split);
-      attend_split(call, tile, split, q, partial, rest);
+      attend_split(call, tile, split, {tile, std::min(split + 1, end - 1)}, q, partial, rest);
       merge_rows(call, tile, partial, sum);
     }
   }

@@ -159,6 +159,23 @@ inline float sum_lanes(Floats x) {
   return sum;
 }
 
+// Reduces each of R vectors by f, R a power of 2: the result of x[r] is in lane r * LANES / R and
+// those up to the next.
+template <int R, int half = LANES / 2, class F>
+inline Floats across(Floats* x, F f) {
+  if constexpr (half == 0) {
+    return x[0];
+  } else if constexpr (R == 1) {
+    x[0] = f(x[0], swapped<half>(x[0], std::make_integer_sequence<int, LANES>{}));
+    return across<1, half / 2>(x, f);
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < R / 2; ++i)
+      x[i] = f(halves<half, false>(x[i], x[i + R / 2]), halves<half, true>(x[i], x[i + R / 2]));
+    return across<R / 2, half / 2>(x, f);
+  }
+}
+
 // e^x for x up to 88, to 2 units in the last place; 0 below -87.
 inline Floats exponential(Floats x) {
 #if defined(__AVX512F__)
