@@ -89,7 +89,7 @@ def test_the_choice_is_nearly_the_best_there_is() -> None:
             if sizes[rows, each].sum() <= room
         )
         assert losses[rows, chosen].sum() < 1.6 * best
-    assert choose(sizes, losses, 6 * counts.sum()) == [3] * 5
+    assert choose(sizes, losses, float(6 * counts.sum())) == [3] * 5
 
 
 def keys(weights: str, **more: Any) -> dict[str, Any]:
