@@ -51,6 +51,7 @@ sanitize: $(VENV)/installed-dev
 
 gpu: $(VENV)/installed-dev
 	"$(BIN)/python" -m tools.gpu_check gpu.json
+	"$(BIN)/python" -m tools.gpu_check gpu.json --tables
 
 lint: $(VENV)/installed-dev
 	"$(BIN)/ruff" check .
