@@ -261,7 +261,7 @@ def _dense_attention(
 ) -> Float[Array, "batch tokens heads value_dim"]:
     """softmax(scores) @ values; key j has position j."""
     scores = dense_scores(q, k, positions, last, rules)
-    visible = jnp.isfinite(scores)
+    visible = scores != -jnp.inf  # a NaN is seen
     weights, v = dense_pattern(scores, rules), jnp.repeat(v, q.shape[2] // k.shape[1], axis=1)
     # A masked value may be NaN.
     terms = weights[..., None] * v[:, :, None].astype(jnp.float32)
