@@ -183,12 +183,13 @@ class Program:
         ys: Sequence[int],
         adapters: Sequence[Array],
         a: Sequence[Float[Array, "slots rank inputs"]],
-        b: Sequence[Float[Array, "slots rank outputs"]],
+        b: Sequence[Float[Array, "slots rank last"]],
     ) -> list[int]:
         """As `lora_call.add_lora`.
 
         Args:
             adapters: slots, scales and order of the rows.
+            b: those in int8 are followed by their factors.
         """
         sizes = [*(stack.shape[1] for stack in a), *map(self._size, ys)]
         out = self._add(Operation.LORA, x, [len(ys), *ys], [*adapters, *a, *b], sizes)

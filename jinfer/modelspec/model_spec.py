@@ -41,6 +41,8 @@ class EngineSpec:
             `[adapters]` included; 0: those alone.
         max_adapter_rank: the highest rank that they may have; none: as high as those of
             `[adapters]` need, or 64.
+        adapter_dtype: of their matrices in slots: "auto": as the computation's `dtype`, 16 bits on
+            a CPU unless that is named; "int8": 8 bits, with a scale for each row of a rank.
         expert_adapters: whether there is room for terms of experts' matrices in them, which those
             of `[adapters]` are given if they have any.
         dora_adapters: whether there is room for DoRA's magnitudes in them, likewise.
@@ -59,6 +61,7 @@ class EngineSpec:
     warm_up: bool = False
     max_adapters: Count = 0
     max_adapter_rank: Size | None = None
+    adapter_dtype: Literal["auto", "int8"] = "auto"
     expert_adapters: bool = False
     dora_adapters: bool = False
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jinfer.ops.matmul.lora import RowAdapters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
+LORA_FACTORS = "lora_factors"  # of matrices in int8: those of A's rows, and of B's
 DORA_NORMS = "dora_norms"
 
 
@@ -20,7 +21,7 @@ class AdapterSlots:
     Attributes:
         count: slots, each of which holds an adapter.
         rank: of all of them; adapters of a lower rank are padded with zeros.
-        dtype: of their matrices.
+        dtype: of their matrices; int8: these have factors.
         experts: whether there is room for terms of experts' matrices.
         magnitudes: whether there is room for DoRA's magnitudes.
     """
@@ -68,4 +69,4 @@ def adapted_rows() -> RowAdapters | None:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter is of adapters."""
-    return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{DORA_NORMS}"))
+    return name.endswith((f".{LORA_A}", f".{LORA_B}", f".{LORA_FACTORS}", f".{DORA_NORMS}"))

@@ -38,13 +38,16 @@ class StackedLinear(nnx.Module):
         a, b = (("slots", "experts", "rank", axis) for axis in (axes[1], axes[0]))
         self.lora_a = parameter((*one, inputs), a, kind) if slots else None
         self.lora_b = parameter((*one, outputs), b, kind) if slots else None
+        shape, f = (*one[:2], 2, rank), ("slots", "experts", "sides", "rank")
+        self.lora_factors = parameter(shape, f, jnp.float32) if kind == "int8" else None
 
     def projection(self) -> moe.ExpertProjection:
         """The operation's operands."""
         bias = None if self.bias is None else self.bias[...]
         if self.lora_a is None or self.lora_b is None:
             return moe.ExpertProjection(self.weight[...], bias)
-        stacks = Stacks(self.lora_a[...], self.lora_b[...])
+        factors = None if self.lora_factors is None else self.lora_factors[...]
+        stacks = Stacks(self.lora_a[...], self.lora_b[...], factors)
         return moe.ExpertProjection(self.weight[...], bias, stacks)
 
 

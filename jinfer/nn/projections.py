@@ -43,6 +43,8 @@ class Linear(nnx.Module):
         a, b = ("slots", "rank", axes[1]), ("slots", "rank", axes[0])
         self.lora_a = parameter((n, rank, inputs), a, kind) if slots else None
         self.lora_b = parameter((n, rank, outputs), b, kind) if slots else None
+        f = ("slots", "sides", "rank")
+        self.lora_factors = parameter((n, 2, rank), f, jnp.float32) if kind == "int8" else None
         norms = slots is not None and slots.magnitudes
         shape, c = (n, NORM_TERMS, outputs), ("slots", "terms", axes[0])
         self.dora_norms = parameter(shape, c, jnp.float32) if norms else None
@@ -66,7 +68,8 @@ class Linear(nnx.Module):
         """The stacks of adapters, of which there is room for some."""
         assert self.lora_a is not None, "it has room"
         assert self.lora_b is not None, "it has room"
-        return Stacks(self.lora_a[...], self.lora_b[...])
+        factors = None if self.lora_factors is None else self.lora_factors[...]
+        return Stacks(self.lora_a[...], self.lora_b[...], factors)
 
 
 class LowRank(nnx.Module):

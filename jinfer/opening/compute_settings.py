@@ -43,7 +43,12 @@ def activation_type(spec: ModelSpec) -> Activations:
 
 
 def adapter_dtype(spec: ModelSpec) -> str:
-    """The type of LoRA adapters in slots: `dtype` if it is named, else 16 bits on a CPU, too."""
+    """The type of LoRA adapters in slots: `dtype` if it is named, else 16 bits on a CPU, too.
+
+    `engine.adapter_dtype` has the say if it is not "auto".
+    """
+    if spec.engine.adapter_dtype != "auto":
+        return spec.engine.adapter_dtype
     half = spec.dtype == "auto" and reads_16_bit_weights()
     return "float16" if half else compute_dtype(spec.dtype)
 

@@ -36,8 +36,9 @@ def add_expert_lora(
 
     Args:
         y: float32.
-        stacks: [slots, experts, rank, inputs] and [slots, experts, rank, outputs].
+        stacks: [slots, experts, rank, inputs] and [slots, experts, rank, outputs], perhaps with
+            factors [slots, experts, 2, rank].
         at: `adapters_of_pairs`.
     """
-    a, b = (each.reshape(-1, *each.shape[2:]) for each in stacks)
-    return add_lora([y], x, [Stacks(a, b)], at)[0]
+    flat = (each if each is None else each.reshape(-1, *each.shape[2:]) for each in stacks)
+    return add_lora([y], x, [Stacks(*flat)], at)[0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
-from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, AdapterSlots
+from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.expert_terms import find_stack
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
     from jinfer.nn.abstract_model import AbstractModel
+
+
+_MOST_CODE = 127  # of int8, either sign
 
 
 @dataclass(frozen=True)
@@ -266,8 +269,11 @@ def stacked(
         if term is not None and leaf == DORA_NORMS:
             after[slot] = 0 if term.norms is None else term.norms
         elif term is not None:
-            own = term.b.swapaxes(-1, -2) if leaf == LORA_B else term.a
-            after[slot, ..., : own.shape[-2], :] = own.astype(after.dtype)
+            own = _of_leaf(term, leaf, after.dtype)
+            if leaf == LORA_FACTORS:
+                after[slot, ..., : own.shape[-1]] = own
+            else:
+                after[slot, ..., : own.shape[-2], :] = own
             # Other rows multiply this slot by zeros where there is no grouped product.
             if not np.isfinite(after[slot].astype(np.float32)).all():
                 raise LoadError(
@@ -276,3 +282,22 @@ def stacked(
                 )
         changed[name] = after
     return changed
+
+
+def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
+    """What a parameter has of a term: [*experts, rank, ..] of a matrix, [*experts, 2, rank]."""
+    a, b = term.a, term.b.swapaxes(-1, -2)
+    if leaf == LORA_FACTORS:
+        return np.stack([_factors(a), _factors(b)], axis=-2)
+    own = b if leaf == LORA_B else a
+    if dtype != np.int8:
+        return own.astype(dtype)
+    factors = _factors(own)[..., None]
+    with np.errstate(invalid="ignore"):  # infinite factors are found by the caller
+        codes = np.rint(own / np.where(factors > 0, factors, 1))
+        return np.clip(codes, -_MOST_CODE, _MOST_CODE).astype(np.int8)
+
+
+def _factors(matrix: Float[np.ndarray, "*rows size"]) -> Float[np.ndarray, " *rows"]:
+    """What the codes of each row are multiplied by, so that its largest number is the last one."""
+    return np.abs(matrix).max(axis=-1) / np.float32(_MOST_CODE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,29 +22,44 @@ def random(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def called(x: Any, ys: Any, slots: Any, scales: Any, a: Any, b: Any) -> list[np.ndarray]:
+def called(
+    x: Any, ys: Any, slots: Any, scales: Any, a: Any, b: Any, factors: Any = (None, None)
+) -> list[np.ndarray]:
     order: Any = np.argsort(np.where(slots > 0, slots, SLOTS + 1), kind="stable").astype(np.int32)
     slots, scales, order = map(on_device, (slots, scales, order))
-    out = add_lora(on_device(x), [on_device(y) for y in ys], slots, scales, order, a, b)
+    out = add_lora(
+        on_device(x), [on_device(y) for y in ys], slots, scales, order, a, b, factors[: len(b)]
+    )
     return [np.asarray(one) for one in out]
 
 
-@pytest.mark.parametrize("type", ["float32", "bfloat16", "float16"])
+def stored(*shape: int, seed: int, type: str) -> Any:
+    """Random numbers, or those that have a factor of 1, about, in int8."""
+    values = random(*shape, seed=seed)
+    return on_device(np.rint(50 * values).clip(-127, 127) if type == "int8" else values, type)
+
+
+@pytest.mark.parametrize("type", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize(("rows", "rank"), [(1, 16), (9, 5), (150, 64)])
 def test_the_definition(rows: int, rank: int, type: str) -> None:
-    a = [on_device(random(SLOTS, rank, INPUTS, seed=n), jnp.dtype(type)) for n in (1, 2)]
-    b = [on_device(random(SLOTS, rank, n, seed=n), jnp.dtype(type)) for n in OUTPUTS]
+    a = [stored(SLOTS, rank, INPUTS, seed=n, type=type) for n in (1, 2)]
+    b = [stored(SLOTS, rank, n, seed=n, type=type) for n in OUTPUTS]
+    sides = [random(SLOTS, 2, rank, seed=n) / 50 for n in (4, 5)]
+    factors = [*map(on_device, sides)] if type == "int8" else (None, None)
     x, ys = random(rows, INPUTS, seed=0), [random(rows, n, seed=n) for n in OUTPUTS]
     slots = np.random.default_rng(rows).integers(0, 3, rows).astype(np.int32)
     slots[0], scales = 2, random(rows, seed=3)
     for isa in isas():
         with build_library.lowered_isa(isa):
-            found = called(x, ys, slots, scales, a, b)
+            found = called(x, ys, slots, scales, a, b, factors)
             picked = range(0, rows, 11)
-            alone = [called(x[i:][:1], [y[i:][:1] for y in ys], slots[i:][:1], scales[i:][:1], a, b)
+            parts = [(x[i:][:1], [y[i:][:1] for y in ys], slots[i:][:1], scales[i:][:1])
                      for i in picked]  # fmt: skip
+            alone = [called(*part, a, b, factors) for part in parts]
         for t, y in enumerate(ys):
             first, second = (np.asarray(m[t], np.float64) for m in (a, b))
+            if type == "int8":
+                first, second = first * sides[t][:, 0, :, None], second * sides[t][:, 1, :, None]
             own = slots - 1
             inner = np.einsum("ri,rki->rk", x.astype(np.float64), first[own]) * scales[:, None]
             wanted = y + np.einsum("rk,rko->ro", inner, second[own]) * (slots > 0)[:, None]
@@ -80,6 +94,9 @@ def test_nothing_to_compute() -> None:
         ({5: np.ones((4, 8), np.float32)}, "a weight's shape does not fit"),
         ({6: np.ones((1, 4, 6), np.float32)}, "a stack of adapters does not fit"),
         ({6: np.ones((2, 6, 4), np.float32)}, "a stack of adapters does not fit"),
+        ({6: np.ones((2, 4, 6), np.int8)}, "only one of an adapter's stacks is int8"),
+        ({5: np.ones((2, 4, 8), np.int8)}, "only one of an adapter's stacks is int8"),
+        ({6: np.ones((2, 4, 6), np.int8), 7: np.ones((2, 4), np.float32)}, "scales do not fit"),
         ({6: np.ones((2, 4, 6), np.int32)}, "type is not known"),
     ],
     ids=str,
@@ -90,9 +107,12 @@ def test_what_does_not_fit_is_refused(changes: dict[int, np.ndarray], what: str)
     given += [np.ones(3, np.float32), order]
     given += [np.ones((2, 4, 8), np.float32), np.ones((2, 4, 6), np.float32)]
 
-    def run(x: Any, y: Any, slots: Any, scales: Any, order: Any, a: Any, b: Any) -> None:
-        jax.block_until_ready(add_lora(x, [y], slots, scales, order, [a], [b]))
+    def run(x: Any, y: Any, *rows: Any) -> None:
+        *at, a, b, factors = rows
+        jax.block_until_ready(add_lora(x, [y], *at, [a], [b], [factors]))
 
-    run(*map(on_device, given))
+    run(*map(on_device, given), None)
+    factors = np.ones((2, 2, 4), np.float32) if changes.get(6, given[6]).dtype == np.int8 else None
+    given = [changes.get(i, one) for i, one in enumerate([*given, factors])]
     with pytest.raises(Exception, match=what):
-        run(*(on_device(changes.get(i, one)) for i, one in enumerate(given)))
+        run(*(one if one is None else on_device(one) for one in given))

@@ -15,7 +15,7 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
 from jinfer.nn.adapted_rows import AdapterSlots
 from jinfer.ops.matmul.half_precision import reads_16_bit_weights
-from tests.engine.adapters import merge_by_hand, write_adapter
+from tests.engine.adapters import in_steps_of_int8, merge_by_hand, write_adapter
 from tests.engine.tiny import GOLDEN, PROMPTS, held
 
 RANKS = (4, 8, 16, 64)
@@ -93,6 +93,27 @@ def test_loading_compiles_nothing(llm: LLM, tmp_path: Path) -> None:
     assert (llm.compilations, len(events)) == (programs, compiled)
     with pytest.raises(RequestError, match="there is no adapter 'other'"):
         answer(llm, prompt, "other")
+
+
+def test_stacks_in_int8(llm: LLM, adapters: dict[str, Path], tmp_path: Path) -> None:
+    keys = {"engine.max_adapters": 4, "engine.adapter_dtype": "int8"}
+    with opened(**keys, adapters={name: str(path) for name, path in adapters.items()}) as coded:
+        assert coded.session.adapters.slots == AdapterSlots(4, 64, "int8")
+        with ThreadPoolExecutor(8) as pool:
+            mixed = list(pool.map(lambda i: answer(coded, PROMPTS[i], WITH[i]), range(8)))
+        for prompt, name, found in zip(PROMPTS, WITH, mixed, strict=False):
+            assert same(found, answer(coded, prompt, name)), name
+            assert same(found, answer(llm, prompt, name)) == (name is None)
+        logits = coded.trace(PROMPTS[3], "logits", adapter="r16")["logits"]
+        programs = coded.compilations
+        coded.unload_adapter("r8")
+        coded.load_adapter("other", adapters["r16"])  # in a slot that had another's factors
+        assert same(answer(coded, PROMPTS[5], "other"), mixed[5])
+        assert coded.compilations == programs
+    llm.load_adapter("steps", in_steps_of_int8(adapters["r16"], tmp_path / "steps"))
+    wanted = llm.trace(PROMPTS[3], "logits", adapter="steps")["logits"]
+    llm.unload_adapter("steps")
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
 
 
 def test_prefixes_are_their_own(llm: LLM) -> None:

@@ -60,13 +60,17 @@ def answer(llm: LLM, prompt: list[int], adapter: str | None) -> tuple[Any, ...]:
 
 
 def test_experts_of_several_adapters_in_one_batch(tmp_path: Path) -> None:
-    """Of stacks, and of single experts, of which one is left out; over quantized weights."""
+    """Of stacks, and of single experts, of which one is left out; over quantized weights.
+
+    In slots they are in int8.
+    """
     base, targets = GOLDENS / "mixtral", ("w1", "w2", "w3", "q_proj")
     each = write_adapter(tmp_path / "each", 4, 1, targets=targets, base=base)
     tensors = load_file(each / "adapter_model.safetensors")
     tensors = {name: values for name, values in tensors.items() if ".experts.2." not in name}
     save_file(tensors, each / "adapter_model.safetensors")
     quantized = {"quantization.weights": "q8", "quantization.threshold": 0}
+    quantized |= {"engine.adapter_dtype": "int8"}
     adapters = {"stacks": str(HERE / "mixtral"), "each": str(each)}
     with opened("mixtral", **{"engine.slots": 4}, adapters=adapters, **quantized) as llm:
         with ThreadPoolExecutor(4) as pool:

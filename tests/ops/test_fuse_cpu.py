@@ -137,6 +137,13 @@ A, B = (
     on_device(np.random.default_rng(seed).standard_normal((2, 4, SIZE)), jnp.float16)
     for seed in (5, 6)
 )
+CODES = Stacks(
+    *(
+        on_device(np.random.default_rng(n).integers(-127, 128, (2, 4, SIZE)), jnp.int8)
+        for n in (8, 9)
+    ),
+    on_device(np.random.default_rng(7).uniform(0.01, 0.03, (2, 2, 4)), jnp.float32),
+)
 
 
 def adapters(x: jax.Array, w: Weights) -> jax.Array:
@@ -147,7 +154,7 @@ def adapters(x: jax.Array, w: Weights) -> jax.Array:
     at = RowAdapters(*map(on_device, given))
     normed = norm(x)
     q, k = linears(normed, [w["q"], w["o"]], [None, None])
-    first, second = add_lora([q, k], normed, [Stacks(A, B), Stacks(B, A)], at)
+    first, second = add_lora([q, k], normed, [Stacks(A, B), CODES], at)
     return x + linear(first * second + q, w["o"])
 
 

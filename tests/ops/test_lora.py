@@ -20,9 +20,17 @@ TABLE = np.stack([np.array([2, 0, 1, 0, 2], np.int32), SCALES.view(np.int32)], a
 ROWS = np.array([4, 1, 0, -1, 2, 2, 3, 0, 1], np.int32)
 
 
-def added(x: np.ndarray, y: np.ndarray, rows: np.ndarray, b: np.ndarray = B) -> np.ndarray:
+CODES = Stacks(
+    *(jnp.asarray(np.rint(40 * each).clip(-127, 127), jnp.int8) for each in (A, B)),
+    jnp.asarray(RNG.uniform(0.01, 0.03, (SLOTS, 2, RANK)), jnp.float32),
+)
+
+
+def added(
+    x: np.ndarray, y: np.ndarray, rows: np.ndarray, b: np.ndarray = B, codes: Stacks | None = None
+) -> np.ndarray:
     at = row_adapters(jnp.asarray(TABLE), jnp.asarray(rows))
-    stacks = Stacks(jnp.asarray(A), jnp.asarray(b))
+    stacks = codes or Stacks(jnp.asarray(A), jnp.asarray(b))
     other = Stacks(jnp.asarray(A[::-1].copy()), jnp.zeros((SLOTS, RANK, 8)))
     ys = [jnp.asarray(y)[None], jnp.zeros((1, len(rows), 8))]
     first, second = add_lora(ys, jnp.asarray(x)[None], [stacks, other], at)
@@ -58,6 +66,24 @@ def test_each_row_has_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None
         if own:
             alone = added(x[i : i + 1], y[i : i + 1], ROWS[i : i + 1], b)
             np.testing.assert_array_equal(alone[0], found[i])
+
+
+@pytest.mark.parametrize("way", ["called", "grouped", "masked"])
+def test_matrices_in_int8(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(way, monkeypatch)
+    x = RNG.normal(size=(len(ROWS), INPUTS)).astype(np.float32)
+    y = np.full((len(ROWS), OUTPUTS), -0.0, np.float32)
+    found = added(x, y, ROWS, codes=CODES)
+    assert CODES.factors is not None
+    a, b = (np.asarray(codes) * np.asarray(CODES.factors)[:, side, :, None]
+            for side, codes in enumerate(CODES[:2]))  # fmt: skip
+    for i, row in enumerate(ROWS):
+        slot = 0 if row < 0 else TABLE[row, 0]
+        if not slot:
+            assert found[i].tobytes() == y[i].tobytes()
+            continue
+        wanted = SCALES[row] * ((a[slot - 1] @ x[i]) @ b[slot - 1])
+        np.testing.assert_allclose(found[i], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")

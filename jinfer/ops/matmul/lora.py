@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jinfer.cpu import lora_call as cpu
 from jinfer.ops.matmul import half_precision
@@ -24,10 +25,23 @@ if TYPE_CHECKING:
 
 
 class Stacks(NamedTuple):
-    """The adapters of one projection, a matrix each slot."""
+    """The adapters of one projection, a matrix each slot.
+
+    Attributes:
+        factors: of matrices in int8: what the rows of A, and those of B, are multiplied by.
+    """
 
     a: Float[Array, "slots rank inputs"]
     b: Float[Array, "slots rank outputs"]
+    factors: Float[Array, "slots 2 rank"] | None = None
+
+    def dequantized(self, dtype: DTypeLike) -> Stacks:
+        """Those in int8 in another type, the others as they are."""
+        if self.factors is None:
+            return self
+        a, b = (each.astype(jnp.float32) for each in (self.a, self.b))
+        by = self.factors[..., None]
+        return Stacks((a * by[:, 0]).astype(dtype), (b * by[:, 1]).astype(dtype))
 
 
 class RowAdapters(NamedTuple):
@@ -92,10 +106,11 @@ def add_lora(
     assert flat.shape[0] == at.slots.shape[0], "each row is a token"
     if half_precision.reads_16_bit_weights():
         rows = [y.reshape(-1, y.shape[-1]) for y in ys]
-        a, b = zip(*stacks, strict=True)
+        parts = tuple(zip(*stacks, strict=True))
         wide = flat.astype(jnp.float32)
-        sums = cpu.add_lora(wide, rows, at.slots, at.scales, at.order, a, b)
+        sums = cpu.add_lora(wide, rows, at.slots, at.scales, at.order, *parts)
         return tuple(total.reshape(y.shape) for total, y in zip(sums, ys, strict=True))
+    stacks = [each.dequantized(x.dtype) for each in stacks]
     terms = (_grouped if all(map(_is_grouped, stacks)) else _masked)(flat, stacks, at)
     # Selected, not added as zeros: -0.0 + 0.0 is 0.0, and terms of rows without are undefined.
     own = (at.slots > 0).reshape(*x.shape[:-1], 1)
@@ -110,9 +125,9 @@ def _is_grouped(stacks: Stacks) -> bool:
 def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
     offsets = at.offsets(stacks[0][0].shape[0])
     scales = at.scales[at.order][:, None]
-    inner = dense_matmul(x[at.order], [a for a, _ in stacks], offsets=offsets)
+    inner = dense_matmul(x[at.order], [each.a for each in stacks], offsets=offsets)
     terms = list[Array]()
-    for part, (_, b) in zip(inner, stacks, strict=True):
+    for part, (_, b, _) in zip(inner, stacks, strict=True):
         scaled = (part * scales).astype(x.dtype)
         terms += dense_matmul(scaled, [b], offsets=offsets, transposed=True)
     return [term[at.places] for term in terms]
@@ -121,7 +136,7 @@ def _grouped(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]
 def _masked(x: Array, stacks: Sequence[Stacks], at: RowAdapters) -> list[Array]:
     """Two products with all slots, of which each row keeps its own."""
     terms = list[Array]()
-    for a, b in stacks:
+    for a, b, _ in stacks:
         slots, rank, inputs = a.shape
         (inner,) = dense_matmul(x, [a.reshape(slots * rank, inputs)])
         inner = inner.reshape(-1, slots, rank) * at.scales[:, None, None]

@@ -3,10 +3,10 @@
 
 namespace jinfer {
 
-enum class DType { f32, bf16, f16, quantized, e4m3 };
+enum class DType { f32, bf16, f16, quantized, e4m3, i8 };
 
 inline int bytes_of(DType dtype) {
-  return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2;
+  return dtype == DType::f32 ? 4 : dtype == DType::e4m3 || dtype == DType::i8 ? 1 : 2;
 }
 
 }  // namespace jinfer

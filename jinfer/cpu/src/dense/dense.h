@@ -1,4 +1,4 @@
-// Matmul with float32, bfloat16, float16 and scaled E4M3 matrices: the interface between driver and
+// Matmul with float32, bfloat16, float16, int8 and scaled E4M3 matrices: the interface between driver and
 // kernels.
 #pragma once
 

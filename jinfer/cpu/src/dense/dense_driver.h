@@ -101,6 +101,8 @@ class DenseWork : public MatmulWork {
     }
   }
 
+  DType dtype(size_t weight) const { return weights_[weight].dtype; }
+
   // Number of matrices of the shortest stack.
   int64_t count() const { return count_; }
 
@@ -136,6 +138,8 @@ class DenseWork : public MatmulWork {
                        false};
     if (array.element_type() == ffi::F8E4M3FN && !options.transposed)
       weight.dtype = DType::e4m3;
+    else if (array.element_type() == ffi::S8 && !options.transposed)
+      weight.dtype = DType::i8;
     else if (!dtype_of(array.element_type(), &weight.dtype) || weight.dtype == DType::quantized)
       return refuse("a weight's type is not known");
     weight.data = static_cast<const char*>(array.untyped_data()) +

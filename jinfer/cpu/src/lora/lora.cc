@@ -8,7 +8,8 @@
 namespace jinfer {
 namespace {
 
-// `args`: a y for each result, the rows' slots, scales and order, the stacks A, the stacks B.
+// `args`: a y for each result, the rows' slots, scales and order, the stacks A, the stacks B
+// with, after each in int8, its scales.
 ffi::Error lora(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
                 ffi::RemainingRets rets) {
   if (x.dimensions().size() != 2) return refuse("x is no matrix");

@@ -81,7 +81,8 @@ class LoraSums : public MatmulWork {
  public:
   // One sum. `in_place`: y is also the result.
   struct Sum {
-    DenseMatrix b;  // the first of a stack
+    DenseMatrix b;        // the first of a stack
+    const float* factors;  // of matrices in int8: [slots, 2, rank], of A's rows and of B's
     const float *inner, *y;
     float* result;
     bool in_place;
@@ -99,9 +100,20 @@ class LoraSums : public MatmulWork {
       if (shape.size() != 3 || shape[0] < inner.count() || shape[1] != rank || shape[2] != size)
         return refuse("a stack of adapters does not fit");
       DenseMatrix matrix{b->untyped_data(), DType::f32, size, rank, true, size * rank};
-      if (!dtype_of(b->element_type(), &matrix.dtype) || matrix.dtype == DType::quantized)
+      const float* factors = nullptr;
+      if (b->element_type() == ffi::DataType::S8) {
+        matrix.dtype = DType::i8;
+        const auto given = operands.next();
+        if (given.has_error()) return given.error();
+        if (!fits(*given, ffi::DataType::F32, {shape[0], 2, rank}))
+          return refuse("an adapter's scales do not fit");
+        factors = static_cast<const float*>(given->untyped_data());
+      } else if (!dtype_of(b->element_type(), &matrix.dtype) || matrix.dtype == DType::quantized) {
         return refuse("a weight's type is not known");
-      sums.push_back({matrix, nullptr, nullptr, nullptr, false, 0});
+      }
+      if ((inner.dtype(t) == DType::i8) != (factors != nullptr))
+        return refuse("only one of an adapter's stacks is int8");
+      sums.push_back({matrix, factors, nullptr, nullptr, nullptr, false, 0});
     }
     return ffi::Error::Success();
   }
@@ -160,6 +172,11 @@ class LoraSums : public MatmulWork {
       for (int64_t i = 0; i < count; ++i)
         for (int64_t r = 0; r < rank; ++r)
           scaled[i * rank + r] = inner[i * rank + r] * adapted_->scales[at[i]];
+      if (sum.factors) {
+        const float* of_a = sum.factors + segment.index * 2 * rank;
+        for (int64_t i = 0; i < count; ++i)
+          for (int64_t r = 0; r < rank; ++r) scaled[i * rank + r] *= of_a[r] * of_a[rank + r];
+      }
       DenseMatrix b = sum.b;
       b.data =
           static_cast<const char*>(b.data) + segment.index * b.stack_stride * bytes_of(b.dtype);

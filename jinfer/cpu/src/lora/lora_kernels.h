@@ -75,6 +75,7 @@ void add_terms(const DenseMatrix& b, const float* x, const int64_t* rows, int64_
   if (b.dtype == DType::f32) add_rows<float>(b, x, rows, count, begin, end, y, to);
   if (b.dtype == DType::bf16) add_rows<BFloat16>(b, x, rows, count, begin, end, y, to);
   if (b.dtype == DType::f16) add_rows<Float16>(b, x, rows, count, begin, end, y, to);
+  if (b.dtype == DType::i8) add_rows<int8_t>(b, x, rows, count, begin, end, y, to);
 }
 
 const LoraKernels kLora = {2 * NR * LANES, add_terms};

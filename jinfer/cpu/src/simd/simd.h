@@ -318,6 +318,19 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Floats);
+#endif
+}
+
 // Loads `count` < LANES numbers, zero-padded.
 template <class T>
 inline Floats load_partial(const T* from, int64_t count) {
