@@ -38,8 +38,8 @@ class StackedLinear(nnx.Module):
         a, b = (("slots", "experts", "rank", axis) for axis in (axes[1], axes[0]))
         self.lora_a = parameter((*one, inputs), a, kind) if slots else None
         self.lora_b = parameter((*one, outputs), b, kind) if slots else None
-        shape, f = (*one[:2], 2, rank), ("slots", "experts", "sides", "rank")
-        self.lora_factors = parameter(shape, f, jnp.float32) if kind == "int8" else None
+        sides, f = (n, block.experts, 2, rank), ("slots", "experts", "sides", "rank")
+        self.lora_factors = parameter(sides, f, jnp.float32) if kind == "int8" else None
 
     def projection(self) -> moe.ExpertProjection:
         """The operation's operands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -40,5 +41,5 @@ def add_expert_lora(
             factors [slots, experts, 2, rank].
         at: `adapters_of_pairs`.
     """
-    flat = (each if each is None else each.reshape(-1, *each.shape[2:]) for each in stacks)
-    return add_lora([y], x, [Stacks(*flat)], at)[0]
+    flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), stacks)
+    return add_lora([y], x, [flat], at)[0]

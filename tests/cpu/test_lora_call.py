@@ -107,12 +107,14 @@ def test_what_does_not_fit_is_refused(changes: dict[int, np.ndarray], what: str)
     given += [np.ones(3, np.float32), order]
     given += [np.ones((2, 4, 8), np.float32), np.ones((2, 4, 6), np.float32)]
 
-    def run(x: Any, y: Any, *rows: Any) -> None:
-        *at, a, b, factors = rows
-        jax.block_until_ready(add_lora(x, [y], *at, [a], [b], [factors]))
+    def run(
+        x: Any, y: Any, slots: Any, scales: Any, order: Any, a: Any, b: Any, factors: Any = None
+    ) -> None:
+        jax.block_until_ready(add_lora(x, [y], slots, scales, order, [a], [b], [factors]))
 
-    run(*map(on_device, given), None)
-    factors = np.ones((2, 2, 4), np.float32) if changes.get(6, given[6]).dtype == np.int8 else None
-    given = [changes.get(i, one) for i, one in enumerate([*given, factors])]
+    run(*map(on_device, given))
+    given = [changes.get(i, one) for i, one in enumerate(given)]
+    if given[6].dtype == np.int8:
+        given.append(changes.get(7, np.ones((2, 2, 4), np.float32)))
     with pytest.raises(Exception, match=what):
-        run(*(one if one is None else on_device(one) for one in given))
+        run(*map(on_device, given))

@@ -21,7 +21,8 @@ ROWS = np.array([4, 1, 0, -1, 2, 2, 3, 0, 1], np.int32)
 
 
 CODES = Stacks(
-    *(jnp.asarray(np.rint(40 * each).clip(-127, 127), jnp.int8) for each in (A, B)),
+    jnp.asarray(np.rint(40 * A).clip(-127, 127), jnp.int8),
+    jnp.asarray(np.rint(40 * B).clip(-127, 127), jnp.int8),
     jnp.asarray(RNG.uniform(0.01, 0.03, (SLOTS, 2, RANK)), jnp.float32),
 )
 
