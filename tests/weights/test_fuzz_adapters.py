@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,16 @@ def reader() -> Callable[[Path], int]:
     plain = build_abstract_model(opened.spec, np.float32)
     slots = AdapterSlots(2, 8, "float16", experts=True, magnitudes=True)
     model = build_abstract_model(opened.spec, np.float32, adapters=slots)
+    coded = build_abstract_model(opened.spec, np.float32, adapters=replace(slots, dtype="int8"))
     shapes = dict(zip(plain.names, (each.shape for each in plain.parameters), strict=True))
-    every = zip(model.names, model.parameters, strict=True)
-    empty = {name: np.zeros(p.shape, p.dtype) for name, p in every if name not in shapes}
+    empty, codes = (
+        {
+            name: np.zeros(p.shape, p.dtype)
+            for name, p in zip(one.names, one.parameters, strict=True)
+            if name not in shapes
+        }
+        for one in (model, coded)
+    )
 
     def weight_of(projection: str) -> np.ndarray:
         return np.ones(shapes[f"{projection}.weight"], np.float32)
@@ -85,8 +93,10 @@ def reader() -> Callable[[Path], int]:
             return accepted
         try:
             terms = adapter_terms(adapter, model, opened.spec.tensors, "safetensors")
-            stacks = stacked(with_norms(terms, weight_of, path), 1, empty)
-            assert all(np.isfinite(each.astype(np.float32)).all() for each in stacks.values())
+            terms = with_norms(terms, weight_of, path)
+            for before in (codes, empty):
+                stacks = stacked(terms, 1, before)
+                assert all(np.isfinite(each.astype(np.float32)).all() for each in stacks.values())
             accepted += 1
         except (CheckpointError, LoadError):
             pass

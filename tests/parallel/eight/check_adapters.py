@@ -22,11 +22,13 @@ def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("mesh", [{"pipe": 3}, {"pipe": 2, "tensor": 2}], ids=str)
-def test_as_on_one_device(mesh: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "type"), [({"pipe": 3}, "auto"), ({"pipe": 2, "tensor": 2}, "int8")], ids=str
+)
+def test_as_on_one_device(mesh: dict[str, int], type: str, tmp_path: Path) -> None:
     paths = [write_adapter(tmp_path / f"{rank}", rank, rank) for rank in (4, 16)]
     keys: dict[str, Any] = {"dtype": "float32", "engine.slots": 2, "adapters.a": str(paths[0])}
-    keys |= {"engine.max_adapters": 2}
+    keys |= {"engine.max_adapters": 2, "engine.adapter_dtype": type}
     with LLM(GOLDEN, **keys) as whole:
         whole.load_adapter("b", paths[1])
         wanted = answers(whole)
