@@ -177,10 +177,15 @@ class LoraSums : public MatmulWork {
         for (int64_t i = 0; i < count; ++i)
           for (int64_t r = 0; r < rank; ++r) scaled[i * rank + r] *= of_a[r] * of_a[rank + r];
       }
+      const auto matrix = [&sum](int64_t slot) {
+        return static_cast<const char*>(sum.b.data) +
+               slot * sum.b.stack_stride * bytes_of(sum.b.dtype);
+      };
       DenseMatrix b = sum.b;
-      b.data =
-          static_cast<const char*>(b.data) + segment.index * b.stack_stride * bytes_of(b.dtype);
-      lora_kernels().add(b, scaled.data(), at, count, begin, end, sum.y, sum.result);
+      b.data = matrix(segment.index);
+      const bool last = &segment == &adapted_->segments.back();
+      const void* next = last ? nullptr : matrix((&segment + 1)->index);
+      lora_kernels().add(b, next, scaled.data(), at, count, begin, end, sum.y, sum.result);
     }
   }
 
