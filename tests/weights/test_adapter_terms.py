@@ -1,5 +1,6 @@
 """Adapters of models whose files fuse or transpose matrices, and those of GGUF."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
+from jinfer.weights.adapter_terms import AdapterTerm, stacked
 from jinfer.weights.tensor_mapping import LoadError
 from tests.engine.adapters import write_adapter, write_gguf_adapter
 
@@ -63,3 +65,27 @@ def test_of_gguf(tmp_path: Path) -> None:
         merged = last_logprobs(llm, None)
     np.testing.assert_allclose(beside, merged, atol=2e-4)
     assert not np.allclose(without, merged, atol=1e-2)
+
+
+def test_codes_and_factors() -> None:
+    """Each number within half a step; rows of zeros, and of numbers that have no step."""
+    rng = np.random.default_rng(2)
+    a, b = rng.normal(size=(3, 40)), rng.normal(size=(24, 3))
+    a[1], b[:, 2] = 0, 1e-44
+    term = AdapterTerm(a.astype(np.float32), b.astype(np.float32))
+    before: dict[str, np.ndarray] = {
+        "q.lora_a": np.ones((2, 4, 40), np.int8),
+        "q.lora_b": np.ones((2, 4, 24), np.int8),
+        "q.lora_factors": np.ones((2, 2, 4), np.float32),
+    }
+    found = stacked({"q": term}, 1, before)
+    assert all((each[0] == 1).all() for each in found.values())
+    factors = found["q.lora_factors"][1]
+    for side, wanted in enumerate((term.a, term.b.T)):
+        codes = found[f"q.lora_{'ab'[side]}"][1]
+        assert not codes[3].any()
+        assert np.abs(codes[0]).max() == 127
+        error = np.abs(codes[:3] * factors[side, :3, None] - wanted)
+        assert (error <= 0.501 * factors[side, :3, None] + 1e-43).all()
+    with pytest.raises(LoadError, match="q: an adapter's numbers are too large"):
+        stacked({"q": replace(term, b=term.b * np.float32(np.inf))}, 1, before)
