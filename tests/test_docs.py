@@ -55,11 +55,11 @@ NOT_RUN = {
     "jinfer bench programs": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make gpu": "needs a GPU",
-    "python -m tools.gpu_check gpu.json --tables": "needs a GPU's results",
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
     "--method feedback --peer-python PYTHON": "needs llama.cpp",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
+    "pytest -m soak tests/server/test_peers.py": "takes minutes",
     "pytest tests/sampling/test_stages.py": "are other tests",
     "pip install .": "installs; tests/test_wheel.py does it in an environment of its own",
     "pip install 'jinfer[cuda]'": "installs",
