@@ -17,7 +17,7 @@ from jinfer.engine.output.collect import best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server.http_errors import as_api_error, context_exceeded, invalid_request
+from jinfer.server.http_errors import ApiError, as_api_error, context_exceeded, invalid_request
 from jinfer.server.metrics import RequestTimer
 from jinfer.server.output_deltas import PLAIN_TEXT, OutputParsing
 from jinfer.server.request_params import RequestOptions
@@ -196,7 +196,7 @@ class RequestRunner:
                 taken = False
                 left = self._seconds_left(running)
                 if left < 0 and queue.empty():
-                    raise DeadlineError("the request's deadline has passed")
+                    raise self._too_late(running)
                 for index, piece in await _ready(queue, max(0.0, min(left, self.ping))):
                     if piece is None:
                         taken = True
@@ -204,6 +204,8 @@ class RequestRunner:
                     if isinstance(piece, BaseException):
                         running.discard(index)
                         failure = piece
+                        if isinstance(piece, DeadlineError):
+                            failure = self._too_late([index])
                         if isinstance(piece, ConstraintError):
                             failure = as_api_error(
                                 piece, param=_field(piece, self.job(index).sampling)
@@ -234,6 +236,14 @@ class RequestRunner:
                 self.timer.abort(index)
                 with contextlib.suppress(RequestError):  # the model was closed
                     self.session.thread.cancel(self.prepared[index].request.id)
+
+    def _too_late(self, indices: Iterable[int]) -> Exception:
+        """The error of answers that missed their deadline: the request's own, or the service's."""
+        if any(self.job(index).sampling.seconds is not None for index in indices):
+            name = "t_max_predict_ms"
+            message = f"the answer was not done in the time that {name} allows"
+            return ApiError(408, message, param=name, code="deadline_exceeded")
+        return DeadlineError("the request's deadline has passed")
 
     def _seconds_left(self, running: Iterable[int]) -> float:
         """Seconds until the first running answer is abandoned."""

@@ -426,4 +426,4 @@ def test_long_texts_do_not_block_the_event_loop(smol: Running) -> None:
 
 def test_a_limit_of_time(tiny: Running) -> None:
     body = {"prompt": [5, 6], "n_predict": 200, "ignore_eos": True, "t_max_predict_ms": 1}
-    assert post(tiny, body, "/completion").status_code == 503
+    assert post(tiny, body, "/completion").status_code == 408
