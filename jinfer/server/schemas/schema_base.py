@@ -119,7 +119,11 @@ class OtherTool(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: Annotated[str, Ignored("only functions can be called")]
+    type: Annotated[
+        str,
+        Ignored("only functions can be called"),
+        Field(json_schema_extra={"not": {"const": "function"}}),
+    ]
 
 
 def tool_kind(value: Any) -> str:
