@@ -112,8 +112,8 @@ class EngineThread:
         if not always:
             self._check_taken()
         work = QueuedJob(job)
-        self._send(lambda loop: loop.jobs.append(work))
         try:
+            self._send(lambda loop: loop.jobs.append(work))
             return work.future.result()
         except KeyboardInterrupt:
             work.abandoned = not always
