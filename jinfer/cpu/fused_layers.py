@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Operation(IntEnum):
-    """Operations of a program, numbered as in fused_layers.cc."""
+    """Operations of a program, numbered as in fused_program.h."""
 
     NORM = 0
     LINEAR = 1

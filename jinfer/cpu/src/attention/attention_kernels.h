@@ -9,6 +9,7 @@
 #include "attention/attention_old_split.h"
 #include "attention/attention_partials.h"
 #include "attention/attention_products.h"
+#include "simd/elementary.h"
 
 namespace jinfer {
 namespace {

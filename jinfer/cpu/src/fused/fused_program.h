@@ -1,4 +1,4 @@
-// Decoder of a fused program, a sequence of integers.
+// A fused program, a sequence of integers: its operations, and its decoder.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,22 @@
 
 namespace jinfer {
 namespace {
+
+// Operations, numbered as `Operation` in fused_layers.py.
+enum Operation : int64_t {
+  kNorm,
+  kLinear,
+  kAdd,
+  kAddVector,
+  kScale,
+  kDense,
+  kRotate,
+  kAttention,
+  kActivate,
+  kMultiply,
+  kHadamard,
+  kLora
+};
 
 // Reads a program: operations in order, each a kind and its numbers.
 class ProgramReader {

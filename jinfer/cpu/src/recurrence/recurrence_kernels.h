@@ -6,6 +6,7 @@
 
 #include "common/scratch.h"
 #include "recurrence/recurrence.h"
+#include "simd/elementary.h"
 #include "simd/simd.h"
 
 namespace jinfer {

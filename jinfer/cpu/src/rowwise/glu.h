@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/activation.h"
-#include "simd/simd.h"
+#include "simd/elementary.h"
 
 namespace jinfer {
 namespace {

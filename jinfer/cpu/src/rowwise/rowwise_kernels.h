@@ -6,6 +6,7 @@
 
 #include "rowwise/glu.h"
 #include "rowwise/rowwise.h"
+#include "simd/elementary.h"
 
 namespace jinfer {
 namespace {

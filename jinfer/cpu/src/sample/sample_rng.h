@@ -2,7 +2,7 @@
 // 2011, "Parallel random numbers: as easy as 1, 2, 3") on words or vectors of words.
 #pragma once
 
-#include "simd/simd.h"
+#include "simd/elementary.h"
 
 namespace jinfer {
 namespace {

@@ -5,6 +5,7 @@
 #include "sample/candidates.h"
 #include "sample/sample.h"
 #include "sample/sample_rng.h"
+#include "simd/elementary.h"
 
 namespace jinfer {
 namespace {

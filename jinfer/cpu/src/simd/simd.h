@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "simd/float16.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -176,114 +178,6 @@ inline Floats across(Floats* x, F f) {
   }
 }
 
-// e^x for x up to 88, to 2 units in the last place; 0 below -87.
-inline Floats exponential(Floats x) {
-#if defined(__AVX512F__)
-  __m512 n = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
-  Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-#else
-  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Floats n = (x * 1.44269504f + magic) - magic;
-  Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-#endif
-  Floats p = broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-  return _mm512_scalef_ps(x < -87.0f ? Floats{} : p, n);
-#else
-  Ints exponent = x < -87.0f ? Ints{} : __builtin_convertvector(n, Ints);
-  Floats power = (Floats)((Ints)broadcast(1.0f) + (exponent << 23));
-  return x < -87.0f ? Floats{} : p * power;
-#endif
-}
-
-// The natural logarithm of a normal number above 0, to 2 units in the last place.
-inline Floats logarithm(Floats x) {
-  const Ints exponent = ((Ints)x - 0x3f3504f3) >> 23;  // what is left is from sqrt(1/2) to sqrt(2)
-  const Floats n = __builtin_convertvector(exponent, Floats);
-  const Floats r = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
-  Floats p = broadcast(7.0376836292e-2f);
-  p = p * r - 1.1514610310e-1f;
-  p = p * r + 1.1676998740e-1f;
-  p = p * r - 1.2420140846e-1f;
-  p = p * r + 1.4249322787e-1f;
-  p = p * r - 1.6668057665e-1f;
-  p = p * r + 2.0000714765e-1f;
-  p = p * r - 2.4999993993e-1f;
-  p = p * r + 3.3333331174e-1f;
-  const Floats square = r * r;
-  return (r + (p * r * square - n * 2.12194440e-4f - 0.5f * square)) + n * 0.693359375f;
-}
-
-inline Floats hyperbolic_tangent(Floats x) {
-  x = larger(broadcast(-15.0f), -larger(broadcast(-15.0f), -x));
-  return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-}
-
-inline float from_f16(uint16_t bits) {
-#if defined(__F16C__)
-  return _cvtsh_ss(bits);
-#elif defined(__aarch64__)
-  __fp16 half;
-  memcpy(&half, &bits, 2);
-  return half;
-#else
-  uint32_t sign = uint32_t(bits & 0x8000) << 16, rest = bits & 0x7fff;
-  float x;
-  if (rest < 0x400) {  // zero and subnormal numbers
-    x = rest * 0x1p-24f;
-    uint32_t word;
-    memcpy(&word, &x, 4);
-    word |= sign;
-    memcpy(&x, &word, 4);
-    return x;
-  }
-  uint32_t word = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
-  memcpy(&x, &word, 4);
-  return x;
-#endif
-}
-
-inline uint16_t to_f16(float x) {
-#if defined(__F16C__)
-  return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__aarch64__)
-  const __fp16 half = x;
-  uint16_t bits;
-  memcpy(&bits, &half, 2);
-  return bits;
-#else
-  uint32_t word;
-  memcpy(&word, &x, 4);
-  uint16_t sign = uint16_t(word >> 16) & 0x8000;
-  word &= 0x7fffffff;
-  if (word > 0x7f800000) return sign | 0x7e00;
-  if (word >= 0x477ff000) return sign | 0x7c00;
-  if (word < 0x38800000) {  // subnormal: the sum rounds in units of 2^-24
-    float magnitude;
-    memcpy(&magnitude, &word, 4);
-    magnitude += 0.5f;
-    memcpy(&word, &magnitude, 4);
-    return sign | uint16_t(word - 0x3f000000);
-  }
-  word += 0xfff + ((word >> 13) & 1);
-  return sign | uint16_t((word - 0x38000000) >> 13);
-#endif
-}
-
-// 16-bit numbers as stored.
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
 // 16-bit patterns, zero-extended into 32-bit lanes.
 inline Ints load_bits(const void* from) {
 #if defined(__AVX512F__)
@@ -407,13 +301,6 @@ inline void transpose_words(const uint32_t* const* from, int count, Words* to) {
   for (; i < count; ++i)
     for (int lane = 0; lane < LANES; ++lane) to[i][lane] = from[lane][i];
 #endif
-}
-
-inline uint16_t to_bf16(float x) {
-  uint32_t word;
-  memcpy(&word, &x, 4);
-  if ((word & 0x7fffffff) > 0x7f800000) return uint16_t(word >> 16) | 0x40;
-  return uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
 }  // namespace
