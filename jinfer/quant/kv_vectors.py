@@ -103,7 +103,7 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     """Rounds each block to the nearest codes.
 
     Symmetric: the value of largest magnitude becomes the first level. Otherwise the levels cover
-    `RANGE_SHARE` of the block's range.
+    `RANGE_SHARE` of the block's range. A block with a NaN is NaN.
     """
     width, unit = x.shape[-1], BLOCK * format.per_code
     lead = x.shape[:-1]
@@ -112,6 +112,9 @@ def quantize_vectors(x: Float[Array, "*shape width"], format: QuantFormat) -> Qu
     padding = [(0, 0)] * len(lead) + [(0, -width % unit)]
     blocks = jnp.pad(x.astype(jnp.float32), padding, mode="edge").reshape(*lead, -1, BLOCK)
     low, high = jnp.min(blocks, axis=-1), jnp.max(blocks, axis=-1)
+    # XLA's reductions on CPUs lose it, in arrays that are large enough to be computed in vectors.
+    broken = jnp.isnan(blocks).any(axis=-1)
+    low, high = (jnp.where(broken, jnp.nan, each) for each in (low, high))
     if format.symmetric:
         extreme = jnp.where(high >= -low, high, low)
         scale = to_fp16(extreme / -format.zero, jnp)
