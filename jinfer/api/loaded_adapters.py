@@ -140,7 +140,7 @@ class Adapters:
             if name in self.loaded:
                 raise RequestError(f"there is an adapter {name!r} already; unload it first")
             slot = self._free_slot(engine, thread)
-            self._stacks |= stacked(terms, slot - 1, self._stacks)
+            self._stacks |= stacked(terms, slot - 1, self._stacks, adapter.path)
             thread.run(partial(_place, self._stacks, slot, adapter.digest))
             self.loaded[name] = AdapterUse(name, slot, adapter.digest)
 

@@ -13,7 +13,7 @@ from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.nn.adapted_rows import DORA_NORMS, LORA_A, LORA_B, LORA_FACTORS, AdapterSlots
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.weights.expert_terms import find_stack
-from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
+from jinfer.weights.lora_adapter import DAMAGED, LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, by_name, parameter_shapes
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _term(adapter: LoraAdapter, found: Origin, shapes: Shapes) -> AdapterTerm:
             f"{found.parameter} is {list(wanted)}: it belongs to another model"
         )
     length = None if length is None else length[:, 0]
-    return AdapterTerm(a, b * np.float32(module.scale), length)
+    return AdapterTerm(a, module.scaled(b), length)
 
 
 def read_magnitude(
@@ -245,17 +245,18 @@ def read_pair(
     """A module's matrices in float32. Raises `LoadError` if they are not finite."""
     a, b = module.read_a(), module.read_b()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise LoadError(f"{adapter.path}: {name} has numbers that are not finite")
+        raise LoadError(f"{adapter.path}: {name} has numbers that are not finite; {DAMAGED}")
     return a, b
 
 
 def stacked(
-    terms: Mapping[str, AdapterTerm], slot: int, stacks: Mapping[str, np.ndarray]
+    terms: Mapping[str, AdapterTerm], slot: int, stacks: Mapping[str, np.ndarray], path: object
 ) -> dict[str, np.ndarray]:
     """The stacks of all projections with an adapter in a slot, from 0; others' are zeros there.
 
     Args:
         stacks: name of each parameter of adapters -> its values.
+        path: of the adapter, for errors.
 
     Raises:
         LoadError: numbers that are too large for the parameters' type.
@@ -276,12 +277,17 @@ def stacked(
                 after[slot, ..., : own.shape[-2], :] = own
             # Other rows multiply this slot by zeros where there is no grouped product.
             if not np.isfinite(after[slot].astype(np.float32)).all():
-                raise LoadError(
-                    f"{projection}: an adapter's numbers are too large for {after.dtype}; "
-                    'set dtype = "float32"'
-                )
+                raise LoadError(f"{path}: {projection} {_too_large(term, after.dtype)}")
         changed[name] = after
     return changed
+
+
+def _too_large(term: AdapterTerm, dtype: np.dtype) -> str:
+    """What is wrong with a term that is not finite in a parameter's type, and what to do."""
+    if np.isfinite(term.a).all() and np.isfinite(term.b).all():
+        helps = 'set engine.adapter_dtype = "int8", which has scales in float32, or dtype'
+        return f'has numbers that are too large for {dtype}; {helps} = "float32"'
+    return "has numbers that are too large for float32, times its scale (lora_alpha); lower that"
 
 
 def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
@@ -291,9 +297,10 @@ def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
         return np.stack([_factors(a), _factors(b)], axis=-2)
     own = b if leaf == LORA_B else a
     if dtype != np.int8:
-        return own.astype(dtype)
+        with np.errstate(over="ignore"):  # infinite numbers are found by the caller
+            return own.astype(dtype)
     factors = _factors(own)[..., None]
-    with np.errstate(invalid="ignore"):  # infinite factors are found by the caller
+    with np.errstate(invalid="ignore"):  # so are infinite factors
         codes = np.rint(own / np.where(factors > 0, factors, 1))
         return np.clip(codes, -_MOST_CODE, _MOST_CODE).astype(np.int8)
 

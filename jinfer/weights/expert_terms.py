@@ -12,7 +12,7 @@ import numpy as np
 from jinfer.checkpoint import Tensor
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
+from jinfer.weights.lora_adapter import DAMAGED, LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, parameter_shapes
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class ExpertStack:
             )
         a, b = module.read_a(), module.read_b()
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise LoadError(f"{path}: {self.name} has numbers that are not finite")
+            raise LoadError(f"{path}: {self.name} has numbers that are not finite; {DAMAGED}")
         by_axes = module.by_axes and not place.transpose
         if by_axes if outputs == inputs else module.shape != known[0]:
             a, b = b.swapaxes(1, 2), a.swapaxes(1, 2)
-        return a, b * np.float32(module.scale)
+        return a, module.scaled(b)
 
     def own(self) -> Pair:
         """`whole`, of the rows that are the parameter's."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
+DAMAGED = "the file is damaged: copy or train it again"
 _MAX_CONFIG = 1 << 20
 _MOST_ALPHA = 1e6
 _PREFIX = "base_model.model."
@@ -94,6 +95,11 @@ class LoraModule:
         if not self.experts or b.ndim == 3:
             return b
         return b.reshape(len(b), -1, self.experts).transpose(2, 0, 1)
+
+    def scaled(self, b: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+        """`b` or a part of it times the scale; infinite where that is too large."""
+        with np.errstate(over="ignore"):
+            return b * np.float32(self.scale)
 
 
 @dataclass(frozen=True)

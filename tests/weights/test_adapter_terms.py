@@ -1,17 +1,19 @@
 """Adapters of models whose files fuse or transpose matrices, and those of GGUF."""
 
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.weights.adapter_terms import AdapterTerm, stacked
 from jinfer.weights.tensor_mapping import LoadError
 from tests.engine.adapters import write_adapter, write_gguf_adapter
+from tests.engine.tiny import GOLDEN
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 PROMPT = [5, 9, 11, 30, 7, 8, 100, 4]
@@ -78,7 +80,7 @@ def test_codes_and_factors() -> None:
         "q.lora_b": np.ones((2, 4, 24), np.int8),
         "q.lora_factors": np.ones((2, 2, 4), np.float32),
     }
-    found = stacked({"q": term}, 1, before)
+    found = stacked({"q": term}, 1, before, "poet")
     assert all((each[0] == 1).all() for each in found.values())
     factors = found["q.lora_factors"][1]
     for side, wanted in enumerate((term.a, term.b.T)):
@@ -87,5 +89,37 @@ def test_codes_and_factors() -> None:
         assert np.abs(codes[0]).max() == 127
         error = np.abs(codes[:3] * factors[side, :3, None] - wanted)
         assert (error <= 0.501 * factors[side, :3, None] + 1e-43).all()
-    with pytest.raises(LoadError, match="q: an adapter's numbers are too large"):
-        stacked({"q": replace(term, b=term.b * np.float32(np.inf))}, 1, before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "helps"),
+    [
+        ("float16", 1e6, r'poet: q has .* for float16; set .*"int8".* dtype = "float32"'),
+        ("float16", np.inf, r"poet: q has .* float32, times its scale \(lora_alpha\); lower that"),
+        ("float32", np.inf, r"poet: q has .* float32, times its scale \(lora_alpha\); lower that"),
+        ("int8", np.inf, r"poet: q has .* float32, times its scale \(lora_alpha\); lower that"),
+        ("int8", 1e6, None),
+        ("float32", 1e6, None),
+    ],
+)
+def test_numbers_that_are_too_large(dtype: str, factor: float, helps: str | None) -> None:
+    """Each error says what helps, which then does."""
+    b = np.ones((24, 2), np.float32) * np.float32(factor)
+    before = {f"q.lora_{side}": np.zeros((2, 4, n), dtype) for side, n in (("a", 40), ("b", 24))}
+    if dtype == "int8":
+        before["q.lora_factors"] = np.zeros((2, 2, 4), np.float32)
+    expected = nullcontext() if helps is None else pytest.raises(LoadError, match=helps)
+    with expected:
+        stacked({"q": AdapterTerm(np.ones((2, 40), np.float32), b)}, 1, before, "poet")
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan, 3e38])
+def test_numbers_that_are_not_there(number: float, tmp_path: Path) -> None:
+    """Not finite in the file: no setting helps; nor where they become so by its scale."""
+    path = write_adapter(tmp_path / "poet", 2, 1, lora_alpha=64)
+    file = path / "adapter_model.safetensors"
+    arrays = load_file(file)
+    save_file({name: np.full_like(each, number) for name, each in arrays.items()}, file)
+    reason = "too large for float32, times its scale" if number == 3e38 else "the file is damaged"
+    with pytest.raises(LoadError, match=f"poet.*{reason}"):
+        LLM(GOLDEN, adapters={"poet": str(path)})

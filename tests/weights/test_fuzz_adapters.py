@@ -95,7 +95,7 @@ def reader() -> Callable[[Path], int]:
             terms = adapter_terms(adapter, model, opened.spec.tensors, "safetensors")
             terms = with_norms(terms, weight_of, path)
             for before in (codes, empty):
-                stacks = stacked(terms, 1, before)
+                stacks = stacked(terms, 1, before, path)
                 assert all(np.isfinite(each.astype(np.float32)).all() for each in stacks.values())
             accepted += 1
         except (CheckpointError, LoadError):
