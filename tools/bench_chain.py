@@ -28,7 +28,7 @@ from kernels_pallas.matmul.persistent import run_chain
 from kernels_pallas.matmul.prologue import PrologueOperand, identity
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 
-from .bench_kernels import check, copy_rate, random_stack, seconds, write
+from .bench_kernels import check_gpu, copy_rate, random_stack, seconds, write
 from .run_main import run
 
 WIDTH, WIDE = 4096, 14336
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check(options.json)
+    check_gpu()
     write(options.json, measure(options.rows))
     return 0
 

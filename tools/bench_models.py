@@ -21,6 +21,7 @@ from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.opening.open_model import open_files
 
+from .output_files import check_writable
 from .run_main import run
 
 # Weights of a row of random numbers, quantized once and used for all rows.
@@ -321,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.source is not None and options.tokenizer is not None:
         raise CheckpointError(options.tokenizer, "--tokenizer goes with --shape alone")
+    check_writable(options.out)
     path = open_files(options.source or options.tokenizer or _WORDS, {}).weights
     if open_checkpoint(path).format != "gguf":
         raise CheckpointError(path, "is no GGUF file, and only these are written again")

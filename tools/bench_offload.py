@@ -20,7 +20,7 @@ from jinfer.checkpoint import CheckpointError
 from jinfer.cli.prog_name import prog_of_module
 
 from .bench_kernels import write
-from .run_main import check_writable, run
+from .run_main import run
 
 PROMPT = 150  # tokens
 ANSWER = 64
@@ -152,7 +152,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.split is not None:
         print(json.dumps(measure_split(options.source, json.loads(options.split), options.dtype)))
         return 0
-    check_writable(None if options.json is None else str(options.json))
     from jinfer.opening.open_model import open_files
     from jinfer.opening.resolve_model import resolve_model
 

@@ -44,7 +44,7 @@ from jinfer.sampling.sampling_metadata import metadata_row
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.weights.storage_plan import columns_here
 
-from .bench_kernels import check, copy_rate, matmul_rate, write
+from .bench_kernels import check_gpu, copy_rate, matmul_rate, write
 from .kernel_profile import Kernels, kernels_of, lines
 from .run_main import run
 
@@ -338,7 +338,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.kernels:  # in command buffers the profiler may see no kernels
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
-    check(options.json)
+    check_gpu()
     result = measure(
         options.formats,
         options.tasks,

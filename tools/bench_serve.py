@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
+from jinfer.opening.sources import SourceError
 from jinfer.progress import throughout
 
 from .bench_serve_load import LengthMix, Workload, arrivals, conversation
@@ -32,6 +33,7 @@ from .bench_serve_stats import (
     record,
     table,
 )
+from .output_files import check_outputs
 
 if TYPE_CHECKING:
     import httpx
@@ -272,12 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--svg", metavar="FILE", help="a drawing of them")
     options = parser.parse_args(arguments)
     try:
+        check_outputs(options)
         with throughout(parser.prog):
             return report(options, asyncio.run(measure(options)))
     except ModuleNotFoundError as error:
         needed = f"run: {sys.executable} -m pip install 'jinfer[bench]'"
         print(f"error: this needs the package {error.name}; {needed}", file=sys.stderr)
-    except (BenchError, OSError) as error:
+    except (BenchError, SourceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 2
 

@@ -26,7 +26,8 @@ from jinfer.cli.prog_name import prog_of_module
 
 from .bench_kernels import write
 from .gpu_tables import tables
-from .run_main import check_writable, run
+from .output_files import check_writable
+from .run_main import run
 
 SMALL_CARD = 24 * 1024  # MiB
 _TESTS = "tests/kernels_pallas/test_gpu.py"
@@ -189,7 +190,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.tables:
         print(tables(json.loads(options.out.read_text(encoding="utf-8"))))
         return 0
-    check_writable(str(options.out))
+    check_writable(options.out)
     chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
     found = check(options.out, options.seconds, chosen)
     return 0 if all(row["status"] == 0 for row in found["parts"].values()) else 1

@@ -17,7 +17,8 @@ from jinfer.cli.terminal.generate_flags import token_ids
 from jinfer.modelspec.toml_tables import merge
 from jinfer.views.view_table import VIEWS, keywords
 
-from .run_main import check_writable, overrides_of, run
+from .output_files import check_writable
+from .run_main import overrides_of, run
 
 if TYPE_CHECKING:
     from jinfer import LLM
@@ -89,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
     text = options.prompt
     if options.prompt_file is not None:
         text = Path(options.prompt_file).read_text(encoding="utf-8-sig")
-    check_writable(str(out))
+    check_writable(out)
     llm = _opened(options.source, overrides_of(options.set))
     if "reference" in view.takes:
         plain = {"quantization": {"weights": "plain"}}

@@ -19,7 +19,7 @@ from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.progress import task
 
-from .run_main import check_writable, run, write_json
+from .run_main import run, write_json
 
 Definition = Literal["halves", "whole"]
 
@@ -132,7 +132,6 @@ def add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
     if options.length < 4 or (options.stride is not None and options.stride < 1):
         print("error: --length must be at least 4 and --stride at least 1", file=sys.stderr)
         return 2

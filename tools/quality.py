@@ -30,7 +30,7 @@ from jinfer.quant.quantize_matrix import Method
 
 from .llama_peer import ask
 from .perplexity import Window, add_text, perplexity, summary, text_windows
-from .run_main import check_writable, run, width, write_json
+from .run_main import run, width, write_json
 
 WIDTHS = ("q2", "q3", "q3.5", "q4", "q5", "q6", "q8")
 METHODS = get_args(Method)
@@ -248,7 +248,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.svg and find_spec("matplotlib") is None:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
-    check_writable(options.json, options.svg)
     text = Path(options.text).read_text(encoding="utf-8-sig")
     first = LLM(options.source, **{"engine.context": options.length})
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]

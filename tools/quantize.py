@@ -66,7 +66,7 @@ from .export_checkpoint import (
     exported_storages,
 )
 from .quantize_table import ErrorSums, FormatRow, WrittenParameter, done, summary, to_text, total
-from .run_main import check_writable, overrides_of, run, width, write_json
+from .run_main import overrides_of, run, width, write_json
 from .write_native import OrbaxWriter, copy_companions, new_folder, write_specification
 
 
@@ -262,7 +262,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_writable(options.json)
     if options.orbax and options.layout:
         raise SourceError("--layout and --orbax: give one of them")
     overrides = overrides_of(options.set)

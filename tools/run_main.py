@@ -15,29 +15,22 @@ from jinfer.api.user_errors import USER_ERRORS
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge
-from jinfer.opening.sources import SourceError
 from jinfer.ops.disable_kernels import SwitchError
 from jinfer.ops.platforms import start
 from jinfer.progress import take_warnings, throughout
 
-
-def check_writable(*files: str | None) -> None:
-    """Raises `SourceError` if a file cannot be written, before any long work."""
-    for file in filter(None, files):
-        folder = Path(file).absolute().parent
-        if not folder.is_dir():
-            raise SourceError(f"{file}: there is no folder {folder}; make it first")
-        if Path(file).is_dir():
-            raise SourceError(f"{file}: is a folder; name a file in it")
+from .output_files import check_outputs
 
 
 def run(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """The result of `work`; 2 after an error that the user can fix, printed as one line.
 
-    On a terminal a line says that work is in progress, unless there is other output.
+    It begins if what it is to write can be written. On a terminal a line says that work is in
+    progress, unless there is other output.
     """
     take_warnings()
     try:
+        check_outputs(options)
         with throughout(prog_of_module(work.__module__)):
             return work(options)
     except BrokenPipeError:

@@ -69,6 +69,13 @@ def test_what_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_folder_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "no" / "out.gguf"
+    assert main([str(out), "--source", "nowhere.gguf"]) == 2
+    said = f"error: {out}: there is no folder {out.parent}; make it first\n"
+    assert capsys.readouterr().err == said
+
+
 def test_rows_that_are_no_whole_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
