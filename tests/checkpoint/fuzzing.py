@@ -11,7 +11,9 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -117,6 +119,36 @@ def mutations(data: bytes) -> st.SearchStrategy[bytes]:
         return bytes(damaged)
 
     return st.lists(edit, min_size=1, max_size=6).map(apply)
+
+
+def reshaped(
+    arrays: dict[str, np.ndarray], kind: int, which: int, value: int, dtypes: Sequence[Any]
+) -> None:
+    """Damage to a file's arrays: one is missing, cut, or of another type or shape.
+
+    Args:
+        kind: from 0, which damage; higher ones than there are change nothing.
+        which, value: of which array, and how much.
+        dtypes: other types.
+    """
+    name = sorted(arrays)[which % len(arrays)]
+    array = arrays[name]
+    axis = value % max(1, array.ndim)
+    match kind:
+        case 0:
+            del arrays[name]
+        case 1 if array.ndim:
+            arrays[name] = np.take(array, range(value % (array.shape[axis] + 1)), axis=axis)
+        case 2:
+            with np.errstate(all="ignore"):
+                arrays[name] = array.astype(np.float32).astype(dtypes[value % len(dtypes)])
+        case 3:
+            arrays[name] = (array[None], array[..., None], array.reshape(-1))[value % 3]
+        case 4 if array.ndim > 1:
+            arrays[name] = np.swapaxes(array, 0, (1, -1)[value % 2])
+
+
+SHAPE_EDITS = 5  # kinds of `reshaped`
 
 
 def check_reader(open_fn: Callable[[Path], Checkpoint], data: bytes, tmp_path: Path) -> bool:

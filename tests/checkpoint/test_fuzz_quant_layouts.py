@@ -17,7 +17,7 @@ from jinfer.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.quant.grouped_blocks import grouped_format, grouped_tensor
 from jinfer.quant.scaled_tensor import kept_blocks, scaled_tensor
 
-from .fuzzing import EXAMPLES, fuzz_settings
+from .fuzzing import EXAMPLES, SHAPE_EDITS, fuzz_settings, reshaped
 from .quantized_cases import CASES
 from .quantized_writers import Arrays
 
@@ -36,36 +36,24 @@ def seed(name: str) -> Arrays:
 def damaged(arrays: Arrays, kind: int, which: int, value: int) -> None:
     name = sorted(arrays)[which % len(arrays)]
     array = arrays[name]
-    axis = value % max(1, array.ndim)
-    match kind:
+    match kind - SHAPE_EDITS:
         case 0:
-            del arrays[name]
-        case 1 if array.ndim:
-            arrays[name] = np.take(array, range(value % (array.shape[axis] + 1)), axis=axis)
-        case 2:
-            with np.errstate(all="ignore"):
-                arrays[name] = array.astype(np.float32).astype(DTYPES[value % len(DTYPES)])
-        case 3:
-            arrays[name] = array.reshape(-1)
-        case 4:
-            arrays[name] = array[None] if value % 2 else array[..., None]
-        case 5:
             noise = np.random.default_rng(value).integers(0, 256, max(1, array.nbytes), np.uint8)
             arrays[name] = noise[: array.nbytes].view(array.dtype).reshape(array.shape)
-        case 6:
+        case 1:
             arrays[f"m.0.{'weight' if value % 2 else 'scales'}"] = array
-        case 7:
+        case 2:
             arrays[name] = np.concatenate([array, array]) if array.ndim else array[None]
-        case 8 if array.ndim > 1:
-            arrays[name] = np.swapaxes(array, 0, 1)
-        case _:
+        case 3:
             flat = array.reshape(-1).view(np.uint8).copy()
             flat[value % max(1, flat.size) :][:1] ^= 1 << value % 8
             arrays[name] = flat.view(array.dtype).reshape(array.shape)
+        case _:
+            reshaped(arrays, kind, which, value, DTYPES)
 
 
 EDITS = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**16)), min_size=1, max_size=3
+    st.tuples(st.integers(0, 8), st.integers(0, 9), st.integers(0, 2**16)), min_size=1, max_size=3
 )
 KEYS = ["bits", "group_size", "sym", "quant_method", "format", "config_groups", "version", "mode"]
 KEYS += ["weight_block_size", "quant_algo", "checkpoint_format", "packing_format", "quant_config"]

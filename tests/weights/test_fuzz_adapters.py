@@ -22,7 +22,7 @@ from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
 from jinfer.weights.lora_adapter import open_adapter
 from jinfer.weights.merged_adapter import merged
 from jinfer.weights.tensor_mapping import LoadError
-from tests.checkpoint.fuzzing import fuzz_settings, mutations
+from tests.checkpoint.fuzzing import SHAPE_EDITS, fuzz_settings, mutations, reshaped
 from tests.engine.adapters import write_adapter, write_gguf_adapter
 
 TESTS = Path(__file__).parents[1]
@@ -42,27 +42,17 @@ SAID = st.dictionaries(st.sampled_from(KEYS), st.sampled_from(ODD), max_size=2)
 def damaged(arrays: dict[str, np.ndarray], kind: int, which: int, value: int) -> None:
     name = sorted(arrays)[which % len(arrays)]
     array = arrays[name]
-    axis = value % max(1, array.ndim)
-    match kind:
+    match kind - SHAPE_EDITS:
         case 0:
-            del arrays[name]
-        case 1 if array.ndim:
-            arrays[name] = np.take(array, range(value % (array.shape[axis] + 1)), axis=axis)
-        case 2:
-            with np.errstate(all="ignore"):
-                arrays[name] = array.astype(DTYPES[value % len(DTYPES)])
-        case 3:
-            arrays[name] = array[None] if value % 2 else array.reshape(-1)
-        case 4:
-            arrays[name] = array.swapaxes(0, -1) if array.ndim else array
-        case 5:
             arrays[name.replace("lora_", "base_layer.lora_")] = array
-        case 6:
+        case 1:
             arrays[name.replace("experts", "experts.0.w1")] = array
-        case 7:
+        case 2:
             arrays[name] = np.full_like(array, np.nan if value % 2 else 0)
-        case _:
+        case 3:
             arrays[name.replace(".weight", "")] = array
+        case _:
+            reshaped(arrays, kind, which, value, DTYPES)
 
 
 def reader() -> Callable[[Path], int]:
