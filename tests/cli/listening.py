@@ -10,6 +10,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,23 @@ class Heard:
             else to do: less than on the clock, where others compute as well.
         text: all that it said.
         before: the end of what it had said before that time.
+        chunks: what it said at a time, and when, in such seconds since it was run.
     """
 
     status: int
     silence: float
     text: str
     before: str
+    chunks: Sequence[tuple[float, str]]
+
+    @property
+    def most(self) -> float:
+        """How long it may be silent, in seconds: 1, or half of its start on slow machines.
+
+        Where a start takes longer than 1 second, one without a word is too long.
+        """
+        begun = (at for at, said in self.chunks if "opening" in said or "compiling" in said)
+        return max(1.0, next(begun, 0.0) / 2)
 
 
 class Load:
@@ -77,6 +89,7 @@ def listen(command: list[str], typed: str = "", folder: Path = ROOT, **environme
     os.close(theirs)
     os.write(mine, typed.encode())
     last, silence, text, before = time.monotonic(), 0.0, "", ""
+    since, chunks = 0.0, list[tuple[float, str]]()
     while True:
         ready = select.select([mine], [], [], 300)[0]
         assert ready, text
@@ -89,7 +102,9 @@ def listen(command: list[str], typed: str = "", folder: Path = ROOT, **environme
         now = time.monotonic()
         if (quiet := (now - last) / load.within(last, now)) > silence:
             silence, before = quiet, text[-80:]
-        last, text = now, text + said.decode(errors="replace")
+        last, since = now, since + quiet
+        chunks.append((since, said.decode(errors="replace")))
+        text += chunks[-1][1]
     os.close(mine)
     load.end()
-    return Heard(program.wait(60), silence, text, before)
+    return Heard(program.wait(60), silence, text, before, chunks)
