@@ -6,6 +6,7 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -27,6 +28,7 @@ from jinfer.modelspec.quantization_table import QuantizationSpec, RuleSpec
 from jinfer.modelspec.speculation_table import DraftSpec, SpeculationSpec
 from jinfer.modelspec.table_reader import fields, union
 
+WIDTH = 120  # of lines
 PAGE = Path(__file__).parents[2] / "docs" / "specs.md"
 _PLAIN = {str: "a text", bool: "true or false", float: "a number", int: "a whole number"}
 
@@ -51,8 +53,11 @@ def reference() -> dict[str, str]:
         "speculation": _table(SpeculationSpec),
         "draft": _table(DraftSpec),
         "classification": _table(ClassificationSpec),
-        "activations": ", ".join(
-            f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
+        "activations": textwrap.fill(
+            ", ".join(
+                f"`{alias}` (`{name}`)" for alias, name in sorted(ACTIVATION_ALIASES.items())
+            ),
+            WIDTH,
         ),
     }
 
