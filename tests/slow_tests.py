@@ -50,7 +50,7 @@ def main(reports: list[str]) -> None:
     rows = read() if LIST.exists() else {}
     for report in reports:
         rows |= measured(Path(report))
-    slow = sorted((-seconds, name) for name, seconds in rows.items() if _may_rest(name, seconds))
+    slow = sorted((-round(t, 1), name) for name, t in rows.items() if _may_rest(name, t))
     text = "".join(f"{-seconds:.1f} {name}\n" for seconds, name in slow)
     LIST.write_text(text, encoding="utf-8")
 
