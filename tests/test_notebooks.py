@@ -9,7 +9,7 @@ import pytest
 
 from tests.notebooks import FOLDER, code_cells, empty_folder, notebooks, run
 
-from .test_structure import UNWANTED_TEXT
+from .structure import UNWANTED_TEXT
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

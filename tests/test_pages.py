@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_structure import LEVELS, source_files
+from tests.structure import LEVELS, source_files
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", *(f"docs/{n}.md" for n in ("architecture", "contributing", "glossary")))

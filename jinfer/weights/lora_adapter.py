@@ -96,7 +96,7 @@ class LoraModule:
             return b
         return b.reshape(len(b), -1, self.experts).transpose(2, 0, 1)
 
-    def scaled(self, b: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    def scaled(self, b: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
         """`b` or a part of it times the scale; infinite where that is too large."""
         with np.errstate(over="ignore"):
             return b * np.float32(self.scale)

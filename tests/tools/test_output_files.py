@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,7 +35,7 @@ TOOLS = {
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.rpartition(".")[2])
 def test_a_missing_folder_comes_first(
-    tool: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the source, which is not there either."""
     arguments, flag = TOOLS[tool]
