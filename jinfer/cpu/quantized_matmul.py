@@ -6,6 +6,10 @@ integer has one digit in mode "int8", -127 .. 127 with scale = largest magnitude
 base 253 in mode "int16". Mode "float" has three, the last of which counts 1.2e-7 of the block's
 largest magnitude, as much as its last bit does in float32. Products with digits are integer sums,
 scaled and added up in float32.
+
+Mode "bf16" is "int8" but for many rows (`kBf16MinRows` in linear_bf16_tiles.h) on a processor with
+AMX: there activations, and weights with their scales and bases, are rounded to bfloat16. A row's
+bits then depend on how many there are.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from jinfer.cpu.build_library import custom_call
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-type Mode = Literal["int8", "int16", "float"]
-_DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3}  # of 8 bits
+type Mode = Literal["int8", "int16", "float", "bf16"]
+# Of 8 bits; 0 is `kBf16Prompts` of linear.h.
+_DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3, "bf16": 0}
 # Indexed by `Activation` of activation.h; a matmul's GLU takes those up to relu.
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
 _MAX_CODEBOOK = 16

@@ -67,8 +67,10 @@ class QuantizationSpec:
         activations: of matrix products on a CPU: "int8" rounds them to 8 bits in blocks of 32 with
             quantized weights, to bfloat16 with bfloat16 weights, or to 14 bits with float16
             weights, where that is the processor's faster way; "int16" rounds to 16 bits with
-            quantized weights alone, and "float" keeps float32's 24 bits; "auto": "float" if `dtype`
-            is float32, else "int8".
+            quantized weights alone, and "float" keeps float32's 24 bits; "bf16" is "int8", but
+            rounds 33 rows and more to bfloat16 on processors with AMX, and quantized weights too:
+            prompts take a fraction of the instructions, and a token may depend on the company in
+            which its prompt is computed; "auto": "float" if `dtype` is float32, else "int8".
         kv_cache: "f32", "bf16", "f16", or the width of keys and values, such as "q8"; "auto": the
             computation's type, or on a CPU "f16" if `dtype` is "auto" too.
     """
@@ -80,7 +82,7 @@ class QuantizationSpec:
     threshold: Count = 4096
     outliers: NotNegative = 0.0
     method: Literal["auto", "search", "nearest", "feedback"] = "auto"
-    activations: Literal["auto", "int8", "int16", "float"] = "auto"
+    activations: Literal["auto", "int8", "int16", "float", "bf16"] = "auto"
     kv_cache: str = AUTO
 
     @property

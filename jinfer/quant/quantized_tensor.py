@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LANES = 16  # words of the widest CPU vector
 MAX_COLUMNS = 32  # of a superblock: what the GPU kernels read
-type Activations = Literal["int8", "int16", "float"]
+type Activations = Literal["int8", "int16", "float", "bf16"]
 
 SUPER = 256  # weights that share the second-level numbers of a two-level format
 ALIGNMENT = 64  # bytes, of an array that XLA:CPU takes over
@@ -59,7 +59,7 @@ class QuantizedTensor:
         format: meaning of codes and numbers.
         outputs, inputs: without padding.
         activations: precision of activations in CPU matmuls: "int8" and "int16" round them to so
-            many bits in blocks of 32, "float" keeps float32's 24.
+            many bits in blocks of 32, "float" keeps float32's 24; "bf16": see quantized_matmul.py.
     """
 
     words: Any

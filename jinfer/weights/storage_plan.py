@@ -163,7 +163,7 @@ def as_whole_numbers(dtype: DTypeLike, activations: Activations) -> bool:
         dtype: of the computation.
     """
     wider = np.dtype(dtype).itemsize > 2
-    return wider and activations == "int8" and reads_16_bit_weights() and f16_as_int_is_faster()
+    return wider and _are_rounded(activations) and reads_16_bit_weights() and f16_as_int_is_faster()
 
 
 def in_stored_types(
@@ -172,7 +172,12 @@ def in_stored_types(
     """The model with its matrices in the checkpoint's types, where products read them so."""
     if not reads_16_bit_weights():
         return model
-    return replace(with_types(model, types), rounded=activations == "int8")
+    return replace(with_types(model, types), rounded=_are_rounded(activations))
+
+
+def _are_rounded(activations: Activations) -> bool:
+    """Whether products with 16-bit matrices may round activations."""
+    return activations in ("int8", "bf16")
 
 
 def with_fp8(

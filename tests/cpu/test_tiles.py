@@ -11,6 +11,7 @@ from jinfer.cpu.isa import own_isa
 
 TESTED = (
     "test_quantized_matmul.py",
+    "test_bf16_prompts.py",
     "test_dense_matmul.py",
     "test_fused_layers.py",
     "test_company.py",

@@ -34,7 +34,16 @@ struct Matrix {
   int shared() const { return std::max(1, block / width()); }
 };
 
-// Layout of quantized activations for a matrix: a record for each group of G columns, which holds
+// Whose operands rows of activations are.
+enum class ActivationForm {
+  records,     // dot products of bytes
+  tiles,       // AMX tiles of bytes
+  int16,       // 16-bit codes
+  bf16_tiles,  // AMX tiles of bfloat16
+};
+
+// Layout of activations for a matrix. In `records` it is a record for each group of G columns,
+// which holds
 //
 //   int8 codes[8][G][4]      4-byte word s of each column side by side, so that one load, repeated
 //                            over the vector if G < L, is what a vector of codes is multiplied with
@@ -42,34 +51,39 @@ struct Matrix {
 //   int32 sums[parts][G]     -zero * sum of codes where the matrix is symmetric, else as float32
 //                            the sum of the values
 //
-// For AMX tiles a row has int8 codes[columns][32], float scales[columns] and
-// int32 sums[parts][columns].
+// In `tiles` a row has int8 codes[columns][32], float scales[columns] and
+// int32 sums[parts][columns]; in `bf16_tiles` bfloat16 values[columns][32], in an odd number of
+// cache lines, so that the 16 rows of a tile do not share a set of the cache.
 //
-// For 16-bit codes a record holds integers of 14 bits, a single digit:
+// In `int16` a record holds integers of 14 bits, a single digit:
 //
 //   int16 codes[16][G][2]    word s of each column side by side
 //   float scales[G]
 //
 // A row may have several digits, most significant first. Kernels treat each as a row, whose scales
-// are kBase (linear_kernels.h) times the next digit's, and add up the products.
+// are kBase (linear_activations.h) times the next digit's, and add up the products.
 struct ActivationLayout {
   int64_t columns;  // padded
   int group;        // G
   int zero;         // of a symmetric matrix; -1: affine
   int parts;        // sums of a column: 2 where blocks are 16 long, else 1
   int digits;
-  bool amx;    // for AMX tiles
-  bool int16;  // for 16-bit codes
+  ActivationForm form;
 
   bool operator==(const ActivationLayout& o) const {
     return columns == o.columns && group == o.group && zero == o.zero && parts == o.parts &&
-           digits == o.digits && amx == o.amx && int16 == o.int16;
+           digits == o.digits && form == o.form;
   }
   static constexpr int64_t int16_bytes() { return 68; }  // of a column
-  int64_t column_bytes() const { return int16 ? int16_bytes() : 36 + 4 * parts; }
+  int64_t column_bytes() const {
+    return form == ActivationForm::int16        ? int16_bytes()
+           : form == ActivationForm::bf16_tiles ? 64
+                                                : 36 + 4 * parts;
+  }
   int64_t digit_bytes() const {
     const int64_t bytes = columns * column_bytes();
-    return amx ? (bytes + 63) / 64 * 64 : bytes;
+    if (form == ActivationForm::bf16_tiles) return (columns | 1) * 64;
+    return form == ActivationForm::tiles ? (bytes + 63) / 64 * 64 : bytes;
   }
   int64_t row_bytes() const { return digits * digit_bytes(); }
 };
@@ -94,7 +108,12 @@ struct LinearKernels {
   void (*glu)(Activation activation, int64_t count, const float* up, float* y);
   // Rows from which AMX tiles are used, with the same bits; 0: never.
   int64_t amx_min_rows;
+  // Rows from which tiles of bfloat16 are used if `kBf16Prompts` is asked for; 0: never.
+  int64_t bf16_min_rows;
 };
+
+// As a number of digits: one, but bfloat16 for many rows where there are such kernels.
+constexpr int64_t kBf16Prompts = 0;
 
 // Whether a matrix fits AMX tiles: codes minus the code of 0 are signed bytes.
 inline bool fits_amx(const Matrix& m) {

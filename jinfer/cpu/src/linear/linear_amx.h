@@ -270,18 +270,4 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   }
 }
 
-// AMX for rows in its layout, else the vector kernels.
-void multiply_maybe_amx(const Matrix& matrix, const Activations& x, int64_t rows, int64_t begin,
-                        int64_t end, float* y, int64_t stride) {
-  if (!x.layout.amx) return multiply(matrix, x, rows, begin, end, y, stride);
-  rows *= x.layout.digits;
-  static thread_local Scratch scratch;
-  const MatmulPlan& plan = plan_of(matrix);
-  with_columns(matrix.G, [&](auto g) {
-    multiply_amx<decltype(g)::value>(plan, x, rows, begin, end, y, stride, scratch);
-  });
-}
-
-const jinfer::LinearKernels kernels_with_amx{prepare, multiply_maybe_amx, jinfer::glu, kAmxMinRows};
-
 }  // namespace

@@ -106,12 +106,16 @@ inline bool same_shape(const Matrix& a, const Matrix& b) {
 // Digits of activations; three are as exact as float32.
 constexpr int kMostDigits = 3;
 
-// `rows`: per matrix, on average.
-inline ActivationLayout layout_of(const Matrix& m, int digits, int64_t rows) {
-  if (m.bits == 16) return {m.columns(), m.G, 0, 1, 1, false, true};
-  const int64_t amx_min_rows = linear_kernels().amx_min_rows;
-  const bool tiles = amx_min_rows && rows * digits >= amx_min_rows && fits_amx(m);
-  return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits, tiles, false};
+// `rows`: per matrix, on average. `bf16`: whether many rows may be in bfloat16.
+inline ActivationLayout layout_of(const Matrix& m, int digits, bool bf16, int64_t rows) {
+  using Form = ActivationForm;
+  if (m.bits == 16) return {m.columns(), m.G, 0, 1, 1, Form::int16};
+  const LinearKernels& k = linear_kernels();
+  if (bf16 && k.bf16_min_rows && rows >= k.bf16_min_rows)
+    return {m.columns(), m.G, 0, 1, 1, Form::bf16_tiles};
+  const bool tiles = k.amx_min_rows && rows * digits >= k.amx_min_rows && fits_amx(m);
+  return {m.columns(), m.G, m.affine() ? -1 : m.zero, m.block == 16 ? 2 : 1, digits,
+          tiles ? Form::tiles : Form::records};
 }
 
 // The tiles of one tensor for one segment.
@@ -132,15 +136,16 @@ class LinearWork : public MatmulWork {
                   size_t codes, int64_t inputs, int64_t digits, int64_t activation,
                   int64_t rows_each) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
-    digits_ = digits, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
-    if (digits < 1 || digits > kMostDigits) return refuse("no such number of digits");
+    const bool bf16 = digits == kBf16Prompts;
+    digits_ = bf16 ? 1 : digits, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
+    if (digits_ < 1 || digits_ > kMostDigits) return refuse("no such number of digits");
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
       return refuse("no such activation");
     tensors.resize(count), layout_of_.resize(count), layouts.clear(), parts_.clear(), total_ = 0;
     for (size_t t = 0; t < count; ++t) {
       auto error = read_tensor(operands, fields + t * kFields, codes, table_, inputs, &tensors[t]);
       if (error.failure()) return error;
-      const ActivationLayout layout = layout_of(tensors[t].matrix, digits_, rows_each);
+      const ActivationLayout layout = layout_of(tensors[t].matrix, digits_, bf16, rows_each);
       const auto at = std::find(layouts.begin(), layouts.end(), layout);
       layout_of_[t] = at - layouts.begin();
       if (at == layouts.end()) layouts.push_back(layout);
@@ -191,14 +196,14 @@ class LinearWork : public MatmulWork {
     const LinearKernels& k = linear_kernels();
     const int64_t begin = total_ * chunk / chunks, end = total_ * (chunk + 1) / chunks;
     for (const Part& part : parts_) {
-      // Kernels take two tiles at a time.
-      const auto in_twos = [&](int64_t tile) {
-        const int64_t in_part = std::max<int64_t>(0, tile - part.begin);
-        return std::min(part.tiles, (in_part + 1) / 2 * 2);
-      };
-      const int64_t from = in_twos(begin), to = in_twos(end);
-      if (from >= to) continue;
       const Matrix& m = tensors[part.tensor].matrix;
+      const int64_t together = tiles_together(part.tensor);
+      const auto whole = [&](int64_t tile) {
+        const int64_t in_part = std::max<int64_t>(0, tile - part.begin);
+        return std::min(part.tiles, (in_part + together - 1) / together * together);
+      };
+      const int64_t from = whole(begin), to = whole(end);
+      if (from >= to) continue;
       float* y = tensors[part.tensor].y + part.segment.begin * m.outputs;
       multiply(k, part, part.tensor, from, to, y, m.outputs);
       if (!gated_) continue;
@@ -213,6 +218,13 @@ class LinearWork : public MatmulWork {
   }
 
  private:
+  // Tiles that kernels take at a time: two, or 16 outputs.
+  int64_t tiles_together(size_t t) const {
+    const ActivationForm form = layouts[layout_of_[t]].form;
+    const bool amx = form == ActivationForm::tiles || form == ActivationForm::bf16_tiles;
+    return amx ? 16 / tensors[t].matrix.R : 2;
+  }
+
   void multiply(const LinearKernels& k, const Part& part, size_t t, int64_t begin, int64_t end,
                 float* y, int64_t stride) const {
     const ActivationLayout& layout = layouts[layout_of_[t]];

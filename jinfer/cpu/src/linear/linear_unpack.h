@@ -114,6 +114,34 @@ constexpr int max_code(int bits, bool coded) {
   return coded ? 255 : bits == kThreeAndAHalf ? 127 / 11 : (1 << bits) - 1;
 }
 
+// Calls put(half, s, codes) for steps s = 0 .. 7 of a unit's words; 3.5 bits: for two units, half 0
+// with x and half 1 with y.
+template <int bits, class Put>
+inline __attribute__((always_inline)) void decode_steps(const Vector::I* w, const uint8_t* codebook,
+                                                        Put put) {
+  const auto step = [&](int s, Vector::I v) __attribute__((always_inline)) {
+    if constexpr (bits == kThreeAndAHalf) {
+      Vector::I x, y;
+      Vector::split_pairs(v, x, y);
+      put(0, s, x);
+      put(1, s, y);
+    } else {
+      if constexpr (bits <= 4) {
+        if (codebook) v = Vector::lookup(codebook, v);
+      }
+      put(0, s, v);
+    }
+  };
+  step(0, unpack_four<bits, 0>(w));
+  step(1, unpack_four<bits, 1>(w));
+  step(2, unpack_four<bits, 2>(w));
+  step(3, unpack_four<bits, 3>(w));
+  step(4, unpack_four<bits, 4>(w));
+  step(5, unpack_four<bits, 5>(w));
+  step(6, unpack_four<bits, 6>(w));
+  step(7, unpack_four<bits, 7>(w));
+}
+
 // Decodes a unit's `words`, `stride` apart, to codes[8][L]; 3.5 bits: two units, `codes` with x and
 // `second` with y.
 template <int bits>
@@ -125,27 +153,9 @@ inline void decode(const uint32_t* words, int64_t stride, const uint8_t* codeboo
     w[b] = Vector::load(words + b * stride);
     __builtin_prefetch(words + b * stride + 1024);
   }
-  auto put = [&](int s, Vector::I v) {
-    if constexpr (bits == kThreeAndAHalf) {
-      Vector::I x, y;
-      Vector::split_pairs(v, x, y);
-      Vector::store(codes + s * 4 * L, x);
-      Vector::store(second + s * 4 * L, y);
-    } else {
-      if constexpr (bits <= 4) {
-        if (codebook) v = Vector::lookup(codebook, v);
-      }
-      Vector::store(codes + s * 4 * L, v);
-    }
-  };
-  put(0, unpack_four<bits, 0>(w));
-  put(1, unpack_four<bits, 1>(w));
-  put(2, unpack_four<bits, 2>(w));
-  put(3, unpack_four<bits, 3>(w));
-  put(4, unpack_four<bits, 4>(w));
-  put(5, unpack_four<bits, 5>(w));
-  put(6, unpack_four<bits, 6>(w));
-  put(7, unpack_four<bits, 7>(w));
+  decode_steps<bits>(w, codebook, [&](int half, int s, Vector::I v) {
+    Vector::store((half ? second : codes) + s * 4 * L, v);
+  });
 }
 
 // ---- numbers ----------------------------------------------------------------------------------
