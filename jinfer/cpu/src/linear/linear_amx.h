@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "linear/linear_gemv.h"
 #include "linear/linear_kernels.h"
 #include "simd/amx.h"
 
@@ -17,8 +18,10 @@ namespace {
 constexpr int kTileRows = 16;             // of activations, and outputs
 constexpr int kPanelOfTiles = 256 << 10;  // bytes, in L2
 
-// Rows from which tiles are used; fewer go through linear_gemv.h, four or eight at a time.
-constexpr int64_t kAmxMinRows = 33;
+// Rows from which tiles are used: docs/kernels.md has the sums. Fewer go through linear_gemv.h, four
+// or eight at a time.
+constexpr int64_t kAmxMinRows = 9;
+constexpr int64_t kAmxFewRows = 32;  // for which a block does not wait in L2 until it is used
 
 // In groups of 2 * half lanes: the lower halves of a and b side by side, or the upper ones.
 template <int half, bool upper>
@@ -81,30 +84,37 @@ struct Groups {
   }
 };
 
+// Words `b` of superblock i of a row group, where those that come later are prefetched.
+inline Vector::I load_ahead(const MatmulPlan& plan, int64_t group, int64_t i, int b) {
+  const Matrix& m = *plan.matrix;
+  const uint32_t* from = m.words + ((group * m.superblocks + i) * m.bits + b) * L;
+  __builtin_prefetch(from + kFarPrefetch / 4, 0, 2);
+  return Vector::load(from);
+}
+
 template <int bits, int g>
 void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* codes) {
+  constexpr int per_code = per_code_of(bits);
   const Matrix& m = *plan.matrix;
   const int64_t apart = plan.units * 32 * L;  // from one column's to the next one's
   const Vector::I zero = _mm512_set1_epi8(static_cast<char>(m.affine() ? 0 : m.zero));
-  alignas(64) uint32_t words[g][bits][L];
   for (int64_t i = 0; i < m.superblocks; ++i) {
+    Vector::I words[bits][g];
+    UNROLL
     for (int b = 0; b < bits; ++b) {
-      Vector::I v[g];
       UNROLL
-      for (int j = 0; j < g; ++j) {
-        const uint32_t* from = m.words + ((groups.of[j] * m.superblocks + i) * bits + b) * L;
-        v[j] = Vector::load(from);
-      }
-      to_columns<g>(v);
-      UNROLL
-      for (int c = 0; c < g; ++c) Vector::store(words[c][b], v[c]);
+      for (int j = 0; j < g; ++j) words[b][j] = load_ahead(plan, groups.of[j], i, b);
+      to_columns<g>(words[b]);
     }
     for (int c = 0; c < g; ++c) {
-      uint8_t* to = codes + c * apart + i * m.per_code * 32 * L;
-      decode<bits>(words[c][0], L, m.codebook, to, to + 32 * L);
-      if (m.affine()) continue;
-      for (int at = 0; at < m.per_code * 32 * L; at += 4 * L)
-        Vector::store(to + at, _mm512_sub_epi8(Vector::load(to + at), zero));
+      Vector::I w[bits];
+      UNROLL
+      for (int b = 0; b < bits; ++b) w[b] = words[b][c];
+      uint8_t* to = codes + c * apart + i * per_code * 32 * L;
+      decode_steps<bits>(
+          w, m.codebook, [&](int half, int s, Vector::I v) __attribute__((always_inline)) {
+            Vector::store(to + (8 * half + s) * 4 * L, _mm512_sub_epi8(v, zero));
+          });
     }
   }
 }
@@ -144,58 +154,68 @@ void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block&
   }
 }
 
-// Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns().
+// Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns(). Two sets of
+// tiles take turns, so that one product's sums are scaled while the next product is on its way.
 template <int g, bool affine, int parts>
 void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units,
                     const char* x, Vector::F* to) {
   constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
-  const int64_t stride = layout.digit_bytes();
-  const uint8_t* codes = block.codes;
-  const float* scales = block.scales;
-  const float* bases = block.bases;
-  alignas(64) int32_t products[kTileRows][L];
+  const int64_t stride = layout.digit_bytes(), products = units * parts;
+  alignas(64) int32_t sums[2][kTileRows][L];
   Vector::F kept[levels + 1][kTileRows];
   for (int c = 0; c < g; ++c) {
+    const int64_t before = c * products;  // products of other columns
+    const auto start = [&](auto set, int64_t i) __attribute__((always_inline)) {
+      constexpr int sum = 3 * set.value, a = sum + 1, b = sum + 2;
+      const int64_t column = i / parts * g + c, part = i % parts;
+      jinfer::tile_zero<sum>();
+      jinfer::tile_load<a>(x + 32 * column + 4 * part * steps, stride);
+      jinfer::tile_load<b>(block.codes + (before + i) * steps * 4 * L, 4 * L);
+      if constexpr (affine) {
+        jinfer::tile_dot_unsigned<sum, a, b>();
+      } else {
+        jinfer::tile_dot_signed<sum, a, b>();
+      }
+      jinfer::tile_store<sum>(sums[set.value], 4 * L);
+    };
     Vector::F total[kTileRows];
 #pragma GCC unroll 16
     for (int m = 0; m < kTileRows; ++m) total[m] = Vector::zero_f();
-    for (int64_t u = 0; u < units; ++u) {
-      const int64_t column = u * g + c;
+    const auto finish = [&](auto set, int64_t i) __attribute__((always_inline)) {
+      const int64_t column = i / parts * g + c, part = i % parts;
       const char* scale_of = x + 32 * layout.columns + 4 * column;
-      UNROLL
-      for (int part = 0; part < parts; ++part) {
-        jinfer::tile_zero<0>();
-        jinfer::tile_load<1>(x + 32 * column + 4 * part * steps, stride);
-        jinfer::tile_load<2>(codes + part * steps * 4 * L, 4 * L);
-        if constexpr (affine) {
-          jinfer::tile_dot_unsigned<0, 1, 2>();
-        } else {
-          jinfer::tile_dot_signed<0, 1, 2>();
-        }
-        jinfer::tile_store<0>(products, 4 * L);
-        const Vector::F scale = Vector::load_f(scales + part * L);
-        const char* sum_of = scale_of + 4 * (part + 1) * layout.columns;
+      const char* sum_of = scale_of + 4 * (part + 1) * layout.columns;
+      const Vector::F scale = Vector::load_f(block.scales + (before + i) * L);
+#pragma GCC unroll 16
+      for (int m = 0; m < kTileRows; ++m) {
+        float by;
+        std::memcpy(&by, scale_of + m * stride, 4);
+        const Vector::F both = Vector::mul(scale, Vector::set_f(by));
+        total[m] = Vector::fma(Vector::to_float(Vector::load(sums[set.value][m])), both, total[m]);
+      }
+      if constexpr (affine) {
+        const Vector::F base = Vector::load_f(block.bases + (before + i) * L);
 #pragma GCC unroll 16
         for (int m = 0; m < kTileRows; ++m) {
-          float by;
-          std::memcpy(&by, scale_of + m * stride, 4);
-          const Vector::F both = Vector::mul(scale, Vector::set_f(by));
-          total[m] = Vector::fma(Vector::to_float(Vector::load(products[m])), both, total[m]);
-        }
-        if constexpr (affine) {
-          const Vector::F base = Vector::load_f(bases + part * L);
-#pragma GCC unroll 16
-          for (int m = 0; m < kTileRows; ++m) {
-            float sum;
-            std::memcpy(&sum, sum_of + m * stride, 4);
-            total[m] = Vector::fma(base, Vector::set_f(sum), total[m]);
-          }
+          float sum;
+          std::memcpy(&sum, sum_of + m * stride, 4);
+          total[m] = Vector::fma(base, Vector::set_f(sum), total[m]);
         }
       }
-      codes += 32 * L;
-      scales += parts * L;
-      bases += parts * L;
+    };
+    const std::integral_constant<int, 0> one;
+    const std::integral_constant<int, 1> other;
+    start(one, 0);
+    int64_t i = 0;
+    for (; i + 2 < products; i += 2) {
+      start(other, i + 1);
+      finish(one, i);
+      start(one, i + 2);
+      finish(other, i + 1);
     }
+    if (i + 1 < products) start(other, i + 1);
+    finish(one, i);
+    if (i + 1 < products) finish(other, i + 1);
     // Neighbours first, as soon as both are complete.
     int level = 0;
     for (; c >> level & 1; ++level)
@@ -219,7 +239,8 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   const int64_t code_bytes = plan.units * g * 32 * L, numbers = plan.units * plan.parts * g * L;
   const int64_t block_bytes = code_bytes + 2 * 4 * numbers, row_bytes = x.layout.digit_bytes();
   const int64_t blocks = (end - begin + g - 1) / g;
-  const int64_t together = std::clamp<int64_t>(kPanelOfTiles / block_bytes, 1, blocks);
+  const int64_t fit = rows <= kAmxFewRows ? 1 : kPanelOfTiles / block_bytes;
+  const int64_t together = std::clamp<int64_t>(fit, 1, blocks);
   // Fewer rows than a tile's are copied; the rest is ignored.
   const int64_t copied = rows < kTileRows ? kTileRows * row_bytes : 0;
   char* memory = scratch.get(together * block_bytes + 2 * 4 * numbers + copied);
@@ -238,9 +259,11 @@ void multiply_amx(const MatmulPlan& plan, const Activations& x, int64_t rows, in
   };
 
   jinfer::TileShapes shapes;
-  shapes.set(0, kTileRows, 4 * L);
-  shapes.set(1, kTileRows, 32 / plan.parts);
-  shapes.set(2, 8 / plan.parts, 4 * L);
+  for (int set : {0, 3}) {
+    shapes.set(set, kTileRows, 4 * L);
+    shapes.set(set + 1, kTileRows, 32 / plan.parts);
+    shapes.set(set + 2, 8 / plan.parts, 4 * L);
+  }
   const jinfer::Tiles tiles(shapes);
   for (int64_t first = 0; first < blocks; first += together) {
     const int64_t here = std::min(together, blocks - first);

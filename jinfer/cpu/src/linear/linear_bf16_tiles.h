@@ -76,11 +76,7 @@ void fill_bf16(const MatmulPlan& plan, const Groups<g>& groups, const float* roo
     UNROLL
     for (int b = 0; b < bits; ++b) {
       UNROLL
-      for (int j = 0; j < g; ++j) {
-        const uint32_t* from = m.words + ((groups.of[j] * m.superblocks + i) * bits + b) * L;
-        words[b][j] = Vector::load(from);
-        __builtin_prefetch(from + kFarPrefetch / 4, 0, 2);
-      }
+      for (int j = 0; j < g; ++j) words[b][j] = load_ahead(plan, groups.of[j], i, b);
       to_columns<g>(words[b]);
     }
     Vector::I both[2][numbers][g];  // scales and bases
