@@ -36,7 +36,7 @@ from jinfer.cpu.cores import usable_cores
 from jinfer.opening.open_model import open_files
 
 from .bench_engine_worker import TimedEngine
-from .llama_peer import answer_tasks, ask, command
+from .llama_peer import answer_tasks, ask, command, ending_hint
 from .machine_info import counters, machine, others, read_rate
 from .perplexity import parse_flat
 from .run_main import run, write_json
@@ -136,8 +136,7 @@ class BenchWorker:
                 return dict(json.loads(line))
         with self.process:
             status = self.process.wait()
-        hint = "; --peer-python has to name a Python with llama-cpp-python"
-        hint = hint if self.side.name.startswith(PEER) else ""
+        hint = ending_hint(status) if self.side.name.startswith(PEER) else ""
         raise OSError(f"{self.side.name} ended without an answer (status {status}){hint}")
 
 

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ KINDS = ("decode", "sample", "prefill", "deep")  # what can be measured
 BATCH = 2048  # most tokens of a call
 # Sampling parameters: the defaults of llama.cpp's own server.
 DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_ILLEGAL = (-signal.SIGILL, 128 + signal.SIGILL)  # exit statuses: of a child, through a shell
 
 
 def command(python: str, *arguments: str) -> list[str]:
@@ -38,8 +40,21 @@ def ask(python: str, request: dict[str, Any]) -> None:
     """Runs a request in llama.cpp's own process. Raises `OSError` with its error output."""
     asked = json.dumps(request)
     done = subprocess.run(command(python), input=asked, text=True, capture_output=True, check=False)
+    if done.returncode in _ILLEGAL:
+        raise OSError(f"llama.cpp ended{ending_hint(done.returncode)}")
     if done.returncode:
         raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr else "llama.cpp ended")
+
+
+def ending_hint(status: int) -> str:
+    """What to do about a process of llama.cpp that ended with an exit status, after "; "."""
+    if status in _ILLEGAL:
+        return (
+            "; an illegal instruction: with AMX, GCC 12 drops the stores that fill llama.cpp's tile "
+            'configuration; build it with a compiler barrier before _tile_loadconfig, as "How to '
+            'repeat them" in docs/benchmarks.md says'
+        )
+    return "; --peer-python has to name a Python with llama-cpp-python"
 
 
 class Llama:

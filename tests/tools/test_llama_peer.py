@@ -1,13 +1,15 @@
 """The protocol of what measures llama.cpp, with a stand-in for its functions."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools.llama_peer import PROMPT, STEPS, command
+from tools.bench_cpu import BenchWorker, EngineUnderTest
+from tools.llama_peer import PROMPT, STEPS, ask, command
 
 # Counts what it computes; a token takes a thousandth of a second.
 STAND_IN = """
@@ -81,6 +83,21 @@ def test_a_model_that_is_none(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "error: broken: llama.cpp cannot load it\n"
+
+
+@pytest.mark.parametrize("status", [-signal.SIGILL, 128 + signal.SIGILL])
+def test_death_by_an_illegal_instruction(status: int, folder: Path) -> None:
+    """As of a build whose tile configuration was never written."""
+    dies = f"os.kill(os.getpid(), {-status})" if status < 0 else f"os._exit({status})"
+    (folder / "llama_cpp.py").write_text(f"import os\n{dies}\n")
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    script.chmod(0o700)
+    with pytest.raises(OSError, match=r"^llama.cpp ended; an illegal.* barrier before _tile_load"):
+        ask(str(script), {"tokenize": {}})
+    side = EngineUnderTest("llama.cpp", tuple(command(str(script))), ("1",))
+    with pytest.raises(OSError, match=rf"\(status {status}\); an illegal instruction: .*GCC 12"):
+        BenchWorker(side, "model")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands the parent's peak down")

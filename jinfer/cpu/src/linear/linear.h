@@ -113,7 +113,7 @@ struct LinearKernels {
 };
 
 // As a number of digits: one, but bfloat16 for many rows where there are such kernels.
-constexpr int64_t kBf16Prompts = 0;
+constexpr int64_t kBf16Prompts = -1;
 
 // Whether a matrix fits AMX tiles: codes minus the code of 0 are signed bytes.
 inline bool fits_amx(const Matrix& m) {

@@ -160,7 +160,8 @@ template <int g, bool affine, int parts>
 void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units,
                     const char* x, Vector::F* to) {
   constexpr int levels = __builtin_ctz(g), steps = 8 / parts;
-  const int64_t stride = layout.digit_bytes(), products = units * parts;
+  const int64_t stride = layout.digit_bytes(), columns = layout.columns, products = units * parts;
+  const uint8_t* codes = block.codes;
   alignas(64) int32_t sums[2][kTileRows][L];
   Vector::F kept[levels + 1][kTileRows];
   for (int c = 0; c < g; ++c) {
@@ -170,7 +171,7 @@ void multiply_block(const Block& block, const ActivationLayout& layout, int64_t 
       const int64_t column = i / parts * g + c, part = i % parts;
       jinfer::tile_zero<sum>();
       jinfer::tile_load<a>(x + 32 * column + 4 * part * steps, stride);
-      jinfer::tile_load<b>(block.codes + (before + i) * steps * 4 * L, 4 * L);
+      jinfer::tile_load<b>(codes + (before + i) * steps * 4 * L, 4 * L);
       if constexpr (affine) {
         jinfer::tile_dot_unsigned<sum, a, b>();
       } else {
@@ -183,8 +184,8 @@ void multiply_block(const Block& block, const ActivationLayout& layout, int64_t 
     for (int m = 0; m < kTileRows; ++m) total[m] = Vector::zero_f();
     const auto finish = [&](auto set, int64_t i) __attribute__((always_inline)) {
       const int64_t column = i / parts * g + c, part = i % parts;
-      const char* scale_of = x + 32 * layout.columns + 4 * column;
-      const char* sum_of = scale_of + 4 * (part + 1) * layout.columns;
+      const char* scale_of = x + 32 * columns + 4 * column;
+      const char* sum_of = scale_of + 4 * (part + 1) * columns;
       const Vector::F scale = Vector::load_f(block.scales + (before + i) * L);
 #pragma GCC unroll 16
       for (int m = 0; m < kTileRows; ++m) {

@@ -6,16 +6,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "linear/linear_amx.h"
 
 namespace {
 
+// Rows from which these tiles are used: batches of up to 32 sequences keep the bits of bytes.
 constexpr int64_t kBf16MinRows = 33;
-constexpr int64_t kBf16Tile = 1 << 10;         // bytes: 32 inputs of 16 outputs
-constexpr int64_t kBf16Panel = 512 << 10;      // bytes of decoded weights, in L2
-constexpr int64_t kBf16RowBytes = 512 << 10;   // of activations, in L2 while a panel passes
-constexpr int64_t kBf16Piece = 20;             // columns of 32 outputs that stay in L1
+constexpr int64_t kBf16Tile = 1 << 10;        // bytes: 32 inputs of 16 outputs
+constexpr int64_t kBf16Panel = 512 << 10;     // bytes of decoded weights, in L2
+constexpr int64_t kBf16RowBytes = 512 << 10;  // of activations, in L2 while a panel passes
+constexpr int64_t kBf16Piece = 20;            // columns of 32 outputs that stay in L1
 constexpr int64_t kTwoTiles = 2 * kTileRows;
 
 // Rounds a row to nearest even; denormals become 0.
@@ -155,7 +158,7 @@ void fill_bf16_block(const MatmulPlan& plan, int64_t first, int64_t end, float* 
   fills[m.bits](plan, groups, room, to);
 }
 
-// Rows 16 apart and outputs 16 apart of a product, I times O tiles of each.
+// Operands of a product of I tiles of rows and O tiles of outputs.
 struct Bf16Operands {
   const char* x;
   int64_t x_stride;  // bytes
@@ -212,11 +215,11 @@ void multiply_bf16_tiles(const Bf16Operands& o) {
 
 // A decoded panel and the outputs it is for.
 struct Bf16Panel {
-  const char* tiles;   // [blocks][columns] of kBf16Tile bytes
-  int64_t blocks;      // of 16 outputs
+  const char* tiles;  // [blocks][columns] of kBf16Tile bytes
+  int64_t blocks;     // of 16 outputs
   int64_t columns;
-  int64_t output;      // the first one
-  int64_t outputs;     // that there are
+  int64_t output;   // the first one
+  int64_t outputs;  // that there are
 };
 
 // Rows from .. to - 1, in tiles of `first` and `second` rows; of both 32 of them at a time.
