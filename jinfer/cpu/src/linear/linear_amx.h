@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "linear/linear_gemv.h"
 #include "linear/linear_kernels.h"
@@ -18,8 +19,8 @@ namespace {
 constexpr int kTileRows = 16;             // of activations, and outputs
 constexpr int kPanelOfTiles = 256 << 10;  // bytes, in L2
 
-// Rows from which tiles are used: docs/kernels.md has the sums. Fewer go through linear_gemv.h, four
-// or eight at a time.
+// Rows from which tiles are used, after the sums in docs/kernels.md. Fewer go through
+// linear_gemv.h, four or eight at a time.
 constexpr int64_t kAmxMinRows = 9;
 constexpr int64_t kAmxFewRows = 32;  // for which a block does not wait in L2 until it is used
 
@@ -154,8 +155,8 @@ void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block&
   }
 }
 
-// Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns(). Two sets of
-// tiles take turns, so that one product's sums are scaled while the next product is on its way.
+// Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns(). Two sets
+// of tiles take turns, so that one product's sums are scaled while the next product is on its way.
 template <int g, bool affine, int parts>
 void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units,
                     const char* x, Vector::F* to) {

@@ -137,7 +137,8 @@ class LinearWork : public MatmulWork {
                   int64_t rows_each) {
     for (size_t i = 0; i < codes && i < 16; ++i) table_[i] = codebook[i] + 128;
     const bool bf16 = digits == kBf16Prompts;
-    digits_ = bf16 ? 1 : digits, activation_ = static_cast<Activation>(activation), gated_ = activation != 0;
+    digits_ = bf16 ? 1 : digits, gated_ = activation != 0;
+    activation_ = static_cast<Activation>(activation);
     if (digits_ < 1 || digits_ > kMostDigits) return refuse("no such number of digits");
     if (activation < 0 || activation > static_cast<int64_t>(Activation::relu))
       return refuse("no such activation");
