@@ -156,7 +156,8 @@ void fill_block(const MatmulPlan& plan, int64_t first, int64_t end, const Block&
 }
 
 // Multiplies 16 rows with a block: to[row] holds 16 outputs in the order of to_columns(). Two sets
-// of tiles take turns, so that one product's sums are scaled while the next product is on its way.
+// of tiles take turns, so that one product's sums are scaled while the next product is on its way;
+// not with eight columns, which have few products each.
 template <int g, bool affine, int parts>
 void multiply_block(const Block& block, const ActivationLayout& layout, int64_t units,
                     const char* x, Vector::F* to) {
@@ -207,17 +208,21 @@ void multiply_block(const Block& block, const ActivationLayout& layout, int64_t 
     };
     const std::integral_constant<int, 0> one;
     const std::integral_constant<int, 1> other;
-    start(one, 0);
     int64_t i = 0;
-    for (; i + 2 < products; i += 2) {
-      start(other, i + 1);
+    if constexpr (g == 2) {
+      start(one, 0);
+      for (; i + 2 < products; i += 2) {
+        start(other, i + 1);
+        finish(one, i);
+        start(one, i + 2);
+        finish(other, i + 1);
+      }
+      if (i + 1 < products) start(other, i + 1);
       finish(one, i);
-      start(one, i + 2);
-      finish(other, i + 1);
+      if (i + 1 < products) finish(other, i + 1);
+    } else {
+      for (; i < products; ++i) start(one, i), finish(one, i);
     }
-    if (i + 1 < products) start(other, i + 1);
-    finish(one, i);
-    if (i + 1 < products) finish(other, i + 1);
     // Neighbours first, as soon as both are complete.
     int level = 0;
     for (; c >> level & 1; ++level)
