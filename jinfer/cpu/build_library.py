@@ -41,6 +41,7 @@ from jinfer.cpu.cores import most_threads, usable_cores
 from jinfer.cpu.cpp_sources import FLAGS as COMMON
 from jinfer.cpu.cpp_sources import HANDLER_FLAGS, ISA_FLAGS, SRC, all_sources, source_bytes, units
 from jinfer.cpu.isa import ISAS, LOWER_ISA, Isa, is_x86, isas, own_isa
+from jinfer.runtime.source_files import files_below
 
 # Instruction set to compile kernels for; None: all.
 type Target = Isa | Literal["tested"] | None
@@ -261,16 +262,18 @@ def _compiler() -> list[str]:
 def _sources(only: Target = None) -> list[Path]:
     """Handlers, and kernels: each family's for all instruction sets, or its best for one."""
     files = all_sources()
-    kernels = {isa: [path for path in files if path.stem.endswith(f"_{isa}")] for isa in ISAS}
+    kernels: dict[str, list[Path]] = {isa: [] for isa in ISAS}
+    for path in files:
+        if (isa := path.stem.rpartition("_")[2]) in kernels:
+            kernels[isa].append(path)
     if only is not None and only != TESTED:
         order = (LOWER_ISA.get(only, only), only)
         best = {path.stem.rpartition("_")[0]: path for isa in order for path in kernels[isa]}
         wanted = {*best.values()}
     else:
         wanted = {path for isa in isas() for path in kernels[isa]}
-    return [
-        path for path in files if path in wanted or not any(path in k for k in kernels.values())
-    ]
+    every = {path for group in kernels.values() for path in group}
+    return [path for path in files if path in wanted or path not in every]
 
 
 def _extra() -> list[str]:
@@ -293,10 +296,9 @@ def own_key(only: Target = None) -> str:
     """The part of the key that does not depend on jaxlib."""
     flags = (COMMON, HANDLER_FLAGS, ISA_FLAGS, _extra(), only, only == TESTED and own_isa())
     digest = hashlib.sha256(repr(flags).encode())
-    for path in [*_sources(), *sorted(SRC.rglob("*.h"))]:
-        digest.update(
-            path.relative_to(SRC).as_posix().encode() + b"\0" + source_bytes(path) + b"\0"
-        )
+    for path in [*_sources(), *map(Path, files_below(SRC, ".h"))]:
+        name = str(path)[len(str(SRC)) + 1 :].replace(os.sep, "/")
+        digest.update(name.encode() + b"\0" + source_bytes(path) + b"\0")
     return f"{platform.machine()}-{digest.hexdigest()[:16]}"
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinfer.runtime.source_files import content_of, files_below
+
 SRC = Path(__file__).parent / "src"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility-inlines-hidden", "-fno-math-errno", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -53,13 +55,13 @@ GENERATED = {
 
 def all_sources() -> list[Path]:
     """Every `*.cc`, written by hand or generated, sorted."""
-    return sorted([*SRC.rglob("*.cc"), *GENERATED])
+    return sorted([*map(Path, files_below(SRC, ".cc")), *GENERATED])
 
 
 def source_bytes(path: Path) -> bytes:
     """What a source holds."""
     text = GENERATED.get(path)
-    return path.read_bytes() if text is None else text.encode()
+    return content_of(path) if text is None else text.encode()
 
 
 @dataclass(frozen=True)

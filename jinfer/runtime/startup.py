@@ -1,4 +1,4 @@
-"""Start-up of a command: JAX and the engine imported without pauses of the garbage collector."""
+"""Start-up: JAX and the engine imported without pauses of the garbage collector."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ def gc_paused() -> Iterator[None]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Imports JAX, and then whatever the block imports: with no collection, and Ctrl-C heard.
+def gc_spared() -> Iterator[None]:
+    """As `gc_paused`, and what is imported in the block is exempt from later collections.
 
-    What was imported is exempt from later collections too: the first one would take long.
+    The first one would take as long as a tenth of the imports.
     """
-    with gc_paused(), interrupts_raised():
+    with gc_paused():
+        yield
+        gc.freeze()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports JAX, and then whatever the block imports, as `gc_spared`; and Ctrl-C is heard."""
+    with gc_spared(), interrupts_raised():
         with interrupts_deferred():
             import jax  # noqa: F401
         yield
-        gc.freeze()

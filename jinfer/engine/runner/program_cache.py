@@ -26,6 +26,7 @@ from jinfer.ops.custom_calls import library_key
 from jinfer.ops.thread_limit import cores
 from jinfer.progress import line
 from jinfer.runtime.known_jaxlib import is_known
+from jinfer.runtime.source_files import content_of, files_below
 
 CACHE_BYTES = 8 << 30  # of JAX's cache; what was used least recently is removed first
 
@@ -105,9 +106,12 @@ def _remove_incomplete(folder: Path) -> None:
     JAX writes the time of an entry's last use after the entry. It would not write an incomplete one
     again, but warn and compile at each start.
     """
-    for entry in folder.glob("*-cache"):
-        if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
-            entry.unlink(missing_ok=True)
+    names = set(os.listdir(folder))
+    for name in names:
+        used = name.removesuffix("-cache") + "-atime"
+        # Asked again: another process may have written it meanwhile.
+        if name.endswith("-cache") and used not in names and not (folder / used).exists():
+            (folder / name).unlink(missing_ok=True)
 
 
 def surroundings() -> str:
@@ -133,22 +137,22 @@ def code_version(*more: str) -> str:
     """
     digest = hashlib.sha256()
     for path in _sources(more):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(os.path.basename(path).encode() + b"\0" + content_of(path) + b"\0")
     return f"jaxlib {jaxlib_version}, {digest.hexdigest()}"
 
 
-def _sources(more: Iterable[str]) -> list[Path]:
+def _sources(more: Iterable[str]) -> list[str]:
     """Files whose code runs while a program is traced, and those of some more packages."""
     root = Path(__file__).parents[2]
     folders = [
         *(root / name for name in (*_TRACED, *more)),
         *_folders_of(find_spec("kernels_pallas")),
     ]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    files = [path for folder in folders for path in files_below(folder, ".py")]
     # For other packages the version is enough; reading it takes less time than importing them.
     others = [folder for name in ("jax", "flax") for folder in _folders_of(find_spec(name))]
     versions = (folder / "version.py" for folder in others)
-    return [*files, *(path for path in versions if path.is_file())]
+    return [*files, *(str(path) for path in versions if path.is_file())]
 
 
 def _folders_of(spec: ModuleSpec | None) -> list[Path]:
