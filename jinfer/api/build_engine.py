@@ -242,6 +242,15 @@ def announce_first(engine: Engine, prompt: int, *, progress: bool = False) -> No
             wait([future])  # an error is that of the request, which compiles again
 
 
+def announce_stored(engine: Engine) -> None:
+    """Starts loading what is kept of the programs that requests of the usual kind need.
+
+    They are read while the weights are. Nothing is compiled: nobody has asked for anything yet.
+    """
+    programs = engine.programs
+    programs.announce(key for key in first_shapes(engine, 1) if programs.stored([key]))
+
+
 def all_shapes(engine: Engine) -> list[StepKey]:
     """The programs that requests of every kind but beam and contrastive search may need."""
     if not engine.model.modules.spec.generates:

@@ -18,6 +18,7 @@ from jinfer.api.activation_checks import compile_for, request_activations
 from jinfer.api.build_engine import (
     all_shapes,
     announce_first,
+    announce_stored,
     build_engine,
     forget_tokenizer,
     load,
@@ -151,6 +152,8 @@ class Session:
             self.warm_up(progress)
         elif first is not None:
             announce_first(self.engine, len(first(self)), progress=progress)
+        else:
+            announce_stored(self.engine)
         begun = time.perf_counter()
         load(self.engine, plan, progress=progress)
         for load_draft in drafts.load if drafts else ():
