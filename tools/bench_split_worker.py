@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jinfer import progress
 from jinfer.api.job_processes import run_job, run_worker
+from jinfer.distributed.current_group import current_group
 from jinfer.distributed.job_config import find_job
-from jinfer.distributed.process_group import current_group
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.ops.attention.kv_cache import nbytes

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jinfer.api.offloading import start_offload
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.edit_tables import StepTaps

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jinfer.api.build_engine import build_engine, load
 from jinfer.api.loaded_adapters import with_merged_adapters
 from jinfer.api.user_errors import USER_ERRORS
+from jinfer.distributed.current_group import current_group
 from jinfer.distributed.distributed_programs import DistributedPrograms
 from jinfer.distributed.initialize import join_job
 from jinfer.distributed.job_config import JobConfig
-from jinfer.distributed.process_group import LOST, current_group
+from jinfer.distributed.process_group import LOST
 from jinfer.distributed.worker import worker_loop
 from jinfer.engine.engine_thread import close_all
 from jinfer.engine.runner.program_cache import use_persistent_cache

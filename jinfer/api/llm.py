@@ -22,7 +22,6 @@ from jinfer.api.generation_requests import (
 )
 from jinfer.api.mask_filling import fill_mask
 from jinfer.api.prompt_inputs import Params, Prompt
-from jinfer.api.saved_cache import SavedCache, load_cache, save_cache
 from jinfer.api.session import PreparedRequest, Session
 from jinfer.api.sleep_mode import SleepMode
 from jinfer.api.text_embeddings import embed_texts, token_vectors, tokenize_texts
@@ -38,6 +37,8 @@ from jinfer.sampling.param_keywords import ChatKeywords, completing
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+    from jinfer.api.saved_cache import SavedCache
 
 Prompts = Prompt | Sequence[Prompt]
 
@@ -237,6 +238,8 @@ class LLM(ActivationMethods, SleepMode):
         Raises:
             RequestError: the file cannot be written; the model has no cache.
         """
+        from jinfer.api.saved_cache import save_cache
+
         return save_cache(self.session, path)
 
     def load_cache(self, path: str | Path) -> SavedCache:
@@ -246,6 +249,8 @@ class LLM(ActivationMethods, SleepMode):
             RequestError: the file cannot be read, or was written with another model, other
                 settings or another version.
         """
+        from jinfer.api.saved_cache import load_cache
+
         return load_cache(self.session, path)
 
     def logits(

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jinfer.api.build_engine import place_parameters
 from jinfer.api.model_weights import ModelWeights
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
@@ -26,8 +26,9 @@ from jinfer.opening.adapter_files import merged_checkpoint
 from jinfer.opening.compute_settings import adapter_dtype
 from jinfer.opening.open_model import Opened
 from jinfer.opening.sources import locate
-from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
-from jinfer.weights.lora_adapter import LoraAdapter, open_adapter
+
+if TYPE_CHECKING:
+    from jinfer.weights.lora_adapter import LoraAdapter
 
 _RANKS = (16, 32, 64, 128, 256, 512)  # ranks that adapters are padded to
 _USUAL_RANK = 64
@@ -76,7 +77,7 @@ class Adapters:
             CheckpointError: one of them is damaged.
         """
         beside = [each for each in opened.adapters if not each.spec.merge]
-        listed = {each.spec.name: open_adapter(each.path) for each in beside}
+        listed = {each.spec.name: _opened(each.path) for each in beside}
         engine, path = opened.spec.engine, opened.spec.path
         model = opened.spec.tensors, opened.checkpoint.format
         count = max(engine.max_adapters, len(listed))
@@ -129,10 +130,12 @@ class Adapters:
         if name in self.loaded:
             raise RequestError(f"there is an adapter {name!r} already; unload it first")
         path = locate(str(source), Path.cwd())
-        self._load(name, open_adapter(path), engine, thread)
+        self._load(name, _opened(path), engine, thread)
         self.sources[name] = str(path)
 
     def _load(self, name: str, adapter: LoraAdapter, engine: Engine, thread: EngineThread) -> None:
+        from jinfer.weights.adapter_terms import adapter_terms, stacked, with_norms
+
         terms = adapter_terms(adapter, engine.model, self.names, self.form)
         if adapter.has_magnitudes:
             terms = with_norms(terms, _weights(engine, thread, adapter), adapter.path)
@@ -171,6 +174,13 @@ class Adapters:
                 reason += ", but requests of unloaded ones still run: try again"
             raise RequestError(f"{reason}; unload one, or set engine.max_adapters")
         return free[0]
+
+
+def _opened(path: Path) -> LoraAdapter:
+    # Imported here, and where adapters are loaded, because most models have none.
+    from jinfer.weights.lora_adapter import open_adapter
+
+    return open_adapter(path)
 
 
 def _weights(

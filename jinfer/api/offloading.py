@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine import Engine
-from jinfer.engine.offload.cache_identity import cache_identity
-from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
-from jinfer.engine.offload.prefix_offload import PrefixOffload
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.weights.plan_weights import WeightPlan
 from jinfer.weights.quantized_cache import entry_key
@@ -30,6 +27,11 @@ def start_offload(engine: Engine, plan: WeightPlan) -> None:
     ram, disk = int(asked.cache_ram * _GIB), None
     if not ram and asked.cache_disk is None:
         return
+    # Imported here, because most models ask for none.
+    from jinfer.engine.offload.cache_identity import cache_identity
+    from jinfer.engine.offload.disk_store import FOLDER, DiskStore, FolderRefusedError
+    from jinfer.engine.offload.prefix_offload import PrefixOffload
+
     if ram > (most := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         reason = (
             f"{asked.cache_ram:g} GiB are more than the {most / _GIB:.0f} of this machine; "

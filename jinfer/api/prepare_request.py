@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.engine.requests import Request, RequestError
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.scheduling.thinking_budget import ThinkingLimit

@@ -45,7 +45,7 @@ from jinfer.api.prompt_inputs import (
 )
 from jinfer.api.requests_of_answers import requests_of_answers
 from jinfer.api.steering_vectors import SteeringVectors
-from jinfer.distributed.process_group import refuse_on_worker
+from jinfer.distributed.current_group import refuse_on_worker
 from jinfer.engine import fork_guard
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine_thread import EngineThread

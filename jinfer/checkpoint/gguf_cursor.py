@@ -11,8 +11,9 @@ import numpy as np
 from jinfer.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.checkpoint.mapped_file import MappedFile
 
-_STRINGS = 1024  # that are had at a time
-_SEVEN_ZEROS = bytes(7)
+_STRINGS = 1024  # that are had one by one before short ones are looked for again
+_WINDOW = 1 << 20  # bytes that are searched for short strings
+_EIGHT_ZEROS = "\0" * 8
 
 
 class Cursor:
@@ -64,30 +65,35 @@ class Cursor:
     def strings(self, count: int, what: str) -> list[str]:
         found: list[str] = []
         while (left := count - len(found)) > 0:
-            some = self._short_strings() if left >= _STRINGS and self.order == "<" else []
+            some = self._short_strings(left) if left >= _STRINGS and self.order == "<" else []
             found += some or self._any_strings(min(left, _STRINGS), len(found), what)
         return found
 
-    def _short_strings(self) -> list[str]:
-        """The next strings but for one, or none, in two thirds of the time.
+    def _short_strings(self, count: int) -> list[str]:
+        """As many of the next strings as are short and of UTF-8, in half the time.
 
-        One of less than 256 bytes is a byte with its length, seven zeros and its text. Split at the
-        zeros, each text is followed by the length of the next one.
+        One of less than 256 bytes is a byte with its length, seven zeros and its text. Where a text
+        is empty or holds a zero, zeros do not come in sevens, and the strings end before it.
         """
-        window = bytes(self._data[self.at : self.at + 64 * _STRINGS])
-        first, *pieces = window.split(_SEVEN_ZEROS, _STRINGS)
-        rest = pieces.pop() if len(pieces) == _STRINGS else b""
-        texts = [piece[:-1] for piece in pieces]
-        lengths = [*first, *[piece[-1] for piece in pieces if piece]]
-        # Where a string is empty or long, or has that many zeros, it is not.
-        if not rest or len(first) != 1 or [*map(len, texts)] != lengths[:-1]:
+        some = self._data[self.at : self.at + min(_WINDOW, 64 * count)]
+        window = np.frombuffer(some, np.uint8).copy()
+        zeros = np.flatnonzero(window == 0)[: 7 * (count + 1)]
+        heads = zeros[: len(zeros) // 7 * 7 : 7] - 1
+        if not len(heads) or heads[0] != 0:
             return []
+        ends = heads + 8 + window[heads]
+        # Each ends where the next one begins; the last begun has no next one here.
+        right = (zeros[6::7][: len(heads)] == heads + 7)[:-1] & (ends[:-1] == heads[1:])
+        whole = min(count, len(right) if right.all() else int(right.argmin()))
+        if not whole:
+            return []
+        window[heads[:whole]] = 0
         try:
-            found = [*map(bytes.decode, texts)]
+            text = str(window[8 : ends[whole - 1]].data, "utf-8")
         except UnicodeDecodeError:
             return []
-        self.at += len(window) - len(rest) - 8
-        return found
+        self.at += int(ends[whole - 1])
+        return text.split(_EIGHT_ZEROS)
 
     def _any_strings(self, count: int, before: int, what: str) -> list[str]:
         # Many of these: everything in local variables.

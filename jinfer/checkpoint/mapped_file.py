@@ -89,11 +89,16 @@ def release(view: np.ndarray) -> None:
         data = data.obj
     if not isinstance(data, mmap.mmap) or not hasattr(data, "madvise"):
         return
-    begin = view.ctypes.data - base.ctypes.data
+    begin = _address(view) - _address(base)
     first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (begin + view.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if whole > 0:
         data.madvise(mmap.MADV_DONTNEED, first, whole)
+
+
+def _address(array: np.ndarray) -> int:
+    """As `array.ctypes.data`, in a fraction of the time."""
+    return int(array.__array_interface__["data"][0])
 
 
 def element_count(shape: Sequence[int], itemsize: int) -> int | None:

@@ -28,6 +28,7 @@ from jinfer.distributed.connection import (
     has_key,
 )
 from jinfer.distributed.coordinator_proxy import CoordinatorProxy
+from jinfer.distributed.current_group import set_current_group
 from jinfer.distributed.incoming_connections import IncomingConnections, listen, listening
 from jinfer.distributed.job_config import JobConfig
 from jinfer.distributed.message_schemas import (
@@ -37,7 +38,7 @@ from jinfer.distributed.message_schemas import (
     parse_address,
     read_welcome,
 )
-from jinfer.distributed.process_group import ProcessGroup, set_current_group
+from jinfer.distributed.process_group import ProcessGroup
 from jinfer.distributed.shared_compile_cache import cache_on_every_rank
 from jinfer.distributed.wire_format import FrameError
 from jinfer.opening.sources import SourceError

@@ -18,7 +18,6 @@ from jinfer.distributed.connection import Link, LinkError, MessageError
 from jinfer.distributed.futures import PendingResults
 from jinfer.distributed.message_schemas import message_kind
 from jinfer.distributed.wire_format import FrameError
-from jinfer.opening.sources import SourceError
 
 LOST = 3  # exit status of a process that has lost another one
 _PARTING = 10.0  # seconds that others may take to end
@@ -232,26 +231,3 @@ class ProcessGroup:
 
     def _named(self, other: int) -> str:
         return f"process {other} of {self.size} at {self.links[other].where}"
-
-
-_current: ProcessGroup | None = None
-
-
-def current_group() -> ProcessGroup | None:
-    """The job that this process has joined, if any."""
-    return _current
-
-
-def refuse_on_worker() -> None:
-    """Raises `SourceError` on a worker: only rank 0 may open a model by itself."""
-    if _current is not None and _current.rank:
-        raise SourceError(
-            f"process {_current.rank} of {_current.size} follows process 0, which has the model; "
-            "call jinfer.api.job_processes.run_worker here"
-        )
-
-
-def set_current_group(group: ProcessGroup | None) -> None:
-    """Sets the job that this process belongs to."""
-    global _current
-    _current = group

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.offload.prefix_offload import PrefixOffload
 from jinfer.engine.requests import Failed, Request, RequestError, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.edit_tables import StepTaps
@@ -35,6 +34,7 @@ from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
 
 if TYPE_CHECKING:
+    from jinfer.engine.offload.prefix_offload import PrefixOffload
     from jinfer.sampling.structured import Matcher
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from jinfer.modelspec.bounded_types import Count, Size
@@ -159,9 +159,14 @@ class TensorMap:
                 place = replace(each, fallback=place)
         return place
 
+    @cached_property
+    def _by_ending(self) -> list[tuple[str, str, TensorEntry]]:
+        """The entries, with how a name ends that a pattern may match."""
+        return [(pattern.rpartition("}")[2], pattern, entry) for pattern, entry in self.entries]
+
     def _find(self, name: str, leaf: str) -> Iterator[tuple[int, TensorSource]]:
-        for pattern, entry in self.entries:
-            found = _regex(pattern).fullmatch(name)
+        for end, pattern, entry in self._by_ending:
+            found = _regex(pattern).fullmatch(name) if name.endswith(end) else None
             if not found:
                 continue
             layer = found.groupdict().get("i") or ""

@@ -14,8 +14,6 @@ from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.opening.model_files import ModelFiles, check_enclosed
 from jinfer.opening.sources import locate
-from jinfer.weights.lora_adapter import open_adapter
-from jinfer.weights.merged_adapter import merged
 
 
 @dataclass(frozen=True)
@@ -59,5 +57,9 @@ def merged_checkpoint(
     """
     for each in adapters:
         if each.spec.merge:
+            # Imported here, because most models have none.
+            from jinfer.weights.lora_adapter import open_adapter
+            from jinfer.weights.merged_adapter import merged
+
             checkpoint = merged(checkpoint, open_adapter(each.path), model, tensors)
     return checkpoint

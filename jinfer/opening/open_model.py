@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint, open_checkpoint
-from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
@@ -142,5 +141,8 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     checkpoint = open_checkpoint(file.weights)
     config = read_config(file.weights, checkpoint)
     if checkpoint.format in QUANTIZED and not isinstance(checkpoint, NativeCheckpoint):
+        # Imported here, because GGUF files need none of the layouts.
+        from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
+
         checkpoint = decode_quantized(checkpoint, quant_settings(config, file.weights))
     return ModelFiles(**vars(file), checkpoint=checkpoint, config=config)

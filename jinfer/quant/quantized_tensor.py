@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -313,8 +314,13 @@ def abstract(
     Raises:
         ValueError: with so few columns there is no space for the steps of a two-level format.
     """
+    return _abstract(tuple(shape), format, columns or columns_of(format))
+
+
+@lru_cache  # a model has hundreds of matrices, of few shapes
+def _abstract(shape: tuple[int, ...], format: QuantFormat, columns: int) -> QuantizedTensor:
     *stack, outputs, inputs = shape
-    p, g = format.per_code, columns or columns_of(format)
+    p, g = format.per_code, columns
     width, r = 32 * p * g, max(1, LANES // g)
     if format.two_level and width % SUPER:
         raise ValueError(f"superblocks of {width} weights are not whole blocks of {SUPER}")

@@ -1,4 +1,4 @@
-"""Source files of a folder, listed and read quickly: their hashes are keys of caches at each start."""
+"""Source files of a folder, listed and read quickly: each start hashes them for keys of caches."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.server import ignored_fields
 from jinfer.server.batch_runner import BatchRunner
 from jinfer.server.endpoint import Endpoint, EndpointApp

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.distributed.process_group import current_group
+from jinfer.distributed.current_group import current_group
 from jinfer.engine.engine_stats import Stats
 from jinfer.engine.thread_pools import start_threads
 from jinfer.server import http_errors

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinfer.guard.download_check import read_downloaded
 from jinfer.guard.safe_files import FileRefusedError, path_exists
-from jinfer.template import template_limits
-from jinfer.template.render import compile_source, render
-from jinfer.template.sandboxed_render import compile_in_sandbox, render_in_sandbox
 from jinfer.template.template_errors import TemplateError
 
 _MAX_SOURCE = 1_000_000  # characters
-_MAX_COMPILED_HERE = 1 << 15  # characters; the longest known template has half of that
 _MAX_FILE = 16 << 20  # bytes; tokenizer_config.json lists added tokens too
 _DEFAULT = "default"
 
@@ -38,7 +33,10 @@ class ChatTemplate:
             raise TemplateError(f"chat template: longer than {_MAX_SOURCE} characters")
         self.source = source
         self.variables = dict(variables or {})
-        self._ready = _compiled(source)
+        # Imported here, because a start without a conversation needs no Jinja.
+        from jinfer.template.compiled_template import compiled
+
+        self._ready = compiled(source)
 
     def render(
         self,
@@ -71,29 +69,6 @@ class ChatTemplate:
             **extra,
         }
         return self._ready.render(names)
-
-
-class _CompiledTemplate:
-    """A template, rendered in this process until a rendering needs the sandbox process."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._here = compile_source(source) if len(source) <= _MAX_COMPILED_HERE else None
-        if self._here is None:
-            compile_in_sandbox(source)
-
-    def render(self, names: Mapping[str, Any]) -> str:
-        here = self._here
-        if here is not None:
-            try:
-                return render(here, names, template_limits.MAX_SECONDS, confined=False)
-            except template_limits.NeedsSandbox:
-                self._here = None
-        return render_in_sandbox(self._source, names, template_limits.MAX_SECONDS)
-
-
-# Conversations recreate their template for each answer.
-_compiled = lru_cache(maxsize=32)(_CompiledTemplate)
 
 
 def find_chat_template(source: Path | Mapping[str, Any], name: str | None = None) -> str | None:

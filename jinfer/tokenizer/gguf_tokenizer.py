@@ -34,6 +34,7 @@ from jinfer.tokenizer.tokenizer_config import MAX_TOKENS, format_value
 
 _KEY = "tokenizer.ggml."
 _NONE = ("none", "no_vocab")
+_BETWEEN = "\0"  # merges
 _KNOWN = ("gpt2", "llama", "bert", "t5", "gemma4")
 _TYPES = {0, *map(int, PieceType)}  # 0 (undefined) occurs in some files
 
@@ -236,6 +237,11 @@ def _rule(vocabulary: _Vocabulary, default: str) -> PreTokenizer:
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     merges = vocabulary.array("merges", str, None)
+    # Nearly all files: two words each, which one split of all finds in half the time.
+    words = f" {_BETWEEN} ".join(merges).split(" ")
+    usual = len(words) == 3 * len(merges) - 1 and "" not in words
+    if usual and words[2::3] == [_BETWEEN] * (len(merges) - 1):
+        return list(zip(words[::3], words[1::3], strict=False))
     parts = [merge.partition(" ") for merge in merges]
     if not all(map(all, parts)):
         wrong = next(merge for merge, part in zip(merges, parts, strict=True) if not all(part))

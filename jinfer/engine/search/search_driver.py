@@ -8,9 +8,6 @@ from typing import Protocol
 from jinfer.engine.engine_core import EngineCore
 from jinfer.engine.requests import Failed, Request, Token
 from jinfer.engine.scheduling.sequence import RunningSequence
-from jinfer.engine.search.beam_search import BeamSearch
-from jinfer.engine.search.contrastive_search import ContrastiveSearch
-from jinfer.sampling.beam_hypotheses import Beams
 
 
 class SearchDriver(Protocol):
@@ -32,10 +29,16 @@ def make_driver(request: Request, rank: int) -> SearchDriver | None:
     Args:
         rank: index of the answer among those of a prompt: a search finds several, best first.
     """
+    # Each search is imported where it is asked for, because a start needs none.
     sampling = request.sampling
     if sampling.strategy == "contrastive":
+        from jinfer.engine.search.contrastive_search import ContrastiveSearch
+
         return ContrastiveSearch(max(1, sampling.top_k), sampling.penalty_alpha)
     if sampling.strategy == "beam":
+        from jinfer.engine.search.beam_search import BeamSearch
+        from jinfer.sampling.beam_hypotheses import Beams
+
         ends = frozenset() if sampling.ignore_eos else frozenset(request.end_ids)
         every = ends | set(sampling.stop_token_ids)
         most = request.limit - len(request.prompt)
