@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from jinfer.modelspec.family_match import matches
 from jinfer.modelspec.resolve_spec import CheckpointFacts
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.modelspec.toml_tables import Table, check_plain, nested
+from jinfer.runtime.source_files import content_of
 
 MAX_BYTES = 1 << 20  # of a specification; the longest bundled one has 10,000
 # The parser's time and memory are quadratic in the parts of a dotted key; this bounds both.
@@ -64,7 +66,9 @@ def _parts(text: str) -> int:
 
 def families() -> dict[str, Path]:
     """The bundled families by name."""
-    return {path.stem: path for path in sorted((specs_folder() / "families").glob("*.toml"))}
+    folder = specs_folder() / "families"
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".toml"))
+    return {name.removesuffix(".toml"): folder / name for name in names}
 
 
 def with_families(table: Table, path: Path) -> list[Table]:
@@ -156,7 +160,7 @@ def _may_match(path: Path, words: Iterable[str]) -> bool:
 
     Parsing all families would slow down each start.
     """
-    before, header, after = _content(path).partition(b"[match]")
+    before, header, after = content_of(path).partition(b"[match]")
     table = after.partition(b"\n[")[0] if header else before
     return any(word.encode(errors="replace") in table for word in words)
 

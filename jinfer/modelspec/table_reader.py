@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -103,7 +104,7 @@ def _pick(classes: list[Any], table: Mapping[str, Any], values: SpecValues, key:
     """The dataclass that a table's `kind` names; the only one if there is no choice."""
     if len(classes) == 1 and "kind" not in fields(classes[0]):
         return classes[0]
-    kinds = {word: cls for cls in classes for word in get_args(fields(cls)["kind"][1])}
+    kinds = {word: cls for cls in classes for word in _kind_words(cls)}
     if "kind" not in table:
         raise SpecError(values.path, f"{key}.kind", f"is missing; {nearest_hint('', kinds)}")
     kind = values.value(table["kind"], f"{key}.kind", words=True)
@@ -114,6 +115,17 @@ def _pick(classes: list[Any], table: Mapping[str, Any], values: SpecValues, key:
             f"unknown kind {show_value(kind)}; {nearest_hint(kind, kinds)}",
         )
     return kinds[kind]
+
+
+@cache
+def _kind_words(cls: Any) -> tuple[str, ...]:
+    """The kinds that a dataclass is read for.
+
+    Of its types only this one is resolved: there are many dataclasses, and a model has few.
+    """
+    home = next(base for base in cls.__mro__ if "kind" in vars(base).get("__annotations__", ()))
+    only = types.SimpleNamespace(__annotations__={"kind": home.__annotations__["kind"]})
+    return get_args(get_type_hints(only, vars(sys.modules[home.__module__]))["kind"])
 
 
 @cache
