@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -99,6 +100,7 @@ class BenchWorker:
         found = {} if root is None else {"PYTHONPATH": str(root)}
         found["PYTHONDONTWRITEBYTECODE"] = ""  # installed packages have their bytecode, too
         self.side = side
+        begun = time.perf_counter()
         self.process = subprocess.Popen(
             [*side.command, side.model or model, *side.options],
             stdin=subprocess.PIPE,
@@ -107,7 +109,9 @@ class BenchWorker:
             env={**os.environ, **found},
             cwd=side.folder,
         )
-        self.started = self._answer()
+        # From outside: what the process can tell of the time before it could ask for the time is
+        # processor time, in which NumPy's threads spin.
+        self.started = {**self._answer(), "seconds": time.perf_counter() - begun}
 
     def measure(self, task: BenchTask) -> float:
         """Tokens per second."""

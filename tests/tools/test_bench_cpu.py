@@ -80,7 +80,7 @@ def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[st
         f"model, options = {str(MODEL)!r}, {SMALL[-2:]!r}\n"
         "assert sys.argv[1:] == ['--worker', 'jinfer', model, *options]\n"
         f"assert os.getcwd() == {str(tmp_path / 'old')!r}\n"
-        "print('{\"seconds\": 1}', flush=True)\n"
+        "print('{\"seconds\": 1000}', flush=True)\n"
         "for line in sys.stdin:\n"
         "    print('{\"rate\": 0.001}', flush=True)\n"
         "print('{\"rss\": 1}')\n"
@@ -90,6 +90,8 @@ def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "left out, because not every side knows it: sample 1\n" in printed
     assert "| sample 1 |" not in printed
     assert "| | jinfer tokens/s (of the bandwidth) | jinfer in old tokens/s | ratio" in printed
+    # A start is measured from outside, whatever a process says of it.
+    assert re.search(r"^\| start to first token, s \| .* \| \d{1,2}\.\d\d \|", printed, re.MULTILINE)
     assert re.search(r"^\| decode 1 \| .* \| 0\.0 \(0%\) \| \d{4,}\.\d\d \(", printed, re.MULTILINE)
 
 
