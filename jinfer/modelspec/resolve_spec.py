@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,7 +208,7 @@ def _check_dims(
     """
     named = {"layers", *values.used}
     for block in union(AnyBlock):
-        known = [field.metadata.get("dim") for field, _ in fields(block).values()]
+        known = [field.metadata.get("dim") for field in dataclasses.fields(block)]
         named |= {name for name in known if name is not None}
     dims = [table.get("dims", {}) for table in (base, *tables)]
     texts = [text for table in dims for name in named for text in strings_in(table.get(name))]

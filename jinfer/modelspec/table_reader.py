@@ -102,7 +102,7 @@ def _describe(options: tuple[Any, ...], value: Any) -> str:
 
 def _pick(classes: list[Any], table: Mapping[str, Any], values: SpecValues, key: str) -> Any:
     """The dataclass that a table's `kind` names; the only one if there is no choice."""
-    if len(classes) == 1 and "kind" not in fields(classes[0]):
+    if len(classes) == 1 and not any(f.name == "kind" for f in dataclasses.fields(classes[0])):
         return classes[0]
     kinds = {word: cls for cls in classes for word in _kind_words(cls)}
     if "kind" not in table:
