@@ -138,9 +138,14 @@ class AbstractModel:
     def described(self) -> str:
         """The cache key of programs compiled for this model, except for the code version."""
         spec = self.modules.spec
-        here: tuple[Any, ...] = (self.modules.dtype, self.parameters, self.caches)
+        # Of parameters that are one object each is described once.
+        alike = {id(parameter): parameter for parameter in self.parameters}
+        texts = {key: repr(parameter) for key, parameter in alike.items()}
+        parameters = ", ".join(texts[id(parameter)] for parameter in self.parameters)
+        here: tuple[Any, ...] = (self.modules.dtype, self.caches)
         here += () if self.modules.adapters is None else (self.modules.adapters,)
-        return repr((spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded))
+        others = (spec.shared, spec.stacks, *here, self.never, self.steady, self.rounded)
+        return f"{others!r}\n{parameters}"
 
 
 def build_abstract_model(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +91,8 @@ class Storage:
         return columns_here(self.format)
 
     def abstract(self, shape: tuple[int, ...]) -> Packed:
-        """The parameter's shapes and types."""
-        tensor = abstract(shape, self.format, self.columns)
-        if self.reordered:
-            return self._activated(abstract_reordered(tensor))
-        if not self.outliers:
-            return self._activated(tensor)
-        count = outlier_count(shape, self.outliers)
-        return self._activated(abstract_outliers(tensor, count))
+        """The parameter's shapes and types; one object for all that are alike."""
+        return _abstract(self, shape, self.columns)
 
     def read(self, origin: Origin, shapes: Shapes) -> QuantizedTensor | ReorderedTensor:
         """A parameter with the file's codes, in NumPy's arrays. Raises `CheckpointError`."""
@@ -135,6 +130,17 @@ class Storage:
         if isinstance(tensor, OutlierTensor | ReorderedTensor):
             return replace(tensor, rounded=self._activated(tensor.rounded))
         return replace(tensor, activations=self.activations)
+
+
+@lru_cache  # a model has hundreds of matrices, of few shapes
+def _abstract(storage: Storage, shape: tuple[int, ...], columns: int) -> Packed:
+    tensor = abstract(shape, storage.format, columns)
+    if storage.reordered:
+        return storage._activated(abstract_reordered(tensor))
+    if not storage.outliers:
+        return storage._activated(tensor)
+    count = outlier_count(shape, storage.outliers)
+    return storage._activated(abstract_outliers(tensor, count))
 
 
 def plan_storages(

@@ -106,12 +106,12 @@ def _remove_incomplete(folder: Path) -> None:
     JAX writes the time of an entry's last use after the entry. It would not write an incomplete one
     again, but warn and compile at each start.
     """
-    names = set(os.listdir(folder))
-    for name in names:
-        used = name.removesuffix("-cache") + "-atime"
+    names = os.listdir(folder)
+    timed = {name.removesuffix("-atime") for name in names}
+    for key in {name[: -len("-cache")] for name in names if name.endswith("-cache")} - timed:
         # Asked again: another process may have written it meanwhile.
-        if name.endswith("-cache") and used not in names and not (folder / used).exists():
-            (folder / name).unlink(missing_ok=True)
+        if not (folder / f"{key}-atime").exists():
+            (folder / f"{key}-cache").unlink(missing_ok=True)
 
 
 def surroundings() -> str:
