@@ -95,12 +95,10 @@ class BenchWorker:
     """An engine in its own process, which measures one task at a time."""
 
     def __init__(self, side: EngineUnderTest, model: str) -> None:
-        # Only jinfer's own processes need to find its folder.
+        # Only jinfer's own processes need to find its folder; all have bytecode.
         root = side.folder or (_ROOT if side.name == OWN else None)
-        found = {} if root is None else {"PYTHONPATH": str(root)}
-        found["PYTHONDONTWRITEBYTECODE"] = ""  # installed packages have their bytecode, too
-        self.side = side
-        begun = time.perf_counter()
+        found = {"PYTHONDONTWRITEBYTECODE": ""} | ({"PYTHONPATH": str(root)} if root else {})
+        self.side, begun = side, time.perf_counter()
         self.process = subprocess.Popen(
             [*side.command, side.model or model, *side.options],
             stdin=subprocess.PIPE,
@@ -109,8 +107,7 @@ class BenchWorker:
             env={**os.environ, **found},
             cwd=side.folder,
         )
-        # From outside: what the process can tell of the time before it could ask for the time is
-        # processor time, in which NumPy's threads spin.
+        # From outside: a process knows its own begin by processor time, which NumPy's threads spin.
         self.started = {**self._answer(), "seconds": time.perf_counter() - begun}
 
     def measure(self, task: BenchTask) -> float:
@@ -320,8 +317,7 @@ def _run(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             sides = _sides(options, tasks, model, Path(folder))
             result = compare(model, sides, options.rounds, tasks)
-        read = step_bytes(model) if stored else None
-        if read is not None:
+        if stored and (read := step_bytes(model)) is not None:
             add_shares(result, read)
         found.append(result)
     bandwidth = [

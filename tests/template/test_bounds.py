@@ -9,7 +9,7 @@ import time
 import jinja2
 import pytest
 
-from jinfer.template import ChatTemplate, TemplateError, chat_template, template_limits
+from jinfer.template import ChatTemplate, TemplateError, compiled_template, template_limits
 from jinfer.template.render import compile_source
 
 from .test_chat_template import EXPECTED
@@ -148,7 +148,7 @@ def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(source)
         return compile_source(source)
 
-    monkeypatch.setattr(chat_template, "compile_source", count)
+    monkeypatch.setattr(compiled_template, "compile_source", count)
     for number in range(5):
         source = "{{ messages|length }} of one source"
         assert ChatTemplate(source).render([{}] * number) == f"{number} of one source"
@@ -174,7 +174,7 @@ def test_known_templates_need_no_other_process(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*args: object) -> str:
         raise AssertionError("rendered in a process of its own")
 
-    monkeypatch.setattr(chat_template, "render_in_sandbox", refuse)
+    monkeypatch.setattr(compiled_template, "render_in_sandbox", refuse)
     for case in EXPECTED["cases"]:
         template = ChatTemplate(
             EXPECTED["templates"][case["template"]], variables=EXPECTED["variables"]
