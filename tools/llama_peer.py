@@ -50,8 +50,8 @@ def ending_hint(status: int) -> str:
     """What to do about a process of llama.cpp that ended with an exit status, after "; "."""
     if status in _ILLEGAL:
         return (
-            "; an illegal instruction: with AMX, GCC 12 drops the stores that fill llama.cpp's tile "
-            'configuration; build it with a compiler barrier before _tile_loadconfig, as "How to '
+            "; an illegal instruction: with AMX, GCC 12 drops the stores that fill llama.cpp's "
+            'tile configuration; build it with a compiler barrier before _tile_loadconfig, as "How to '
             'repeat them" in docs/benchmarks.md says'
         )
     return "; --peer-python has to name a Python with llama-cpp-python"

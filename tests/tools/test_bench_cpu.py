@@ -91,7 +91,9 @@ def test_beside_another_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "| sample 1 |" not in printed
     assert "| | jinfer tokens/s (of the bandwidth) | jinfer in old tokens/s | ratio" in printed
     # A start is measured from outside, whatever a process says of it.
-    assert re.search(r"^\| start to first token, s \| .* \| \d{1,2}\.\d\d \|", printed, re.MULTILINE)
+    assert re.search(
+        r"^\| start to first token, s \| .* \| \d{1,2}\.\d\d \|", printed, re.MULTILINE
+    )
     assert re.search(r"^\| decode 1 \| .* \| 0\.0 \(0%\) \| \d{4,}\.\d\d \(", printed, re.MULTILINE)
 
 
