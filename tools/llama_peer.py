@@ -51,8 +51,8 @@ def ending_hint(status: int) -> str:
     if status in _ILLEGAL:
         return (
             "; an illegal instruction: with AMX, GCC 12 drops the stores that fill llama.cpp's "
-            'tile configuration; build it with a compiler barrier before _tile_loadconfig, as "How to '
-            'repeat them" in docs/benchmarks.md says'
+            "tile configuration; build it with a compiler barrier before _tile_loadconfig, as in "
+            "docs/benchmarks.md, 'How to repeat them'"
         )
     return "; --peer-python has to name a Python with llama-cpp-python"
 

@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 from jinfer.api.activation_methods import ActivationMethods
 from jinfer.api.classification import Classes, classification_of, classify, tokenize
 from jinfer.api.forward_results import forward_results
-from jinfer.api.generation_requests import (
-    RequestKeywords,
-    build_requests,
-    build_stream_request,
-)
+from jinfer.api.generation_requests import RequestKeywords, build_requests, build_stream_request
 from jinfer.api.mask_filling import fill_mask
 from jinfer.api.prompt_inputs import Params, Prompt
 from jinfer.api.session import PreparedRequest, Session
@@ -274,8 +270,7 @@ class LLM(ActivationMethods, SleepMode):
         Raises:
             RequestError: an invalid prompt, or a model without such a head.
         """
-        args = encoder_ids, token_type_ids, last
-        return forward_results(self.session, prompts, "logits", *args)
+        return forward_results(self.session, prompts, "logits", encoder_ids, token_type_ids, last)
 
     def score(
         self, prompts: Prompts, *, encoder_ids: Prompts | None = None
