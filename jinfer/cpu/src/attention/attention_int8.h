@@ -49,14 +49,11 @@ inline float float_of(int32_t bits) {
   return x;
 }
 
-// Four vectors of integers up to 255, or of -128 to 127, as bytes. Their order is that of the
-// instructions, for queries as for keys.
-template <bool is_unsigned>
+// Four vectors of integers up to 255 as bytes, in turns four of each.
 inline Ints as_bytes(const Floats* x) {
   const __m512i a = _mm512_cvtps_epi32(x[0]), b = _mm512_cvtps_epi32(x[1]),
                 c = _mm512_cvtps_epi32(x[2]), d = _mm512_cvtps_epi32(x[3]);
-  const __m512i low = _mm512_packs_epi32(a, b), high = _mm512_packs_epi32(c, d);
-  return (Ints)(is_unsigned ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high));
+  return (Ints)_mm512_packus_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
 }
 
 // x rounded to an integer of 16 bits in the lower half of each lane; and two of them in one.
@@ -90,20 +87,16 @@ struct Int8Queries {
   float *scales, *shifts;    // [rows]; shifts are added to a row's scores
 
   // Rounds row r, whose largest magnitude is `most`. from(d) has numbers d .. d + LANES.
-  // `in_order`: bytes are in the order of the numbers instead of that of as_bytes().
-  template <bool in_order, class F>
+  template <class F>
   void round(int64_t r, float most, float shift, const F& from) const {
     const Floats factor = broadcast(most > 1e-30f ? 127 / most : 0);
     int32_t* to = bytes + r * words;
     for (int w = 0; w < words; w += LANES) {
       Floats x[4];
       for (int i = 0; i < 4; ++i) x[i] = from(4 * w + i * LANES) * factor;
-      if (in_order)
-        for (int i = 0; i < 4; ++i)
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(to + w) + i,
-                           _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x[i])));
-      else
-        store_words(to + w, as_bytes<false>(x));
+      for (int i = 0; i < 4; ++i)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + w) + i,
+                         _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x[i])));
     }
     scales[r] = most * (LOG2_E / 127), shifts[r] = shift * LOG2_E;
     const int each = words / groups;

@@ -51,7 +51,7 @@ struct CodeBlocks {
       Ints most = {};
       for (int d = 0; d < dim; d += LANES) most = larger(most, magnitude(load(q + d)));
       const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
-      to.round<true>(r, top, 0, [&](int d) { return d < dim ? load(q + d) : Floats{}; });
+      to.round(r, top, 0, [&](int d) { return d < dim ? load(q + d) : Floats{}; });
     }
   }
 

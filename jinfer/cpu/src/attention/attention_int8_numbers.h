@@ -22,44 +22,73 @@ inline Floats load_group(const T* from, int d, int dim) {
 
 // The smallest and the largest of each number of a split's keys.
 struct KeyRanges {
-  void *low, *high;      // as stored
-  float *middle, *half;  // not finite where a key is not
+  void* seen;                             // [3][dim], as add() says
+  float *middle, *half, *factor, *base;  // middle and half not finite where a key is not
 
-  // Integers in the order of the floating-point numbers with these bits, and back.
-  static __m512i in_order(__m512i bits) {
-    return _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1));
-  }
-
-  // Takes in BLOCK_KEYS keys, and prefetches memory `ahead` of them.
+  // Takes in BLOCK_KEYS keys, and prefetches memory `ahead` of them. Of bits as integers without a
+  // sign the largest is the lowest number below 0, else the highest number; the smallest is the
+  // lowest number above 0, else the highest. The largest with a sign is the highest number above 0.
   template <class T>
   void add(const T* keys, int dim, int64_t ahead, bool first) const {
     constexpr int COUNT = 32;
-    for (int d = 0; d < dim; d += COUNT) {
+    int d = 0;
+    for (; d + 2 * COUNT <= dim; d += 2 * COUNT) add_columns<2>(keys + d, dim, d, ahead, first);
+    for (; d < dim; d += COUNT) {
       const __mmask32 there = dim - d >= COUNT ? ~0u : (1u << (dim - d)) - 1;
-      const auto numbers = [&](const void* from) {
-        return in_order(_mm512_maskz_loadu_epi16(there, from));
-      };
-      T *lowest = static_cast<T*>(low) + d, *highest = static_cast<T*>(high) + d;
-      __m512i least = numbers(first ? keys + d : lowest);
-      __m512i most = numbers(first ? keys + d : highest);
+      add_columns<1>(keys + d, dim, d, ahead, first, there);
+    }
+  }
+
+  // The same for W vectors from number d on, of which `there` are numbers.
+  template <int W, class T>
+  void add_columns(const T* keys, int64_t dim, int d, int64_t ahead, bool first,
+                   __mmask32 there = ~0u) const {
+    __m512i most[W], least[W], top[W];
+    const auto numbers = [&](const T* from, int w) {
+      return W > 1 ? _mm512_loadu_si512(from + 32 * w) : _mm512_maskz_loadu_epi16(there, from);
+    };
+    T* to = static_cast<T*>(seen) + d;
+    for (int w = 0; w < W; ++w) {
+      most[w] = numbers(first ? keys : to, w), least[w] = numbers(first ? keys : to + dim, w);
+      top[w] = numbers(first ? keys : to + 2 * dim, w);
+    }
 #pragma GCC unroll 4
-      for (int j = 0; j < BLOCK_KEYS; ++j) {
-        const T* at = keys + j * int64_t(dim) + d;
-        __builtin_prefetch(at + ahead, 0, 2);
-        const __m512i x = numbers(at);
-        least = _mm512_min_epi16(least, x), most = _mm512_max_epi16(most, x);
+    for (int j = 0; j < BLOCK_KEYS; ++j, keys += dim) {
+#pragma GCC unroll 2
+      for (int w = 0; w < W; ++w) {
+        __builtin_prefetch(keys + 32 * w + ahead, 0, 3);
+        const __m512i x = numbers(keys, w);
+        most[w] = _mm512_max_epu16(most[w], x), least[w] = _mm512_min_epu16(least[w], x);
+        top[w] = _mm512_max_epi16(top[w], x);
       }
-      _mm512_storeu_si512(lowest, in_order(least));
-      _mm512_storeu_si512(highest, in_order(most));
+    }
+    for (int w = 0; w < W; ++w) {
+      _mm512_mask_storeu_epi16(to + 32 * w, there, most[w]);
+      _mm512_mask_storeu_epi16(to + dim + 32 * w, there, least[w]);
+      _mm512_mask_storeu_epi16(to + 2 * dim + 32 * w, there, top[w]);
     }
   }
 
   template <class T>
   void finish(int dim) const {
+    const auto bits = [&](int row, int d) {
+      const T* from = static_cast<const T*>(seen) + row * int64_t(dim) + d;
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    };
+    const auto number = [](__m256i bits) {
+      T each[LANES];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), bits);
+      return load(each);
+    };
     for (int d = 0; d < dim; d += LANES) {
-      const Floats least = load(static_cast<const T*>(low) + d);
-      const Floats most = load(static_cast<const T*>(high) + d);
-      store(middle + d, 0.5f * (most + least)), store(half + d, 0.5f * (most - least));
+      const __m256i most = bits(0, d), least = bits(1, d), top = bits(2, d);
+      const __mmask16 below = _mm256_movepi16_mask(most), all_below = _mm256_movepi16_mask(top);
+      const Floats low = number(_mm256_mask_blend_epi16(below, least, most));
+      const Floats high = number(_mm256_mask_blend_epi16(all_below, top, least));
+      const Floats center = 0.5f * (high + low), radius = 0.5f * (high - low);
+      const Floats steps = radius > 1e-30f ? 127.0f / radius : Floats{};
+      store(middle + d, center), store(half + d, radius);
+      store(factor + d, steps), store(base + d, 128.0f - center * steps);
     }
   }
 };
@@ -67,52 +96,56 @@ struct KeyRanges {
 // Rounds BLOCK_KEYS keys to bytes of which 128 is 0, in columns [words][BLOCK_KEYS]. Memory `ahead`
 // of them is prefetched.
 template <class T>
-void round_keys(const T* keys, int dim, int64_t ahead, const KeyRanges& ranges,
+void round_keys(const T* keys, int dim, int words, int64_t ahead, const KeyRanges& ranges,
                 int32_t* columns) {
-  for (int begin = 0; begin < dim; begin += BYTES) {
-    Floats factor[4], base[4];
-    for (int i = 0; i < 4; ++i) {
-      const Floats half = load_group(ranges.half, begin + i * LANES, dim);
-      const Floats middle = load_group(ranges.middle, begin + i * LANES, dim);
-      factor[i] = half > 1e-30f ? 127.0f / half : Floats{};
-      base[i] = 128.0f - middle * factor[i];
-    }
-    const bool whole = begin + BYTES <= dim;
+  for (int d = 0; d < dim; d += LANES, columns += LANES / 4 * BLOCK_KEYS) {
+    const Floats factor = load(ranges.factor + d), base = load(ranges.base + d);
+    const T* from = keys + d;
     for (int j = 0; j < BLOCK_KEYS; j += LANES) {
-      Floats rounded[LANES];
-#pragma GCC unroll 16
-      for (int k = 0; k < LANES; ++k) {
-        const T* key = keys + (j + k) * int64_t(dim) + begin;
-        for (int i = 0; i < BYTES; i += 2 * LANES)
-          __builtin_prefetch(key + i + ahead, 0, 2);
-        Floats x[4];
+      // Four keys' bytes in turns, of four numbers each: a quarter has the same numbers.
+      __m512i x[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-          x[i] = multiply_add(
-              whole ? load(key + i * LANES) : load_group(key, i * LANES, dim - begin), factor[i],
-              base[i]);
-        rounded[k] = (Floats)as_bytes<true>(x);
+      for (int k = 0; k < 4; ++k) {
+        Floats numbers[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i, from += dim) {
+          asm("" : "+r"(from));  // GCC keeps 16 pointers otherwise, in memory
+          if (d % (2 * LANES) == 0) __builtin_prefetch(from + ahead, 0, 2);
+          numbers[i] = multiply_add(load(from), factor, base);
+        }
+        x[k] = (__m512i)as_bytes(numbers);
       }
-      transpose(rounded);
-#pragma GCC unroll 16
-      for (int w = 0; w < LANES; ++w)
-        store_words(columns + (begin / 4 + w) * BLOCK_KEYS + j, (Ints)rounded[w]);
+      const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44);
+      const __m512i b = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+      const __m512i c = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
+      const __m512i e = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+      int32_t* to = columns + j;
+      store_words(to, (Ints)_mm512_shuffle_i32x4(a, b, 0x88));
+      store_words(to + BLOCK_KEYS, (Ints)_mm512_shuffle_i32x4(a, b, 0xdd));
+      store_words(to + 2 * BLOCK_KEYS, (Ints)_mm512_shuffle_i32x4(c, e, 0x88));
+      store_words(to + 3 * BLOCK_KEYS, (Ints)_mm512_shuffle_i32x4(c, e, 0xdd));
     }
   }
+  std::fill(columns, columns + (words - dim / 4) * int64_t(BLOCK_KEYS), 0);
 }
 
 // The largest magnitude of `count` numbers, a multiple of 16; not finite if any is not.
 template <class T>
 float highest_magnitude(const T* from, int64_t count) {
-  __m512i most = _mm512_setzero_si512();
-  const auto take = [&](__m512i x) {
+  constexpr int CHAINS = 4;
+  __m512i most[CHAINS];
+  for (__m512i& x : most) x = _mm512_setzero_si512();
+  const auto take = [&](__m512i& most, __m512i x) {
     most = _mm512_max_epi16(most, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
   };
   int64_t i = 0;
+  for (; i + 32 * CHAINS <= count; i += 32 * CHAINS)
 #pragma GCC unroll 4
-  for (; i + 32 <= count; i += 32) take(_mm512_loadu_si512(from + i));
+    for (int c = 0; c < CHAINS; ++c) take(most[c], _mm512_loadu_si512(from + i + 32 * c));
+  for (; i + 32 <= count; i += 32) take(most[0], _mm512_loadu_si512(from + i));
+  for (int c = 1; c < CHAINS; ++c) take(most[0], most[c]);
   T each[32];
-  _mm512_storeu_si512(each, most);
+  _mm512_storeu_si512(each, most[0]);
   Ints largest = larger(magnitude(load(each)), magnitude(load(each + LANES)));
   return float_of(_mm512_reduce_max_epi32((__m512i)largest));
 }
@@ -148,8 +181,8 @@ struct NumberBlocks {
 
   template <class Reserve>
   NumberBlocks(const Call& call, const Reserve& reserve) : keys(call.keys), values(call.values) {
-    ranges = {reserve(keys.dim + LANES), reserve(keys.dim + LANES), reserve(keys.dim),
-              reserve(keys.dim)};
+    ranges = {reserve(3 * keys.dim / 2 + LANES), reserve(keys.dim), reserve(keys.dim),
+              reserve(keys.dim), reserve(keys.dim)};
     scales = {1, values.dim, reserve(BLOCK_KEYS), reserve(LANES)};
     words = reinterpret_cast<int32_t*>(reserve(PAIRS * int64_t(values.dim)));
     std::fill(scales.factors, scales.factors + BLOCK_KEYS, WEIGHT_UNIT);
@@ -169,7 +202,7 @@ struct NumberBlocks {
         most = larger(most, magnitude(load(q + d) * load(ranges.half + d)));
       }
       const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
-      to.round<false>(r, top, sum_lanes(product), [&](int d) {
+      to.round(r, top, sum_lanes(product), [&](int d) {
         return load_group(q, d, dim) * load_group(ranges.half, d, dim);
       });
       to.scales[r] /= 127;  // a step is 1/127 of half a range
@@ -177,7 +210,8 @@ struct NumberBlocks {
   }
 
   void read_keys(int64_t block, int64_t later, int32_t* columns, float*) const {
-    round_keys(keys.of(block), keys.dim, keys.ahead(block, later), ranges, columns);
+    round_keys(keys.of(block), keys.dim, words_of(keys.dim), keys.ahead(block, later), ranges,
+               columns);
   }
 
   void read_values(int64_t block, int64_t next, bool few) {
