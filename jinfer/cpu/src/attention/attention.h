@@ -31,9 +31,11 @@ struct CachedVectors {
   // Whether kernels may compute with the stored vectors directly, in whole SIMD vectors.
   bool streams() const { return dtype != DType::quantized && dim == padded(); }
 
-  const char* at(int64_t vector) const {
-    return static_cast<const char*>(data) + vector * dim * bytes_of(dtype);
+  // Bytes of a vector's numbers or codes, without the numbers of codes; and where they are.
+  int64_t stride() const {
+    return dtype == DType::quantized ? 4 * format.words(dim) : int64_t(dim) * bytes_of(dtype);
   }
+  const char* at(int64_t vector) const { return static_cast<const char*>(data) + vector * stride(); }
 
   // Floats of a vector in scratch memory, padded to whole SIMD vectors of any machine.
   int padded() const {

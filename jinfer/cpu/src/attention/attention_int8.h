@@ -77,6 +77,12 @@ inline Floats power_of_2(Floats x) {
 
 inline Floats larger_score(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 
+// Prefetches whole cache lines. Processors drop what exceeds their buffers, so it is to be spread
+// over what is computed.
+inline void prefetch_lines(const char* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
+}
+
 // The first key of a pair; the second is LANES after it.
 constexpr int first_of_pair(int i) { return i / LANES * 2 * LANES + i % LANES; }
 
@@ -115,10 +121,12 @@ struct Int8Queries {
 };
 
 // Scores of M rows with keys as columns [words][BLOCK_KEYS], and the largest of each row's lanes.
-// `key_scales` [groups][BLOCK_KEYS]; null: all are 1, and there is one group.
+// `key_scales` [groups][BLOCK_KEYS]; null: all are 1, and there is one group. Of each word `ahead`
+// bytes are prefetched from `later` on.
 template <int M, bool scaled>
 __attribute__((noinline)) void int8_scores(const Int8Queries& q, int row, const int32_t* keys,
-                                           const float* key_scales, float* scores, Floats* most) {
+                                           const float* key_scales, const char* later, int ahead,
+                                           float* scores, Floats* most) {
   static_assert(NR == VECTORS, "a tile of sums is as wide as a block");
   const int groups = scaled ? q.groups : 1, each = q.words / groups;
   for (int g = 0; g < groups; ++g, keys += each * BLOCK_KEYS) {
@@ -129,7 +137,8 @@ __attribute__((noinline)) void int8_scores(const Int8Queries& q, int row, const 
 #pragma GCC unroll 8
       for (int w = 0; w < NR; ++w)
         sum[m][w] = _mm512_set1_epi32(q.offsets[int64_t(row + m) * groups + g]);
-    for (int d = 0; d < each; ++d) {
+    for (int d = 0; d < each; ++d, later += ahead) {
+      prefetch_lines(later, ahead);
       __m512i k[NR];
 #pragma GCC unroll 8
       for (int w = 0; w < NR; ++w) k[w] = (__m512i)load_words(keys + d * BLOCK_KEYS + w * LANES);
@@ -200,15 +209,22 @@ __attribute__((noinline)) void accumulate_words(const int32_t* weights, const in
       out, out_stride);
 }
 
-// For values as stored, from number d on: they are rounded as they are used.
-template <int M, int W, class Blocks>
-__attribute__((noinline)) void accumulate_stored(const int32_t* weights, const Blocks& blocks,
-                                                 int d, const float* keep, const float* unit,
-                                                 float* out, int64_t out_stride) {
-  const Blocks mine = blocks;
+// For values as stored, from number d on: they are rounded as they are used. As many bytes of the
+// `next` block's values are prefetched.
+template <int M, int W, class Values>
+__attribute__((noinline)) void accumulate_stored(const int32_t* weights, const Values& values,
+                                                 const char* next, int d, const float* keep,
+                                                 const float* unit, float* out,
+                                                 int64_t out_stride) {
+  constexpr int READ = 2 * W * LANES * Values::BYTES_EACH;  // bytes of a pair
+  const Values mine = values;
+  next += d * int64_t(BLOCK_KEYS) * Values::BYTES_EACH;
   accumulate_pairs<M, W>(
       weights,
-      [&](int i, int w) __attribute__((always_inline)) { return mine.join(i, d + w * LANES); },
+      [&](int i, int w) __attribute__((always_inline)) {
+        if (w == 0) prefetch_lines(next + i * READ, READ);
+        return mine.join(i, d + w * LANES);
+      },
       keep, unit, out + d, out_stride);
 }
 

@@ -25,24 +25,23 @@ struct KeyRanges {
   void* seen;                             // [3][dim], as add() says
   float *middle, *half, *factor, *base;  // middle and half not finite where a key is not
 
-  // Takes in BLOCK_KEYS keys, and prefetches memory `ahead` of them. Of bits as integers without a
+  // Takes in BLOCK_KEYS keys. Of bits as integers without a
   // sign the largest is the lowest number below 0, else the highest number; the smallest is the
   // lowest number above 0, else the highest. The largest with a sign is the highest number above 0.
   template <class T>
-  void add(const T* keys, int dim, int64_t ahead, bool first) const {
+  void add(const T* keys, int dim, bool first) const {
     constexpr int COUNT = 32;
     int d = 0;
-    for (; d + 2 * COUNT <= dim; d += 2 * COUNT) add_columns<2>(keys + d, dim, d, ahead, first);
+    for (; d + 2 * COUNT <= dim; d += 2 * COUNT) add_columns<2>(keys + d, dim, d, first);
     for (; d < dim; d += COUNT) {
       const __mmask32 there = dim - d >= COUNT ? ~0u : (1u << (dim - d)) - 1;
-      add_columns<1>(keys + d, dim, d, ahead, first, there);
+      add_columns<1>(keys + d, dim, d, first, there);
     }
   }
 
   // The same for W vectors from number d on, of which `there` are numbers.
   template <int W, class T>
-  void add_columns(const T* keys, int64_t dim, int d, int64_t ahead, bool first,
-                   __mmask32 there = ~0u) const {
+  void add_columns(const T* keys, int64_t dim, int d, bool first, __mmask32 there = ~0u) const {
     __m512i most[W], least[W], top[W];
     const auto numbers = [&](const T* from, int w) {
       return W > 1 ? _mm512_loadu_si512(from + 32 * w) : _mm512_maskz_loadu_epi16(there, from);
@@ -56,7 +55,6 @@ struct KeyRanges {
     for (int j = 0; j < BLOCK_KEYS; ++j, keys += dim) {
 #pragma GCC unroll 2
       for (int w = 0; w < W; ++w) {
-        __builtin_prefetch(keys + 32 * w + ahead, 0, 3);
         const __m512i x = numbers(keys, w);
         most[w] = _mm512_max_epu16(most[w], x), least[w] = _mm512_min_epu16(least[w], x);
         top[w] = _mm512_max_epi16(top[w], x);
@@ -93,15 +91,16 @@ struct KeyRanges {
   }
 };
 
-// Rounds BLOCK_KEYS keys to bytes of which 128 is 0, in columns [words][BLOCK_KEYS]. Memory `ahead`
-// of them is prefetched.
+// Rounds BLOCK_KEYS keys to bytes of which 128 is 0, in columns [words][BLOCK_KEYS]. For each word
+// `ahead` bytes are prefetched from `later` on.
 template <class T>
-void round_keys(const T* keys, int dim, int words, int64_t ahead, const KeyRanges& ranges,
-                int32_t* columns) {
+void round_keys(const T* keys, int dim, int words, const KeyRanges& ranges, const char* later,
+                int ahead, int32_t* columns) {
   for (int d = 0; d < dim; d += LANES, columns += LANES / 4 * BLOCK_KEYS) {
     const Floats factor = load(ranges.factor + d), base = load(ranges.base + d);
     const T* from = keys + d;
-    for (int j = 0; j < BLOCK_KEYS; j += LANES) {
+    for (int j = 0; j < BLOCK_KEYS; j += LANES, later += ahead) {
+      prefetch_lines(later, ahead);
       // Four keys' bytes in turns, of four numbers each: a quarter has the same numbers.
       __m512i x[4];
 #pragma GCC unroll 4
@@ -110,7 +109,6 @@ void round_keys(const T* keys, int dim, int words, int64_t ahead, const KeyRange
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i, from += dim) {
           asm("" : "+r"(from));  // GCC keeps 16 pointers otherwise, in memory
-          if (d % (2 * LANES) == 0) __builtin_prefetch(from + ahead, 0, 2);
           numbers[i] = multiply_add(load(from), factor, base);
         }
         x[k] = (__m512i)as_bytes(numbers);
@@ -159,21 +157,32 @@ struct StoredVectors {
   explicit StoredVectors(const CachedVectors& cache)
       : data(static_cast<const T*>(cache.data)), dim(cache.dim) {}
   const T* of(int64_t vector) const { return data + vector * dim; }
-  // How far the second vector is from the first.
-  int64_t ahead(int64_t first, int64_t second) const { return (second - first) * dim; }
 };
 
-// Keys and values of a split. Memory of its `next` block and of the `later` split is prefetched.
+// A block's values, as integers in units of 1 / factor.
+template <class T>
+struct NumberValues {
+  static constexpr int BYTES_EACH = sizeof(T);
+  const T* stored;
+  int dim;
+  float factor;
+
+  // Numbers d .. d + LANES of the values of a pair of keys.
+  __m512i join(int pair, int d) const {
+    const T* a = stored + first_of_pair(pair) * int64_t(dim) + d;
+    return (__m512i)joined(rounded(load(a), broadcast(factor)),
+                           rounded(load(a + LANES * int64_t(dim)), broadcast(factor)));
+  }
+};
+
+// Keys and values of a split.
 template <class T>
 struct NumberBlocks {
+  using Values = NumberValues<T>;
   static constexpr bool scaled = false;  // keys have scales
   StoredVectors<T> keys, values;
   KeyRanges ranges;
-  WeightScales scales;
-  int32_t* words;
-  const T* stored = nullptr;  // the block's values
-  int64_t ahead = 0;
-  float factor = 1;
+  WeightScales scales;  // of the values read last
 
   static int words_of(int dim) { return (dim + BYTES - 1) / BYTES * LANES; }
   static int groups_of(int) { return 1; }
@@ -184,14 +193,12 @@ struct NumberBlocks {
     ranges = {reserve(3 * keys.dim / 2 + LANES), reserve(keys.dim), reserve(keys.dim),
               reserve(keys.dim), reserve(keys.dim)};
     scales = {1, values.dim, reserve(BLOCK_KEYS), reserve(LANES)};
-    words = reinterpret_cast<int32_t*>(reserve(PAIRS * int64_t(values.dim)));
     std::fill(scales.factors, scales.factors + BLOCK_KEYS, WEIGHT_UNIT);
   }
 
   void round_queries(const float* q, int rows, const int64_t* blocks, int count,
                      const Int8Queries& to) const {
-    for (int b = 0; b < count; ++b)
-      ranges.add(keys.of(blocks[b]), keys.dim, keys.ahead(blocks[b], blocks[b + 1]), b == 0);
+    for (int b = 0; b < count; ++b) ranges.add(keys.of(blocks[b]), keys.dim, b == 0);
     ranges.template finish<T>(keys.dim);
     const int dim = keys.dim;
     for (int64_t r = 0; r < rows; ++r, q += dim) {
@@ -209,37 +216,20 @@ struct NumberBlocks {
     }
   }
 
-  void read_keys(int64_t block, int64_t later, int32_t* columns, float*) const {
-    round_keys(keys.of(block), keys.dim, words_of(keys.dim), keys.ahead(block, later), ranges,
-               columns);
+  void read_keys(int64_t block, const char* later, int ahead, int32_t* columns, float*) const {
+    round_keys(keys.of(block), keys.dim, words_of(keys.dim), ranges, later, ahead, columns);
   }
 
-  void read_values(int64_t block, int64_t next, bool few) {
-    stored = values.of(block), ahead = values.ahead(block, next);
+  Values read_values(int64_t block) const {
+    const T* stored = values.of(block);
     const float highest = highest_magnitude(stored, BLOCK_KEYS * int64_t(values.dim));
     int exponent = 0;
     if (std::isfinite(highest)) std::frexp(highest, &exponent);  // magnitudes are below 2^exponent
     exponent = std::max(exponent, -100);
-    factor = std::ldexp(1.0f, VALUE_BITS - exponent);
     scales.units[0] = std::isfinite(highest)
                           ? std::ldexp(1.0f, exponent - VALUE_BITS) / WEIGHT_UNIT
                           : float(NAN);
-    if (few) return;
-    for (int i = 0; i < PAIRS; ++i)
-      for (int d = 0; d < values.dim; d += LANES)
-        store_words(words + i * int64_t(values.dim) + d, (Ints)join(i, d));
-  }
-
-  // Numbers d .. d + LANES of the values of a pair of keys.
-  __m512i join(int pair, int d) const {
-    const T* a = stored + first_of_pair(pair) * int64_t(values.dim) + d;
-    const T* b = a + LANES * int64_t(values.dim);
-    if (d % (2 * LANES) == 0) {
-      __builtin_prefetch(a + ahead, 0, 2);
-      __builtin_prefetch(b + ahead, 0, 2);
-    }
-    return (__m512i)joined(rounded(load(a), broadcast(factor)),
-                           rounded(load(b), broadcast(factor)));
+    return {stored, values.dim, std::ldexp(1.0f, VALUE_BITS - exponent)};
   }
 };
 

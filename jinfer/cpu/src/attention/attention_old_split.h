@@ -53,26 +53,124 @@ struct SplitBlocks {
   }
 };
 
-// Adds a block's values to the sums of M rows. `few`: values are rounded as they are used.
-template <int M, class Blocks>
-__attribute__((noinline)) void add_values(const Blocks& blocks, bool few, const int32_t* weights,
+// Adds a block's values to the sums of M rows: as words, which many rows share, or as stored.
+template <int M>
+__attribute__((noinline)) void add_words(const WeightScales& scales, const int32_t* words,
+                                         const int32_t* weights, const float* keep,
+                                         const float* units, float* out, int64_t stride) {
+  const int each = scales.dim, dim = scales.groups * each;
+  for (int g = 0; g < scales.groups; ++g)
+    for_vectors<NR>(each, [&](auto w, int d) {
+      accumulate_words<M, w.value>(weights + g * INT8_ROWS * PAIRS, words + g * each + d, dim, keep,
+                                   units + g * LANES, out + g * each + d, stride);
+    });
+}
+
+template <int M, class Values>
+__attribute__((noinline)) void add_stored(const WeightScales& scales, const Values& values,
+                                          const char* next, const int32_t* weights,
                                           const float* keep, const float* units, float* out,
                                           int64_t stride) {
-  const int dim = blocks.scales.groups * blocks.scales.dim, each = blocks.scales.dim;
-  for (int g = 0; g < blocks.scales.groups; ++g) {
-    const int32_t* own = weights + g * INT8_ROWS * PAIRS;
-    const float* unit = units + g * LANES;
-    if (few)
-      for_vectors<M <= 4 ? 4 : 2>(each, [&](auto w, int d) {
-        accumulate_stored<M, w.value>(own, blocks, g * each + d, keep, unit, out, stride);
-      });
-    else
-      for_vectors<NR>(each, [&](auto w, int d) {
-        accumulate_words<M, w.value>(own, blocks.words + g * each + d, dim, keep, unit,
-                                     out + g * each + d, stride);
-      });
-  }
+  const int each = scales.dim;
+  for (int g = 0; g < scales.groups; ++g)
+    for_vectors<M <= 4 ? 4 : 2>(each, [&](auto w, int d) {
+      accumulate_stored<M, w.value>(weights + g * INT8_ROWS * PAIRS, values, next, g * each + d,
+                                    keep, units + g * LANES, out, stride);
+    });
 }
+
+// An old split of a tile, and where its results go.
+template <class Blocks>
+struct OldSplit {
+  const Call& call;
+  const int rows, groups, value_groups;
+  const SplitBlocks own, later;
+  Int8State state;
+  Blocks& blocks;
+  Int8Queries queries;
+
+  // What to prefetch while block b is computed: the later split's keys, and the next values.
+  const char* later_keys(int b) const {
+    return call.keys.at(later.count ? later.vectors[b] : own.vectors[b]);
+  }
+  const char* next_values(int b) const {
+    return (call.shared ? call.keys : call.values).at(own.vectors[b + 1]);
+  }
+  // Bytes of a block of keys for each word of its columns.
+  int word_bytes() const { return int(BLOCK_KEYS * call.keys.stride() * 4 / call.keys.padded()); }
+
+  // Scores of `count` rows with a block's keys, and their largest; prefetches as int8_scores().
+  void score(int row, int count, const int32_t* keys, const float* key_scales, const char* later,
+             int ahead, float* scores, Floats* most) const {
+    each_height(count, [&](auto m, int r) {
+      int8_scores<m.value, Blocks::scaled>(queries, row + r, keys, key_scales, later, ahead,
+                                           scores + r * BLOCK_KEYS, most + r);
+    });
+  }
+
+  // Calls f(M, r) for heights M of neighbouring rows r of `count`.
+  template <class F>
+  static void each_height(int count, const F& f) {
+    const int heights = (count + MR - 1) / MR, tall = (count + heights - 1) / heights;
+    for (int r = 0; r < count; r += tall)
+      dispatch_count(std::min(tall, count - r), [&](auto m) { f(m, r); });
+  }
+
+  // For few rows. Keys are prefetched half while these are rounded, half during scores.
+  template <class Reserve>
+  void attend_few(const Reserve& reserve, int32_t* keys, float* key_scales) {
+    alignas(64) float scores[FEW_ROWS * BLOCK_KEYS], keep[LANES];
+    Floats most[LANES];
+    int32_t* weights =
+        reinterpret_cast<int32_t*>(reserve(value_groups * int64_t(INT8_ROWS * PAIRS)));
+    float* units = reserve(value_groups * LANES);
+    const int half = word_bytes() / 2;
+    for (int b = 0; b < own.count; ++b) {
+      const char* later = later_keys(b);
+      blocks.read_keys(own.vectors[b], later, half, keys, key_scales);
+      score(0, rows, keys, key_scales, later + BLOCK_KEYS * call.keys.stride() / 2, half, scores,
+            most);
+      const auto values = blocks.read_values(own.vectors[b]);
+      state.weigh(0, rows, scores, most, blocks.scales, weights, keep, units);
+      each_height(rows, [&](auto m, int r) {
+        add_stored<m.value>(blocks.scales, values, next_values(b), weights + r * PAIRS, keep + r, units + r,
+                            state.sums + r * state.stride + 16, state.stride);
+      });
+    }
+  }
+
+  // For many rows, which share a block's words.
+  template <class Reserve>
+  void attend_many(const Reserve& reserve, int32_t* keys, float* key_scales) {
+    const int dim = blocks.scales.groups * blocks.scales.dim;
+    const int64_t pair = 2 * (call.shared ? call.keys : call.values).stride();
+    int32_t* words = reinterpret_cast<int32_t*>(reserve(PAIRS * int64_t(dim)));
+    int32_t* weights =
+        reinterpret_cast<int32_t*>(reserve(value_groups * int64_t(INT8_ROWS * PAIRS)));
+    float* units = reserve(value_groups * LANES);
+    for (int b = 0; b < own.count; ++b) {
+      blocks.read_keys(own.vectors[b], later_keys(b), word_bytes(), keys, key_scales);
+      const auto values = blocks.read_values(own.vectors[b]);
+      const char* next = next_values(b);
+      for (int i = 0; i < PAIRS; ++i, next += pair) {
+        prefetch_lines(next, pair);
+        for (int d = 0; d < dim; d += LANES)
+          store_words(words + i * int64_t(dim) + d, (Ints)values.join(i, d));
+      }
+      for (int row = 0; row < rows; row += INT8_ROWS) {
+        const int count = std::min(INT8_ROWS, rows - row);
+        alignas(64) float scores[INT8_ROWS * BLOCK_KEYS], keep[LANES];
+        Floats most[LANES];
+        score(row, count, keys, key_scales, nullptr, 0, scores, most);
+        state.weigh(row, count, scores, most, blocks.scales, weights, keep, units);
+        each_height(count, [&](auto m, int r) {
+          add_words<m.value>(blocks.scales, words, weights + r * PAIRS, keep + r, units + r,
+                             state.sums + (row + r) * state.stride + 16, state.stride);
+        });
+      }
+    }
+  }
+};
 
 // Computes an old split of a tile into rows of partial_floats(). Keys of `next` are prefetched.
 template <class Blocks>
@@ -87,49 +185,27 @@ void attend_old_blocks(const Call& call, const Tile& tile, int split, const Next
   const auto integers = [&](int64_t count) { return reinterpret_cast<int32_t*>(reserve(count)); };
   Blocks blocks(call, reserve);
   const int words = Blocks::words_of(key_dim), groups = Blocks::groups_of(key_dim);
-  const int value_groups = Blocks::value_groups_of(value_dim);
   const Int8Queries queries{words, groups, integers(int64_t(rows) * words),
                             integers(int64_t(rows) * groups), reserve(rows), reserve(rows)};
   int32_t* keys = integers(words * int64_t(BLOCK_KEYS));
   float* key_scales = reserve(groups * BLOCK_KEYS);
-  int32_t* weights = integers(value_groups * int64_t(INT8_ROWS * PAIRS));
-  float* units = reserve(value_groups * LANES);
-  Int8State state{partial, partial_floats(call)};
-  const int64_t stride = state.stride;
+  const int64_t stride = partial_floats(call);
+  OldSplit<Blocks> old{call, rows, groups, Blocks::value_groups_of(value_dim),
+                       {call, tile, split}, {call, next.tile, next.split}, {partial, stride},
+                       blocks, queries};
+  Int8State& state = old.state;
   std::fill(state.highest, state.highest + rows + LANES, LOWEST);
   for (int r = 0; r < rows; ++r)
     std::fill(partial + r * stride, partial + r * stride + 16 + value_dim, 0.0f);
-
-  const SplitBlocks own(call, tile, split), later(call, next.tile, next.split);
-  const int64_t* vectors = own.vectors;
-  const bool few = rows <= FEW_ROWS;
-  if (own.count && !call.shared) prefetch(call.values, vectors[0], BLOCK_KEYS);
-  if (own.count) blocks.round_queries(q, rows, vectors, own.count, queries);
-  for (int b = 0; b < own.count; ++b) {
-    blocks.read_keys(vectors[b], later.count ? later.vectors[b] : vectors[b], keys, key_scales);
-    blocks.read_values(vectors[b], vectors[b + 1], few);
-    for (int row = 0; row < rows; row += INT8_ROWS) {
-      const int count = std::min(INT8_ROWS, rows - row);
-      alignas(64) float scores[INT8_ROWS * BLOCK_KEYS], keep[LANES];
-      Floats most[LANES];
-      const int heights = (count + MR - 1) / MR, tall = (count + heights - 1) / heights;
-      for (int r = 0; r < count; r += tall)
-        dispatch_count(std::min(tall, count - r), [&](auto m) {
-          int8_scores<m.value, Blocks::scaled>(queries, row + r, keys, key_scales,
-                                               scores + r * BLOCK_KEYS, most + r);
-        });
-      state.weigh(row, count, scores, most, blocks.scales, weights, keep, units);
-      for (int r = 0; r < count; r += tall)
-        dispatch_count(std::min(tall, count - r), [&](auto m) {
-          add_values<m.value>(blocks, few, weights + r * PAIRS, keep + r, units + r,
-                              partial + (row + r) * stride + 16, stride);
-        });
-    }
-  }
+  if (old.own.count) blocks.round_queries(q, rows, old.own.vectors, old.own.count, queries);
+  if (rows <= FEW_ROWS)
+    old.attend_few(reserve, keys, key_scales);
+  else
+    old.attend_many(reserve, keys, key_scales);
   for (int r = 0; r < rows; ++r) {
     float* to = partial + r * stride;
     const float total = sum_lanes(load(to));
-    to[0] = own.count ? state.highest[r] * LN_2 : NO_SCORE, to[1] = total;
+    to[0] = old.own.count ? state.highest[r] * LN_2 : NO_SCORE, to[1] = total;
   }
 }
 

@@ -90,7 +90,7 @@ void AttentionWork::run(int64_t stage, int64_t chunk) const {
   } else {
     const int64_t before = split - tile.first_split();
     float* to = partial_ + tile.at + before * tile.rows * partial_floats(call_);
-    const int64_t later = chunk + plan.threads;
+    const int64_t later = chunk + 1;  // a thread takes neighbours
     const TilePlan::Piece next = plan.piece(call_, later < plan.items ? later : chunk);
     kernels.split(call_, tile, split, {next.tile, std::max(next.split, 0)}, to,
                   scratch.of(split_floats(call_)));
