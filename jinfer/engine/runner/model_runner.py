@@ -15,6 +15,7 @@ from jinfer.engine.requests import EngineError, Request, Token
 from jinfer.engine.runner.compiled_programs import CompiledPrograms
 from jinfer.engine.runner.device_state import State
 from jinfer.engine.runner.edit_tables import StepTaps, edit_tables
+from jinfer.engine.runner.huge_pages import CacheHugePages
 from jinfer.engine.runner.sampler_output import MAX_COPIES, SamplerOutput
 from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
@@ -48,6 +49,7 @@ class ModelRunner:
     leaves: tuple[Array, ...] = ()
     before_call: Callable[[], None] = field(default=_nothing, repr=False)
     _cache: Cache | None = field(default=None, init=False)
+    _huge_pages: CacheHugePages | None = field(default=None, init=False, repr=False)
     _state: State | None = field(default=None, init=False)
     _edits: tuple[Any, dict[str, Any]] = field(default=(None, {}), init=False)
 
@@ -82,6 +84,7 @@ class ModelRunner:
         """The KV cache, allocated at first use. A call donates it; `set_cache` sets the new one."""
         if self._cache is None:
             self._cache = self.programs.allocate_kv_cache()
+            self._huge_pages = CacheHugePages(self.model.caches)
         self.before_call()
         return self._cache
 
@@ -151,6 +154,8 @@ class ModelRunner:
                 tables[ADAPTER][row] = of_row.adapter.entry
         for group in sizes.blocks:
             tables[group][tables[group] == RELEASED] = 0
+            if self._huge_pages is not None:
+                self._huge_pages.use(self._cache, group, int(tables[group].max(initial=-1)) + 1)
         return tables
 
     def edit_tables(
