@@ -35,7 +35,7 @@ class CacheHugePages:
 
     def use(self, pools: Any, group: str, blocks: int) -> None:
         """Blocks 0 .. `blocks` - 1 of a group are in use."""
-        if blocks < self._next.get(group, 1) or not _supported():
+        if blocks < self._next.get(group, 1) or not supported():
             return
         arrays = [*self._arrays(pools, group)]
         largest = max((array.nbytes // len(array) for array in arrays), default=HUGE_PAGE)
@@ -55,12 +55,14 @@ class CacheHugePages:
         for name, shape in self._shapes.items():
             if shape.group == group:
                 for array in jax.tree.leaves(pools[name]):
-                    if {device.platform for device in array.devices()} == {"cpu"}:
+                    one = [device.platform for device in array.devices()] == ["cpu"]
+                    if one and array.nbytes >= HUGE_PAGE:
                         yield array
 
 
 @cache
-def _supported() -> bool:
+def supported() -> bool:
+    """Whether the system gives huge pages where they are asked for."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     try:
         return sys.platform == "linux" and "[never]" not in setting.read_text(encoding="ascii")

@@ -35,7 +35,9 @@ struct CachedVectors {
   int64_t stride() const {
     return dtype == DType::quantized ? 4 * format.words(dim) : int64_t(dim) * bytes_of(dtype);
   }
-  const char* at(int64_t vector) const { return static_cast<const char*>(data) + vector * stride(); }
+  const char* at(int64_t vector) const {
+    return static_cast<const char*>(data) + vector * stride();
+  }
 
   // Floats of a vector in scratch memory, padded to whole SIMD vectors of any machine.
   int padded() const {

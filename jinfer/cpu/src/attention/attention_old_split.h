@@ -132,8 +132,9 @@ struct OldSplit {
             most);
       const auto values = blocks.read_values(own.vectors[b]);
       state.weigh(0, rows, scores, most, blocks.scales, weights, keep, units);
+      const char* next = next_values(b);
       each_height(rows, [&](auto m, int r) {
-        add_stored<m.value>(blocks.scales, values, next_values(b), weights + r * PAIRS, keep + r, units + r,
+        add_stored<m.value>(blocks.scales, values, next, weights + r * PAIRS, keep + r, units + r,
                             state.sums + r * state.stride + 16, state.stride);
       });
     }
