@@ -13,11 +13,11 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from jinfer.progress import track
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantize_matrix import Method
 
+from .importance_matrix import importance_matrix
 from .llama_peer import ask
 from .perplexity import Window, add_text, perplexity, summary, text_windows
 from .run_main import run, width, write_json
@@ -148,14 +149,22 @@ def measure(
 
 
 def peer_rows(
-    python: str, gguf: str, types: Sequence[str], parts: Sequence[Window], wanted: Reference
+    python: str,
+    gguf: str,
+    types: Sequence[str],
+    parts: Sequence[Window],
+    wanted: Reference,
+    imatrix: Mapping[str, np.ndarray] | None = None,
 ) -> Iterator[QualityRow]:
-    """Results of llama.cpp's types, made from a GGUF file."""
+    """Results of llama.cpp's types, made from a GGUF file, with an importance matrix or without."""
     matrices = sum(weight.size for weight in wanted.weights.values())
     with tempfile.TemporaryDirectory() as folder:
+        weighed = None if imatrix is None else str(Path(folder) / "imatrix.npz")
+        if weighed is not None:
+            np.savez(weighed, **cast("dict[str, Any]", imatrix))
         for name in types:
             model, out = str(Path(folder) / f"{name}.gguf"), str(Path(folder) / "scores.npz")
-            ask(python, {"quantize": [gguf, model, name]})
+            ask(python, {"quantize": [gguf, model, name, weighed]})
             request = {"model": model, "length": max(len(part.ids) for part in parts),
                        "windows": [[list(part.ids), part.first] for part in parts],
                        "with_logits": 2, "out": out}  # fmt: skip
@@ -165,6 +174,7 @@ def peer_rows(
                 apart, same = divergence(found["logits"], wanted.logits)
                 bits = 8 * float(found["size"]) / matrices
             Path(model).unlink()
+            name = name if imatrix is None else f"{name} imatrix"
             yield QualityRow("llama.cpp", name, bits, None, score.value, score.error, apart, same)
 
 
@@ -239,6 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache", action="append", default=[], metavar="KIND", help="also with this KV cache")
     add("--peer-python", metavar="FILE", help="a Python that has llama_cpp; SOURCE is a .gguf then")
     add("--peer-type", action="append", default=[], metavar="TYPE", help="such as Q4_K_M")
+    add("--peer-imatrix", nargs="?", const="", metavar="TEXT", help="llama.cpp's types with an "
+        "importance matrix of this text, or of the one that the model writes for GPTQ")  # fmt: skip
     add("--json", metavar="FILE", help="write the rows as JSON too")
     add("--svg", metavar="FILE", help="draw them, as SVG or PNG")
     return parser
@@ -249,6 +261,7 @@ def _run(options: argparse.Namespace) -> int:
         print("error: --svg: matplotlib is missing; pip install 'jinfer[plots]'", file=sys.stderr)
         return 2
     text = Path(options.text).read_text(encoding="utf-8-sig")
+    calibration = options.peer_imatrix and Path(options.peer_imatrix).read_text("utf-8-sig")
     first = LLM(options.source, **{"engine.context": options.length})
     parts = text_windows(first, text, options.length, None, "halves")[: options.windows]
     del first
@@ -260,8 +273,11 @@ def _run(options: argparse.Namespace) -> int:
         rows.append(measure(source, name, keys, parts, wanted))
         print(table(rows[-1:]).splitlines()[-1])
     if options.peer_python:
-        types = options.peer_type or PEER_TYPES
-        for found in peer_rows(options.peer_python, options.source, types, parts, wanted):
+        types, imatrix = options.peer_type or PEER_TYPES, None
+        if calibration is not None:
+            imatrix = importance_matrix(options.source, calibration=calibration or None)
+        asked = (options.peer_python, options.source, types, parts, wanted, imatrix)
+        for found in peer_rows(*asked):
             rows.append(found)
             print(table(rows[-1:]).splitlines()[-1])
     print(table(rows))

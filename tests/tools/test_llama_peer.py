@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tools.bench_cpu import BenchWorker, EngineUnderTest
@@ -110,3 +111,42 @@ def test_peak_memory_is_that_of_the_process_alone() -> None:
     )
     out = subprocess.run([sys.executable, "-c", held], check=True, capture_output=True, text=True)
     assert 1 < float(out.stdout) < 400
+
+
+def test_quantizing_with_an_importance_matrix(folder: Path, tmp_path: Path) -> None:
+    """The array of entries as `llama.h` has it: it ends with one whose name is null."""
+    with (folder / "llama_cpp.py").open("a") as stand_in:
+        stand_in.write("""
+LLAMA_FTYPE_MOSTLY_IQ4_XS = 30
+class llama_model_imatrix_data(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.POINTER(ctypes.c_float)),
+                ("size", ctypes.c_size_t)]
+class parameters(ctypes.Structure):
+    _fields_ = [("ftype", ctypes.c_int), ("imatrix", ctypes.POINTER(llama_model_imatrix_data))]
+llama_model_quantize_default_params = parameters
+def llama_model_quantize(source, out, given):
+    given, number = ctypes.cast(given, ctypes.POINTER(parameters)).contents, 0
+    print(given.ftype, bool(given.imatrix))
+    while given.imatrix and given.imatrix[number].name:
+        entry = given.imatrix[number]
+        print(entry.name.decode(), entry.data[: entry.size])
+        number += 1
+    return 0
+""")
+    file = str(tmp_path / "imatrix.npz")
+    np.savez(file, **{"blk.0.attn_q.weight": np.float32([1, 2]), "b": np.float32([3])})
+
+    def written(*arguments: str | None) -> str:
+        request = json.dumps({"quantize": ["in", "out", "IQ4_XS", *arguments]})
+        done = subprocess.run(
+            command(sys.executable),
+            input=request,
+            env={"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    assert written(file) == "30 True\nblk.0.attn_q.weight [1.0, 2.0]\nb [3.0]\n"
+    assert written(None) == written() == "30 False\n"
