@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,8 @@ def llama_model_quantize(source, out, given):
     return 0
 """)
     file = str(tmp_path / "imatrix.npz")
-    np.savez(file, **{"blk.0.attn_q.weight": np.float32([1, 2]), "b": np.float32([3])})
+    squares: dict[str, Any] = {"blk.0.attn_q.weight": [1.0, 2.0], "b": [3.0]}
+    np.savez(file, **squares)
 
     def written(*arguments: str | None) -> str:
         request = json.dumps({"quantize": ["in", "out", "IQ4_XS", *arguments]})
