@@ -87,6 +87,18 @@ def test_activations_are_rounded_where_that_is_faster(name: str) -> None:
 
 
 @needs_calls
+@pytest.mark.parametrize("keys", [{}, {"quantization.weights": "q4", "quantization.threshold": 0}])
+def test_short_prompts_in_bf16_are_those_of_8_bits(keys: dict[str, Any]) -> None:
+    """`activations = "bf16"` is for 33 rows and more, of quantized matrices."""
+    name, ids = "smollm2", IDS[:20]
+    ours, wanted = (
+        open_model(name, dtype="auto", **keys, **{"quantization.activations": mode}).logits([ids])
+        for mode in ("bf16", "int8")
+    )
+    np.testing.assert_array_equal(ours[0], wanted[0])
+
+
+@needs_calls
 @pytest.mark.parametrize("name", ["llama2", "gguf_phi2"])
 def test_whole_numbers_where_they_are_faster(name: str) -> None:
     with lowered_isa("avx2"):

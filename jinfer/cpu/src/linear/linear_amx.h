@@ -21,7 +21,7 @@ constexpr int kPanelOfTiles = 256 << 10;  // bytes, in L2
 
 // Rows from which tiles are used, after the sums in docs/kernels.md. Fewer go through
 // linear_gemv.h, four or eight at a time.
-constexpr int64_t kAmxMinRows = 9;
+constexpr int64_t kAmxMinRows = 12;
 constexpr int64_t kAmxFewRows = 32;  // for which a block does not wait in L2 until it is used
 
 // In groups of 2 * half lanes: the lower halves of a and b side by side, or the upper ones.
