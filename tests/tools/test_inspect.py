@@ -331,8 +331,8 @@ def test_drawing_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixt
         (["{empty}"], "holds no checkpoint"),
         (["{llama2}", "--set", "x"], "key=value"),
         (["{unknown}", "--svg", "{empty}/x.svg"], "nothing to draw"),
-        (["{llama2}", "--draft", "{empty}/none/x.toml"], "No such file"),
-        (["{llama2}", "--json", "{empty}/none/x.json"], "No such file"),
+        (["{llama2}", "--draft", "{empty}/none/x.toml"], "there is no folder"),
+        (["{llama2}", "--json", "{empty}/none/x.json"], "there is no folder"),
     ],
 )
 def test_errors_are_one_line(
