@@ -16,7 +16,7 @@
 namespace jinfer {
 namespace {
 
-constexpr int LONG_TEXT = 2048;
+constexpr int LONG_TEXT = 1024;
 
 // Whether a split is old for a token.
 inline bool is_old(const Call& call, int64_t token, int split) {
