@@ -138,7 +138,7 @@ class AbstractModel:
     def described(self) -> str:
         """The cache key of programs compiled for this model, except for the code version."""
         spec = self.modules.spec
-        # Of parameters that are one object each is described once.
+        # Parameters of one shape and type are often one object, whose text is made once.
         alike = {id(parameter): parameter for parameter in self.parameters}
         texts = {key: repr(parameter) for key, parameter in alike.items()}
         parameters = ", ".join(texts[id(parameter)] for parameter in self.parameters)

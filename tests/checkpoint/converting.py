@@ -1,5 +1,7 @@
 """What tests of converted checkpoints share: a model's parameters by name, and their comparison."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,15 @@ def check_equal(ours: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert a.dtype == b.dtype
             assert np.array_equal(a, b), name
     assert len({id(leaf) for leaf in ours.values()}) == len({id(w) for w in wanted.values()})
+
+
+def in_metadata(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    """Damage to one table in a header's metadata, for whoever reads and writes the header."""
+
+    def apply(header: dict[str, Any]) -> None:
+        said = header["__metadata__"]
+        table = json.loads(said[key])
+        change(table)
+        said[key] = json.dumps(table)
+
+    return apply

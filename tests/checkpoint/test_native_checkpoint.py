@@ -24,7 +24,7 @@ from jinfer.quant import OutlierTensor, QuantizedTensor
 from jinfer.weights.load_weights import load
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.tensor_mapping import LoadError
-from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves
+from tests.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, in_metadata, leaves
 from tools.quantize import convert
 
 
@@ -148,16 +148,6 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     change(header)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-
-
-def in_metadata(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    def apply(header: dict[str, Any]) -> None:
-        said = header["__metadata__"]
-        table = json.loads(said[key])
-        change(table)
-        said[key] = json.dumps(table)
-
-    return apply
 
 
 def said(key: str, text: str) -> Callable[[dict[str, Any]], None]:

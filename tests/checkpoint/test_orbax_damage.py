@@ -19,7 +19,7 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.open_model import open_model
 from jinfer.weights.plan_weights import plan_weights
 from jinfer.weights.tensor_mapping import LoadError
-from tests.checkpoint.converting import MODEL, SMALL, check_equal, leaves
+from tests.checkpoint.converting import MODEL, SMALL, check_equal, in_metadata, leaves
 from tools.quantize import convert
 
 
@@ -36,16 +36,6 @@ def changed(out: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     described = json.loads(path.read_text())
     change(described)
     path.write_text(json.dumps(described))
-
-
-def in_metadata(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
-    def apply(described: dict[str, Any]) -> None:
-        said = described["__metadata__"]
-        table = json.loads(said[key])
-        change(table)
-        said[key] = json.dumps(table)
-
-    return apply
 
 
 Q = "decoder.0.attn.q.weight"
