@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax import Array
 from jinfer.cpu.build_library import custom_call, register
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, UInt8
 
 _SYMBOL = "jinfer_attention"
 _MAX_GROUP = 192  # query heads per key head
@@ -69,10 +69,11 @@ def attention(
     coding: KvFormat | None,
     scores: Scores,
     new: tuple[Array, ...] | None = None,
+    int8_keys: UInt8[Array, "blocks kv_heads bytes"] | None = None,
     *,
     partial: bool = False,
-) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
-    """Attention's output, and the arrays of keys and values.
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """Attention's output, and the arrays of keys, of values and of int8 keys.
 
     Fails where a token or a block is not in the tables or the pool.
 
@@ -85,14 +86,18 @@ def attention(
         coding: format of a quantized cache.
         new: [tokens, kv_heads, dim], keys and, unless shared, values of q's type, to be written to
             the pool first. The pool's arrays are changed in place and must not be used again.
+        int8_keys: of the same blocks (`jinfer.ops.attention.int8_keys`); None: there are none.
         partial: entries of the tables may be -1: blocks that are elsewhere, neither written nor
             seen. The output is then float32 and not normalized, and a second array holds each
             query's maximum score and sum of weights.
 
     Returns:
-        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others.
+        The output [tokens, heads, value_dim], alone or with [tokens, heads, 2]; the others, each
+        none or more arrays.
     """
-    cached = (*keys.arrays, *(values.arrays if values is not None else ()))
+    parts: list[tuple[Array, ...]] = [keys.arrays, () if values is None else values.arrays]
+    parts.append(() if int8_keys is None else (int8_keys,))
+    cached = tuple(chain.from_iterable(parts))
     given = (scores.sinks, (0,)), (scores.slopes, (0,)), (scores.by_distance, (0, 0))
     biases = tuple(
         jnp.zeros(none, jnp.float32) if numbers is None else numbers.astype(jnp.float32)
@@ -107,7 +112,7 @@ def attention(
         results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     pool = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in cached] if new else []
     bits, levels, per_code, symmetric = coding or KvFormat(0, 0, 1, True)
-    count, width = len(results), len(keys.arrays)
+    count = len(results)
     out = custom_call(
         _SYMBOL,
         [*results, *pool],
@@ -128,7 +133,9 @@ def attention(
         symmetric=symmetric,
         dim=np.int32(keys.dim),
         value_dim=np.int32(value_dim),
+        int8_keys=int8_keys is not None,
         partial=partial,
     )
-    after: Sequence[Array] = out[count:] or cached
-    return tuple(out[:count]), tuple(after[:width]), tuple(after[width:])
+    after = iter(out[count:] or cached)
+    kept = [tuple(islice(after, len(part))) for part in parts]
+    return tuple(out[:count]), kept[0], kept[1], kept[2]

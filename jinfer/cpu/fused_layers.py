@@ -55,6 +55,7 @@ class AttentionAttributes(NamedTuple):
     symmetric: bool
     dim: int
     value_dim: int
+    int8_keys: bool
 
     def numbers(self) -> list[int]:
         """The attributes as a program encodes them."""
@@ -210,7 +211,7 @@ class Program:
             new: keys and, unless shared, values to be written to the pool first; or nothing.
             indices: rows, positions, last and tables.
             biases: sinks and slopes.
-            pools: the arrays of keys and values.
+            pools: the arrays of keys, values and int8 keys.
             attributes: the call's attributes.
 
         Returns:

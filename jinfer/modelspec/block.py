@@ -18,6 +18,7 @@ class CachedVectors(NamedTuple):
         window: sliding window; None: all tokens.
         encoded: whether the tokens are an encoder's.
         index_width: width of an indexer's keys; 0: none.
+        modified: whether scores are more than scaled products.
     """
 
     heads: int
@@ -26,6 +27,7 @@ class CachedVectors(NamedTuple):
     window: int | None = None
     encoded: bool = False
     index_width: int = 0
+    modified: bool = False
 
 
 class CachedState(NamedTuple):

@@ -21,6 +21,7 @@ from jinfer.modelspec import blocks
 from jinfer.modelspec.block import CachedState
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.quantization_table import Role
+from jinfer.ops.attention import int8_keys
 from jinfer.ops.attention.kv_cache import ENCODER, CacheShape, StateShape, cache_group
 
 if TYPE_CHECKING:
@@ -250,5 +251,7 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShap
             elif own is not None:
                 group = ENCODER if own.encoded else cache_group(own.window)
                 widths = own.heads, own.key_width, own.value_width
-                shape = CacheShape(*widths, group, own.window, own.index_width)
+                plain = not (own.encoded or own.index_width or own.modified)
+                useful = plain and int8_keys.are_useful(*widths[1:], own.window)
+                shape = CacheShape(*widths, group, own.window, own.index_width, useful)
                 yield f"decoder.{i}.{name}", shape

@@ -17,7 +17,8 @@ from jinfer.ops.fusion.weight_pointers import table
 from tests.cpu.test_fused_layers import FOUR, random
 from tests.cpu.test_quantized_matmul import coded, matrix
 
-pytestmark = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler")
+SYMBOL = "jinfer_fused_layers"
+pytestmark = pytest.mark.skipif(not build_library.register(SYMBOL), reason="no C++ compiler")
 
 
 def call(
@@ -30,7 +31,7 @@ def call(
 ) -> None:
     out = [jax.ShapeDtypeStruct((2, 64), np.float32) for _ in range(len(results) + more)]
     jax.block_until_ready(
-        jax.ffi.ffi_call("jinfer_fused_layers", out)(
+        jax.ffi.ffi_call(SYMBOL, out)(
             *operands,
             program=np.array(numbers, np.int64),
             results=np.array(results, np.int64),
@@ -137,17 +138,19 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "norms that do not fit": ("such a size", lambda: call([*NORM, 48], [1], X)),
     "norms of nothing": ("such a size", lambda: call([*NORM, 0], [1], X)),
     "attention that is cut off": ("do not fit", lambda: call([*ATTENTION[:9]], [1], X)),
-    "attention without a place": ("out of range", lambda: call([*ATTENTION, 16, 16], [1], X)),
-    "heads of another size": ("heads that do not", lambda: call([*ATTENTION, 48, 16], [1], X)),
-    "heads of no size": ("heads that do not", lambda: call([*ATTENTION, 0, 16], [1], X)),
+    "attention without a place": ("out of range", lambda: call([*ATTENTION, 16, 16, 0], [1], X)),
+    "heads of another size": ("heads that do not", lambda: call([*ATTENTION, 48, 16, 0], [1], X)),
+    "heads of no size": ("heads that do not", lambda: call([*ATTENTION, 0, 16, 0], [1], X)),
     "keys that are not there": (
         "heads that do not",
-        lambda: call([*ATTENTION[:2], 0, 5, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16], [1], X),
+        lambda: call(
+            [*ATTENTION[:2], 0, 5, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16, 0], [1], X
+        ),
     ),
     "pools that are no results": (
         "out of range",
         lambda: call(
-            [*ATTENTION[:2], 0, 0, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16],
+            [*ATTENTION[:2], 0, 0, *ATTENTION[4:9], 1, *ATTENTION[10:], 16, 16, 0],
             [1],
             X,
             *[jnp.zeros(2, jnp.int32)] * 3,

@@ -76,7 +76,8 @@ def unwritten(kind: str, shape: CacheShape, blocks: int) -> LayerCache:
     cache = jax.eval_shape(lambda: zero_cache({"a": shape}, blocks, parse_cache_dtype(kind)))["a"]
 
     def no_numbers(x: Any) -> Array:
-        return on_device(np.full(x.shape, 0xABCDEF01 if x.dtype == np.uint32 else np.nan, x.dtype))
+        other = {np.dtype(np.uint32): 0xABCDEF01, np.dtype(np.uint8): 0xAB}
+        return on_device(np.full(x.shape, other.get(x.dtype, np.nan), x.dtype))
 
     return jax.tree.map(no_numbers, cache)
 

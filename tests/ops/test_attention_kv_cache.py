@@ -49,7 +49,7 @@ def test_empty() -> None:
     }
     blocks = {"decoder.0.attn": 3, "decoder.1.attn": 2, "decoder.1.cross": 1}
     cache = zero_cache(shapes, blocks, jnp.bfloat16)
-    assert {name: (k.shape, v.shape) for name, (k, v) in cache.items()} == {
+    assert {name: (k.shape, v.shape) for name, (k, v, _) in cache.items()} == {
         "decoder.0.attn": ((3, 2, BLOCK, 8), (3, 2, BLOCK, 8)),
         "decoder.1.attn": ((2, 1, BLOCK, 4), (2, 1, BLOCK, 0)),
         "decoder.1.cross": ((1, 4, BLOCK, 8), (1, 4, BLOCK, 6)),
@@ -57,7 +57,7 @@ def test_empty() -> None:
     leaves = jax.tree.leaves(cache)
     assert all(leaf.dtype == jnp.bfloat16 and not leaf.any() for leaf in leaves)
     assert nbytes(cache) == 2 * BLOCK * (3 * 2 * (8 + 8) + 2 * 4 + 4 * (8 + 6))
-    assert {k.shape[0] for k, _ in zero_cache(shapes, 5, jnp.bfloat16).values()} == {5}
+    assert {k.shape[0] for k, *_ in zero_cache(shapes, 5, jnp.bfloat16).values()} == {5}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_write(runs: list[Run]) -> None:
     keys, values = tokens(1, count), tokens(2, count)
     at = placed(runs, tables)
     new = jax.jit(write_cache)(old, on_device(keys), on_device(values), at)
-    for got, before, given in zip(new, old, (keys, values), strict=True):
+    for got, before, given in zip(new[:2], old[:2], (keys, values), strict=True):
         wanted, t = np.array(before), 0
         for run in runs:
             for position in range(run.start, run.start + run.length):
@@ -132,7 +132,7 @@ def compiled_step(cache: Cache, attention: Any) -> tuple[Any, Any, int]:
         after = {}
         for name, layer in cache.items():
             after[name] = write_cache(layer, x, x, at)
-            x = attention(x, *after[name], at, at.positions, ScoreRules(scale=1.0))
+            x = attention(x, *after[name][:2], at, at.positions, ScoreRules(scale=1.0))
         return after, x
 
     dtype = jax.tree.leaves(cache)[0].dtype

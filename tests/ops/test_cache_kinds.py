@@ -135,7 +135,9 @@ def test_write_and_move(kind: str) -> None:
         assert not got.any()
     parents = [1, 1, 0]
     moved = jax.tree.map(lambda rows: rows[parents], jax.device_get(after))
-    for old, new in zip((*layer, *latent), (*moved["a"], *moved["latent"]), strict=True):
+    for old, new in zip(
+        (*layer[:2], *latent[:2]), (*moved["a"][:2], *moved["latent"][:2]), strict=True
+    ):
         assert np.array_equal(plain(new), plain(old)[[1, 1, 0]])
 
 

@@ -61,7 +61,7 @@ def run(
 
     @jax.jit
     def step(q: Any, cache: Any, at: Any, seen: Any) -> Any:
-        return form(q, *cache, at, seen, ScoreRules(SCALE, **rules))
+        return form(q, *cache[:2], at, seen, ScoreRules(SCALE, **rules))
 
     out = step(on_device(q, dtype), cache, at, seen)
     assert out.dtype == dtype
@@ -211,7 +211,7 @@ def test_bfloat16(form: Any) -> None:
     lengths, runs = [64, 310], [Run(0, 61, 3), Run(1, 300, 3)]
     _, _, cache, tables = filled(lengths, 2)
     cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), cache)
-    keys, values = (sequences(part, tables, lengths) for part in cache)
+    keys, values = (sequences(part, tables, lengths) for part in cache[:2])
     q = np.asarray(on_device(random(11, 6, 4, HEAD_DIM), jnp.bfloat16), np.float64)
     got = run(form, q, cache, runs, tables, dtype=jnp.bfloat16)
     assert_allclose(got, expected(q, keys, values, runs), atol=0.02)

@@ -115,7 +115,7 @@ def test_a_stream(client: anthropic.Anthropic, running: Running) -> None:
     whole = create(client)
     assert final.content[0].model_dump()["text"] == ANSWER
     assert (final.usage, final.stop_reason) == (whole.usage, "end_turn")
-    first, *_, last, end = events_of(post(running, max_tokens=9, stream=True).text)
+    first, *_, last, end = events_of(post(running, max_tokens=9, temperature=0, stream=True).text)
     assert first["message"]["content"] == []
     assert first["message"]["usage"]["cache_read_input_tokens"] == 30
     assert last["delta"]["stop_reason"] == "max_tokens"

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jinfer.cpu import build_library
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.quant_format import QuantFormat
+from jinfer.ops.attention.int8_keys import abstract_int8_keys, clear_int8_keys
 from jinfer.quant import kv_vectors
 from jinfer.quant.kv_vectors import QuantizedVectors, quantize_vectors
 
@@ -34,10 +35,14 @@ class LayerCache(NamedTuple):
 
     The tokens of a block are inside the heads, so that attention reads each head's keys
     contiguously.
+
+    Attributes:
+        int8_keys: [blocks, kv_heads, bytes] (`jinfer.ops.attention.int8_keys`); None: none.
     """
 
     keys: KVPool
     values: KVPool
+    int8_keys: Array | None = None
 
 
 class IndexedCache(NamedTuple):
@@ -87,6 +92,7 @@ class CacheShape(NamedTuple):
             those that look at an encoder's output (cross-attention).
         window: sliding window of the group in tokens, the query's own included; None: unlimited.
         index_dim: of an indexer's key; 0: none.
+        int8_keys: whether there are int8 keys where machine and format have them.
     """
 
     heads: int
@@ -95,6 +101,7 @@ class CacheShape(NamedTuple):
     group: str = "all"
     window: int | None = None
     index_dim: int = 0
+    int8_keys: bool = False
 
     def elements(self) -> int:
         """Numbers per token."""
@@ -137,7 +144,12 @@ def write_cache(
     at: AttentionMetadata,
 ) -> LayerCache:
     """Writes new tokens' keys and values; padding and tokens without a block are dropped."""
-    return LayerCache(*write_vectors(cache, (keys, values), at))
+    new_keys, new_values = write_vectors((cache.keys, cache.values), (keys, values), at)
+    int8_keys = cache.int8_keys
+    if int8_keys is not None:
+        blocks, _, size, _ = cache.keys.shape
+        int8_keys = clear_int8_keys(int8_keys, _slots(at, blocks, size)[0])
+    return LayerCache(new_keys, new_values, int8_keys)
 
 
 def write_vectors(
@@ -147,11 +159,7 @@ def write_vectors(
 ) -> tuple[KVPool, ...]:
     """Writes new tokens' vectors to pools of as many blocks, as `write_cache` does."""
     blocks, _, size, _ = pools[0].shape
-    index = at.positions // size
-    here = (at.rows >= 0) & (at.positions >= 0)
-    block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
-    # A negative block id belongs to another pool.
-    block, offset = jnp.where(here & (block >= 0), block, blocks), at.positions % size
+    block, offset = _slots(at, blocks, size)
 
     def into(old: Array, rows: Array) -> Array:
         return old.at[block, :, offset].set(rows, mode="drop")
@@ -159,6 +167,15 @@ def write_vectors(
     kept = tuple(_as_stored(new, old) for new, old in zip(vectors, pools, strict=True))
     # Without the barrier XLA:CPU fuses the update into its readers and copies the cache.
     return lax.optimization_barrier(jax.tree.map(into, tuple(pools), kept))
+
+
+def _slots(at: AttentionMetadata, blocks: int, size: int) -> tuple[Array, Array]:
+    """The block of each token, `blocks` if it has none here, and its place in the block."""
+    index = at.positions // size
+    here = (at.rows >= 0) & (at.positions >= 0)
+    block = at.tables.at[at.rows, index].get(mode="fill", fill_value=blocks)
+    # A negative block id belongs to another pool.
+    return jnp.where(here & (block >= 0), block, blocks), at.positions % size
 
 
 def _as_stored(new: Array, old: KVPool) -> KVPool:
@@ -194,7 +211,10 @@ def abstract_cache(shapes: CacheShapes, blocks: Mapping[str, int] | int, kind: K
                 for part, each in shape.arrays
             }
         keys, values = (rows(count, shape.heads, dim) for dim in (shape.key_dim, shape.value_dim))
-        cache = LayerCache(keys, values)
+        int8_keys: Any = None
+        if shape.int8_keys:
+            int8_keys = abstract_int8_keys(count, shape.heads, BLOCK, shape.key_dim, kind)
+        cache = LayerCache(keys, values, int8_keys)
         return IndexedCache(cache, rows(count, 1, shape.index_dim)) if shape.index_dim else cache
 
     return {name: of(name, shape) for name, shape in shapes.items()}

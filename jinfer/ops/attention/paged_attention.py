@@ -76,8 +76,9 @@ def extend(
         return attend_gpu(q, cache.keys, written, at, at.positions, rules), cache
     new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
     values = None if v is None else cache.values
-    (out,), *kept = _custom_call(q, cache.keys, values, at, at.positions, rules, new)
-    return out, _updated_cache(cache, v, kept)
+    int8_keys = cache.int8_keys
+    (out,), *kept = _custom_call(q, cache.keys, values, at, at.positions, rules, new, int8_keys)
+    return out, _updated_cache(cache, kept)
 
 
 def extend_partial(
@@ -100,8 +101,9 @@ def extend_partial(
     route = _route(q, cache.keys, values, rules)
     if route == "cpu" and not rules.chunked:
         new = (k.astype(q.dtype), *(() if v is None else (v.astype(q.dtype),)))
-        found = _custom_call(q, cache.keys, values, at, at.positions, rules, new, partial=True)
-        return PartialAttention(*found[0]), _updated_cache(cache, v, found[1:])
+        arguments = (q, cache.keys, values, at, at.positions, rules, new, cache.int8_keys)
+        sums, *kept = _custom_call(*arguments, partial=True)
+        return PartialAttention(*sums), _updated_cache(cache, kept)
     cache = write_cache(cache, k, k[..., :0] if v is None else v, at)
     written, seen = None if v is None else cache.values, _chunk_ends(at, rules)
     if route == "cpu":
@@ -121,12 +123,14 @@ def _chunk_ends(at: AttentionMetadata, rules: ScoreRules) -> AttentionMetadata:
     return at._replace(positions=at.positions // rules.window * rules.window + rules.window - 1)
 
 
-def _updated_cache(
-    cache: LayerCache, v: Array | None, kept: Sequence[tuple[Array, ...]]
-) -> LayerCache:
+def _updated_cache(cache: LayerCache, kept: Sequence[tuple[Array, ...]]) -> LayerCache:
     """The cache after the custom call."""
-    after = cache._replace(keys=_with_parts(cache.keys, kept[0]))
-    return after if v is None else after._replace(values=_with_parts(cache.values, kept[1]))
+    keys, values, int8_keys = kept
+    return LayerCache(
+        _with_parts(cache.keys, keys),
+        _with_parts(cache.values, values) if values else cache.values,
+        int8_keys[0] if int8_keys else None,
+    )
 
 
 def attend_cached(
@@ -137,7 +141,7 @@ def attend_cached(
 ) -> Float[Array, "tokens heads value_dim"]:
     """`extend` where the cache has the new tokens already (KV sharing)."""
     seen = _chunk_ends(at, rules)
-    return attend(q, cache.keys, cache.values, seen, at.positions, rules)
+    return attend(q, cache.keys, cache.values, seen, at.positions, rules, cache.int8_keys)
 
 
 def attend(
@@ -147,6 +151,7 @@ def attend(
     at: AttentionMetadata,
     last: Int[Array, " tokens"],
     rules: ScoreRules,
+    int8_keys: Array | None = None,
 ) -> Float[Array, "tokens heads value_dim"]:
     """Attention over cached keys and values. A query that sees no key gets zeros.
 
@@ -156,10 +161,11 @@ def attend(
             positions j * size .. (j + 1) * size - 1. Without values the keys are the values too.
         at: positions and block tables of the queries.
         last: the last position each query sees: its own if attention is causal.
+        int8_keys: of `LayerCache`.
     """
     route = _route(q, keys, values, rules)
     if route == "cpu":
-        return _custom_call(q, keys, values, at, last, rules)[0][0]
+        return _custom_call(q, keys, values, at, last, rules, int8_keys=int8_keys)[0][0]
     if route == "gpu":
         return attend_gpu(q, keys, values, at, last, rules)
     return attend_xla(q, keys, keys if values is None else values, at, last, rules)
@@ -297,10 +303,11 @@ def _custom_call(
     last: Array,
     rules: ScoreRules,
     new: tuple[Array, ...] | None = None,
+    int8_keys: Array | None = None,
     *,
     partial: bool = False,
-) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
-    """The custom call's results, and the arrays of keys and of values."""
+) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """The custom call's results, and the arrays of keys, of values and of int8 keys."""
     coding = None
     if isinstance(keys, QuantizedVectors):
         format = keys.format
@@ -317,7 +324,7 @@ def _custom_call(
     )
     parts = _parts(keys), None if values is None else _parts(values)
     places = (*at[:2], last, at.tables)
-    return custom.attention(q, *places, *parts, coding, scores, new, partial=partial)
+    return custom.attention(q, *places, *parts, coding, scores, new, int8_keys, partial=partial)
 
 
 def _parts(rows: KVPool) -> custom.CachedVectors:

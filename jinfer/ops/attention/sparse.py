@@ -91,8 +91,8 @@ def extend_sparse(
         (index_keys,) = write_vectors((cache.index_keys,), (own,), at)
         cache = cache._replace(index_keys=index_keys)
     new = k, k[..., :0] if v is None else v
-    cache = cache._replace(vectors=LayerCache(*write_vectors(cache.vectors, new, at)))
-    keys, values = cache.vectors
+    keys, values = write_vectors(cache.vectors[:2], new, at)
+    cache = cache._replace(vectors=LayerCache(keys, values))
 
     def to_all() -> tuple[Array, Array]:
         out = attend(q, keys, None if v is None else values, at, at.positions, rules)

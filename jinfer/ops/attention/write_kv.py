@@ -36,12 +36,13 @@ def write_kv(
     at: AttentionMetadata,
 ) -> tuple[Float[Array, "tokens heads head_dim"], LayerCache]:
     """The queries, and the cache after `jinfer.ops.attention.kv_cache.write_cache`."""
-    q, keys, values = WRITE_KV.bind(q, k, v, *cache, *at)
+    q, keys, values = WRITE_KV.bind(q, k, v, cache.keys, cache.values, *at)
     return q, LayerCache(keys, values)
 
 
 def _written(q: Array, k: Array, v: Array, *rest: Array) -> list[Any]:
-    return [q, *write_cache(LayerCache(*rest[:2]), k, v, AttentionMetadata(*rest[2:]))]
+    cache = write_cache(LayerCache(*rest[:2]), k, v, AttentionMetadata(*rest[2:]))
+    return [q, cache.keys, cache.values]
 
 
 @WRITE_KV.def_abstract_eval

@@ -36,12 +36,12 @@ const float* reversed_biases(const float* from, int64_t heads, int64_t distances
 
 // Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, each
 // possibly empty; new keys and values if they are written; the cache's arrays: vectors, or codes
-// and numbers, of keys and, unless shared, of values. Results: the output; its sums if partial; the
+// and numbers, of keys and, unless shared, of values, and int8 keys. Results: the output; its sums if partial; the
 // cache's arrays if written.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
                      bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
-                     bool symmetric, int32_t dim, int32_t value_dim, bool partial) {
+                     bool symmetric, int32_t dim, int32_t value_dim, bool int8_keys, bool partial) {
   const KvFormat codes{bits, levels, per_code, symmetric};
   Buffers buffers;
   Call call{};
@@ -50,7 +50,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   call.keys.format = call.values.format = codes;
   call.keys.dim = dim, call.values.dim = shared ? dim : value_dim;
   if (ffi::Error error = buffers.take(args, rets); error.failure()) return error;
-  if (ffi::Error error = buffers.fill(call, partial); error.failure()) return error;
+  if (ffi::Error error = buffers.fill(call, partial, int8_keys); error.failure()) return error;
   plans.clear();
   const auto cached = plans.of(call, pool);
   if (cached.has_error()) return cached.error();
@@ -72,4 +72,4 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jinfer_attentio
 
 JINFER_HANDLER(jinfer_attention, jinfer::attention, "scale", "softcap", "window", "ahead", "lowest",
                "written", "shared", "bits", "levels", "per_code", "symmetric", "dim", "value_dim",
-               "partial");
+               "int8_keys", "partial");

@@ -50,6 +50,7 @@ constexpr int MAX_TILE_ROWS = 192;
 constexpr int BLOCK_KEYS = 64;     // keys that are processed together
 constexpr int32_t NOT_LOCAL = -1;  // a table's entry: a block of another device's pool
 constexpr int SPLIT_KEYS = 512;    // keys of one softmax, whose result is then merged with others
+constexpr int LONG_TEXT = 1024;    // position from which on a token's old splits may be in integers
 
 // Scaling, masking and biases, as ScoreRules of jinfer/ops/attention/mask_rules.py.
 struct ScoreRules {
@@ -84,7 +85,8 @@ struct Call {
   // `out` is float32 and not normalized. Null: not partial.
   float* sums;
   CachedVectors keys, values;
-  bool shared;  // values are the keys
+  char* int8_keys;  // [blocks, kv_heads, Int8Block::bytes(keys.dim)]; null: none
+  bool shared;      // values are the keys
   ScoreRules rules;
   int64_t tokens, heads, kv_heads;
   int group;             // query heads per key head
@@ -129,6 +131,8 @@ struct NextSplit {
 struct AttentionKernels {
   // Writes a token's new key and value of one head to the cache.
   void (*write)(const Call&, int64_t token, int64_t head, float* scratch);
+  // Writes a head's int8 keys of a split, whose keys are all in the cache.
+  void (*write_int8)(const Call&, int64_t row, int split, int64_t head, float* scratch);
   // Computes one split of a tile into `partial`; merges all splits into the results.
   void (*split)(const Call&, const Tile&, int split, const NextSplit& next, float* partial,
                 float* scratch);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/attention_int8_cache.h"
 #include "attention/attention_slots.h"
 #include "common/buffer_checks.h"
 #include "common/operands.h"
@@ -59,12 +60,13 @@ struct Buffers {
   }
 
   // Fills in a call whose attributes are set.
-  ffi::Error fill(Call& call, bool partial) {
+  ffi::Error fill(Call& call, bool partial, bool int8_keys) {
     using Type = ffi::DataType;
     const bool written = call.written;
     const KvFormat& codes = call.keys.format;
     const bool coded = codes.bits > 0;
-    const size_t each = coded ? 2 : 1, arrays = (call.shared ? 1 : 2) * each;
+    const size_t each = coded ? 2 : 1, vectors = (call.shared ? 1 : 2) * each;
+    const size_t arrays = vectors + int8_keys;
     const size_t given = 8 + (written ? (call.shared ? 1 : 2) : 0);
     const size_t results = partial ? 2 : 1;
     if (in.size() != given + arrays || out.size() != results + (written ? arrays : 0))
@@ -126,6 +128,11 @@ struct Buffers {
       call.values = call.keys;
     else
       bind_cache(call.values, "values", given + each);
+    if (int8_keys && (coded || call.size != BLOCK_KEYS || call.keys.dim % 16))
+      return refuse("int8 keys beside such a cache");
+    if (int8_keys)
+      call.int8_keys = data<char>("int8 keys", in[given + vectors], Type::U8,
+                                  {call.blocks, call.kv_heads, Int8Block::bytes(call.keys.dim)});
     call.out = data("result", out[0], partial ? Type::F32 : type,
                     {call.tokens, call.heads, call.values.dim});
     if (partial) call.sums = data<float>("sums", out[1], Type::F32, {call.tokens, call.heads, 2});

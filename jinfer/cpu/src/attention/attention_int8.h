@@ -97,26 +97,18 @@ struct Int8Queries {
   void round(int64_t r, float most, float shift, const F& from) const {
     const Floats factor = broadcast(most > 1e-30f ? 127 / most : 0);
     int32_t* to = bytes + r * words;
-    for (int w = 0; w < words; w += LANES) {
-      Floats x[4];
-      for (int i = 0; i < 4; ++i) x[i] = from(4 * w + i * LANES) * factor;
-      for (int i = 0; i < 4; ++i)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + w) + i,
-                         _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x[i])));
+    const int each = words / groups;
+    for (int g = 0, w = 0; g < groups; ++g) {
+      __m512i sum = _mm512_setzero_si512();
+      for (; w < (g + 1) * each; w += 4) {
+        const __m512i x = _mm512_cvtps_epi32(from(4 * w) * factor);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + w), _mm512_cvtepi32_epi8(x));
+        sum = _mm512_add_epi32(sum, x);
+      }
+      // Without a sign: bytes that are not finite are arbitrary, and their sum may overflow.
+      offsets[r * groups + g] = int32_t(-128u * uint32_t(_mm512_reduce_add_epi32(sum)));
     }
     scales[r] = most * (LOG2_E / 127), shifts[r] = shift * LOG2_E;
-    const int each = words / groups;
-    for (int g = 0; g < groups; ++g) {
-      __m256i sum = _mm256_setzero_si256();
-      for (int w = 0; w < each; w += 8)
-        sum = _mm256_dpbusd_epi32(
-            sum, _mm256_set1_epi8(1),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(to + g * each + w)));
-      alignas(32) int32_t lanes[8];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum);
-      offsets[r * groups + g] = 0;
-      for (int32_t lane : lanes) offsets[r * groups + g] -= 128 * lane;
-    }
   }
 };
 
@@ -204,9 +196,8 @@ __attribute__((noinline)) void accumulate_words(const int32_t* weights, const in
                                                 int64_t dim, const float* keep, const float* unit,
                                                 float* out, int64_t out_stride) {
   accumulate_pairs<M, W>(
-      weights,
-      [&](int i, int w) { return (__m512i)load_words(values + i * dim + w * LANES); }, keep, unit,
-      out, out_stride);
+      weights, [&](int i, int w) { return (__m512i)load_words(values + i * dim + w * LANES); },
+      keep, unit, out, out_stride);
 }
 
 // For values as stored, from number d on: they are rounded as they are used. As many bytes of the

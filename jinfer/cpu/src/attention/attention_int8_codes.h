@@ -26,7 +26,7 @@ struct CodeValues {
 // Keys and values of a split, as NumberBlocks has them. Blocks of 32 numbers have scales.
 struct CodeBlocks {
   using Values = CodeValues;
-  static constexpr bool scaled = true;
+  static constexpr bool scaled = true, cached = false;
   const CachedVectors &keys, &values;
   WeightScales scales;
 
@@ -63,8 +63,8 @@ struct CodeBlocks {
     }
   }
 
-  void read_keys(int64_t block, const char* later, int ahead, int32_t* columns,
-                 float* key_scales) const {
+  const int32_t* read_keys(int64_t block, const char* later, int ahead, int32_t* columns,
+                           float* key_scales) const {
     const int each = keys.format.words(keys.dim), groups = each / 8;
     const uint32_t* from = static_cast<const uint32_t*>(keys.data) + block * each;
     for (int j = 0; j < BLOCK_KEYS; j += LANES)
@@ -79,6 +79,7 @@ struct CodeBlocks {
           store_words(columns + (8 * g + w) * BLOCK_KEYS + j, (Ints)turned[w]);
         store(key_scales + g * BLOCK_KEYS + j, scales_of(keys, block + j, g));
       }
+    return columns;
   }
 
   Values read_values(int64_t block) const {
@@ -96,9 +97,9 @@ struct CodeBlocks {
       for (int i = 0; i < VECTORS; ++i) store(factors + i * LANES, x[i] * factor);
       scales.units[g] = top * (1 / WEIGHT_UNIT);
     }
-    return {reinterpret_cast<const uint8_t*>(static_cast<const uint32_t*>(values.data) +
-                                             block * each),
-            values.padded()};
+    return {
+        reinterpret_cast<const uint8_t*>(static_cast<const uint32_t*>(values.data) + block * each),
+        values.padded()};
   }
 };
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/attention_int8.h"
+#include "attention/attention_int8_cache.h"
 
 namespace jinfer {
 namespace {
@@ -22,7 +23,7 @@ inline Floats load_group(const T* from, int d, int dim) {
 
 // The smallest and the largest of each number of a split's keys.
 struct KeyRanges {
-  void* seen;                             // [3][dim], as add() says
+  void* seen;                            // [3][dim], as add() says
   float *middle, *half, *factor, *base;  // middle and half not finite where a key is not
 
   // Takes in BLOCK_KEYS keys. Of bits as integers without a
@@ -67,22 +68,28 @@ struct KeyRanges {
     }
   }
 
+  // The lowest and the highest of each number, as stored.
   template <class T>
-  void finish(int dim) const {
+  void ends(int dim, T* low, T* high) const {
     const auto bits = [&](int row, int d) {
       const T* from = static_cast<const T*>(seen) + row * int64_t(dim) + d;
       return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     };
-    const auto number = [](__m256i bits) {
-      T each[LANES];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), bits);
-      return load(each);
+    const auto put = [](T* to, __m256i x) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
     };
     for (int d = 0; d < dim; d += LANES) {
       const __m256i most = bits(0, d), least = bits(1, d), top = bits(2, d);
       const __mmask16 below = _mm256_movepi16_mask(most), all_below = _mm256_movepi16_mask(top);
-      const Floats low = number(_mm256_mask_blend_epi16(below, least, most));
-      const Floats high = number(_mm256_mask_blend_epi16(all_below, top, least));
+      put(low + d, _mm256_mask_blend_epi16(below, least, most));
+      put(high + d, _mm256_mask_blend_epi16(all_below, top, least));
+    }
+  }
+
+  template <class T>
+  void finish(int dim, const T* lows, const T* highs) const {
+    for (int d = 0; d < dim; d += LANES) {
+      const Floats low = load(lows + d), high = load(highs + d);
       const Floats center = 0.5f * (high + low), radius = 0.5f * (high - low);
       const Floats steps = radius > 1e-30f ? 127.0f / radius : Floats{};
       store(middle + d, center), store(half + d, radius);
@@ -180,26 +187,51 @@ template <class T>
 struct NumberBlocks {
   using Values = NumberValues<T>;
   static constexpr bool scaled = false;  // keys have scales
+  const Call& call;
   StoredVectors<T> keys, values;
   KeyRanges ranges;
   WeightScales scales;  // of the values read last
+  bool cached = false;  // whether the split's int8 keys are in the cache
 
   static int words_of(int dim) { return (dim + BYTES - 1) / BYTES * LANES; }
   static int groups_of(int) { return 1; }
   static int value_groups_of(int) { return 1; }
 
   template <class Reserve>
-  NumberBlocks(const Call& call, const Reserve& reserve) : keys(call.keys), values(call.values) {
+  NumberBlocks(const Call& call, const Reserve& reserve)
+      : call(call), keys(call.keys), values(call.values) {
     ranges = {reserve(3 * keys.dim / 2 + LANES), reserve(keys.dim), reserve(keys.dim),
               reserve(keys.dim), reserve(keys.dim)};
     scales = {1, values.dim, reserve(BLOCK_KEYS), reserve(LANES)};
     std::fill(scales.factors, scales.factors + BLOCK_KEYS, WEIGHT_UNIT);
   }
 
-  void round_queries(const float* q, int rows, const int64_t* blocks, int count,
-                     const Int8Queries& to) const {
+  bool have_same_ranges(const int64_t* blocks, int count) const {
+    const uint64_t digest = int8_block(call, blocks[0]).has();
+    return digest && std::all_of(blocks, blocks + count, [&](int64_t block) {
+             return int8_block(call, block).has() == digest;
+           });
+  }
+
+  // Finds the ranges of the blocks' keys.
+  void find_ranges(const int64_t* blocks, int count) {
+    cached = call.int8_keys && count == SPLIT_KEYS / BLOCK_KEYS && have_same_ranges(blocks, count);
+    if (cached) {
+      const Int8Block first = int8_block(call, blocks[0]);
+      ranges.finish(keys.dim, reinterpret_cast<T*>(first.low()),
+                    reinterpret_cast<T*>(first.high()));
+      return;
+    }
     for (int b = 0; b < count; ++b) ranges.add(keys.of(blocks[b]), keys.dim, b == 0);
-    ranges.template finish<T>(keys.dim);
+    // They replace what was seen.
+    T* seen = static_cast<T*>(ranges.seen);
+    ranges.ends(keys.dim, seen, seen + keys.dim);
+    ranges.finish(keys.dim, seen, seen + keys.dim);
+  }
+
+  void round_queries(const float* q, int rows, const int64_t* blocks, int count,
+                     const Int8Queries& to) {
+    find_ranges(blocks, count);
     const int dim = keys.dim;
     for (int64_t r = 0; r < rows; ++r, q += dim) {
       Floats product = {};
@@ -209,27 +241,48 @@ struct NumberBlocks {
         most = larger(most, magnitude(load(q + d) * load(ranges.half + d)));
       }
       const float top = float_of(_mm512_reduce_max_epi32((__m512i)most));
-      to.round(r, top, sum_lanes(product), [&](int d) {
-        return load_group(q, d, dim) * load_group(ranges.half, d, dim);
-      });
+      to.round(r, top, sum_lanes(product),
+               [&](int d) { return load_group(q, d, dim) * load_group(ranges.half, d, dim); });
       to.scales[r] /= 127;  // a step is 1/127 of half a range
     }
   }
 
-  void read_keys(int64_t block, const char* later, int ahead, int32_t* columns, float*) const {
+  const int32_t* read_keys(int64_t block, const char* later, int ahead, int32_t* columns,
+                           float*) const {
+    if (cached) return int8_block(call, block).columns();
     round_keys(keys.of(block), keys.dim, words_of(keys.dim), ranges, later, ahead, columns);
+    return columns;
+  }
+
+  float highest_value(int64_t block) const {
+    return cached ? *int8_block(call, block).highest_value()
+                  : highest_magnitude(values.of(block), BLOCK_KEYS * int64_t(values.dim));
   }
 
   Values read_values(int64_t block) const {
-    const T* stored = values.of(block);
-    const float highest = highest_magnitude(stored, BLOCK_KEYS * int64_t(values.dim));
+    const float highest = highest_value(block);
     int exponent = 0;
     if (std::isfinite(highest)) std::frexp(highest, &exponent);  // magnitudes are below 2^exponent
     exponent = std::max(exponent, -100);
-    scales.units[0] = std::isfinite(highest)
-                          ? std::ldexp(1.0f, exponent - VALUE_BITS) / WEIGHT_UNIT
-                          : float(NAN);
-    return {stored, values.dim, std::ldexp(1.0f, VALUE_BITS - exponent)};
+    scales.units[0] =
+        std::isfinite(highest) ? std::ldexp(1.0f, exponent - VALUE_BITS) / WEIGHT_UNIT : float(NAN);
+    return {values.of(block), values.dim, std::ldexp(1.0f, VALUE_BITS - exponent)};
+  }
+
+  // Writes the int8 keys of a split of whole blocks.
+  void write_int8_keys(const int64_t* blocks) {
+    constexpr int COUNT = SPLIT_KEYS / BLOCK_KEYS;
+    find_ranges(blocks, COUNT);
+    if (cached) return;
+    const T* seen = static_cast<const T*>(ranges.seen);
+    for (int b = 0; b < COUNT; ++b) {
+      const Int8Block to = int8_block(call, blocks[b]);
+      round_keys(keys.of(blocks[b]), keys.dim, words_of(keys.dim), ranges, nullptr, 0,
+                 to.columns());
+      memcpy(to.low(), seen, 4 * keys.dim);
+      *to.highest_value() = highest_value(blocks[b]);
+      to.set();
+    }
   }
 };
 

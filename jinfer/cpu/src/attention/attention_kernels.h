@@ -6,6 +6,7 @@
 // depend on its query, keys and values alone, not on the tile or the thread.
 #pragma once
 
+#include "attention/attention_int8_cache.h"
 #include "attention/attention_old_split.h"
 #include "attention/attention_partials.h"
 #include "attention/attention_products.h"
@@ -240,7 +241,7 @@ void read_queries(const Call& call, const Tile& tile, float* q) {
 
 // Computes one split of a tile in floats into rows of partial_floats().
 void attend_float_split(const Call& call, const Tile& tile, int split, float* q, float* partial,
-                  float* scratch) {
+                        float* scratch) {
   const int group = call.group;
   const int rows = tile.rows;
   const int begin = std::max(tile.first, split * SPLIT_KEYS),
@@ -314,12 +315,13 @@ void attend_split(const Call& call, const Tile& tile, int split, const NextSplit
   }
 }
 
-// For few rows, prefetches the first block of a split: its keys, and its values unless those are
-// prefetched while keys are used.
+// For few rows, prefetches the first block of a split in numbers: its keys, and its values unless
+// those are prefetched while keys are used.
 void prefetch_split(const Call& call, const Tile& tile, int split) {
   const int begin = std::max(tile.first, split * SPLIT_KEYS),
             stop = std::min(tile.end, (split + 1) * SPLIT_KEYS);
   const int64_t sequence = call.rows[tile.token];
+  if (reads_int8_keys(call, tile, split)) return;
   if (tile.rows > FEW_ROWS || begin >= stop || call.block(sequence, begin) == NOT_LOCAL) return;
   const int start = begin / BLOCK_KEYS * BLOCK_KEYS, count = std::min(stop - start, BLOCK_KEYS);
   const int64_t vector = call.vector(sequence, tile.head, start);
@@ -344,6 +346,7 @@ void write_token(const Call& call, int64_t token, int64_t head, float* x) {
     to_floats(call.dtype, static_cast<const char*>(from) + at * bytes_of(call.dtype), cache.dim, x);
     write_vector(cache, vector, x);
   };
+  if (call.int8_keys) int8_block(call, vector).clear();
   put(call.keys, call.k);
   if (!call.shared) put(call.values, call.v);
 }
@@ -372,7 +375,7 @@ void run_tile(const Call& call, const Tile& tile, float* scratch) {
   normalize(call, tile, sum);
 }
 
-const AttentionKernels kAttention = {write_token, run_split, merge, run_tile};
+const AttentionKernels kAttention = {write_token, write_int8_split, run_split, merge, run_tile};
 
 }  // namespace
 }  // namespace jinfer

@@ -16,8 +16,6 @@
 namespace jinfer {
 namespace {
 
-constexpr int LONG_TEXT = 1024;
-
 // Whether a split is old for a token.
 inline bool is_old(const Call& call, int64_t token, int split) {
   int first, end;
@@ -43,15 +41,21 @@ struct SplitBlocks {
   int count = 0;
   int64_t vectors[SPLIT_KEYS / BLOCK_KEYS + 1] = {};
 
-  SplitBlocks(const Call& call, const Tile& tile, int split) {
-    const int64_t sequence = call.rows[tile.token];
-    const int begin = split * SPLIT_KEYS, stop = std::min(begin + SPLIT_KEYS, tile.end);
+  // Of a row's keys up to `end`.
+  SplitBlocks(const Call& call, int64_t row, int64_t head, int split, int end) {
+    const int begin = split * SPLIT_KEYS, stop = std::min(begin + SPLIT_KEYS, end);
     for (int start = begin; start < stop; start += BLOCK_KEYS)
-      if (call.block(sequence, start) != NOT_LOCAL)
-        vectors[count++] = call.vector(sequence, tile.head, start);
+      if (call.block(row, start) != NOT_LOCAL) vectors[count++] = call.vector(row, head, start);
     for (int b = std::max(count, 1); b <= SPLIT_KEYS / BLOCK_KEYS; ++b) vectors[b] = vectors[b - 1];
   }
+  SplitBlocks(const Call& call, const Tile& tile, int split)
+      : SplitBlocks(call, call.rows[tile.token], tile.head, split, tile.end) {}
 };
+
+// Whether a tile's split is likely to be computed from int8 keys.
+inline bool reads_int8_keys(const Call& call, const Tile& tile, int split) {
+  return call.int8_keys && has_int8(call) && is_old(call, tile.token, split);
+}
 
 // Adds a block's values to the sums of M rows: as words, which many rows share, or as stored.
 template <int M>
@@ -85,19 +89,38 @@ struct OldSplit {
   const Call& call;
   const int rows, groups, value_groups;
   const SplitBlocks own, later;
+  const bool later_int8;  // whether the later split is likely to be computed from int8 keys
   Int8State state;
   Blocks& blocks;
   Int8Queries queries;
 
-  // What to prefetch while block b is computed: the later split's keys, and the next values.
-  const char* later_keys(int b) const {
-    return call.keys.at(later.count ? later.vectors[b] : own.vectors[b]);
-  }
+  // What to prefetch while block b is computed: the next values, and keys. Ranges take a pass over
+  // a split's keys, so that these are prefetched a split ahead, but int8 keys a block ahead.
   const char* next_values(int b) const {
-    return (call.shared ? call.keys : call.values).at(own.vectors[b + 1]);
+    return (call.shared ? call.keys : call.values).at(next_vector(b));
+  }
+  const char* later_keys(int b) const {
+    if (!blocks.cached) return call.keys.at(later.count ? later.vectors[b] : own.vectors[b]);
+    const bool int8 = b + 1 < own.count || later_int8;
+    const char* columns = reinterpret_cast<char*>(int8_block(call, next_vector(b)).columns());
+    return int8 ? columns : call.keys.at(next_vector(b));
+  }
+  int64_t next_vector(int b) const {
+    const bool last = blocks.cached && b + 1 == own.count && later.count;
+    return last ? later.vectors[0] : own.vectors[b + 1];
   }
   // Bytes of a block of keys for each word of its columns.
-  int word_bytes() const { return int(BLOCK_KEYS * call.keys.stride() * 4 / call.keys.padded()); }
+  int word_bytes() const {
+    if (blocks.cached) return 4 * BLOCK_KEYS;
+    return int(BLOCK_KEYS * call.keys.stride() * 4 / call.keys.padded());
+  }
+
+  // Of a split's block b, what is read before its keys.
+  void prefetch_ranges(const SplitBlocks& split, int b) const {
+    const Int8Block block = int8_block(call, split.vectors[b]);
+    prefetch_lines(block.data, Int8Block::HEADER);
+    if (b == 0) prefetch_lines(block.low(), Int8Block::ranges_bytes(block.dim));
+  }
 
   // Scores of `count` rows with a block's keys, and their largest; prefetches as int8_scores().
   void score(int row, int count, const int32_t* keys, const float* key_scales, const char* later,
@@ -116,7 +139,8 @@ struct OldSplit {
       dispatch_count(std::min(tall, count - r), [&](auto m) { f(m, r); });
   }
 
-  // For few rows. Keys are prefetched half while these are rounded, half during scores.
+  // For few rows. Keys are prefetched half while these are rounded, half during scores; int8 keys
+  // during scores.
   template <class Reserve>
   void attend_few(const Reserve& reserve, int32_t* keys, float* key_scales) {
     alignas(64) float scores[FEW_ROWS * BLOCK_KEYS], keep[LANES];
@@ -124,12 +148,13 @@ struct OldSplit {
     int32_t* weights =
         reinterpret_cast<int32_t*>(reserve(value_groups * int64_t(INT8_ROWS * PAIRS)));
     float* units = reserve(value_groups * LANES);
-    const int half = word_bytes() / 2;
+    const int ahead = word_bytes() / (blocks.cached ? 1 : 2);
+    const int64_t begun = blocks.cached ? 0 : BLOCK_KEYS * call.keys.stride() / 2;
     for (int b = 0; b < own.count; ++b) {
-      const char* later = later_keys(b);
-      blocks.read_keys(own.vectors[b], later, half, keys, key_scales);
-      score(0, rows, keys, key_scales, later + BLOCK_KEYS * call.keys.stride() / 2, half, scores,
-            most);
+      const char* from = later_keys(b);
+      const int32_t* columns = blocks.read_keys(own.vectors[b], from, ahead, keys, key_scales);
+      if (blocks.cached && later_int8) prefetch_ranges(later, b);
+      score(0, rows, columns, key_scales, from + begun, ahead, scores, most);
       const auto values = blocks.read_values(own.vectors[b]);
       state.weigh(0, rows, scores, most, blocks.scales, weights, keep, units);
       const char* next = next_values(b);
@@ -150,7 +175,8 @@ struct OldSplit {
         reinterpret_cast<int32_t*>(reserve(value_groups * int64_t(INT8_ROWS * PAIRS)));
     float* units = reserve(value_groups * LANES);
     for (int b = 0; b < own.count; ++b) {
-      blocks.read_keys(own.vectors[b], later_keys(b), word_bytes(), keys, key_scales);
+      const int32_t* columns =
+          blocks.read_keys(own.vectors[b], later_keys(b), word_bytes(), keys, key_scales);
       const auto values = blocks.read_values(own.vectors[b]);
       const char* next = next_values(b);
       for (int i = 0; i < PAIRS; ++i, next += pair) {
@@ -162,7 +188,7 @@ struct OldSplit {
         const int count = std::min(INT8_ROWS, rows - row);
         alignas(64) float scores[INT8_ROWS * BLOCK_KEYS], keep[LANES];
         Floats most[LANES];
-        score(row, count, keys, key_scales, nullptr, 0, scores, most);
+        score(row, count, columns, key_scales, nullptr, 0, scores, most);
         state.weigh(row, count, scores, most, blocks.scales, weights, keep, units);
         each_height(count, [&](auto m, int r) {
           add_words<m.value>(blocks.scales, words, weights + r * PAIRS, keep + r, units + r,
@@ -186,14 +212,25 @@ void attend_old_blocks(const Call& call, const Tile& tile, int split, const Next
   const auto integers = [&](int64_t count) { return reinterpret_cast<int32_t*>(reserve(count)); };
   Blocks blocks(call, reserve);
   const int words = Blocks::words_of(key_dim), groups = Blocks::groups_of(key_dim);
-  const Int8Queries queries{words, groups, integers(int64_t(rows) * words),
-                            integers(int64_t(rows) * groups), reserve(rows), reserve(rows)};
+  const Int8Queries queries{words,
+                            groups,
+                            integers(int64_t(rows) * words),
+                            integers(int64_t(rows) * groups),
+                            reserve(rows),
+                            reserve(rows)};
   int32_t* keys = integers(words * int64_t(BLOCK_KEYS));
   float* key_scales = reserve(groups * BLOCK_KEYS);
   const int64_t stride = partial_floats(call);
-  OldSplit<Blocks> old{call, rows, groups, Blocks::value_groups_of(value_dim),
-                       {call, tile, split}, {call, next.tile, next.split}, {partial, stride},
-                       blocks, queries};
+  OldSplit<Blocks> old{call,
+                       rows,
+                       groups,
+                       Blocks::value_groups_of(value_dim),
+                       {call, tile, split},
+                       {call, next.tile, next.split},
+                       reads_int8_keys(call, next.tile, next.split),
+                       {partial, stride},
+                       blocks,
+                       queries};
   Int8State& state = old.state;
   std::fill(state.highest, state.highest + rows + LANES, LOWEST);
   for (int r = 0; r < rows; ++r)
@@ -217,8 +254,26 @@ void attend_old_split(const Call& call, const Tile& tile, int split, const NextS
                                                       : attend_old_blocks<NumberBlocks<BFloat16>>;
   attend(call, tile, split, next, q, partial, scratch);
 }
+
+template <class T>
+void write_int8_numbers(const Call& call, const SplitBlocks& blocks, float* scratch) {
+  NumberBlocks<T> numbers(call, [&scratch](int64_t count) {
+    const int64_t whole = (count + LANES - 1) / LANES * LANES;
+    return (scratch += whole) - whole;
+  });
+  if (blocks.count == SPLIT_KEYS / BLOCK_KEYS) numbers.write_int8_keys(blocks.vectors);
+}
+
+void write_int8_split(const Call& call, int64_t row, int split, int64_t head, float* scratch) {
+  if (!has_int8(call)) return;
+  const SplitBlocks blocks(call, row, head, split, (split + 1) * SPLIT_KEYS);
+  if (call.keys.dtype == DType::f16) write_int8_numbers<Float16>(call, blocks, scratch);
+  if (call.keys.dtype == DType::bf16) write_int8_numbers<BFloat16>(call, blocks, scratch);
+}
 #else
 inline bool has_int8(const Call&) { return false; }
+inline bool reads_int8_keys(const Call&, const Tile&, int) { return false; }
+inline void write_int8_split(const Call&, int64_t, int, int64_t, float*) {}
 inline void attend_old_split(const Call&, const Tile&, int, const NextSplit&, const float*, float*,
                              float*) {}
 #endif

@@ -38,7 +38,8 @@ class TilePlan {
   };
 
   void make(const Call& call, int64_t most_threads) {
-    runs_.clear(), split_tiles_.clear(), padding_.clear();
+    runs_.clear(), split_tiles_.clear(), padding_.clear(), int8_splits_.clear(), taken_.clear();
+    if (call.written && call.int8_keys) add_int8_splits(call);
     add_runs(call, most_threads);
     int64_t all = 0;
     for (const TokenRun& run : runs_) all += call.kv_heads * multiplications(call, run);
@@ -70,12 +71,20 @@ class TilePlan {
                          [](int64_t i, const TokenRun& run) { return i < run.item; });
     const TokenRun& run = after[-1];
     const int64_t i = item - run.item;
-    const Tile tile = tile_of(call, run, i / run.pieces);
-    return {tile, run.pieces < 2 ? -1 : tile.first_split() + int(i % run.pieces)};
+    // A split's keys of all heads are neighbours in memory.
+    const Tile tile = tile_of(call, run, i % call.kv_heads);
+    return {tile, run.pieces < 2 ? -1 : tile.first_split() + int(i / call.kv_heads)};
   }
 
   // Tiles whose splits are separate work items.
   const std::vector<Tile>& split_tiles() const { return split_tiles_; }
+
+  // Splits whose int8 keys are to be written: a long text's that have become complete.
+  struct Int8Split {
+    int64_t row;
+    int split;
+  };
+  const std::vector<Int8Split>& int8_splits() const { return int8_splits_; }
 
   // Padding tokens.
   const std::vector<int64_t>& padding() const { return padding_; }
@@ -84,6 +93,8 @@ class TilePlan {
   std::vector<TokenRun> runs_;
   std::vector<Tile> split_tiles_;
   std::vector<int64_t> padding_;
+  std::vector<Int8Split> int8_splits_;
+  std::vector<int32_t> taken_;  // blocks of int8_splits_
 
   static int64_t multiplications(const Call& call, const TokenRun& run) {
     return int64_t(run.end - run.first) * call.keys.dim * (2 * run.rows + 4);
@@ -92,6 +103,30 @@ class TilePlan {
   static Tile tile_of(const Call& call, const TokenRun& run, int64_t head) {
     const int64_t floats = int64_t(run.pieces) * run.rows * partial_floats(call);
     return {run.token, head, run.rows, run.first, run.end, run.at + head * floats};
+  }
+
+  // A split is complete with its last token; in short texts none is used. Two sequences may share
+  // some blocks of a split: threads must not write these for both.
+  void add_int8_splits(const Call& call) {
+    for (int64_t token = 0; token < call.tokens; ++token) {
+      const int end = call.positions[token] + 1;
+      if (call.rows[token] < 0 || end % SPLIT_KEYS || end < LONG_TEXT) continue;
+      int first, stop;
+      call.seen(token, &first, &stop);
+      int split = end == LONG_TEXT ? 0 : end / SPLIT_KEYS - 1;
+      for (; split < end / SPLIT_KEYS; ++split)
+        if (first <= split * SPLIT_KEYS && end <= stop &&
+            take_blocks(call, call.rows[token], split))
+          int8_splits_.push_back({call.rows[token], split});
+    }
+  }
+
+  bool take_blocks(const Call& call, int64_t row, int split) {
+    const int32_t* from = call.tables + row * call.width + split * (SPLIT_KEYS / BLOCK_KEYS);
+    const int32_t* to = from + SPLIT_KEYS / BLOCK_KEYS;
+    if (std::find_first_of(from, to, taken_.begin(), taken_.end()) != to) return false;
+    taken_.insert(taken_.end(), from, to);
+    return true;
   }
 
   void add_runs(const Call& call, int64_t threads) {

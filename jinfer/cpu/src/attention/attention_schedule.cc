@@ -18,7 +18,8 @@ thread_local Scratch scratch;
 bool same_plan(const Call& a, const Call& b) {
   const auto places = [](const Call& c) {
     return std::make_tuple(c.rows, c.positions, c.last, c.tables, c.tokens, c.width, c.blocks,
-                           c.size, c.rules.window, c.rules.ahead, c.written, c.sums != nullptr);
+                           c.size, c.rules.window, c.rules.ahead, c.written, c.sums != nullptr,
+                           c.int8_keys != nullptr);
   };
   const auto shapes = [](const Call& c) {
     return std::make_tuple(c.heads, c.kv_heads, c.keys.dim, c.values.padded());
@@ -56,7 +57,7 @@ AttentionWork::AttentionWork(const Call& call, const CachedPlan& cached)
   const int64_t cut = plan.split_tiles().size();
   if (call.written) chunks_[0] = call_.writes_in_tile ? cut : (call.tokens + kWrites - 1) / kWrites;
   chunks_[1] = plan.items + !plan.padding().empty();
-  chunks_[2] = cut;
+  chunks_[2] = cut + plan.int8_splits().size() * call.kv_heads;
 }
 
 int64_t AttentionWork::threads() const { return planned_->plan.threads; }
@@ -80,6 +81,11 @@ void AttentionWork::run(int64_t stage, int64_t chunk) const {
   } else if (stage == 0) {
     for (int64_t t = chunk * kWrites; t < std::min(call_.tokens, (chunk + 1) * kWrites); ++t)
       for (int64_t head = 0; head < call_.kv_heads; ++head) write(t, head);
+  } else if (const int64_t int8 = chunk - int64_t(plan.split_tiles().size());
+             stage == 2 && int8 >= 0) {
+    const auto [row, split] = plan.int8_splits()[int8 / call_.kv_heads];
+    const int64_t head = int8 % call_.kv_heads;
+    kernels.write_int8(call_, row, split, head, scratch.of(split_floats(call_)));
   } else if (stage == 2) {
     const Tile& tile = plan.split_tiles()[chunk];
     kernels.merge(call_, tile, partial_ + tile.at, scratch.of(merge_floats(call_)));

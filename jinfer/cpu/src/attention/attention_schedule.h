@@ -33,7 +33,7 @@ class PlanCache {
 };
 
 // Three stages: writing new keys and values (unless done with the tiles), computing tiles or their
-// splits, and merging splits.
+// splits, and merging splits and writing int8 keys, for later calls.
 class AttentionWork {
  public:
   static constexpr int64_t kStages = 3;

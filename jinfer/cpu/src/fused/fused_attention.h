@@ -33,6 +33,7 @@ struct FusedAttention {
     codes.symmetric = reader.next();
     call.keys.format = call.values.format = codes;
     const int64_t dim = reader.next(), value_dim = reader.next();
+    int8_keys_ = reader.next();
     const auto cut = [&](int64_t matrix, int64_t into) {
       return size_of(matrix) > 0 && size_of(matrix) % into == 0;
     };
@@ -73,7 +74,8 @@ struct FusedAttention {
     in.emplace_back(ffi::DataType::F32, Operand::Dimensions{kNothing, 2}, nullptr);
     if (call.written) in.push_back(computed(k_shape));
     if (call.written && !call.shared) in.push_back(computed(v_shape));
-    const size_t pools = (call.keys.format.bits > 0 ? 2 : 1) * (call.shared ? 1 : 2);
+    const size_t each = call.keys.format.bits > 0 ? 2 : 1;
+    const size_t pools = each * (call.shared ? 1 : 2) + int8_keys_;
     if (ffi::Error error = given(pools); error.failure()) return error;
     buffers_.out.push_back(computed(y_shape));
     for (size_t i = 0; call.written && i < pools; ++i) {
@@ -81,11 +83,12 @@ struct FusedAttention {
       if (pool.has_error()) return pool.error();
       buffers_.out.emplace_back(**pool);
     }
-    return buffers_.fill(call, false);
+    return buffers_.fill(call, false, int8_keys_);
   }
 
  private:
   Buffers buffers_;
+  bool int8_keys_ = false;
 };
 
 }  // namespace
