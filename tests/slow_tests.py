@@ -9,6 +9,7 @@ After tests have changed:
     python -m tests.slow_tests report.xml
 """
 
+import argparse
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
@@ -45,11 +46,13 @@ def measured(report: Path) -> dict[str, float]:
     return seconds
 
 
-def main(reports: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Adds what reports measured to the list; functions that they lack keep their seconds."""
+    parser = argparse.ArgumentParser(prog="python -m tests.slow_tests")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
     rows = read() if LIST.exists() else {}
-    for report in reports:
-        rows |= measured(Path(report))
+    for report in parser.parse_args(arguments).reports:
+        rows |= measured(report)
     slow = sorted((-round(t, 1), name) for name, t in rows.items() if _may_rest(name, t))
     text = "".join(f"{-seconds:.1f} {name}\n" for seconds, name in slow)
     LIST.write_text(text, encoding="utf-8")

@@ -58,6 +58,10 @@ NOT_RUN = {
     "jinfer bench cpu MODEL.gguf --peer-python PYTHON": "needs llama.cpp",
     "jinfer quality smol_f16.gguf --text text.txt --windows 32 --method nearest --method search "
     "--method feedback --peer-python PYTHON": "needs llama.cpp",
+    "jinfer quality smol_f16.gguf --text text.txt --peer-python PYTHON --peer-type IQ4_XS "
+    "--peer-imatrix": "needs llama.cpp",
+    "python -m tests.slow_tests report.xml": "reads a report of all tests; "
+    "tests/test_slow_tests.py",
     "pytest -m soak tests/kernels_pallas": "takes minutes, and packages for a GPU",
     "pytest -m soak tests/server/test_peers.py": "takes minutes",
     "pytest tests/sampling/test_stages.py": "are other tests",
