@@ -40,6 +40,10 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+# A fixture of the module lasts until another variant is asked for.
+WITH_INTEGERS = pytest.mark.parametrize("isa", ["avx512"], indirect=True)
+
+
 def pool(kind: str, shape: CacheShape = SHAPE, *, int8_keys: bool = True) -> LayerCache:
     """A pool of any content, in which int8 keys look as if they were there."""
     cache = unwritten(kind, shape, BLOCKS)
@@ -102,6 +106,8 @@ def test_bits_are_as_without(kind: str) -> None:
     assert int8_blocks(caches[0]) - unused == (set(order[:32].tolist()) if integers else set())
 
 
+@WITH_INTEGERS
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("length", [600, 1023])
 def test_short_texts_have_none(length: int) -> None:
     tables = table(*range(17))
@@ -142,6 +148,8 @@ def test_keys_that_are_written_again(begin: int) -> None:
     texts.extend(caches, [Run(0, 1699)], tables)
 
 
+@WITH_INTEGERS
+@pytest.mark.usefixtures("isa")
 def test_other_writes_clear_them() -> None:
     texts, tables = Texts([1600]), table(*range(25))
     _, (cache,) = texts.extend([pool("f16")], [Run(0, 0, 1600)], tables)
