@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from jax import Array
 
+from jinfer.cpu import build_library
 from jinfer.engine.runner.huge_pages import HUGE_PAGE, CacheHugePages, supported
-from jinfer.ops.attention.kv_cache import BLOCK, CacheShape, zero_cache
+from jinfer.ops.attention.kv_cache import (
+    BLOCK,
+    CacheShape,
+    abstract_cache,
+    uninitialized_cache,
+    zero_cache,
+)
 
 BLOCKS = 300
 SHAPES = {"0.attention": CacheShape(heads=2, key_dim=64, value_dim=64)}
@@ -38,3 +45,22 @@ def test_huge_pages_where_blocks_are_used() -> None:
     pages.use(pools, "all", BLOCKS)
     assert _huge_bytes(keys) >= HUGE_PAGE
     assert np.array_equal(np.asarray(keys), np.ones((BLOCKS, 2, BLOCK, 64), np.float16))
+
+
+@pytest.mark.skipif(not supported(), reason="the system has no huge pages")
+def test_int8_keys_have_them_in_long_texts_alone() -> None:
+    """Reading digests maps small pages of zeros; a huge page in their place takes memory."""
+    shapes, kind = {"0.attention": CacheShape(2, 64, 64, int8_keys=True)}, jnp.dtype(jnp.float16)
+    if abstract_cache(shapes, 1, kind)["0.attention"].int8_keys is None:
+        pytest.skip("this machine has no int8 keys")
+    assert build_library.available()
+    # So large that its memory is always new.
+    pools = jax.jit(lambda: uninitialized_cache(shapes, 20 * BLOCKS, kind))()
+    int8_keys = pools["0.attention"].int8_keys
+    assert int8_keys.nbytes > 32 << 20
+    assert not np.asarray(int8_keys)[:, :, :8].any()
+    pages = CacheHugePages(shapes)
+    pages.use(pools, "all", 2 * BLOCKS)
+    assert _huge_bytes(int8_keys) == 0
+    pages.use(pools, "all", 2 * BLOCKS, int8_keys=True)
+    assert _huge_bytes(int8_keys) >= HUGE_PAGE

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from jinfer.ops.attention.kv_cache import CacheShapes
+from jinfer.ops.attention.kv_cache import CacheShapes, LayerCache
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
@@ -26,35 +26,44 @@ class CacheHugePages:
     block was used, each layer's pools would take 2 MiB with the first token. So a huge page is
     asked for once half of it is in use, and then the small pages, if any have been touched, are
     copied into it (Linux 6.1). Elsewhere than on Linux, and on a GPU, nothing happens.
+
+    Int8 keys are only written in long texts. A huge page would take the memory of other texts' too.
     """
 
     def __init__(self, shapes: CacheShapes) -> None:
         self._shapes = shapes
-        self._asked: dict[str, int] = {}  # blocks of each group, by which it was asked last
-        self._next: dict[str, int] = {}  # blocks at which there may be another huge page
+        # Of each group, and of its int8 keys:
+        self._asked: dict[tuple[str, bool], int] = {}  # blocks by which it was asked last
+        self._next: dict[tuple[str, bool], int] = {}  # blocks that may be one more huge page
 
-    def use(self, pools: Any, group: str, blocks: int) -> None:
-        """Blocks 0 .. `blocks` - 1 of a group are in use."""
-        if blocks < self._next.get(group, 1) or not supported():
+    def use(self, pools: Any, group: str, blocks: int, *, int8_keys: bool = False) -> None:
+        """Blocks 0 .. `blocks` - 1 of a group, or their int8 keys, are in use."""
+        key = group, int8_keys
+        if blocks < self._next.get(key, 1) or not supported():
             return
-        arrays = [*self._arrays(pools, group)]
+        arrays = [*self._arrays(pools, group, int8_keys)]
         largest = max((array.nbytes // len(array) for array in arrays), default=HUGE_PAGE)
         for array in arrays:
             each, begin = array.nbytes // len(array), array.unsafe_buffer_pointer()
-            done = begin + self._asked.get(group, 0) * each + HUGE_PAGE // 2
+            done = begin + self._asked.get(key, 0) * each + HUGE_PAGE // 2
             first = max(-(-begin // HUGE_PAGE), done // HUGE_PAGE) * HUGE_PAGE
             end = (begin + blocks * each + HUGE_PAGE // 2) // HUGE_PAGE * HUGE_PAGE
             end = min(end, (begin + array.nbytes) // HUGE_PAGE * HUGE_PAGE)
             if first < end:
                 _advise(first, end - first)
-        self._asked[group], self._next[group] = blocks, blocks + max(1, HUGE_PAGE // 8 // largest)
+        self._asked[key], self._next[key] = blocks, blocks + max(1, HUGE_PAGE // 8 // largest)
 
-    def _arrays(self, pools: Any, group: str) -> Iterator[Array]:
+    def _arrays(self, pools: Any, group: str, int8_keys: bool) -> Iterator[Array]:
         if not isinstance(pools, Mapping):  # of parts of the model
             return
         for name, shape in self._shapes.items():
             if shape.group == group:
-                for array in jax.tree.leaves(pools[name]):
+                pool = pools[name]
+                if isinstance(pool, LayerCache):
+                    pool = pool.int8_keys if int8_keys else pool._replace(int8_keys=None)
+                elif int8_keys:
+                    continue
+                for array in jax.tree.leaves(pool):
                     one = [device.platform for device in array.devices()] == ["cpu"]
                     if one and array.nbytes >= HUGE_PAGE:
                         yield array

@@ -21,7 +21,8 @@ from jinfer.engine.runner.step_key import StepKey
 from jinfer.engine.scheduling.block_manager import RELEASED, BlockCopy, BlockTables
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.ops.attention.kv_cache import ADAPTER, STATE, Cache
+from jinfer.ops.attention.int8_keys import LONG_TEXT
+from jinfer.ops.attention.kv_cache import ADAPTER, BLOCK, STATE, Cache
 
 # Sizes of flat batches, in tokens; the largest is `prefill_chunk`.
 SIZES: tuple[int, ...] = (16, 32, 64, 96, 256)
@@ -154,9 +155,18 @@ class ModelRunner:
                 tables[ADAPTER][row] = of_row.adapter.entry
         for group in sizes.blocks:
             tables[group][tables[group] == RELEASED] = 0
-            if self._huge_pages is not None:
-                self._huge_pages.use(self._cache, group, int(tables[group].max(initial=-1)) + 1)
+            self._use(group, tables[group])
+            most = LONG_TEXT // BLOCK
+            long = [row for row, of in sequences if len(of.by_group.get(group, ())) > most]
+            if long:
+                self._use(group, tables[group][long], int8_keys=True)
         return tables
+
+    def _use(self, group: str, table: np.ndarray, *, int8_keys: bool = False) -> None:
+        """Blocks of a table, or their int8 keys, are about to be used."""
+        if self._huge_pages is not None:
+            blocks = int(table.max(initial=-1)) + 1
+            self._huge_pages.use(self._cache, group, blocks, int8_keys=int8_keys)
 
     def edit_tables(
         self, taps: StepTaps, rows: int, uses: Sequence[tuple[int, ActivationUse]]

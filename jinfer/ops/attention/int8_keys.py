@@ -17,6 +17,7 @@ from jinfer.cpu.isa import own_isa
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.ops.backend import backend
 
+LONG_TEXT = 1024  # tokens of a text that has no int8 keys yet; as in attention.h
 _ISAS = ("avx512", "avx512bf16", "amx")
 _SPLIT = 512  # SPLIT_KEYS of attention.h
 _LANES = 16
