@@ -23,6 +23,7 @@ from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.transformer_layer import HiddenState
 from jinfer.opening.open_model import Opened, open_model
 from jinfer.ops.attention.kv_cache import BLOCK, ENCODER, nbytes, zero_cache
+from jinfer.ops.backend import target_platform
 from jinfer.parallel import stage_forward
 from jinfer.parallel.cost_model import HARDWARE, CostEstimate, estimate_decode
 from jinfer.parallel.memory_budget import HOST
@@ -90,12 +91,12 @@ def view(source: str, overrides: Mapping[str, Any], devices: str, machine: str) 
     plain = build_abstract_model(opened.spec, dtype)
     model = plan_weights(plain, opened.spec, opened.checkpoint, opened.activations).model
     whole = ModelToPlace(opened.spec, model, opened.context, dtype, opened.kv_cache)
-    plan, work = partition_plan(whole, dry_run=True), model_cost(whole)
-    stages = stage_models(plan, whole)
-    views = tuple(
-        _stage(stage, row.devices, opened) for stage, row in zip(stages, plan.stages, strict=True)
-    )
-    memory = memory_planner(plan, whole, free_of(machine)).asked()
+    plan = partition_plan(whole, dry_run=True)
+    stages = zip(stage_models(plan, whole), plan.stages, strict=True)
+    planner = memory_planner(plan, whole, free_of(machine))
+    with target_platform("gpu"):  # a cache on a CPU may have int8 keys beside it
+        views = tuple(_stage(stage, row.devices, opened) for stage, row in stages)
+        work, memory = model_cost(whole), planner.asked()
     tensor = max(len(row.devices) for row in plan.stages)
     found = estimate_decode(
         work, HARDWARE[machine], len(plan.stages), tensor, context=opened.context

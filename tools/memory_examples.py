@@ -86,12 +86,14 @@ def plans(bits: str) -> Iterator[tuple[str, Mapping[str, Any], str, MemoryPlan]]
             free, why = free_of(_MACHINE), ""
             chosen: Mapping[str, Any] = keys
             whole = ModelToPlace(spec, model, _CONTEXT, _TYPE, _TYPE)
-            if keys.get("devices") == AUTO:
-                found = offload_options(whole, HARDWARE[_MACHINE], 1, free)
-                why, chosen = explain_choice(found, 1), found[0].keys
-            own = replace(whole, spec=replace(spec, partition=PartitionSpec(**chosen)))
-            plan = partition_plan(own, dry_run=True)
-            yield name, keys, why, memory_planner(plan, own, free).asked()
+            with target_platform("gpu"):
+                if keys.get("devices") == AUTO:
+                    found = offload_options(whole, HARDWARE[_MACHINE], 1, free)
+                    why, chosen = explain_choice(found, 1), found[0].keys
+                own = replace(whole, spec=replace(spec, partition=PartitionSpec(**chosen)))
+                plan = partition_plan(own, dry_run=True)
+                memory = memory_planner(plan, own, free).asked()
+            yield name, keys, why, memory
 
 
 def to_text(bits: str) -> str:

@@ -39,6 +39,13 @@ def test_a_plan_for_devices_that_are_not_there(
     assert "stage 1" in drawn
 
 
+def test_a_cache_on_a_gpu_has_no_int8_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever this machine's CPU has: keys and values of 3 layers, 4 heads, 16 numbers each."""
+    given = [GOLDENS / "llama2", "--partition", "0", "--set", "quantization.kv_cache=f16"]
+    cache = 256 * 3 * 4 * (16 + 16) * 2 / 1024
+    assert f" {cache:.2f} KiB  nothing" in printed(capsys, *given)
+
+
 def test_an_encoder_and_a_stage_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, GOLDENS / "bert", "--partition", "cpu;0&1", "--on", "v100")
     assert re.search(r"^cpu +embedding \+ encoder 0", out, re.MULTILINE)
