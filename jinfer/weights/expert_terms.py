@@ -12,6 +12,7 @@ import numpy as np
 from jinfer.checkpoint import Tensor
 from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.nn.abstract_model import AbstractModel
+from jinfer.weights.finite_sum import finite_sum
 from jinfer.weights.lora_adapter import DAMAGED, LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, Origin, Shapes, parameter_shapes
 
@@ -146,12 +147,12 @@ def _targets(
             if "{e}" in name and all(each in files for each in wanted) and not choice.parts:
                 own = cache(stack.own)
                 return [
-                    (files[each], _with_one(files[each], choice, own, e))
+                    (files[each], _with_one(stack, files[each], choice, own, e))
                     for e, each in enumerate(wanted)
                 ]
             same = replace(choice, fallback=None) == replace(origin.place, fallback=None)
             if name in files and same:
-                return [(files[name], _with_all(files[name], choice, stack.whole))]
+                return [(files[name], _with_all(stack, files[name], choice))]
     raise LoadError(
         f"{stack.adapter.path}: {stack.name} is no stack of matrices of the checkpoint, nor are "
         f"there experts' own for {origin.parameter}; use the adapter without merge"
@@ -159,36 +160,30 @@ def _targets(
 
 
 def _with_one(
-    file: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
+    stack: ExpertStack, file: Tensor, place: TensorSource, read: Callable[[], Pair], e: int
 ) -> Callable[[], np.ndarray]:
-    turned = place.transpose and file.codes is None
-
     def values() -> np.ndarray:
         a, b = read()
-        term = b[e] @ a[e]
-        return _sum(file, term.T if turned else term)
+        return _sum(stack, file, place, (a[e], b[e]))
 
     return values
 
 
-def _with_all(
-    file: Tensor, place: TensorSource, read: Callable[[], Pair]
-) -> Callable[[], np.ndarray]:
-    turned = place.transpose and file.codes is None
+def _with_all(stack: ExpertStack, file: Tensor, place: TensorSource) -> Callable[[], np.ndarray]:
+    return lambda: _sum(stack, file, place, stack.whole())
 
-    def values() -> np.ndarray:
-        a, b = read()
+
+def _sum(
+    stack: ExpertStack, file: Tensor, place: TensorSource, pair: tuple[np.ndarray, np.ndarray]
+) -> np.ndarray:
+    weight, (a, b) = file.read().astype(np.float32), pair
+    with np.errstate(over="ignore", invalid="ignore"):  # found by `finite_sum`
         term = b @ a
-        return _sum(file, term.swapaxes(1, 2) if turned else term)
-
-    return values
-
-
-def _sum(file: Tensor, term: np.ndarray) -> np.ndarray:
-    weight = file.read().astype(np.float32)
+    if place.transpose and file.codes is None:
+        term = term.swapaxes(-1, -2)
     if weight.shape != term.shape:
         raise LoadError(
             f"{file.name} is {list(weight.shape)}, and its adapter is for {list(term.shape)}: it "
             "belongs to another model"
         )
-    return weight + term
+    return finite_sum(weight, term, stack.adapter, file.name.removesuffix(".weight"))

@@ -15,6 +15,7 @@ from jinfer.modelspec.tensor_names import TensorMap
 from jinfer.nn.abstract_model import AbstractModel
 from jinfer.weights.adapter_terms import check_names, named_modules, read_magnitude, read_pair
 from jinfer.weights.expert_terms import merged_stacks
+from jinfer.weights.finite_sum import finite_sum, with_lengths
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
 from jinfer.weights.tensor_mapping import LoadError, by_name
 
@@ -115,8 +116,9 @@ def _merged_values(
     a, b = read_pair(adapter, name, module)
     weight = read().astype(np.float32)
     weight = weight.T if transposed else weight
-    weight = weight + np.float32(module.scale) * (b @ a)
+    with np.errstate(over="ignore", invalid="ignore"):  # found by `finite_sum`
+        term = np.float32(module.scale) * (b @ a)
+    weight = finite_sum(weight, term, adapter, name)
     if module.magnitude is not None:
-        length = np.linalg.norm(weight, axis=1, keepdims=True)
-        weight *= read_magnitude(adapter, name, module) / length
+        weight = with_lengths(weight, read_magnitude(adapter, name, module), adapter, name)
     return weight.T if transposed else weight
