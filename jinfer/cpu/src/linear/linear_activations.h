@@ -34,18 +34,23 @@ struct QuantizedColumn {
   }
 };
 
+// A row's activations from `first` on: where they are, or `room`, with 0 after the last one.
+template <int count>
+inline const float* padded_inputs(const float* x, int64_t inputs, int64_t first,
+                                  float (&room)[count]) {
+  const int64_t left = inputs - first;
+  if (left >= count) return x + first;
+  std::memset(room, 0, sizeof room);
+  if (left > 0) std::memcpy(room, x + first, left * sizeof(float));
+  return room;
+}
+
 // Quantizes a column's activations to integers up to `limit`, with their scale. A block that is not
 // finite becomes NaN; one below 1e-30 becomes 0.
 QuantizedColumn quantize_column(const float* x, int64_t inputs, int64_t column, float limit,
                                 float& scale) {
-  const int64_t left = inputs - column * 32;
-  const float* from = x + column * 32;
   alignas(64) float padded[32];
-  if (left < 32) {
-    std::memset(padded, 0, sizeof padded);
-    if (left > 0) std::memcpy(padded, from, left * sizeof(float));
-    from = padded;
-  }
+  const float* from = padded_inputs(x, inputs, column * 32, padded);
   const uint32_t bits = Vector::magnitude(from);
   float most;
   std::memcpy(&most, &bits, 4);
@@ -79,14 +84,9 @@ void prepare_pairs(const float* x, int64_t inputs, const ActivationLayout& layou
     const int64_t g = layout.group, record = g * layout.column_bytes();
     const int64_t digit_bytes = layout.digit_bytes();
     for (int64_t column = 0; column < layout.columns; column += 2) {
-      const int64_t left = inputs - column * 32, lane = column % g;
-      const float* from = x + column * 32;
+      const int64_t lane = column % g;
       alignas(64) float padded[64];
-      if (left < 64) {
-        std::memset(padded, 0, sizeof padded);
-        if (left > 0) std::memcpy(padded, from, left * sizeof(float));
-        from = padded;
-      }
+      const float* from = padded_inputs(x, inputs, column * 32, padded);
       Vector::F factors[2];
       typename V::Pair scale = V::scales_of_pair(from, max_quantized(layout.digits), factors);
       QuantizedColumn whole[2];

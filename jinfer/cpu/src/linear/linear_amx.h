@@ -93,6 +93,18 @@ inline Vector::I load_ahead(const MatmulPlan& plan, int64_t group, int64_t i, in
   return Vector::load(from);
 }
 
+// Words of superblock i of a block, a vector for each column.
+template <int bits, int g>
+inline void load_columns(const MatmulPlan& plan, const Groups<g>& groups, int64_t i,
+                         Vector::I (&words)[bits][g]) {
+  UNROLL
+  for (int b = 0; b < bits; ++b) {
+    UNROLL
+    for (int j = 0; j < g; ++j) words[b][j] = load_ahead(plan, groups.of[j], i, b);
+    to_columns<g>(words[b]);
+  }
+}
+
 template <int bits, int g>
 void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* codes) {
   constexpr int per_code = per_code_of(bits);
@@ -101,12 +113,7 @@ void fill_block_codes(const MatmulPlan& plan, const Groups<g>& groups, uint8_t* 
   const Vector::I zero = _mm512_set1_epi8(static_cast<char>(m.affine() ? 0 : m.zero));
   for (int64_t i = 0; i < m.superblocks; ++i) {
     Vector::I words[bits][g];
-    UNROLL
-    for (int b = 0; b < bits; ++b) {
-      UNROLL
-      for (int j = 0; j < g; ++j) words[b][j] = load_ahead(plan, groups.of[j], i, b);
-      to_columns<g>(words[b]);
-    }
+    load_columns(plan, groups, i, words);
     for (int c = 0; c < g; ++c) {
       Vector::I w[bits];
       UNROLL

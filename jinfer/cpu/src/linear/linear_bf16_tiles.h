@@ -76,12 +76,7 @@ void fill_bf16(const MatmulPlan& plan, const Groups<g>& groups, const float* roo
   };
   for (int64_t i = 0; i < m.superblocks; ++i) {
     Vector::I words[bits][g];
-    UNROLL
-    for (int b = 0; b < bits; ++b) {
-      UNROLL
-      for (int j = 0; j < g; ++j) words[b][j] = load_ahead(plan, groups.of[j], i, b);
-      to_columns<g>(words[b]);
-    }
+    load_columns(plan, groups, i, words);
     Vector::I both[2][numbers][g];  // scales and bases
     UNROLL
     for (int k = 0; k < 2; ++k) {
