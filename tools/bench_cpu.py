@@ -16,19 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jinfer
 from jinfer import progress
 from jinfer.checkpoint import open_checkpoint
 from jinfer.cli.prog_name import prog_of_module
@@ -37,27 +33,11 @@ from jinfer.cpu.cores import usable_cores
 from jinfer.opening.open_model import open_files
 
 from .bench_engine_worker import TimedEngine
-from .llama_peer import answer_tasks, ask, command, ending_hint
+from .engine_process import OWN, PEER, BenchTask, EngineProcess, EngineUnderTest
+from .llama_peer import answer_tasks, ask, command
 from .machine_info import counters, machine, others, read_rate
 from .perplexity import parse_flat
 from .run_main import run, write_json
-
-OWN, PEER = "jinfer", "llama.cpp"
-_ROOT = Path(jinfer.__path__[0]).parent
-
-
-@dataclass(frozen=True)
-class BenchTask:
-    """What is measured: decoding, greedy or sampled, prefill, or decoding after it ("deep")."""
-
-    kind: str
-    size: int
-
-    @property
-    def name(self) -> str:
-        """Its name in the table."""
-        return f"{self.kind} {self.size}"
-
 
 TASKS = tuple(
     BenchTask(kind, n)
@@ -72,75 +52,6 @@ LARGE_TASKS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class EngineUnderTest:
-    """An engine under test.
-
-    Attributes:
-        name: as in the table.
-        command: starts it, without the model and what follows.
-        options: follow the model.
-        folder: a checkout to run from.
-        model: what it loads, if not the common one.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    options: tuple[str, ...] = ()
-    folder: Path | None = None
-    model: str | None = None
-
-
-class BenchWorker:
-    """An engine in its own process, which measures one task at a time."""
-
-    def __init__(self, side: EngineUnderTest, model: str) -> None:
-        # Only jinfer's own processes need to find its folder; all have bytecode.
-        root = side.folder or (_ROOT if side.name == OWN else None)
-        found = {"PYTHONDONTWRITEBYTECODE": ""} | ({"PYTHONPATH": str(root)} if root else {})
-        self.side, begun = side, time.perf_counter()
-        self.process = subprocess.Popen(
-            [*side.command, side.model or model, *side.options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **found},
-            cwd=side.folder,
-        )
-        # From outside: a process knows its own begin by processor time, which NumPy's threads spin.
-        self.started = {**self._answer(), "seconds": time.perf_counter() - begun}
-
-    def measure(self, task: BenchTask) -> float:
-        """Tokens per second."""
-        assert self.process.stdin is not None, "the process reads its tasks"
-        self.process.stdin.write(f"{task.kind} {task.size}\n")
-        self.process.stdin.flush()
-        return float(self._answer()["rate"])
-
-    def close(self) -> dict[str, Any]:
-        """Ends the process; returns its memory report."""
-        assert self.process.stdin is not None, "the process reads its tasks"
-        with self.process:
-            self.process.stdin.close()
-            return self._answer()
-
-    def stop(self) -> None:
-        """Kills the process, if it still runs."""
-        self.process.kill()
-        with self.process:  # closes its pipes, and waits
-            pass
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None, "the process writes its answers"
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        with self.process:
-            status = self.process.wait()
-        hint = ending_hint(status) if self.side.name.startswith(PEER) else ""
-        raise OSError(f"{self.side.name} ended without an answer (status {status}){hint}")
-
-
 def compare(
     model: str, sides: Sequence[EngineUnderTest], rounds: int, tasks: Sequence[BenchTask]
 ) -> dict[str, Any]:
@@ -149,10 +60,10 @@ def compare(
     Older checkouts that cannot sample would measure greedy decoding instead: tasks that an engine
     does not announce are left out.
     """
-    workers: list[BenchWorker] = []
+    workers: list[EngineProcess] = []
     try:
         for side in sides:
-            workers.append(BenchWorker(side, model))
+            workers.append(EngineProcess(side, model))
         known = [worker.started.get("kinds", ("decode", "prefill")) for worker in workers]
         unknown = [task for task in tasks if any(task.kind not in kinds for kinds in known)]
         tasks = [task for task in tasks if task not in unknown]

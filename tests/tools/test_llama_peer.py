@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.bench_cpu import BenchWorker, EngineUnderTest
+from tools.engine_process import EngineProcess, EngineUnderTest
 from tools.llama_peer import PROMPT, STEPS, ask, command
 
 # Counts what it computes; a token takes a thousandth of a second.
@@ -99,7 +99,7 @@ def test_death_by_an_illegal_instruction(status: int, folder: Path) -> None:
         ask(str(script), {"tokenize": {}})
     side = EngineUnderTest("llama.cpp", tuple(command(str(script))), ("1",))
     with pytest.raises(OSError, match=rf"\(status {status}\); an illegal instruction: .*GCC 12"):
-        BenchWorker(side, "model")
+        EngineProcess(side, "model")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands the parent's peak down")
