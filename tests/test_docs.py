@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,12 @@ from jinfer import LLM
 from jinfer.cli import main
 from jinfer.cli.command_registry import COMMANDS
 from jinfer.cpu import build_library
-from jinfer.modelspec.view.model_svg import draw_model
 from jinfer.opening.open_model import open_files
 from jinfer.server.server_settings import ModelSource
 from tests.cli.listening import listen
+from tests.printed_commands import FENCE, Printed, is_command, printed_on
 from tests.server.running import serving
 from tools.bench_models import LlamaShape, make_up
-from tools.match_checkpoint import describe
 
 from .test_worked_example import COMPARED, HYBRID, SCRIPT, sessions
 
@@ -102,7 +100,7 @@ ELSEWHERE = {
     **{c: "tests/test_worked_example.py" for c, _ in [*sessions(), *sessions(HYBRID)]},
     SCRIPT: "tests/test_worked_example.py",
     COMPARED: "tests/test_worked_example.py",
-    "make demo": "test_the_demonstration, below",
+    "make demo": "tests/test_demonstration.py",
 }
 # Blocks of Python with one of these lines, and what they need.
 NOT_IMPORTABLE = {
@@ -112,70 +110,10 @@ NOT_IMPORTABLE = {
 }
 # Commands that do nothing without arguments.
 NAMES = {command.name for command in COMMANDS} - {"list"}
-PROGRAMS = ("jinfer", "python", "make", "pytest", "pip", ".ci/run", "mv", "tail", "curl")
 ASKS = re.compile(r"curl |jinfer client |python -m jinfer\.client |jinfer bench serve ")
 AT = "localhost:8080"
 FEW = "[generation]\nmax_tokens = 24\n"
 LANGUAGES = {"", "sh", "console", "python", "toml", "json", "ini", "text"}
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_SPAN = re.compile(r"`([^`]+)`")
-
-
-@dataclass(frozen=True)
-class Printed:
-    """A command, or a block of Python, and where it stands."""
-
-    page: str
-    line: int
-    language: str
-    text: str
-
-    @property
-    def id(self) -> str:
-        return f"{self.page}:{self.line}"
-
-
-def printed_on(page: Path) -> Iterator[Printed]:
-    """All that a page prints that can be run, from its blocks and from within its sentences."""
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for fence in _FENCE.finditer(text):
-        language, inside = fence.groups()
-        line = text.count("\n", 0, fence.start()) + 2
-        if language == "python":
-            found.append(Printed(page.name, line, language, inside))
-        elif language in ("sh", "console"):
-            found += commands(page.name, line, inside, "$ " if language == "console" else "")
-    # Blocks become empty lines, so that lines keep their numbers.
-    rest = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
-    for span in _SPAN.finditer(rest):
-        command = " ".join(span[1].split())
-        if is_command(command):
-            line = rest.count("\n", 0, span.start()) + 1
-            found.append(Printed(page.name, line, "sh", command))
-    yield from sorted(found, key=lambda each: each.line)
-
-
-def commands(page: str, line: int, block: str, prompt: str) -> Iterator[Printed]:
-    """The commands of a block; a backslash at its end joins a line to the next."""
-    joined = re.sub(r"\\\n\s*", lambda found: "\0" * found[0].count("\n"), block)
-    for each in joined.split("\n"):
-        if each.strip() and each.startswith(prompt):
-            text = each.removeprefix(prompt).replace("\0", "")
-            yield Printed(page, line, "sh", re.sub(r"\s+#.*", "", text).strip())
-        line += 1 + each.count("\0")
-
-
-def is_command(text: str) -> bool:
-    """Whether words between backticks are a command, not a path or a name of something."""
-    program, _, rest = text.partition(" ")
-    if program in ("jinfer", ".ci/run"):
-        return True
-    if program == "python":
-        return rest.startswith("-m ")
-    return program in PROGRAMS and bool(rest)
-
-
 ALL = [each for page in PAGES for each in printed_on(page)]
 HERE = [each for each in ALL if each.text not in ELSEWHERE]
 
@@ -392,7 +330,7 @@ def test_nothing_else_is_excused() -> None:
         (block,) = (each for each in ALL if f"{line}\n" in each.text)
         compile(block.text, block.id, "exec")
     for page in PAGES:
-        for language, inside in _FENCE.findall(page.read_text(encoding="utf-8")):
+        for language, inside in FENCE.findall(page.read_text(encoding="utf-8")):
             assert language in LANGUAGES, page
             if not language:
                 assert not any(is_command(line.removeprefix("$ ")) for line in inside.split("\n"))
@@ -418,64 +356,3 @@ def test_what_is_printed_is_found(tmp_path: Path) -> None:
     assert run("jinfer genrate") == 2
     with pytest.raises(AssertionError, match="nothing here knows"):
         run("rm x")
-
-
-# README's model and the demonstration.
-
-
-def test_the_wiring_is_the_models_and_the_drawing_is_of_it() -> None:
-    """README's TOML changes nothing of the demonstration model, which docs/llama.svg shows."""
-    (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGES[0].read_text("utf-8"), re.DOTALL | re.M)
-    assert len(block.splitlines()) == 12
-    for overrides in ({}, tomllib.loads(block)):
-        spec = describe("smollm2_135m_instruct", overrides).spec
-        assert spec is not None
-        assert draw_model(spec) == (ROOT / "docs/llama.svg").read_text(encoding="utf-8")
-
-
-def wanted_answer() -> str:
-    """What README shows of `make demo`, but for the last line, of figures."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^\$ make demo .*\n((?:.*\n)*?)load .*\n", page, re.MULTILINE)
-    assert found
-    return " ".join(found[1].split())
-
-
-def demonstrate(folder: Path, *settings: str) -> None:
-    """Runs `make demo` and compares its answer."""
-    # A make that runs these tests hands its level and flags down, and then says where it is.
-    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
-    environment = {name: value for name, value in os.environ.items() if name not in outer}
-    done = subprocess.run(
-        ["make", "demo", *settings],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert " ".join(done.stdout.split()).endswith(wanted_answer())
-    assert re.search(r"^load \d+\.\d\d s, .*/s$", done.stderr, re.MULTILINE)
-
-
-def test_the_demonstration(tmp_path: Path) -> None:
-    """With this environment in place of one that is made first."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/pip").touch()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "bin/python").chmod(0o755)
-    (tmp_path / "installed").touch()
-    demonstrate(ROOT, f"VENV={tmp_path}")
-
-
-@pytest.mark.soak
-def test_the_demonstration_from_a_fresh_copy(tmp_path: Path) -> None:
-    """As after a clone: the environment is made, packages are fetched, kernels compiled."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file() and not name.startswith("tests/"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
-    demonstrate(tmp_path)

@@ -15,7 +15,7 @@ from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ModelSource, ServerSettings
 from tests.server.running import SMOL, Running, serving
 from tests.server.test_description import schema_of
-from tests.server.test_tools import CHATML, NOW, WEATHER
+from tests.server.tool_models import CHATML, NOW, WEATHER
 
 STORY = "Tell me a long story."
 HELLO = [{"role": "user", "content": STORY}]

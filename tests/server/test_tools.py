@@ -1,4 +1,4 @@
-"""Tools and thoughts, as openai-python asks for them, answered by the demonstration model."""
+"""Tools, as openai-python asks for them, answered by the demonstration model."""
 
 import json
 from collections.abc import Iterator
@@ -8,88 +8,37 @@ import httpx
 import openai
 import pytest
 
-from jinfer.opening.open_model import open_files
-from jinfer.server.server_settings import ModelSource
 from jinfer.server.tool_parsers import call_format as tool_format
-from tests.server.running import SMOL, Running, serving
-from tools.bench_models import LlamaShape, make_up
-
-CHATML = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+from tests.server.running import Running
+from tests.server.tool_models import (
+    ASKED,
+    CHATML,
+    NOW,
+    WEATHER,
+    TemplateOf,
+    arguments_of,
+    create,
+    serving_templates,
 )
 
-
-LLAMA = CHATML.replace("<tool_call>\n", "<|python_tag|>").replace("</tool_call>", "")
-
-
-def models(tiny: str) -> Iterator[ModelSource]:
-    """The demonstration model where it has to know something; one of random weights where not."""
-    for name, path, template, own in (
-        ("hermes", SMOL.path, CHATML, {}),
-        ("mistral", tiny, CHATML + "{# [TOOL_CALLS] [ARGS] #}", {}),
-        ("llama", tiny, LLAMA, {}),
-        ("thinking", tiny, CHATML + "{# </think> #}", {}),
-        ("always", tiny, CHATML.replace("enable_thinking", "true"), {"reasoning": "think"}),
-    ):
-        prompt = {"chat_template": template, **own}
-        yield ModelSource(name, path, {**SMOL.overrides, "prompt": prompt, "engine": {"slots": 4}})
-    yield ModelSource("smol", tiny, {**SMOL.overrides, "engine": {"slots": 4}})
-
-
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
-ASKED: list[Any] = [{"role": "user", "content": "What is the weather like in Rome?"}]
+TEMPLATES: list[TemplateOf] = [
+    ("hermes", CHATML, {}),
+    ("mistral", CHATML + "{# [TOOL_CALLS] [ARGS] #}", {}),
+    ("llama", CHATML.replace("<tool_call>\n", "<|python_tag|>").replace("</tool_call>", ""), {}),
+    ("smol", None, {}),
+]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    tiny = tmp_path_factory.mktemp("tiny") / "model.gguf"
-    words = open_files("smollm2_135m_instruct", {}).weights  # and its chat template
-    make_up(LlamaShape(2, 64, 4, 2, 96, context=4096), words, tiny, "Q8_0")
-    with serving(list(models(str(tiny)))) as running:
+    with serving_templates(tmp_path_factory.mktemp("tiny"), TEMPLATES) as running:
         yield running
-        for one in running.service.models.models:
-            assert running.holds_nothing(one.name)
 
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
         yield client
-
-
-def create(client: openai.OpenAI, **changes: Any) -> Any:
-    """A chat completion of these tools."""
-    given = {"model": "hermes", "messages": ASKED, "tools": [WEATHER, NOW], "temperature": 0}
-    return client.chat.completions.create(**{**given, "max_tokens": 200, **changes})
-
-
-def arguments_of(call: Any) -> Any:
-    """What a call's arguments say, which have to fit its tool."""
-    said = json.loads(call.function.arguments)
-    if call.function.name == "weather":
-        assert set(said) == {"city"}
-        assert said["city"] in ("Paris", "Rome")
-    else:
-        assert (call.function.name, said) == ("now", {})
-    return said
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama", "smol"])
@@ -268,126 +217,6 @@ def test_earlier_calls_reach_the_model(client: openai.OpenAI, running: Running) 
         assert "The weather of a city." in prompt
 
 
-def test_thoughts(client: openai.OpenAI) -> None:
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    given = {"model": "thinking", "tools": openai.NOT_GIVEN, "max_tokens": 12}
-    open_ = create(client, **given, extra_body=thinking).choices[0].message
-    assert open_.model_extra["reasoning_content"]
-    assert open_.content == ""
-    plain = create(client, **given).choices[0].message
-    assert "reasoning_content" not in (plain.model_extra or {})
-    assert plain.content
-    chunks = list(create(client, **given, extra_body=thinking, stream=True))
-    pieces = [
-        (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") for chunk in chunks
-    ]
-    assert "".join(filter(None, pieces)) == open_.model_extra["reasoning_content"]
-    # Thoughts stand before JSON, too; a choice is all answer.
-    format: Any = {"response_format": {"type": "json_object"}}
-    thought = create(client, **given, extra_body=thinking, **format).choices[0].message
-    assert thought.model_extra["reasoning_content"]
-    messages = [*ASKED, {"role": "assistant", "content": "<think>It is Rome.</think>"}]
-    more: dict[str, Any] = {"extra_body": {"continue_final_message": True}, "messages": messages}
-    json_ = create(client, **given, **format, **more).choices[0].message
-    assert json_.content.startswith("{")
-    bound = create(client, **given, extra_body=thinking | {"choice": ["yes", "no"]})
-    assert bound.choices[0].message.content in ("yes", "no")
-
-
-def test_thinking_budgets(client: openai.OpenAI, running: Running) -> None:
-    """However a budget is asked for, the thought ends there, and the answer goes on."""
-    given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
-    free = create(client, **given).choices[0].message
-    assert free.content == ""
-    ids = {"return_token_ids": True}
-    asked: list[dict[str, Any]] = [
-        {"thinking_token_budget": 4},
-        {"reasoning_budget_tokens": 4},
-        {"reasoning": {"max_tokens": 4}},
-        {"thinking": {"type": "auto", "budget_tokens": 4}},
-    ]
-    for body in asked:
-        choice = create(client, **given, extra_body={**body, **ids}).choices[0]
-        message, tokens = choice.message, choice.token_ids
-        assert free.reasoning_content.startswith(message.reasoning_content)
-        assert message.content
-        assert len(tokens) == 20
-    end = running.hosted("always").session.tokenizer.encode("</think>", special=False)
-    assert tokens[4 : 4 + len(end)] == end
-    chunks = list(create(client, **given, extra_body=asked[0], stream=True))
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(one.content or "" for one in deltas) == message.content
-    # Off, where the template always opens a thought.
-    off = {"reasoning_effort": "none", **ids}
-    choice = create(client, **given, extra_body=off).choices[0]
-    assert choice.token_ids[: len(end)] == end
-    assert "reasoning_content" not in (choice.message.model_extra or {})
-    # Then a call, or JSON.
-    call = create(
-        client, model="always", tool_choice="required", max_tokens=60, extra_body=asked[0],
-        parallel_tool_calls=False,
-    ).choices[0].message  # fmt: skip
-    arguments_of(call.tool_calls[0])
-    assert call.reasoning_content
-    format: Any = {"response_format": {"type": "json_object"}}
-    json_ = create(client, **given, **format, extra_body=asked[0]).choices[0].message
-    assert json_.content.startswith("{")
-    said = client.responses.create(
-        model="always",
-        input="Hi",
-        max_output_tokens=20,
-        extra_body={"reasoning": {"max_tokens": 4}},
-    )
-    assert [one.type for one in said.output] == ["reasoning", "message"]
-    both = {"thinking_token_budget": 5, "reasoning": {"max_tokens": 4}}
-    with pytest.raises(openai.BadRequestError) as wrong:
-        create(client, **given, extra_body=both)
-    assert wrong.value.param == "reasoning.max_tokens"
-
-
-def test_thoughts_that_are_left_out(client: openai.OpenAI) -> None:
-    given = {"model": "always", "tools": openai.NOT_GIVEN, "max_tokens": 20}
-    shown = create(client, **given, extra_body={"thinking_token_budget": 4}).choices[0].message
-    for more in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
-        body = {"thinking_token_budget": 4, **more}
-        message = create(client, **given, extra_body=body).choices[0].message
-        assert message.content == shown.content
-        assert "reasoning_content" not in (message.model_extra or {})
-        pieces = [
-            one.choices[0].delta for one in create(client, **given, extra_body=body, stream=True)
-        ]
-        assert "".join(one.content or "" for one in pieces) == shown.content
-        assert not any("reasoning_content" in (one.model_extra or {}) for one in pieces)
-
-
-def test_what_the_server_says_of_thinking(client: openai.OpenAI, running: Running) -> None:
-    settings = running.service.settings
-    asked = {"model": "thinking", "messages": ASKED}
-
-    def prompt(**more: Any) -> str:
-        return httpx.post(f"{running.url}/apply-template", json=asked | more).json()["prompt"]
-
-    object.__setattr__(settings, "template_variables", {"enable_thinking": True, "other": 1})
-    try:
-        assert prompt().endswith("<think>\n")
-        assert not prompt(reasoning_effort="none").endswith("<think>\n")
-        off = prompt(chat_template_kwargs={"enable_thinking": False})
-        assert not off.endswith("<think>\n")
-    finally:
-        object.__setattr__(settings, "template_variables", {})
-
-
-def test_a_call_after_a_thought(client: openai.OpenAI) -> None:
-    messages = [*ASKED, {"role": "assistant", "content": "<think>It is Rome.</think>"}]
-    more = {"continue_final_message": True}
-    answer = create(
-        client, model="thinking", messages=messages, tool_choice="required", extra_body=more,
-        parallel_tool_calls=False,
-    )  # fmt: skip
-    (call,) = answer.choices[0].message.tool_calls
-    arguments_of(call)
-
-
 def test_a_response_with_calls(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", **WEATHER["function"]}
     given: dict[str, Any] = {
@@ -421,22 +250,6 @@ def test_a_response_with_calls(client: openai.OpenAI) -> None:
 
 
 _CALL = ("type", "call_id", "name", "arguments")
-
-
-def test_a_response_with_thoughts(client: openai.OpenAI) -> None:
-    # The operator's word for where thoughts are.
-    answer = client.responses.create(
-        model="always", input="Hello", max_output_tokens=8, temperature=0
-    )
-    (item,) = answer.output
-    assert item.type == "reasoning"
-    assert item.content is not None
-    assert item.content[0].text
-    events = client.responses.create(
-        model="always", input="Hello", max_output_tokens=8, temperature=0, stream=True
-    )
-    deltas = [one.delta for one in events if one.type == "response.reasoning_text.delta"]
-    assert "".join(deltas) == item.content[0].text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.engine.adapters import write_adapter
 from tests.server.running import GOLDENS, SMOL, Running, serving
 from tests.server.test_embeddings import MINILM
 from tests.server.test_ranking import CPU, colbert
-from tests.server.test_tools import CHATML
+from tests.server.tool_models import CHATML
 from tests.test_classification import FORMS, with_head, with_words
 
 KEY = "sk-own"
