@@ -150,6 +150,19 @@ def test_keys_that_are_written_again(begin: int) -> None:
 
 @WITH_INTEGERS
 @pytest.mark.usefixtures("isa")
+def test_blocks_that_came_back_without() -> None:
+    """As from a file, which has a block as it was before its split was complete."""
+    texts, tables = Texts([1700]), table(*range(27))
+    _, (cache,) = texts.extend([pool("f16")], [Run(0, 0, 1660)], tables)
+    assert cache.int8_keys is not None
+    lacking = cache._replace(int8_keys=cache.int8_keys.at[3:12].set(0))
+    assert int8_blocks(lacking) >= set(range(24)) - set(range(3, 12))
+    _, (after, _) = texts.extend([lacking, cache], [Run(0, 1660, 10)], tables)
+    assert int8_blocks(after) >= set(range(24))
+
+
+@WITH_INTEGERS
+@pytest.mark.usefixtures("isa")
 def test_other_writes_clear_them() -> None:
     texts, tables = Texts([1600]), table(*range(25))
     _, (cache,) = texts.extend([pool("f16")], [Run(0, 0, 1600)], tables)

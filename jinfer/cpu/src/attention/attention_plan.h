@@ -79,7 +79,7 @@ class TilePlan {
   // Tiles whose splits are separate work items.
   const std::vector<Tile>& split_tiles() const { return split_tiles_; }
 
-  // Splits whose int8 keys are to be written: a long text's that have become complete.
+  // Complete splits of long texts whose int8 keys are to be written, unless they are there.
   struct Int8Split {
     int64_t row;
     int split;
@@ -94,7 +94,7 @@ class TilePlan {
   std::vector<Tile> split_tiles_;
   std::vector<int64_t> padding_;
   std::vector<Int8Split> int8_splits_;
-  std::vector<int32_t> taken_;  // blocks of int8_splits_
+  std::vector<bool> taken_;  // blocks of int8_splits_
 
   static int64_t multiplications(const Call& call, const TokenRun& run) {
     return int64_t(run.end - run.first) * call.keys.dim * (2 * run.rows + 4);
@@ -105,27 +105,28 @@ class TilePlan {
     return {run.token, head, run.rows, run.first, run.end, run.at + head * floats};
   }
 
-  // A split is complete with its last token; in short texts none is used. Two sequences may share
-  // some blocks of a split: threads must not write these for both.
+  // With the last token of a block, those of all splits before it: most are there, but blocks that
+  // were saved before their split was complete come back without.
   void add_int8_splits(const Call& call) {
     for (int64_t token = 0; token < call.tokens; ++token) {
       const int end = call.positions[token] + 1;
-      if (call.rows[token] < 0 || end % SPLIT_KEYS || end < LONG_TEXT) continue;
+      if (call.rows[token] < 0 || end % BLOCK_KEYS || end < LONG_TEXT) continue;
       int first, stop;
       call.seen(token, &first, &stop);
-      int split = end == LONG_TEXT ? 0 : end / SPLIT_KEYS - 1;
-      for (; split < end / SPLIT_KEYS; ++split)
-        if (first <= split * SPLIT_KEYS && end <= stop &&
-            take_blocks(call, call.rows[token], split))
+      if (end > stop) continue;
+      for (int split = (first + SPLIT_KEYS - 1) / SPLIT_KEYS; split < end / SPLIT_KEYS; ++split)
+        if (take_blocks(call, call.rows[token], split))
           int8_splits_.push_back({call.rows[token], split});
     }
   }
 
+  // Two sequences may share some blocks of a split: threads must not write these for both.
   bool take_blocks(const Call& call, int64_t row, int split) {
     const int32_t* from = call.tables + row * call.width + split * (SPLIT_KEYS / BLOCK_KEYS);
     const int32_t* to = from + SPLIT_KEYS / BLOCK_KEYS;
-    if (std::find_first_of(from, to, taken_.begin(), taken_.end()) != to) return false;
-    taken_.insert(taken_.end(), from, to);
+    taken_.resize(call.blocks);
+    if (std::any_of(from, to, [&](int32_t b) { return b == NOT_LOCAL || taken_[b]; })) return false;
+    for (; from < to; ++from) taken_[*from] = true;
     return true;
   }
 
