@@ -1,5 +1,7 @@
 """Copies of blocks: NumPy's definition, the custom call and the loop of XLA's operations."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,3 +46,27 @@ def test_refusals(sources: list[int], targets: list[int], count: int, what: str)
     given = [on_device(each, jnp.int32) for each in (sources, targets, count)]
     with pytest.raises(Exception, match=what):
         jax.block_until_ready(copy_blocks([jnp.ones((4, 2))], *given))
+
+
+@pytest.mark.skipif(
+    not build_library.available() or not Path("/proc/self/smaps_rollup").exists(),
+    reason="no C++ compiler, or no figures from the system",
+)
+def test_memory_that_was_never_written_stays_uncommitted() -> None:
+    """A copy of zeros onto zeros, as of the int8 keys that short texts do not have."""
+
+    def committed() -> int:
+        rows = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return next(int(row.split()[1]) << 10 for row in rows if row.startswith("Anonymous:"))
+
+    blocks, each = 64, 1 << 20
+    empty = build_library.custom_call("jinfer_empty", jax.ShapeDtypeStruct((blocks, each), "uint8"))
+    array = jax.block_until_ready(jax.jit(lambda: empty(which=np.int32(0)))())
+    program = jax.jit(copy_blocks, donate_argnums=0)
+    targets = np.arange(1, blocks, dtype=np.int32)
+    sources, count = np.zeros_like(targets), np.int32(blocks - 1)
+    program.lower([array], sources, targets, count).compile()
+    before = committed()
+    (array,) = program([array], sources, targets, count)
+    jax.block_until_ready(array)
+    assert committed() - before < blocks * each / 4

@@ -42,7 +42,11 @@ ffi::Error copy_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> sources,
     char* data = static_cast<char*>(array.untyped_data());
     for (int64_t i = 0; i < copies; ++i) {
       const int64_t source = sources.typed_data()[i], target = targets.typed_data()[i];
-      if (source != target) std::memcpy(data + target * bytes, data + source * bytes, bytes);
+      const char* from = data + source * bytes;
+      char* to = data + target * bytes;
+      // Memory that was never written, such as a short text's int8 keys, is zeros: the system
+      // commits it when it is written.
+      if (std::memcmp(from, to, bytes)) std::memcpy(to, from, bytes);
     }
   });
   return ffi::Error::Success();
