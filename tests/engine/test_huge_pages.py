@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jinfer.cpu import build_library
+from jinfer.engine.runner import huge_pages
 from jinfer.engine.runner.huge_pages import HUGE_PAGE, CacheHugePages, supported
 from jinfer.ops.attention.kv_cache import (
     BLOCK,
     CacheShape,
-    abstract_cache,
-    uninitialized_cache,
+    LayerCache,
     zero_cache,
 )
 
@@ -39,27 +38,30 @@ def test_huge_pages_where_blocks_are_used() -> None:
     pools = jax.tree.map(lambda one: one + 1, zero_cache(SHAPES, BLOCKS, jnp.dtype(jnp.float16)))
     keys = pools["0.attention"].keys
     assert keys.nbytes > 2 * HUGE_PAGE
-    pages = CacheHugePages(SHAPES)
+    pages, before = CacheHugePages(SHAPES), _huge_bytes(keys)
     pages.use(pools, "all", 8)
-    assert _huge_bytes(keys) == 0
+    assert _huge_bytes(keys) == before
     pages.use(pools, "all", BLOCKS)
     assert _huge_bytes(keys) >= HUGE_PAGE
     assert np.array_equal(np.asarray(keys), np.ones((BLOCKS, 2, BLOCK, 64), np.float16))
 
 
 @pytest.mark.skipif(not supported(), reason="the system has no huge pages")
-def test_int8_keys_have_them_in_long_texts_alone() -> None:
+def test_int8_keys_have_them_in_long_texts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading digests maps small pages of zeros; a huge page in their place takes memory."""
-    shapes, kind = {"0.attention": CacheShape(2, 64, 64, int8_keys=True)}, jnp.dtype(jnp.float16)
-    if abstract_cache(shapes, 1, kind)["0.attention"].int8_keys is None:
-        pytest.skip("this machine has no int8 keys")
-    assert build_library.available()
-    pools = jax.jit(lambda: uninitialized_cache(shapes, 20 * BLOCKS, kind))()
-    int8_keys = pools["0.attention"].int8_keys
-    np.asarray(int8_keys)[:, :, :8].any()  # reads, as a write to a block does
-    pages = CacheHugePages(shapes)
-    before = _huge_bytes(int8_keys)
+    int8_keys = jnp.ones((20 * BLOCKS, 2, 4416), jnp.uint8)
+    vectors = jnp.ones((20 * BLOCKS, 2, BLOCK, 64), jnp.float16)
+    begin, asked = int8_keys.unsafe_buffer_pointer(), list[int]()
+
+    def advise(first: int, length: int) -> None:
+        within = min(first + length, begin + int8_keys.nbytes) - max(first, begin)
+        asked.append(max(0, within))
+
+    monkeypatch.setattr(huge_pages, "_advise", advise)
+    pools = {"0.attention": LayerCache(vectors, vectors, int8_keys)}
+    pages = CacheHugePages(SHAPES)
     pages.use(pools, "all", 2 * BLOCKS)
-    assert _huge_bytes(int8_keys) == before
+    assert asked == [0, 0]
     pages.use(pools, "all", 2 * BLOCKS, int8_keys=True)
-    assert _huge_bytes(int8_keys) >= before + HUGE_PAGE
+    assert len(asked) == 3
+    assert asked[2] >= HUGE_PAGE
