@@ -36,8 +36,8 @@ const float* reversed_biases(const float* from, int64_t heads, int64_t distances
 
 // Arguments: queries, rows, positions, last, tables; sinks, slopes and biases by distance, each
 // possibly empty; new keys and values if they are written; the cache's arrays: vectors, or codes
-// and numbers, of keys and, unless shared, of values, and int8 keys. Results: the output; its sums if partial; the
-// cache's arrays if written.
+// and numbers, of keys and, unless shared, of values, then int8 keys if there are any. Results: the
+// output; its sums if partial; the cache's arrays if written.
 ffi::Error attention(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      float scale, float softcap, int32_t window, int32_t ahead, int32_t lowest,
                      bool written, bool shared, int32_t bits, int32_t levels, int32_t per_code,
