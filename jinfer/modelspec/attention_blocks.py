@@ -126,14 +126,14 @@ class AttentionSpec(Block):
         width = self.value_width * (2 if self.differential is not None else 1)
         index = self.own_indexer.head_dim if self.own_indexer is not None else 0
         window = self.window or self.chunk
-        modified = self.softcap is not None or not isinstance(self.position, RopeSpec | None)
+        biased = not isinstance(self.position, RopeSpec | None)
         return CachedVectors(
             self.kv_heads,
             self.head_dim,
             width,
             window,
             index_width=index,
-            modified=modified or self.chunk is not None,
+            score_mod=biased or self.softcap is not None or self.chunk is not None,
         )
 
     def misplaced(self, stack: str, part: str) -> str:

@@ -18,7 +18,7 @@ class CachedVectors(NamedTuple):
         window: sliding window; None: all tokens.
         encoded: whether the tokens are an encoder's.
         index_width: width of an indexer's keys; 0: none.
-        modified: whether scores are more than scaled products.
+        score_mod: whether scores are more than scaled products: soft cap, biases, chunks.
     """
 
     heads: int
@@ -27,7 +27,7 @@ class CachedVectors(NamedTuple):
     window: int | None = None
     encoded: bool = False
     index_width: int = 0
-    modified: bool = False
+    score_mod: bool = False
 
 
 class CachedState(NamedTuple):

@@ -251,7 +251,7 @@ def _cache_shapes(spec: ModelSpec) -> Iterator[tuple[str, CacheShape | StateShap
             elif own is not None:
                 group = ENCODER if own.encoded else cache_group(own.window)
                 widths = own.heads, own.key_width, own.value_width
-                plain = not (own.encoded or own.index_width or own.modified)
+                plain = not (own.encoded or own.index_width or own.score_mod)
                 useful = plain and int8_keys.are_useful(*widths[1:], own.window)
                 shape = CacheShape(*widths, group, own.window, own.index_width, useful)
                 yield f"decoder.{i}.{name}", shape

@@ -26,13 +26,14 @@ struct Int8Block {
   static int64_t ranges_bytes(int64_t dim) { return (4 * dim + 63) / 64 * 64; }
   static int64_t bytes(int64_t dim) { return HEADER + columns_bytes(dim) + ranges_bytes(dim); }
 
-  uint64_t* digest() const { return reinterpret_cast<uint64_t*>(data); }  // 0: nothing is there
+  uint64_t* digest_word() const { return reinterpret_cast<uint64_t*>(data); }
   float* highest_value() const { return reinterpret_cast<float*>(data + 8); }
   int32_t* columns() const { return reinterpret_cast<int32_t*>(data + HEADER); }
   char* low() const { return data + HEADER + columns_bytes(dim); }
   char* high() const { return low() + 2 * dim; }
 
-  uint64_t has() const { return __atomic_load_n(digest(), __ATOMIC_RELAXED); }
+  // Of the ranges; 0: nothing is there.
+  uint64_t digest() const { return __atomic_load_n(digest_word(), __ATOMIC_RELAXED); }
   void set() const {
     uint64_t all = 0, word;
     for (const char* from = low(); from < low() + 4 * dim; from += sizeof word) {
@@ -40,11 +41,11 @@ struct Int8Block {
       all = (all ^ word) * 0x9e3779b97f4a7c15u;
       all ^= all >> 32;
     }
-    __atomic_store_n(digest(), all ? all : 1, __ATOMIC_RELAXED);
+    __atomic_store_n(digest_word(), all ? all : 1, __ATOMIC_RELAXED);
   }
   // Memory without a digest is only read: the system commits it when it is written.
   void clear() const {
-    if (has()) __atomic_store_n(digest(), 0, __ATOMIC_RELAXED);
+    if (digest()) __atomic_store_n(digest_word(), 0, __ATOMIC_RELAXED);
   }
 };
 

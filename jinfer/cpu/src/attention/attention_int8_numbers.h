@@ -26,9 +26,9 @@ struct KeyRanges {
   void* seen;                            // [3][dim], as add() says
   float *middle, *half, *factor, *base;  // middle and half not finite where a key is not
 
-  // Takes in BLOCK_KEYS keys. Of bits as integers without a
-  // sign the largest is the lowest number below 0, else the highest number; the smallest is the
-  // lowest number above 0, else the highest. The largest with a sign is the highest number above 0.
+  // Takes in BLOCK_KEYS keys. Of bits as integers without a sign the largest is the lowest number
+  // below 0, else the highest number; the smallest is the lowest number above 0, else the highest.
+  // The largest with a sign is the highest number above 0.
   template <class T>
   void add(const T* keys, int dim, bool first) const {
     constexpr int COUNT = 32;
@@ -207,9 +207,9 @@ struct NumberBlocks {
   }
 
   bool have_same_ranges(const int64_t* blocks, int count) const {
-    const uint64_t digest = int8_block(call, blocks[0]).has();
+    const uint64_t digest = int8_block(call, blocks[0]).digest();
     return digest && std::all_of(blocks, blocks + count, [&](int64_t block) {
-             return int8_block(call, block).has() == digest;
+             return int8_block(call, block).digest() == digest;
            });
   }
 

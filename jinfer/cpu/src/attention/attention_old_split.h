@@ -199,16 +199,21 @@ struct OldSplit {
   }
 };
 
+// A function that takes whole vectors of floats from scratch memory.
+inline auto whole_vectors(float*& scratch) {
+  return [&scratch](int64_t count) {
+    const int64_t whole = (count + LANES - 1) / LANES * LANES;
+    return (scratch += whole) - whole;
+  };
+}
+
 // Computes an old split of a tile into rows of partial_floats(). Keys of `next` are prefetched.
 template <class Blocks>
 void attend_old_blocks(const Call& call, const Tile& tile, int split, const NextSplit& next,
                        const float* q, float* partial, float* scratch) {
   static_assert(LANES == 16, "what a partial has before its sums is a vector");
   const int key_dim = call.keys.padded(), value_dim = call.values.padded(), rows = tile.rows;
-  const auto reserve = [&scratch](int64_t count) {
-    const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    return (scratch += whole) - whole;
-  };
+  const auto reserve = whole_vectors(scratch);
   const auto integers = [&](int64_t count) { return reinterpret_cast<int32_t*>(reserve(count)); };
   Blocks blocks(call, reserve);
   const int words = Blocks::words_of(key_dim), groups = Blocks::groups_of(key_dim);
@@ -257,10 +262,7 @@ void attend_old_split(const Call& call, const Tile& tile, int split, const NextS
 
 template <class T>
 void write_int8_numbers(const Call& call, const SplitBlocks& blocks, float* scratch) {
-  NumberBlocks<T> numbers(call, [&scratch](int64_t count) {
-    const int64_t whole = (count + LANES - 1) / LANES * LANES;
-    return (scratch += whole) - whole;
-  });
+  NumberBlocks<T> numbers(call, whole_vectors(scratch));
   if (blocks.count == SPLIT_KEYS / BLOCK_KEYS) numbers.write_int8_keys(blocks.vectors);
 }
 
