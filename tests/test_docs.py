@@ -49,7 +49,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NOT_RUN = {
     "jinfer pull qwen3_0.6b": "fetches from a hub",
     "jinfer bench kernels": "needs a GPU",
-    "jinfer bench chain": "needs a GPU",
     "jinfer bench programs": "needs a GPU",
     "pytest -m gpu": "needs a GPU",
     "make gpu": "needs a GPU",

@@ -1,10 +1,9 @@
 """GPU acceptance check of ten minutes: `make gpu`, or `python -m tools.gpu_check`.
 
-Parts in order of importance, each a process with a time limit: whole programs, the same ones with
-the persistent kernel and a sweep of its cuts, models of 34 and 40 billion weights in the memory of
-a 24 GB card, offload to the host, kernel tests, logits of golden checkpoints. Results are written
-after each part, so that an aborted run keeps those it has; `--tables` prints those of a file as
-docs/benchmarks.md shows them.
+Parts in order of importance, each a process with a time limit: whole programs, models of 34 and 40
+billion weights in the memory of a 24 GB card, offload to the host, kernel tests, logits of golden
+checkpoints. Results are written after each part, so that an aborted run keeps those it has;
+`--tables` prints those of a file as docs/benchmarks.md shows them.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ _PROGRAMS = "tools.bench_programs --json {json}"
 _MADE_UP = "{folder}/made_up.gguf"
 _PYTEST = "pytest -q -n auto -p no:cacheprovider -p no:benchmark --no-header -rf"
 _SEVERAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # processes share the device
-_PERSISTENT = {"JINFER_KERNELS": "persistent"}
-_CHAIN_TEST = "-k persistent_chain"
 PARTS = (
     CheckPart(
         "programs",
@@ -71,15 +68,6 @@ PARTS = (
         ),
         150,
     ),
-    # A kernel whose programs wait for each other would hang if it were wrong.
-    CheckPart("persistent_test", _words(f"{_PYTEST} -n0 -m gpu {_TESTS} {_CHAIN_TEST}"), 60),
-    CheckPart(
-        "programs_persistent",
-        _words(f"{_PROGRAMS} --formats q4 --tasks decode-1 decode-8"),
-        90,
-        environment=_PERSISTENT,
-    ),
-    CheckPart("cuts", _words("tools.bench_chain --json {json}"), 90),
     CheckPart(
         "yi_34b",
         _words(f"{_PROGRAMS} --shape yi_34b --slots 1 --formats q3.5 --tasks decode-1 prompt-512"),

@@ -17,7 +17,7 @@ def tables(found: Mapping[str, Any]) -> str:
     parts = found["parts"]
     lines = [f"### {found['device']}", ""]
     figures = {name: part["figures"] for name, part in parts.items() if "figures" in part}
-    for make in (_programs, _large, _cuts, _offload):
+    for make in (_programs, _large, _offload):
         lines += make(figures)
     lines += [f"{name}: {_tests(part)}" for name, part in parts.items() if "tests" in part]
     failed = [name for name, part in parts.items() if part["status"] != 0]
@@ -31,13 +31,11 @@ def _programs(figures: Mapping[str, Any]) -> Iterator[str]:
     copied, multiplied = first["copy"] / 1e12, first["matmul"] / 1e12
     yield f"Copies {copied:.2f} TB/s, bf16 matmuls {multiplied:.0f} TFLOP/s."
     yield from ("", "| | tokens/s | share |", "|---|---|---|")
-    for name in ("programs", "programs_persistent"):
-        for row in figures.get(name, {"programs": []})["programs"]:
-            kind, count = row["task"].split("-")
-            share = row["of_matmul"] if kind == "prompt" else row["of_copy"]
-            note = ", persistent kernel" if name == "programs_persistent" else ""
-            rate = int(count) / row["seconds"]
-            yield f"| {row['format']}, {kind}, {count}{note} | {rate:,.0f} | {share:.0%} |"
+    for row in first["programs"]:
+        kind, count = row["task"].split("-")
+        share = row["of_matmul"] if kind == "prompt" else row["of_copy"]
+        rate = int(count) / row["seconds"]
+        yield f"| {row['format']}, {kind}, {count} | {rate:,.0f} | {share:.0%} |"
     yield ""
 
 
@@ -53,23 +51,6 @@ def _large(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _rate(row: Mapping[str, Any]) -> float:
     return float(int(row["task"].split("-")[1]) / row["seconds"])
-
-
-def _cuts(figures: Mapping[str, Any]) -> Iterator[str]:
-    rows = [row for row in figures.get("cuts", {"cuts": []})["cuts"] if "seconds" in row]
-    if not rows:
-        return
-    yield from ("| rows | split | consumers | stages | alone | us | of copy |", "|---" * 7 + "|")
-    for row in sorted(rows, key=lambda row: (row["rows"], row["seconds"])):
-        cut, note = row["cut"], "" if row["close"] else " (OTHER RESULTS)"
-        how = "| kernels of their own | | | "
-        if cut is not None:
-            split = " ".join(map(str, cut["split"]))
-            alone = " ".join("yes" if each else "no" for each in cut["alone"])
-            how = f"| {split} | {cut['consumers']} | {cut['stages']} + {cut['x_stages']} | {alone} "
-        micros = row["seconds"] * 1e6
-        yield f"| {row['rows']} {how}| {micros:.1f}{note} | {row['of_copy']:.0%} |"
-    yield ""
 
 
 def _offload(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -44,7 +44,6 @@ COMMANDS = (
     Subcommand("bench linear", "jinfer.tools.bench_linear", "products with quantized matrices"),
     Subcommand("bench kernels", "jinfer.tools.bench_kernels", "the kernels of a GPU"),
     Subcommand("bench programs", "jinfer.tools.bench_programs", "whole steps and prompts on a GPU"),
-    Subcommand("bench chain", "jinfer.tools.bench_chain", "cuts of the persistent kernel on a GPU"),
     Subcommand("bench offload", "jinfer.tools.bench_offload", "splits between a GPU and its host"),
     Subcommand("bench partition", "jinfer.tools.bench_partition", "splits over several devices"),
     Subcommand("bench models", "jinfer.tools.bench_models", "write checkpoints to measure with"),

@@ -10,9 +10,6 @@ What Mosaic GPU lacks is computed by XLA:
   matmul of plain (unquantized) experts;
 - fusion: no fused prologue (norm, residual, gate), no fused rope and KV cache write;
 - sampling: no top-k / top-p threshold kernel.
-
-"persistent" is the Triton-style back end, in which matmuls of up to 8 rows that follow each other
-are one Mosaic GPU kernel, which stays on its multiprocessors (q4, Hopper).
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ def selected_backend() -> Backend:
         SwitchError: see `requested_backend`.
     """
     if (given := requested_backend()) is not None:
-        return "triton" if given == "persistent" else given
+        return given
     # Imported lazily: Pallas is slow to import and only a GPU needs it.
     from kernels_pallas.triton_ops import DEFAULT
 
@@ -51,18 +48,13 @@ def fuses_prologue() -> bool:
     return has_triton_kernels("products")
 
 
-def chains_matmuls() -> bool:
-    """Whether matmuls that follow each other are one persistent kernel ($JINFER_KERNELS)."""
-    return requested_backend() == "persistent"
-
-
 def has_triton_kernels(which: disable_kernels.KernelKind) -> bool:
     """Whether code traced here can use the Triton-style kernels of a kind."""
     is_on = backend() == "gpu" and disable_kernels.kernels_enabled(which)
     return is_on and selected_backend() == "triton"
 
 
-def requested_backend() -> Literal["triton", "mosaic", "persistent"] | None:
+def requested_backend() -> Literal["triton", "mosaic"] | None:
     """The value of $JINFER_KERNELS.
 
     Raises:
@@ -75,10 +67,7 @@ def requested_backend() -> Literal["triton", "mosaic", "persistent"] | None:
             return "triton"
         case "mosaic":
             return "mosaic"
-        case "persistent":
-            return "persistent"
         case other:
             raise SwitchError(
-                f"{KERNELS_VARIABLE}: there are no kernels {other!r}; "
-                "give triton, mosaic or persistent"
+                f"{KERNELS_VARIABLE}: there are no kernels {other!r}; give triton or mosaic"
             )

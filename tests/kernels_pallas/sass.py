@@ -38,7 +38,7 @@ device_description_str: "NVIDIA H200"
 
 # The names of kernels, which something may follow.
 KERNELS = r"\w*packed_product|decode_matrices|dense_experts|prepare_rows|enter_cache"
-KERNELS += r"|\w+_attention|find_digit|persistent_chain"
+KERNELS += r"|\w+_attention|find_digit"
 
 
 @dataclass(frozen=True)

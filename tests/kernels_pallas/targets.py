@@ -16,17 +16,14 @@ from kernels_pallas.attention.batch import QueryBatch, ScoreModifiers
 from kernels_pallas.attention.kv_layout import PackedKV
 from kernels_pallas.attention.paged_attention import attend, attend_partial
 from kernels_pallas.attention.write_kv import HeadVectors, Rotation, WriteSlots, write_kv
-from kernels_pallas.matmul.chain import choose_cut
 from kernels_pallas.matmul.dequantize import dequantize
 from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
-from kernels_pallas.matmul.persistent import run_chain
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import matmul
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from kernels_pallas.topk_threshold import mass_threshold
 from kernels_pallas.triton_ops import Backend
-from tests.kernels_pallas.chains import after_attention
 
 Shape = jax.ShapeDtypeStruct
 
@@ -254,21 +251,6 @@ def mosaic_attention() -> list[Target]:
     ]
 
 
-def mosaic_chain(rows: int) -> Target:
-    """What follows an attention in a layer, by the persistent kernel."""
-    wide, narrow = (14336, 4096), (4096, 14336)
-    built = [shapes(QuantFormat("4"), (32,), *s) for s in ((4096, 4096), wide, wide, narrow)]
-
-    def function(x: Any, residual: Any, weight: Any, index: Any, matrices: Any) -> Any:
-        links = after_attention(x, residual, weight, index, matrices)
-        found = run_chain(links, rows, choose_cut(links, rows))
-        return found.parts[-1], found.extra[1]
-
-    x = Shape((rows, 4096), jnp.bfloat16)
-    args = (x, x, Shape((4096,), jnp.float32), Shape((1,), jnp.int32), built)
-    return Target(f"mosaic_chain-q4-{rows}", function, args)
-
-
 def compiled_targets() -> list[Target]:
     """Those that are compiled to machine code, which takes ten seconds each."""
     widths: tuple[Width, ...] = ("2", "3", "3.5", "4", "5", "6", "8")
@@ -314,5 +296,4 @@ def compiled_targets() -> list[Target]:
         one(QuantFormat("4", 128, symmetric=True), 1, "mosaic"),
         one(QuantFormat("4"), 64, "mosaic"),
         experts("4", "mosaic"),
-        *(mosaic_chain(rows) for rows in (1, 8)),
     ]

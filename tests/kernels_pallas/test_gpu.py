@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,17 +19,13 @@ from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.attention.paged_attention import _route, extend
 from jinfer.quant.gguf_blocks import REPACKED_FORMATS as GGUF
 from jinfer.sampling.thresholds import top_mass
-from kernels_pallas.matmul.chain import choose_cut
-from kernels_pallas.matmul.chain_links import run_links
 from kernels_pallas.matmul.grouped_dense import grouped_dense_matmul
 from kernels_pallas.matmul.grouped_quantized import grouped_quantized_matmul
-from kernels_pallas.matmul.persistent import run_chain
 from kernels_pallas.matmul.prologue import PrologueOperand, identity, prepare_rows
 from kernels_pallas.matmul.quantized import matmul, matmul_partials
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
 from tests.kernels_pallas.attention_cases import MIXED, Case
-from tests.kernels_pallas.chains import after_attention
 from tests.kernels_pallas.helpers import (
     KINDS,
     WIDTHS,
@@ -112,39 +107,6 @@ def test_mosaic(format: QuantFormat) -> None:
         index = on_device([1], jnp.int32)
         (y,) = run(on_device(x), [matrix], index=index, backend="mosaic")
         assert_near(y, x, values[1])
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.parametrize("consumers", [1, 2, 4])
-def test_persistent_chain(rows: int, consumers: int) -> None:
-    """As kernels of their own compute it, and the same bits each time."""
-    sizes = ((2048, 4096), (3072, 2048), (3072, 2048), (1024, 3072))
-    matrices = [random_matrix(QuantFormat("4"), (2, *size), n)[0] for n, size in enumerate(sizes)]
-    x, residual = (on_device(random_rows(rows, n) / 1e4, jnp.bfloat16) for n in (4096, 2048))
-    index, weight = on_device([1], jnp.int32), on_device(random_rows(1, 2048)[0], jnp.float32)
-    programs = jax.devices()[0].core_count
-
-    @functools.partial(jax.jit, static_argnames="alone")
-    def run(matrices: Any, alone: bool | None) -> tuple[Array, Array]:
-        links = after_attention(x, residual, weight, index, matrices)
-        if alone is None:
-            found = run_links(links, rows)
-        else:
-            cut = choose_cut(links, rows, programs)
-            cut = replace(cut, consumers=consumers, alone=(alone, alone, False))
-            found = run_chain(links, rows, cut)
-        return jnp.sum(found.parts[-1][0], axis=0)[:rows], found.extra[1][0]
-
-    wanted = run(matrices, None)
-    for alone in (False, True):
-        first = run(matrices, alone)
-        for one, other in zip(first, wanted, strict=True):
-            size = float(jnp.max(jnp.abs(other)))
-            difference = one.astype(jnp.float32) - other.astype(jnp.float32)
-            assert float(jnp.max(jnp.abs(difference))) < 2e-2 * size
-        for _ in range(20):
-            for one, other in zip(run(matrices, alone), first, strict=True):
-                assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize("outputs", [(20, 70, 300), (4096, 1024, 1024)])

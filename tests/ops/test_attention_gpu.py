@@ -223,7 +223,7 @@ def test_which_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert route(q, codes, None, rules) == "xla"
     assert route(q, even, even, ScoreRules(1.0, by_distance=jnp.zeros((2, 8)))) == "xla"
     monkeypatch.setenv("JINFER_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="no kernels 'cuda'; give triton, mosaic or persistent"):
+    with pytest.raises(ValueError, match="no kernels 'cuda'; give triton or mosaic"):
         route(q, even, even, rules)
     monkeypatch.delenv("JINFER_KERNELS")
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

@@ -22,9 +22,7 @@ from jinfer.ops.norm import normalize
 from jinfer.ops.rope import rotate
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.quantize_matrix import quantize
-from kernels_pallas.matmul import persistent, triton
-from kernels_pallas.matmul.chain import ChainCut, ChainLink
-from kernels_pallas.matmul.chain_links import run_links
+from kernels_pallas.matmul import triton
 from kernels_pallas.matmul.grid import Tiling
 from kernels_pallas.matmul.weight_layout import PackedMatrix
 from tests.arrays import on_device
@@ -39,7 +37,6 @@ MATMUL, ROWS, PREPARED = map(
 )
 HEADS, KV_HEADS, DIM = 4, 2, 64
 SIZE, WIDE = HEADS * DIM, 600
-LONG = 1024  # that the persistent kernel takes
 
 
 def weight(outputs: int, inputs: int, seed: int, width: Width = "4") -> QuantizedTensor:
@@ -210,32 +207,6 @@ def check_layer(
     np.testing.assert_allclose(
         found.astype(jnp.float32), plain.astype(jnp.float32), rtol=0, atol=tolerance * size
     )
-
-
-@pytest.mark.usefixtures("_plain_products")
-@pytest.mark.parametrize("layer", [before, pytest.param(around, marks=pytest.mark.soak)])
-def test_matmuls_are_chained(layer: Callable[..., Array], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands between two attentions becomes one call; results are those of single kernels."""
-    w = W | {name: weight(LONG, LONG, n) for n, name in enumerate("oqkv")}
-    w |= {name: weight(LONG, LONG, n) for n, name in enumerate(("gate", "up", "down"))}
-    w |= {"k": weight(LONG // 2, LONG, 8), "v": weight(LONG // 2, LONG, 9)}
-    w |= {"scale": vector(LONG, 10), "bias": vector(LONG, 11)}
-    chained: list[int] = []
-
-    def run_apart(links: Sequence[ChainLink], rows: int, cut: ChainCut, *, interpret: bool) -> Any:
-        assert len(cut.split) == len(links)
-        chained.append(len(links))
-        return run_links(links, rows, interpret=interpret)
-
-    monkeypatch.setattr(persistent, "run_chain", run_apart)
-    x = on_device(np.random.default_rng(1).standard_normal((1, 2, LONG)), jnp.float32)
-    with target_platform("gpu", interpret=True):
-        plain = jax.jit(fuse_for_gpu(layer))(x, w)
-        monkeypatch.setenv("JINFER_KERNELS", "persistent")
-        found = jax.jit(fuse_for_gpu(layer))(x, w)
-    assert chained == [3]
-    size = float(jnp.max(jnp.abs(plain)))
-    np.testing.assert_allclose(found, plain, rtol=0, atol=1e-4 * size)
 
 
 def entered(

@@ -92,19 +92,11 @@ def test_tables_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         figures = {"copy": 3e12, "matmul": 7e14, "peak_bytes": 3 << 30, "programs": each}
         return {"status": 0, "figures": figures}
 
-    cut = {"split": [2, 1], "consumers": 2, "stages": 4, "x_stages": 3, "alone": [True, False]}
-    rows = [
-        {"rows": 1, "cut": None, "seconds": 9e-5, "of_copy": 0.4, "close": True},
-        {"rows": 1, "cut": cut, "seconds": 6e-5, "of_copy": 0.6, "close": False},
-        {"rows": 1, "cut": cut, "error": "no room"},
-    ]
     split = {"tokens_per_second": 7.0, "tokens_per_second_together": 20.0}
     split |= {"bytes_in_use": 1 << 20, "equal": True}
     parts = {
         "programs": programs(("decode-1", 0.002), ("prompt-512", 0.1)),
-        "programs_persistent": programs(("decode-8", 0.004)),
         "yi_34b": programs(("decode-1", 0.01)),
-        "cuts": {"status": 0, "figures": {"cuts": rows}},
         "offload": {"status": 0, "figures": {"alone": split, "streamed": {"error": "no"}}},
         "kernel_tests": {"status": None, "tests": {"passed": 3}},
     }
@@ -115,10 +107,7 @@ def test_tables_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said[0] == "### A Card"
     assert "| q4, decode, 1 | 500 | 50% |" in said
     assert "| q4, prompt, 512 | 5,120 | 25% |" in said
-    assert "| q4, decode, 8, persistent kernel | 2,000 | 50% |" in said
     assert "Yi 34B in 3.0 GiB at most: decode-1 100 tokens/s" in said
-    assert "| 1 | 2 1 | 2 | 4 + 3 | yes no | 60.0 (OTHER RESULTS) | 60% |" in said
-    assert "| 1 | kernels of their own | | | | 90.0 | 40% |" in said
     assert "| alone | 7.0 | 20.0 | 1 | equal |" in said
     assert said[-2:] == ["kernel_tests: 3 passed", "kernel_tests failed or took too long"]
 

@@ -23,7 +23,6 @@ from jax import Array
 from jax.extend.core import Literal
 
 from jinfer.ops.backend import interpreted
-from jinfer.ops.fusion.fuse_gpu_chain import MatmulChain, has_hopper, sum_rows, supports_link
 from jinfer.ops.fusion.fuse_gpu_rules import (
     MOVES,
     REDUCE,
@@ -39,7 +38,6 @@ from jinfer.ops.fusion.jaxpr_walk import (
     flatten_jaxpr,
     value,
 )
-from jinfer.ops.gpu_backend import chains_matmuls
 
 if TYPE_CHECKING:
     from kernels_pallas.attention.write_kv import HeadVectors
@@ -77,8 +75,6 @@ class _Evaluator:
         self._makers: dict[JaxprValue, JaxprOperation] = {}  # producers of deferred arrays
         self._parts: dict[JaxprValue, Array] = {}  # partial sums [split, rows, width]
         self._prepared: dict[tuple[JaxprValue, Any], PreparedRows] = {}
-        self._chain = MatmulChain()  # that is not computed yet
-        self._chains = chains_matmuls() and has_hopper()
         self._operations, self._users = found, dict[JaxprValue, set[JaxprOperation]]()
         for operation in found:
             self._note_users(operation)
@@ -105,12 +101,10 @@ class _Evaluator:
         """An array; computed by XLA if it is still deferred."""
         if isinstance(operand, Literal):
             return operand.val
-        if operand in self._chain.places:
-            self._end_chain()
         if operand not in self._known:
             if operand in self._parts:
-                sums = sum_rows(self._parts[operand], operand.aval.shape[0])
-                self._known[operand] = sums
+                sums = jnp.sum(self._parts[operand], axis=0)
+                self._known[operand] = sums[: operand.aval.shape[0]]
             else:
                 self._run(self._makers[operand])
         return self._known[operand]
@@ -135,52 +129,10 @@ class _Evaluator:
         ):
             self._run(operation)
             return
-        if self._chains and self._link(operation, x, matrices, index):
-            return
         given = self._prepare(x, matrices, interpret=params["interpret"])
         parts = matmul_partials(given, matrices, index=index, interpret=params["interpret"])
         sums = self._combine(operation) if params["gated"] else operation.results
         self._parts |= dict(zip(sums, parts, strict=True))
-
-    def _link(
-        self, operation: JaxprOperation, x: JaxprValue, matrices: Sequence[Any], index: Any
-    ) -> bool:
-        """Makes a matmul a link of the chain, if it can be one."""
-        from kernels_pallas.matmul.chain import ChainLink
-        from kernels_pallas.matmul.prologue import PrologueOperand
-
-        rows, width = x.aval.shape
-        if not supports_link(rows, matrices, reduces=False):
-            return False
-        cone = _RowwiseSubgraph(RowMatrix(rows, width), self)
-        cone.add(x)
-        reduces = any(one.name in REDUCE for one in cone.operations)
-        fits = len(cone.leaves) <= _MAX_OPERANDS
-        if not fits or not supports_link(rows, matrices, reduces=reduces):
-            return False
-        if self._chain.links and self._chain.rows != rows:
-            self._end_chain()
-        if not self._chain.links:
-            self._chain = MatmulChain(rows, interpret=operation.eqn.params["interpret"])
-        places, wanted = self._chain.places, self._wanted(cone)
-        operands = tuple(
-            places[leaf] if leaf in places else PrologueOperand(*cone.operand(leaf))
-            for leaf in cone.leaves
-        )
-        extra = tuple(slot.aval.dtype for slot in wanted)
-        compute = cone.compute([x, *wanted])
-        link = ChainLink(operands, compute, tuple(matrices), index, extra, reduces)
-        gated = operation.eqn.params["gated"]
-        sums = self._combine(operation) if gated else operation.results
-        self._chain.add(link, sums, wanted)
-        return True
-
-    def _end_chain(self) -> None:
-        """Computes the chain that has been waiting."""
-        chain, self._chain = self._chain, MatmulChain()
-        parts, further = chain.run()
-        self._parts |= parts
-        self._known |= further
 
     def _combine(self, operation: JaxprOperation) -> list[JaxprValue]:
         """The gated activation of gate and up, deferred; returns these two."""
@@ -306,9 +258,6 @@ class _RowwiseSubgraph:
         if slot in self.leaves or slot in self.inside:
             return
         evaluation = self._evaluation
-        if slot in evaluation._chain.places:
-            self.leaves.append(slot)
-            return
         maker = evaluation._makers.get(slot)
         if maker is None or slot in evaluation._known or not self._takes(maker):
             if slot not in evaluation._parts:
@@ -328,8 +277,6 @@ class _RowwiseSubgraph:
         """Its inputs as operands of the kernel."""
         from kernels_pallas.matmul.prologue import PrologueOperand
 
-        if any(leaf in self._evaluation._chain.places for leaf in self.leaves):
-            self._evaluation._end_chain()
         return [PrologueOperand(*self.operand(leaf)) for leaf in self.leaves]
 
     def operand(self, leaf: JaxprValue) -> tuple[Array, Any]:
