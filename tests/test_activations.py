@@ -104,7 +104,8 @@ def test_names() -> None:
     llm = model("llama2")
     names = llm.names("decoder.1.attn*")
     assert [one.name.removeprefix("decoder.1.attn") for one in names] == [
-        *("", ".heads", ".input", ".k", ".pattern", ".q", ".scores", ".v", "_norm", "_norm.input")
+        *("", ".added", ".heads", ".input", ".k", ".pattern", ".q", ".scores", ".v"),
+        *("_norm", "_norm.input"),
     ]
     assert str(names["decoder.1.attn.q"]) == "decoder.1.attn.q [tokens, heads 4, head_dim 16]"
     assert names["decoder.1.attn.pattern"].shape == (4, "tokens", "keys")
@@ -115,6 +116,47 @@ def test_names() -> None:
     for wrong, near in nearest.items():
         with pytest.raises(RequestError, match=f"no value '{wrong}'; did you mean '.*{near}'"):
             llm.trace([1, 2], [wrong])
+
+
+def test_what_is_added_has_its_factor() -> None:
+    """MiniCPM multiplies branches by scale_depth / sqrt(layers); edits are of the product."""
+    config = json.loads((GOLDENS / "minicpm" / "config.json").read_text())
+    factor = config["scale_depth"] / np.sqrt(config["num_hidden_layers"])
+    llm, place = model("minicpm"), "decoder.0.attn.added"
+    names = ["decoder.0.attn", place, "decoder.0.x@1", "embed"]
+    plain = llm.trace(TOKENS, names)
+    assert abs(factor - 1) > 0.1
+    np.testing.assert_allclose(plain[place], factor * plain["decoder.0.attn"], rtol=1e-6)
+    np.testing.assert_array_equal(plain["embed"] + plain[place], plain["decoder.0.x@1"])
+    none = llm.trace(TOKENS, names, edits=Edit(place, "set", 0))
+    np.testing.assert_array_equal(none["decoder.0.x@1"], plain["embed"])
+    np.testing.assert_array_equal(none["decoder.0.attn"], plain["decoder.0.attn"])
+    vector = np.random.default_rng(3).normal(size=plain[place].shape[1]).astype(np.float32)
+    (answer,) = llm.generate(
+        [TOKENS], max_tokens=1, capture="decoder.0.x@1", steer=Steer(place, vector, 0.5)
+    )
+    assert answer.captured is not None
+    change = answer.captured["decoder.0.x@1"] - plain["decoder.0.x@1"]
+    np.testing.assert_allclose(change, [vector / 2] * 40, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_contributions_of_an_encoder_decoder(name: str) -> None:
+    """Cross-attention is one of three; in BART a norm follows each."""
+    llm, wanted = model(name), ["*embed", "*.x", "*.x@*", "*.added", "*.input"]
+    trace = llm.trace(TOKENS[:9], wanted, encoder_ids=TOKENS[:5])
+    for stack, parts in (("encoder", ("attn", "ffn")), ("decoder", ("attn", "cross", "ffn"))):
+        x = trace["encoder.embed" if stack == "encoder" else "embed"]
+        for at, part in enumerate(parts, start=1):
+            prefix = f"{stack}.0."
+            summed = x + trace[f"{prefix}{part}.added"]
+            stream = trace[f"{prefix}x" if at == len(parts) else f"{prefix}x@{at}"]
+            behind = stream if name == "t5" else trace[f"{prefix}{part}_norm.input"]
+            np.testing.assert_array_equal(summed, behind, err_msg=f"{stack} {part}")
+            x = stream
+    assert {
+        n.split(".")[2] for n in trace if n.startswith("decoder.1.") and n.endswith("added")
+    } == {*("attn", "cross", "ffn")}
 
 
 def test_chunks_give_the_values_of_the_whole() -> None:

@@ -67,6 +67,10 @@ NO_HIDDEN = {"opt350m": 32, "gemma3n": 64}
 NO_LAYERS = {"gemma3n"}
 # Their references give the streams after each layer, and not what the first is given.
 FROM_FIRST_LAYER = {"mamba", "mamba2", "rwkv4"}
+# Their streams are normed, scaled or several: no sum of what is added to them.
+NO_SUMS = {"opt350m", "minimax", "gemma3n", "gemma4"}
+# A compiler may add what has a factor without rounding the product first (FMA).
+WITH_FACTORS = {"minicpm", "gguf_minicpm", "minicpm3", "falcon_h1", "granite4_h_tiny"}
 
 
 def open_model(name: str) -> LLM:
@@ -144,6 +148,24 @@ def test_streams_after_layers(name: str, llm: LLM, values: dict[str, np.ndarray]
         np.testing.assert_allclose(
             trace[stream][20:], expected, rtol=0, atol=tolerance(name), err_msg=stream
         )
+
+
+@pytest.mark.parametrize("name", [n for n in CAUSAL if n not in NO_SUMS], indirect=True)
+def test_contributions_add_up_to_the_stream(name: str, llm: LLM) -> None:
+    """To the bit, in the order of the formulas: `embed` and all `*.added` are the last `x`."""
+    assert llm.spec.decoder is not None
+    layers = llm.spec.decoder.layers
+    last = f"decoder.{len(layers) - 1}.x"
+    trace = llm.trace([1, 5, 9, 2, 40, 7, 3, 11, 77], ["embed", last, "decoder.*.added"])
+    total = trace["embed"]
+    for i, layer in enumerate(layers):
+        for one in layer.wiring.contributions:
+            total = total + trace[f"decoder.{i}.{one.name}"]
+    assert len(trace) - 2 == sum(len(layer.wiring.contributions) for layer in layers)
+    if name in WITH_FACTORS or jax.default_backend() == "gpu":
+        np.testing.assert_allclose(total, trace[last], rtol=0, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(total, trace[last])
 
 
 @pytest.mark.parametrize(

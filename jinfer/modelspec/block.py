@@ -46,10 +46,13 @@ class Block:
 
     Attributes:
         takes: the kinds of its arguments in a formula.
+        passes: how many of the first ones it passes on, each normed, with factors or the like: the
+            residual stream goes through it.
     """
 
     kind: str
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors",)
+    passes: ClassVar[int] = 0
 
     def arguments(self) -> tuple[ArrayKind, ...]:
         """The kinds of its arguments, where its fields decide."""

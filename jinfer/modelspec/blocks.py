@@ -145,6 +145,7 @@ class RMSNormSpec(Block):
     plus_one: bool = False
     groups: Size = 1
     shared: bool = False
+    passes: ClassVar[int] = 1
 
     def check(self) -> tuple[str, str] | None:
         if self.size % self.groups:
@@ -158,6 +159,7 @@ class L2NormSpec(Block):
 
     kind: Literal["l2"]
     eps: NotNegative = 1e-6
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,7 @@ class ScaleSpec(Block):
     kind: Literal["scale"]
     size: int = dim("hidden")
     plus_one: bool = False
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,7 @@ class BiasSpec(Block):
 
     kind: Literal["bias"]
     size: int = dim("hidden")
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +203,7 @@ class LayerNormSpec(Block):
     bias: bool = True
     plus_one: bool = False
     groups: Size = 1
+    passes: ClassVar[int] = 1
 
     def check(self) -> tuple[str, str] | None:
         if self.size % self.groups:
@@ -239,6 +244,7 @@ class ConcatSpec(Block):
 
     kind: Literal["concat"]
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, kw_only=True)

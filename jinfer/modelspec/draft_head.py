@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jinfer.modelspec.block import Block, CachedVectors
 from jinfer.modelspec.bounded_types import Size
@@ -34,6 +34,7 @@ class TapSpec(Block):
 
     kind: Literal["tap"] = "tap"
     width: int
+    passes: ClassVar[int] = 1
 
     def cached(self) -> CachedVectors:
         return CachedVectors(1, self.width, 0)
@@ -89,7 +90,9 @@ def _tapped(layer: LayerSpec, width: int) -> LayerSpec:
         f"{target} = {ast.unparse(expression)}" if target else "" for target, expression in lines
     ]
     text = "\n".join([*filter(None, written), f"x = {TAP}({ast.unparse(value)})"])
-    wiring = replace(layer.wiring, text=text, calls=(*layer.wiring.calls, TAP))
+    old = layer.wiring
+    passing = (*(old.passing or ()), (TAP, TapSpec.passes))
+    wiring = replace(old, text=text, calls=(*old.calls, TAP), passing=passing)
     modules: Any = (*layer.modules, (TAP, TapSpec(width=width)))
     return replace(layer, wiring=wiring, modules=modules)
 

@@ -52,6 +52,8 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 Nodes = tuple[type[ast.AST], ...]
+# A formula's lines: the name assigned or "", and the expression.
+Statements = tuple[tuple[str, ast.expr], ...]
 ARITHMETIC: Nodes = (
     *(ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant),
     *(ast.Load, ast.USub, ast.UAdd),

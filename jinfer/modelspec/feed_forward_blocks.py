@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jinfer.modelspec.block import ArrayKind, Block
 from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positive, Size, dim
@@ -33,6 +33,7 @@ class ActivationSpec(Block):
 
     kind: Literal["activation"]
     function: Activation = "gelu"
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)

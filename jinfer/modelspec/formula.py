@@ -19,6 +19,7 @@ from jinfer.modelspec.expressions import (
     FORMULA,
     FUNCTIONS,
     ExpressionError,
+    Statements,
     calls,
     check,
     evaluate,
@@ -26,6 +27,7 @@ from jinfer.modelspec.expressions import (
 )
 from jinfer.modelspec.feed_forward_blocks import Activation
 from jinfer.modelspec.formula_taps import FormulaTaps, ValueNames, value_names
+from jinfer.modelspec.residual_contributions import Contribution, name_contributions
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 _EXAMPLES = {"vectors": "vectors such as x", "indices": "tokens or positions", "encoded": "encoded"}
@@ -40,15 +42,17 @@ class Formula:
         calls: the modules it calls, in order of first use.
         constants: the values of its free names.
         takes: the values of earlier formulas that it reads.
+        passing: modules with `Block.passes`, of a layer; None: it has no residual stream.
     """
 
     text: str
     calls: tuple[str, ...]
     constants: tuple[tuple[str, float], ...]
     takes: tuple[str, ...] = ()
+    passing: tuple[tuple[str, int], ...] | None = None
 
     @property
-    def statements(self) -> tuple[tuple[str, ast.expr], ...]:
+    def statements(self) -> Statements:
         """Its lines: the name assigned or "", and the expression's syntax tree."""
         return _statements(self.text)
 
@@ -61,6 +65,11 @@ class Formula:
     def assigned(self) -> frozenset[str]:
         """The names it assigns."""
         return frozenset(target for target, _ in _statements(self.text) if target)
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """What it adds to the residual stream."""
+        return name_contributions(self.statements, self.passing, self.constants)[1]
 
     def first_call(self, argument: str) -> str:
         """The first module called with this input alone. Raises `LookupError` if there is none."""
@@ -84,13 +93,17 @@ class Formula:
         Args:
             inputs: values of its inputs ("x", "tokens", "positions", ...).
             call: `call(module, arguments)` applies a module.
-            taps: sees every assigned value and every call, and may change them.
+            taps: sees every assigned value, contribution and call, and may change them.
             value_name: what `taps` calls the value of a line that assigns none.
         """
+        statements = self.statements
         scope = _EvaluationScope({**dict(self.constants), **inputs}, call)
         if taps is not None:
-            scope = _TappedScope(scope.variables, call, taps, _names_of(self.text, value_name))
-        value = _run(self.text, scope)
+            names = value_names(statements, value_name)
+            statements, added = name_contributions(statements, self.passing, self.constants)
+            known = frozenset(one.name for one in added)
+            scope = _TappedScope(scope.variables, call, taps, names, known)
+        value = _run(statements, scope)
         return value, {name: scope.variables[name] for name in self.results}
 
 
@@ -114,22 +127,20 @@ class _EvaluationScope:
 class _TappedScope(_EvaluationScope):
     taps: FormulaTaps
     names: ValueNames
+    contributions: frozenset[str]
     seen: Counter[str] = field(default_factory=Counter)
 
     def call(self, name: str, arguments: list[Any]) -> Any:
         if name in FUNCTIONS:
             return FUNCTIONS[name](*arguments)
+        if name in self.contributions:
+            return self.taps.assigned(name, *arguments)
         self.seen[name] += 1
         called = self.names.of_call(name, self.seen[name])
         return self.taps.called(called, partial(self.module, name), arguments)
 
     def assign(self, number: int, value: Any) -> Any:
         return self.taps.assigned(self.names.lines[number], value)
-
-
-@lru_cache(maxsize=1024)
-def _names_of(text: str, value_name: str) -> ValueNames:
-    return value_names(_statements(text), value_name)
 
 
 def modules_called(text: Any, path: object, key: str) -> list[str]:
@@ -188,7 +199,7 @@ def compile_formula(
         sizes,
     )
     try:
-        value, target = _run(text, scope), _statements(text)[-1][0]
+        value, target = _run(_statements(text), scope), _statements(text)[-1][0]
         if ends is not None and target not in ends:
             raise ExpressionError(
                 f"ends by assigning {target}: end it with an expression, or assign x"
@@ -351,17 +362,17 @@ class _AbstractArray:
     __rpow__ = __rmod__ = __rfloordiv__ = _refused
 
 
-def _run(text: str, scope: _EvaluationScope | _CheckingScope) -> Any:
+def _run(statements: Statements, scope: _EvaluationScope | _CheckingScope) -> Any:
     """Evaluates a formula's lines in `scope`, assigning its variables; returns the last value."""
     value = None
-    for number, (target, expression) in enumerate(_statements(text)):
+    for number, (target, expression) in enumerate(statements):
         value = scope.assign(number, evaluate(expression, scope))
         scope.variables[target or "logits"] = value
     return value
 
 
 @lru_cache(maxsize=1024)
-def _statements(text: str) -> tuple[tuple[str, ast.expr], ...]:
+def _statements(text: str) -> Statements:
     """A formula's lines as (name assigned or "", expression)."""
     lines = "\n".join(line.strip() for line in text.strip().splitlines())
     statements = []

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from jinfer.modelspec.expressions import calls
+from jinfer.modelspec.expressions import Statements, calls
 
 
 class FormulaTaps(Protocol):
     """What sees, and may change, the values of a formula; names are as `value_names` has them."""
 
     def assigned(self, name: str, value: Any) -> Any:
-        """The value to go on with in place of one that a line assigns."""
+        """The value to go on with in place of one that a line assigns, or adds to the stream."""
         ...
 
     def called(self, name: str, module: Callable[[list[Any]], Any], arguments: list[Any]) -> Any:
@@ -42,7 +42,8 @@ class ValueNames(NamedTuple):
         return _numbered(name, number, self.calls[module])
 
 
-def value_names(statements: Sequence[tuple[str, ast.expr]], value_name: str) -> ValueNames:
+@lru_cache(maxsize=1024)
+def value_names(statements: Statements, value_name: str) -> ValueNames:
     """The names of a formula's values.
 
     Args:

@@ -312,6 +312,9 @@ class _FormulaScope:
         for name in compiled.calls:
             if reason := _misplaced(known[name], self.stack, part, left.count(name)):
                 raise SpecError(path, key, f"calls {name}, {reason}")
+        if part == "layer":
+            passes = {name: known[name].passes for name in compiled.calls}
+            compiled = replace(compiled, passing=tuple((n, k) for n, k in passes.items() if k))
         return compiled, tuple(modules.items())
 
     def _constant(self, name: str, key: str) -> Any:

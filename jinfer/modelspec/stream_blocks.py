@@ -28,6 +28,7 @@ class MixSpec(Block):
     inputs: Size
     outputs: Size
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class RepeatSpec(Block):
 
     kind: Literal["repeat"]
     times: Size
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class SumSpec(Block):
 
     kind: Literal["sum"]
     parts: Size
+    passes: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +63,4 @@ class RescaleSpec(Block):
     parts: Size = 1
     eps: NotNegative = 1e-5
     takes: ClassVar[tuple[ArrayKind, ...]] = ("vectors", "vectors")
+    passes: ClassVar[int] = 1

@@ -1,6 +1,6 @@
 """Activation taps: values of a forward pass that are captured or edited, by their names (hooks).
 
-Every value that a formula assigns, every module's input and output and the parts of some modules
+Every value that a formula assigns or adds to `x`, modules' inputs and outputs and parts of some
 pass a tap. Without taps in the batch it returns the value itself, so that programs stay as they
 are. Which values are captured and which places are edited is static, and part of a program's key;
 the edits are arrays, so that other vectors and other tokens need no other program.
@@ -12,6 +12,7 @@ Names, within a layer "decoder.3.", a stem "decoder.stem." or a head "decoder.he
     attn           a module's output; of several calls `act` is the last one, as above
     attn.input     a module's first argument
     attn.q         a part of a module
+    attn.added     what is added to the residual stream of it: times a factor, after a norm
 
 `embed`, the first layer's input, and the results `hidden`, `logits`, `pooled` and `classes` stand
 alone; those of an encoder beside a decoder are `encoder.embed` and so on.

@@ -1,15 +1,13 @@
-"""Residual parts: what each line of a layer's formula adds to the stream, and each head to that."""
+"""Residual parts: what each layer adds to a logit, by its contributions to the stream and heads."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jinfer.modelspec.blocks import Block, LayerNormSpec, RMSNormSpec
+from jinfer.modelspec.blocks import RMSNormSpec, ScaleSpec
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.progress import track
 from jinfer.sampling.request_errors import RequestError
@@ -25,24 +23,7 @@ if TYPE_CHECKING:
     from jinfer.api.llm import LLM
     from jinfer.api.prompt_inputs import Prompt
 
-_CLOSE = 0.02  # share of a part that may be missing: activations are rounded before products
-
 _ROUNDING = 1e-3  # of a logit, not worth a column
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line of a layer's formula that gives a new stream.
-
-    Attributes:
-        value: name of the stream behind it: "x@1", "x".
-        modules: those whose outputs it adds, norms looked into.
-        outer: an RMS norm that is applied to the output of its only module; "": none.
-    """
-
-    value: str
-    modules: tuple[str, ...]
-    outer: str = ""
 
 
 def attribution(
@@ -84,13 +65,14 @@ def attribute(
         )
     at = position % len(ids)
     assert llm.spec.decoder is not None
-    lines = [_lines(llm, layer) for layer in llm.spec.decoder.layers]
+    specs = llm.spec.decoder.layers
     known = {one.name for one in llm.names()}
     names = ["embed", "logits"]
-    for number, each in enumerate(lines):
-        for line in each:
-            wanted = [line.value, *line.modules, *(f"{m}.heads" for m in line.modules)]
-            names += [n for w in wanted if (n := f"decoder.{number}.{w}") in known]
+    for number, layer in enumerate(specs):
+        wanted = ["x"]
+        for one in layer.wiring.contributions:
+            wanted += [one.name, *one.modules, *(f"{module}.heads" for module in one.modules)]
+        names += [n for w in wanted if (n := f"decoder.{number}.{w}") in known]
     values = captured(llm, ids[: at + 1], list(dict.fromkeys(names)))
     here = {name: np.asarray(value[at], np.float32) for name, value in values.items()}
     final, logits = here[f"decoder.{layers - 1}.x"], here["logits"]
@@ -108,18 +90,11 @@ def attribute(
     stream, parts = here["embed"], list[dict[str, float]]()
     heads = list[np.ndarray]()
     for number in track(range(layers), "attributing", unit="layer"):
-        found, own = dict[str, float](), np.zeros(0, np.float32)
-        for line in lines[number]:
-            after = here.get(f"decoder.{number}.{line.value}")
-            if after is None:  # no stream of its own: the next one has both
-                continue
-            added, stream = after - stream, after
-            for part, value in _split(line, here, number, added, head.direction):
-                found[part] = found.get(part, 0.0) + value
-            one = _heads(llm, line, here, number, added, head.direction)
-            own = own if one is None else np.concatenate([own, one])
-        parts.append(found)
-        heads.append(own)
+        prefix = f"decoder.{number}."
+        own = {n.removeprefix(prefix): v for n, v in here.items() if n.startswith(prefix)}
+        before, stream = stream, own["x"]
+        parts.append(_parts(specs[number], own, stream - before, head.direction))
+        heads.append(_heads(llm, number, own, head.direction))
     columns = list(dict.fromkeys(part for one in parts for part in one))
     table = np.array([[one.get(name, np.nan) for name in columns] for one in parts], np.float32)
     most = max(map(len, heads))
@@ -129,115 +104,47 @@ def attribute(
     return Attribution(said, embed, columns, table, np.stack(padded), head.constant, explained)
 
 
-def _lines(llm: LLM, layer: LayerSpec) -> list[_Line]:
-    """The lines of a layer that give a new stream."""
-    blocks = {**dict(llm.spec.shared), **dict(layer.modules)}
-    statements = layer.wiring.statements
-    last = len(statements) - 1
-    streams = [at for at, (name, _) in enumerate(statements) if name == "x" or at == last]
-    assigned, found = dict[str, ast.expr](), list[_Line]()
-    for at, (target, value) in enumerate(statements):
-        if at not in streams:
-            assigned[target] = value
-            continue
-        modules = tuple(dict.fromkeys(_outermost(value, blocks, assigned)))
-        name = "x" if at == last else f"x@{len(found) + 1}"
-        found.append(_Line(name, modules, _outer(value, blocks, modules)))
+def _parts(
+    layer: LayerSpec,
+    here: Mapping[str, np.ndarray],
+    change: Float[np.ndarray, " hidden"],
+    direction: Float[np.ndarray, " hidden"],
+) -> dict[str, float]:
+    """What a layer's contributions add to the logit, and what else changes the stream."""
+    found = dict[str, float]()
+    rest = float(change @ direction)
+    for one in layer.wiring.contributions:
+        added = here[one.name]
+        if added.shape == direction.shape:
+            part, name = float(added @ direction), " + ".join(one.modules)
+            found[name] = found.get(name, 0.0) + part
+            rest -= part
+    if abs(rest) > _ROUNDING:
+        found["rest"] = rest
     return found
 
 
-def _outermost(
-    value: ast.AST, blocks: Mapping[str, Block], assigned: Mapping[str, ast.expr]
-) -> Iterator[str]:
-    """The modules whose outputs a value is made of; norms are looked into."""
-    match value:
-        case ast.Call(func=ast.Name(id=name)) if name in blocks and not _is_norm(blocks[name]):
-            yield name
-            return
-        case ast.Name(id=name) if name in assigned:
-            others = {other: of for other, of in assigned.items() if other != name}
-            yield from _outermost(assigned[name], blocks, others)
-    for part in ast.iter_child_nodes(value):
-        yield from _outermost(part, blocks, assigned)
-
-
-def _is_norm(block: Block) -> bool:
-    return isinstance(block, RMSNormSpec | LayerNormSpec)
-
-
-def _outer(value: ast.expr, blocks: Mapping[str, Block], modules: Sequence[str]) -> str:
-    for node in ast.walk(value):
-        match node:
-            case ast.Call(func=ast.Name(id=norm), args=[ast.Call(func=ast.Name(id=inner))]):
-                if isinstance(blocks.get(norm), RMSNormSpec) and [inner] == list(modules):
-                    return norm
-    return ""
-
-
-def _factors(
-    line: _Line,
-    here: Mapping[str, np.ndarray],
-    number: int,
-    added: Float[np.ndarray, " hidden"],
-) -> Sequence[Float[np.ndarray, ...]] | None:
-    """What each module's output is multiplied with before a line adds them; None: they do not add.
-
-    A number each, as multipliers of residuals are, found by least squares; or for each dimension
-    where an RMS norm, whose scale is held fixed, is between.
-    """
-    outputs = [here.get(f"decoder.{number}.{name}") for name in line.modules]
-    known = [out for out in outputs if out is not None and out.shape == added.shape]
-    if not outputs or len(known) < len(outputs):
-        return None
-    if line.outer:
-        (out,) = known
-        return [np.where(out == 0, 0, added / np.where(out == 0, 1, out)).astype(np.float32)]
-    matrix = np.stack(known, axis=1).astype(np.float64)
-    factors, *_ = np.linalg.lstsq(matrix, added.astype(np.float64), rcond=None)
-    close = np.linalg.norm(added - matrix @ factors) <= _CLOSE * np.linalg.norm(added)
-    return [np.asarray(factor, np.float32) for factor in factors] if close else None
-
-
-def _split(
-    line: _Line,
-    here: Mapping[str, np.ndarray],
-    number: int,
-    added: Float[np.ndarray, " hidden"],
-    direction: Float[np.ndarray, " hidden"],
-) -> Iterator[tuple[str, float]]:
-    """What a line's modules add to the logit; the names of all of them where they do not add up."""
-    whole, factors = float(added @ direction), _factors(line, here, number, added)
-    if len(line.modules) < 2 or factors is None:
-        yield " + ".join(line.modules) or "rest", whole
-        return
-    for name, factor in zip(line.modules, factors, strict=True):
-        part = float((factor * here[f"decoder.{number}.{name}"]) @ direction)
-        whole -= part
-        yield name, part
-    if abs(whole) > _ROUNDING:
-        yield "rounding", whole
-
-
 def _heads(
-    llm: LLM,
-    line: _Line,
-    here: Mapping[str, np.ndarray],
-    number: int,
-    added: Float[np.ndarray, " hidden"],
-    direction: Float[np.ndarray, " hidden"],
-) -> Float[np.ndarray, " heads"] | None:
-    """What each head of the line's attention adds; None where heads do not add up."""
-    factors = _factors(line, here, number, added)
-    for name, factor in zip(line.modules, factors or (), strict=factors is not None):
-        prefix = f"decoder.{number}.{name}"
-        heads, weight = here.get(f"{prefix}.heads"), f"{prefix}.o.weight"
-        if heads is None or weight not in llm.weights:
+    llm: LLM, number: int, here: Mapping[str, np.ndarray], direction: Float[np.ndarray, " hidden"]
+) -> Float[np.ndarray, " heads"]:
+    """What each head of the layer's attentions adds to the logit, where heads add up."""
+    assert llm.spec.decoder is not None
+    layer = llm.spec.decoder.layers[number]
+    blocks, found = {**dict(llm.spec.shared), **dict(layer.modules)}, list[np.ndarray]()
+    for one in layer.wiring.contributions:
+        module, *others = one.modules
+        heads, weight = here.get(f"{module}.heads"), f"decoder.{number}.{module}.o.weight"
+        linear = all(isinstance(blocks[name], RMSNormSpec | ScaleSpec) for name in one.through)
+        if heads is None or others or not linear or weight not in llm.weights:
             continue
         matrix = np.asarray(llm.weights[weight].values, np.float32)
-        if matrix.shape == (len(added), heads.size):
+        out, added = here[module], here[one.name]
+        if matrix.shape == (len(out), heads.size) and out.shape == added.shape == direction.shape:
+            # What is between, a number or a norm whose scale is held fixed, is a factor.
+            factor = np.where(out == 0, 0, added / np.where(out == 0, 1, out))
             onto = (factor * direction) @ matrix
-            return np.asarray((heads.reshape(-1) * onto).reshape(len(heads), -1).sum(axis=1))
-    return None
+            found.append((heads.reshape(-1) * onto).reshape(len(heads), -1).sum(axis=1))
+    return np.concatenate([np.zeros(0, np.float32), *found])
 
 
 def _token(llm: LLM, given: str | int | None, default: int) -> int:

@@ -113,6 +113,28 @@ def test_the_head_alone_is_the_models(name: str) -> None:
         np.testing.assert_allclose(heads, attn, atol=1.0 if biased else 2e-4)
 
 
+@pytest.mark.parametrize("name", ["granite4_h_tiny", "minicpm", "olmo2"])
+def test_an_attribution_is_of_what_is_added(name: str) -> None:
+    """With factors and norms of branches: contributions explain all, heads their attention."""
+    with opened(name) as llm:
+        assert llm.spec.decoder is not None
+        found = attribute(llm, IDS, 7, None, -1)
+        assert found.total == pytest.approx(float(llm.logits([IDS])[0][-1, 7]), abs=1e-4)
+        layers = [each.wiring.contributions for each in llm.spec.decoder.layers]
+        assert set(found.parts) == {" + ".join(one.modules) for each in layers for one in each}
+        last = f"decoder.{len(layers) - 1}.x"
+        trace = llm.trace(IDS, ["*.added", last])
+        head = frozen_head(llm, trace[last][-1], 7)
+        for at, each in enumerate(layers):
+            for one in each:
+                value = found.values[at, found.parts.index(" + ".join(one.modules))]
+                added = trace[f"decoder.{at}.{one.name}"][-1]
+                assert value == pytest.approx(float(added @ head.direction), abs=1e-5)
+        heads, attn = found.heads.sum(axis=1), found.values[:, found.parts.index("attn")]
+        np.testing.assert_array_equal(np.isnan(heads), np.isnan(attn))
+        np.testing.assert_allclose(heads, attn, atol=1e-5)
+
+
 def test_a_lens_ends_with_what_the_model_says(llm: LLM) -> None:
     table = views.logit_lens(llm, IDS, top=2).table()
     likeliest = table["predicted"][::2][-len(IDS) :]
