@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.grammar_source import Kind, Source
-from jinfer.sampling.structured.json_schema import at, subschemas
+from jinfer.sampling.structured.json_schema import at, fragment, subschemas
 
 NOTHING = "allows no answer at all"
 
@@ -33,6 +33,7 @@ _MEANINGS = (
     (r"Unimplemented keys: \[(.*)\]", r"\1 is not supported"),
     (r"Unknown format: (.*)", r"format \1 is not supported"),
     (r"Failed to generate regex for (\w+) range: (.*)", r"minimum and maximum of \1: \2"),
+    (r"Resource '(.*)' is not present", r"$schema or $ref names \1, which is not at hand"),
     (r"Pointer '(.*)' does not exist", r"$ref to #\1, which the schema does not have"),
     (r"circular references", "$ref to itself beside other keywords is not supported"),
     (r"schema too large", "it has more parts than are supported once $ref and allOf are resolved"),
@@ -117,7 +118,7 @@ def _place(
     parts = [place for place, part in subschemas(schema) if isinstance(part, dict)]
     whole = _moved(schema)
     parts = parts[: _MOST_CHARACTERS // len(json.dumps(whole))]
-    alone = [json.dumps({"whole": whole, "$ref": f"#/whole{place}"}) for place in parts]
+    alone = [json.dumps({"whole": whole, "$ref": f"#/whole{fragment(place)}"}) for place in parts]
     found = ""
     messages = errors_of([Source("json_schema", body, False, "").grammar() for body in alone])
     for place, wrong in zip(parts, messages, strict=False):
