@@ -16,6 +16,7 @@ from urllib.parse import quote
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.property_names import (
     ESCAPES,
+    needs_escapes,
     property_names,
     refuse_few_names,
     without_empty_names,
@@ -85,12 +86,32 @@ def prepare_schema(given: Any) -> Any:
     if isinstance(options, dict):
         if not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
             options["whitespace_pattern"] = WHITESPACE
-        options.setdefault("json_allowed_escapes", ESCAPES)
-    if not _has_finite_answer(schema):
+        if not _has_control_characters(schema):
+            options.setdefault("json_allowed_escapes", ESCAPES)
+    if not _drop_endless(schema):
         raise ConstraintError(
             "json_schema: no answer ever ends: a required part contains itself through $ref"
         )
     return schema
+
+
+def _has_control_characters(schema: dict[str, Any]) -> bool:
+    r"""Whether an answer may have to have an escape such as \u0001.
+
+    Raises:
+        ConstraintError: names could be escaped too, so that one passes for another.
+    """
+    parts = [(place, part) for place, part in subschemas(schema) if isinstance(part, dict)]
+    if not any(needs_escapes(part) for _, part in parts):
+        return False
+    for place, part in parts:
+        named = part.keys() & {"properties", "patternProperties", "required"}
+        if named and part.get("additionalProperties") is not False:
+            raise ConstraintError(
+                f"json_schema{at(place)}: additionalProperties must be false in a schema whose"
+                " const, enum or pattern needs control characters"
+            )
+    return True
 
 
 def _settle_names(schema: dict[str, Any]) -> None:
@@ -300,11 +321,11 @@ def _is_whole(value: Any) -> bool:
     )
 
 
-def _has_finite_answer(schema: dict[str, Any]) -> bool:
-    """Whether the required parts come to an end, taking every other keyword as satisfiable.
+def _drop_endless(schema: dict[str, Any]) -> bool:
+    """Takes away references to what never ends; whether the whole schema has an answer that does.
 
-    The least fixed point over the schemas that `$ref` names: each starts as endless, and is not
-    once its own required parts are not.
+    Every other keyword counts as satisfiable. The least fixed point over the schemas that `$ref`
+    names: each starts as endless, and is not once its own required parts are not.
     """
     places = {f"#{fragment(place)}": part for place, part in subschemas(schema)}
     finite: set[str] = set()
@@ -320,7 +341,7 @@ def _has_finite_answer(schema: dict[str, Any]) -> bool:
         if not all(map(ends, part.get("allOf", []))):
             return False
         for key in ("anyOf", "oneOf"):
-            if part.get(key) and not any(map(ends, part[key])):
+            if key in part and not any(map(ends, part[key])):
                 return False
         types = part.get("type", "object" if "properties" in part else [])
         if types in ("object", ["object"]):
@@ -338,4 +359,8 @@ def _has_finite_answer(schema: dict[str, Any]) -> bool:
     while found := {target for target, part in waiting.items() if ends(part)}:
         finite |= found
         waiting = {target: part for target, part in waiting.items() if target not in finite}
+    for part in places.values():
+        if isinstance(part, dict) and part.get("$ref") in waiting:
+            part.clear()
+            part["anyOf"] = []
     return ends(schema)

@@ -15,6 +15,8 @@ NOTHING = "allows no answer at all"
 
 _MOST_CHARACTERS = 1 << 20  # of all schemas that are tried to find the wrong part of one
 
+_IMPOSSIBLE = re.compile("Unsatisfiable|Regex is empty|NoExtension")
+
 _FORCED = "too much forced"
 
 # What a message says -> what it means. The first that is found counts.
@@ -36,6 +38,7 @@ _MEANINGS = (
     (r"Resource '(.*)' is not present", r"$schema or $ref names \1, which is not at hand"),
     (r"Pointer '(.*)' does not exist", r"$ref to #\1, which the schema does not have"),
     (r"circular references", "$ref to itself beside other keywords is not supported"),
+    (r"Schema intersection stack", "$ref leads back to itself through anyOf, oneOf or allOf"),
     (r"schema too large", "it has more parts than are supported once $ref and allOf are resolved"),
     (r"Current row has", "it leaves too many alternatives open at one place"),
     (r"'multipleOf' has too many digits", "multipleOf has too many digits"),
@@ -121,8 +124,10 @@ def _place(
     alone = [json.dumps({"whole": whole, "$ref": f"#/whole{fragment(place)}"}) for place in parts]
     found = ""
     messages = errors_of([Source("json_schema", body, False, "").grammar() for body in alone])
+    impossible = _IMPOSSIBLE.search(message)
     for place, wrong in zip(parts, messages, strict=False):
-        if wrong and place.startswith(found):
+        # A part may allow nothing where it is optional.
+        if wrong and place.startswith(found) and (impossible or not _IMPOSSIBLE.search(wrong)):
             found, message = place, wrong
     return found, message.replace("/whole", "")
 

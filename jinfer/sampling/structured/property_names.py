@@ -9,6 +9,7 @@ same, and so are additional properties where the patterns leave few names to the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from functools import cache
@@ -21,6 +22,8 @@ from jinfer.sampling.request_errors import ConstraintError
 # Short escapes alone: with \uXXXX a name could be written in a way that passes for another one.
 ESCAPES = 'nrbtf\\"'
 
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_MAYBE_CONTROL = re.compile(_CONTROL.pattern + r"|\\(?:[0cvpP]|x\{?0*[017]|u\{?0*[017])")
 _QUOTE = ord('"')
 
 
@@ -74,6 +77,23 @@ def property_names(parts: Iterable[Any]) -> frozenset[str]:
     return frozenset(found)
 
 
+def needs_escapes(part: dict[str, Any]) -> bool:
+    """Whether a text that one schema demands may need an escape that is none of `ESCAPES`."""
+    waiting: list[Any] = [part.get("const"), part.get("enum")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (dict, list)):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str) and _CONTROL.search(value):
+            return True
+    pattern = part.get("pattern")
+    if not isinstance(pattern, str) or not _MAYBE_CONTROL.search(pattern):
+        return False
+    options = {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
+    matcher = _matcher({"type": "string", "pattern": pattern, "x-guidance": options})
+    return not matcher.is_error() and not _allowed(matcher)
+
+
 def _keys(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         yield from value
@@ -95,7 +115,7 @@ def _only(patterns: dict[str, bool], rest: bool, names: Iterable[str]) -> list[s
         "minProperties": 1,
         "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES},
     }
-    matcher = LLMatcher(_bytes(), json.dumps({"grammars": [{"json_schema": schema}]}), log_level=0)
+    matcher = _matcher(schema)
     spelled = {json.dumps(name, ensure_ascii=False).encode(): name for name in names}
     if not matcher.consume_token(ord("{")):
         return None if "Unsatisfiable" not in matcher.get_error() else []
@@ -121,6 +141,10 @@ def _only(patterns: dict[str, bool], rest: bool, names: Iterable[str]) -> list[s
 def _allowed(state: LLMatcher) -> set[int]:
     mask = int.from_bytes(state.compute_bitmask(), "little")
     return set() if state.is_error() else {byte for byte in range(256) if mask >> byte & 1}
+
+
+def _matcher(schema: dict[str, Any]) -> LLMatcher:
+    return LLMatcher(_bytes(), json.dumps({"grammars": [{"json_schema": schema}]}), log_level=0)
 
 
 @cache
