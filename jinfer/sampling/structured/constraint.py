@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import OrderedDict
@@ -14,7 +15,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from jinfer.progress import task
-from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sampling.request_errors import ConstraintError, short
+from jinfer.sampling.structured.grammar_ends import endless_rule
 from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
@@ -58,6 +60,11 @@ class Constraint:
         message = self._first_error(source)
         if message:
             raise failure(source, message, self._sandboxed if source.risky else self._errors_of)
+        if source.kind == "grammar" and (rule := endless_rule(source.body, self._is_empty)):
+            raise ConstraintError(
+                f"grammar: an alternative of the rule {short(rule)} has no end: it always needs"
+                " itself, or a terminal that matches no text"
+            )
         if not can_write and not find_answer(self.start(), vocabulary):
             raise ConstraintError(
                 f"{self.kind}: the tokenizer has no tokens to write an answer with; it lacks"
@@ -94,6 +101,10 @@ class Constraint:
         limits = LLParserLimits(**self._limits)
         return LLMatcher(self._vocabulary.trie, grammar, log_level=0, limits=limits)
 
+    def _is_empty(self, lark: str) -> bool:
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+        return "NoExtension" in _error_of(self._compile(grammar))
+
     def _errors_of(self, grammars: list[str]) -> list[str]:
         end = monotonic() + _SEARCH_SECONDS
         return [_error_of(self._compile(g)) for g in grammars if monotonic() < end]
@@ -127,9 +138,7 @@ def _error_of(matcher: LLMatcher) -> str:
     forced = matcher.compute_ff_tokens()
     if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
         matcher.compute_bitmask()
-    error = str(matcher.get_error())
-    # A dead end after the forced tokens is reported when an answer reaches it.
-    return "" if "NoExtension" in error else error
+    return str(matcher.get_error())
 
 
 def _example(vocabulary: Vocabulary) -> str:
