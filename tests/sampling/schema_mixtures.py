@@ -7,12 +7,12 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-NAMES = ("a", "b", "ab", "x_1", "é", 'q"', "", "line\n")
+NAMES = ("a", "b", "ab", "x_1", "é", 'q"', "", "li\nne")
 PATTERNS = (
     *("^a$", "^(a|b)$", "^a", "b", "^x_[0-9]+$", "^.$", ".*", "^[^a]", "^ab?$", "^$", "^\\S+$"),
     *("^[ab]{1,2}$", "^(a|b|ab|x_1|é)$", "^[a-z]", "^[^a-z]"),
 )
-VALUES = (
+VALUES: tuple[Any, ...] = (
     None,
     True,
     False,
@@ -27,7 +27,7 @@ VALUES = (
     "",
     "a",
     "ab",
-    "line\n",
+    "li\nne",
     [],
     [1],
     [1, "a"],

@@ -110,6 +110,17 @@ def outcome(found: Tokenizer, schema: Any, draft: str, walks: int) -> str:
     return "followed"
 
 
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether the text is an answer, for a vocabulary whose first ids are the single bytes."""
+    matcher = constraint.start()
+    try:
+        for byte in text.encode():
+            matcher.advance(byte)
+    except ConstraintError:
+        return False
+    return matcher.may_end
+
+
 def reason(message: str) -> str:
     """The keyword that a refusal names."""
     what = re.sub(r"^json_schema( at /.*?)?: ", "", message)

@@ -53,7 +53,7 @@ class Constraint:
         """Compiles; see `compile_constraint`."""
         self.kind: Kind = source.kind
         self._vocabulary = vocabulary
-        can_write = vocabulary.can_write(source.written)
+        self._can_write = can_write = vocabulary.can_write(source.written)
         self._grammar = source.grammar(forcing=can_write, leading_space=leading_space)
         self._lock, self._turns = Lock(), RLock()
         self._limits = LIMITS
@@ -95,7 +95,7 @@ class Constraint:
     def _first_of(self, limits: dict[str, Any]) -> str:
         self._limits = limits
         self._compiled = self._compile(self._grammar)
-        return _error_of(self._compiled.deep_copy())
+        return _error_of(self._compiled.deep_copy(), self._can_write)
 
     def _compile(self, grammar: str) -> LLMatcher:
         limits = LLParserLimits(**self._limits)
@@ -123,7 +123,7 @@ class Constraint:
             return fresh.deep_copy()
 
 
-def _error_of(matcher: LLMatcher) -> str:
+def _error_of(matcher: LLMatcher, can_write: bool = True) -> str:
     """llguidance's error message at the start of an answer, or an empty text.
 
     The start goes on to the first token that is not forced: forced tokens cost as much as a mask
@@ -138,7 +138,9 @@ def _error_of(matcher: LLMatcher) -> str:
     forced = matcher.compute_ff_tokens()
     if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
         matcher.compute_bitmask()
-    return str(matcher.get_error())
+    error = str(matcher.get_error())
+    # Where tokens are missing, other ones may spell what is forced.
+    return error if can_write or "NoExtension" not in error else ""
 
 
 def _example(vocabulary: Vocabulary) -> str:

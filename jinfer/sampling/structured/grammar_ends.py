@@ -63,10 +63,13 @@ def endless_rule(grammar: str, empty: Callable[[str], bool]) -> str | None:
     found: set[str] = set()
     while new := {name for name, choice in read.rules.items() if has_end(choice)} - found:
         found |= new
-    for name, choice in read.rules.items():
-        if not all(all(map(has_end, sequence)) for sequence in _sequences(choice)):
-            return name
-    return None
+    bad = [
+        name
+        for name, choice in read.rules.items()
+        if not all(all(map(has_end, sequence)) for sequence in _sequences(choice))
+    ]
+    # Others may only lead to one that has no end at all.
+    return next((name for name in reversed(bad) if name not in found), bad[0] if bad else None)
 
 
 def _sequences(choice: Choice) -> Iterator[list[str | Choice | None]]:

@@ -63,7 +63,7 @@ def refuse_few_names(patterns: Iterable[str], names: Iterable[str]) -> None:
     if every and _only({every: False}, True, names) is not None:
         raise ConstraintError(
             "json_schema: patternProperties of several objects that match every name together are"
-            " not supported beside allOf, or $ref or anyOf with other keywords"
+            " not supported with allOf, or with $ref or anyOf that has other keywords"
         )
 
 
