@@ -43,8 +43,8 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     }
 )
-# Keywords whose meaning depends on one another. llguidance reads keywords in order, and those before
-# a `$ref` or `anyOf` apart from those after it.
+# Keywords whose meaning depends on one another. llguidance reads keywords in order, and those
+# before a `$ref` or `anyOf` apart from those after it.
 _TOGETHER = frozenset({*_ONE, "properties", "patternProperties", "prefixItems"})
 _COUNTS = (
     "minItems",
