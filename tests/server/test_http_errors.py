@@ -86,6 +86,47 @@ def test_a_field_that_is_wrong(
         assert error["param"] == param
 
 
+NAMES_TWICE = {"type": "object", "minProperties": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            CHAT,
+            HELLO
+            | {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": NAMES_TWICE},
+                }
+            },
+        ),
+        (CHAT, HELLO | {"structured_outputs": {"json": NAMES_TWICE}}),
+        ("/v1/completions", TEXT | {"json_schema": NAMES_TWICE}),
+        ("/completion", {"prompt": "Hello", "n_predict": 2, "json_schema": NAMES_TWICE}),
+        ("/completion", {"prompt": "Hello", "grammar": f"start: %json {json.dumps(NAMES_TWICE)}"}),
+        (
+            "/v1/responses",
+            {
+                "input": "Hello",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": NAMES_TWICE}},
+            },
+        ),
+        ("/api/chat", {"messages": HELLO["messages"], "format": NAMES_TWICE}),
+        ("/api/generate", {"prompt": "Hello", "format": NAMES_TWICE}),
+    ],
+)
+def test_every_form_of_a_schema_is_checked_before_the_first_token(
+    smol: Running, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    with smol.client() as http:
+        answer = http.post(path, json=body | {"stream": stream})
+    assert answer.status_code == 400, answer.text
+    assert "minProperties is supported where" in answer.text
+
+
 @pytest.mark.parametrize(
     ("change", "param", "status"),
     [
