@@ -83,6 +83,10 @@ SCHEMAS: list[tuple[Any, str]] = [
         "minProperties and maxProperties are supported where every name in properties is required",
     ),
     ({"type": "object", "minProperties": 2}, "minProperties is supported where all properties but"),
+    (
+        {"patternProperties": {f"^p{n}_": {} for n in range(101)}},
+        "patternProperties has more than 100 patterns",
+    ),
     ({"const": 2**60 + 1}, "const has 1152921504606846977, which no 64-bit float holds exactly"),
     ({"enum": [[2**64]]}, "enum has 18446744073709551616, which no 64-bit float holds exactly"),
     ('{"const": 1e400}', "const has a number beyond all 64-bit floats"),

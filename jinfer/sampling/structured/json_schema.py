@@ -24,6 +24,7 @@ from jinfer.sampling.structured.property_names import (
 
 MAX_DEPTH = 100  # of lists and objects in each other; llguidance's own limit is a little higher
 MAX_PROPERTIES = 2_000  # of one object: the grammar of optional ones grows with their square
+MAX_PATTERNS = 100  # of all names: each pair of one object is intersected
 MAX_MULTIPLE = 100_000  # the automaton has a state for each remainder
 MAX_BOUND = 2**63 - 1024  # the greatest float that is a 64-bit integer
 
@@ -120,6 +121,10 @@ def _settle_names(schema: dict[str, Any]) -> None:
     patterns = {name for _, part in parts for name in part.get("patternProperties", ())}
     if not patterns:
         return
+    if len(patterns) > MAX_PATTERNS:
+        raise ConstraintError(
+            f"json_schema: patternProperties has more than {MAX_PATTERNS} patterns"
+        )
     names = property_names(part for _, part in parts)
     for place, part in reversed(parts):  # inner ones first
         without_empty_names(place, part, names)

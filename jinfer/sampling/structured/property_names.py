@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -27,7 +27,11 @@ _MAYBE_CONTROL = re.compile(_CONTROL.pattern + r"|\\(?:[0cvpP]|x\{?0*[017]|u\{?0
 _QUOTE = ord('"')
 
 
-def without_empty_names(place: str, part: dict[str, Any], names: Iterable[str]) -> None:
+# As JSON spells them -> names.
+type Names = Mapping[bytes, str]
+
+
+def without_empty_names(place: str, part: dict[str, Any], names: Names) -> None:
     """Turns the patterns of one object schema that match few names into `properties`.
 
     Args:
@@ -40,7 +44,7 @@ def without_empty_names(place: str, part: dict[str, Any], names: Iterable[str]) 
         return
     named: dict[str, Any] = part.setdefault("properties", {})
     rest = part.get("additionalProperties", True)
-    left = None if rest is False else _only(dict.fromkeys(patterns, False), True, names)
+    left = None if rest is False else _only({_any_of(patterns): False}, True, names)
     for name in left or ():
         named.setdefault(name, deepcopy(rest))
     if left is not None:
@@ -57,24 +61,27 @@ def without_empty_names(place: str, part: dict[str, Any], names: Iterable[str]) 
         del part["patternProperties"]
 
 
-def refuse_few_names(patterns: Iterable[str], names: Iterable[str]) -> None:
+def refuse_few_names(patterns: Iterable[str], names: Names) -> None:
     """Refuses patterns that together leave few names or none, for objects that are merged."""
-    every = "|".join(f"(?:{pattern})" for pattern in sorted(patterns))
-    if every and _only({every: False}, True, names) is not None:
+    if (every := _any_of(patterns)) and _only({every: False}, True, names) is not None:
         raise ConstraintError(
             "json_schema: patternProperties of several objects that match every name together are"
             " not supported with allOf, or with $ref or anyOf that has other keywords"
         )
 
 
-def property_names(parts: Iterable[Any]) -> frozenset[str]:
+def _any_of(patterns: Iterable[str]) -> str:
+    return "|".join(f"(?:{pattern})" for pattern in patterns)
+
+
+def property_names(parts: Iterable[Any]) -> Names:
     """The names that schemas spell out, those in constants included."""
     found: set[str] = set()
     for part in parts:
         if isinstance(part, dict):
             found |= {*part.get("properties", {}), *part.get("required", [])}
             found |= set(_keys([part.get("const"), part.get("enum")]))
-    return frozenset(found)
+    return {json.dumps(name, ensure_ascii=False).encode(): name for name in found}
 
 
 def needs_escapes(part: dict[str, Any]) -> bool:
@@ -102,7 +109,7 @@ def _keys(value: Any) -> Iterator[str]:
             yield from _keys(inner)
 
 
-def _only(patterns: dict[str, bool], rest: bool, names: Iterable[str]) -> list[str] | None:
+def _only(patterns: dict[str, bool], rest: bool, names: Names) -> list[str] | None:
     """The names that an object's properties may have; None if they may have any but these.
 
     Follows the names byte by byte. llguidance allows no byte after which no name is left, so that
@@ -116,11 +123,10 @@ def _only(patterns: dict[str, bool], rest: bool, names: Iterable[str]) -> list[s
         "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES},
     }
     matcher = _matcher(schema)
-    spelled = {json.dumps(name, ensure_ascii=False).encode(): name for name in names}
     if not matcher.consume_token(ord("{")):
         return None if "Unsatisfiable" not in matcher.get_error() else []
     found: list[str] = []
-    waiting: list[tuple[bytes, list[bytes]]] = [(b"", sorted(spelled))]
+    waiting: list[tuple[bytes, list[bytes]]] = [(b"", list(names))]
     while waiting:
         written, ahead = waiting.pop()
         state = matcher.deep_copy()
@@ -131,8 +137,8 @@ def _only(patterns: dict[str, bool], rest: bool, names: Iterable[str]) -> list[s
             return None
         for byte in allowed:
             longer = written + bytes([byte])
-            if longer in spelled and byte == _QUOTE:
-                found.append(spelled[longer])
+            if longer in names and byte == _QUOTE:
+                found.append(names[longer])
             else:
                 waiting.append((longer, [name for name in ahead if name.startswith(longer)]))
     return sorted(found)
