@@ -79,9 +79,39 @@ SCHEMAS: list[tuple[Any, str]] = [
     ),
     ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties /a/ and /b/ are not disjoint"),
     (
-        {"type": "object", "properties": {"a": {}}, "minProperties": 3},
+        {"type": "object", "properties": {"a": {}}, "minProperties": 1},
         "minProperties and maxProperties are supported where every name in properties is required",
     ),
+    ({"type": "object", "minProperties": 2}, "minProperties is supported where all properties but"),
+    (
+        {"patternProperties": {f"^p{n}_": {} for n in range(101)}},
+        "patternProperties has more than 100 patterns",
+    ),
+    ({"const": 2**60 + 1}, "const has 1152921504606846977, which no 64-bit float holds exactly"),
+    ({"enum": [[2**64]]}, "enum has 18446744073709551616, which no 64-bit float holds exactly"),
+    ('{"const": 1e400}', "const has a number beyond all 64-bit floats"),
+    (
+        {"properties": {"a": {"const": "\u0001"}}},
+        "additionalProperties must be false in a schema whose const, enum or pattern needs control",
+    ),
+    (
+        {
+            "allOf": [
+                {"patternProperties": {"^a": {}}},
+                {"patternProperties": {"^[^a]|^$": {}}},
+            ]
+        },
+        "patternProperties of several objects that match every name together are not supported",
+    ),
+    (
+        {"properties": {"a\nb": {"patternProperties": {"[0-9]{2,}": {"format": "iri"}}}}},
+        r"at /properties/a\nb/patternProperties/[0-9]{2,}: format iri is not supported",
+    ),
+    (
+        {"type": "object", "properties": {"a": {"type": "null", "$ref": "#/$defs/no"}}},
+        "at /properties/a: $ref to #/$defs/no, which the schema does not have",
+    ),
+    ({"$schema": "http://a.example/b"}, "$schema or $ref names http://a.example/b, which is not"),
     ({"x-guidance": {"foo": 1}, "type": "null"}, "x-guidance has no option foo"),
     ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no answer ever"),
     ({"$ref": "#"}, "no answer ever ends: a required part contains itself through $ref"),
@@ -110,10 +140,16 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'a: "b"\nstart: /(a/'}, "grammar: line 2, column 8: invalid regex"),
     ({"grammar": 'foo: "a"'}, "grammar: no start rule found"),
     ({"grammar": 'start: start "a"'}, "grammar: allows no answer at all"),
+    ({"regex": "(x|y)[a&&b]"}, "regex: allows no answer at all"),
+    ({"grammar": 'start: "x" A\nA: /a/ & /b/'}, "grammar: allows no answer at all"),
+    ({"grammar": "start: /[xy]/ A\nA: /a/ & /b/"}, "an alternative of the rule start has no end"),
+    ({"grammar": "start: /[xy]/ b\nb: /c/ b | ([/d/] /[^\\s\\S]/)"}, "alternative of the rule"),
+    ({"grammar": 'start: /[xy]/ b?\nb: "c" b'}, "an alternative of the rule b has no end"),
+    ({"grammar": "root ::= [ab] root"}, "an alternative of the rule start has no end"),
     ({"grammar": 'root ::= "a'}, "grammar (GBNF): Unexpected end of input"),
     ({"grammar": "start: <|nope|>"}, 'unknown special token: "<|nope|>"'),
     ({"grammar": '{"grammars": []}'}, "grammar: line 1, column 1"),
-    ({"grammar": 'start: %json {"not": {}}'}, '"not" is not supported'),
+    ({"grammar": 'start: %json {"not": {}}'}, "json_schema: not is not supported"),
 ]
 
 

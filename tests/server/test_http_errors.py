@@ -57,6 +57,11 @@ def refused(smol: Running, path: str, body: Any, status: int = 400) -> dict[str,
         ({"regex": "("}, None),
         ({"json_schema": {"type": "object", "uniqueItems": True}}, None),
         ({"json_schema": {"type": "nothing"}}, None),
+        ({"json_schema": {"type": "object", "minProperties": 2}}, None),
+        ({"structured_outputs": {"json": {"type": "object", "minProperties": 2}}}, None),
+        ({"response_format": {"type": "json_object", "schema": {"minProperties": 2}}}, None),
+        ({"structured_outputs": {"regex": "(x|y)[a&&b]"}}, None),
+        ({"grammar": "root ::= [ab] root"}, None),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
@@ -79,6 +84,47 @@ def test_a_field_that_is_wrong(
     assert error["type"] == "invalid_request_error"
     if param is not None:
         assert error["param"] == param
+
+
+NAMES_TWICE = {"type": "object", "minProperties": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            CHAT,
+            HELLO
+            | {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": NAMES_TWICE},
+                }
+            },
+        ),
+        (CHAT, HELLO | {"structured_outputs": {"json": NAMES_TWICE}}),
+        ("/v1/completions", TEXT | {"json_schema": NAMES_TWICE}),
+        ("/completion", {"prompt": "Hello", "n_predict": 2, "json_schema": NAMES_TWICE}),
+        ("/completion", {"prompt": "Hello", "grammar": f"start: %json {json.dumps(NAMES_TWICE)}"}),
+        (
+            "/v1/responses",
+            {
+                "input": "Hello",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": NAMES_TWICE}},
+            },
+        ),
+        ("/api/chat", {"messages": HELLO["messages"], "format": NAMES_TWICE}),
+        ("/api/generate", {"prompt": "Hello", "format": NAMES_TWICE}),
+    ],
+)
+def test_every_form_of_a_schema_is_checked_before_the_first_token(
+    smol: Running, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    with smol.client() as http:
+        answer = http.post(path, json=body | {"stream": stream})
+    assert answer.status_code == 400, answer.text
+    assert "minProperties is supported where" in answer.text
 
 
 @pytest.mark.parametrize(

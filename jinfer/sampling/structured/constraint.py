@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import OrderedDict
@@ -14,7 +15,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from jinfer.progress import task
-from jinfer.sampling.request_errors import ConstraintError
+from jinfer.sampling.request_errors import ConstraintError, short
+from jinfer.sampling.structured.grammar_ends import endless_rule
 from jinfer.sampling.structured.grammar_source import Kind, Source, source_of
 from jinfer.sampling.structured.llguidance_errors import failure, too_much_forced
 from jinfer.sampling.structured.matcher import MAX_FORCED, Matcher
@@ -51,13 +53,18 @@ class Constraint:
         """Compiles; see `compile_constraint`."""
         self.kind: Kind = source.kind
         self._vocabulary = vocabulary
-        can_write = vocabulary.can_write(source.written)
+        self._can_write = can_write = vocabulary.can_write(source.written)
         self._grammar = source.grammar(forcing=can_write, leading_space=leading_space)
         self._lock, self._turns = Lock(), RLock()
         self._limits = LIMITS
         message = self._first_error(source)
         if message:
             raise failure(source, message, self._sandboxed if source.risky else self._errors_of)
+        if source.kind == "grammar" and (rule := endless_rule(source.body, self._is_empty)):
+            raise ConstraintError(
+                f"grammar: an alternative of the rule {short(rule)} has no end: it always needs"
+                " itself, or a terminal that matches no text"
+            )
         if not can_write and not find_answer(self.start(), vocabulary):
             raise ConstraintError(
                 f"{self.kind}: the tokenizer has no tokens to write an answer with; it lacks"
@@ -88,11 +95,15 @@ class Constraint:
     def _first_of(self, limits: dict[str, Any]) -> str:
         self._limits = limits
         self._compiled = self._compile(self._grammar)
-        return _error_of(self._compiled.deep_copy())
+        return _error_of(self._compiled.deep_copy(), self._can_write)
 
     def _compile(self, grammar: str) -> LLMatcher:
         limits = LLParserLimits(**self._limits)
         return LLMatcher(self._vocabulary.trie, grammar, log_level=0, limits=limits)
+
+    def _is_empty(self, lark: str) -> bool:
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+        return "NoExtension" in _error_of(self._compile(grammar))
 
     def _errors_of(self, grammars: list[str]) -> list[str]:
         end = monotonic() + _SEARCH_SECONDS
@@ -112,7 +123,7 @@ class Constraint:
             return fresh.deep_copy()
 
 
-def _error_of(matcher: LLMatcher) -> str:
+def _error_of(matcher: LLMatcher, can_write: bool = True) -> str:
     """llguidance's error message at the start of an answer, or an empty text.
 
     The start goes on to the first token that is not forced: forced tokens cost as much as a mask
@@ -128,8 +139,8 @@ def _error_of(matcher: LLMatcher) -> str:
     if forced and matcher.consume_tokens(forced) and not matcher.is_stopped():
         matcher.compute_bitmask()
     error = str(matcher.get_error())
-    # A dead end after the forced tokens is reported when an answer reaches it.
-    return "" if "NoExtension" in error else error
+    # Where tokens are missing, other ones may spell what is forced.
+    return error if can_write or "NoExtension" not in error else ""
 
 
 def _example(vocabulary: Vocabulary) -> str:

@@ -159,10 +159,25 @@ def _lark(grammar: str) -> str:
     if not grammar.strip():
         raise ConstraintError("grammar is empty")
     if "::=" not in grammar:
-        return grammar
+        return _with_schemas(grammar)
     try:
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise ConstraintError("grammar is nested too deeply") from None
     except Exception as error:  # the translator has no error class of its own for every mistake
         raise ConstraintError(f"grammar (GBNF): {short(str(error), 200)}") from None
+
+
+def _with_schemas(lark: str) -> str:
+    """The grammar with its JSON schemas prepared, as those of requests are."""
+    done, end = "", 0
+    for found in re.finditer(r"%json\s*(?={)", lark):
+        if found.start() < end:
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(lark, found.end())
+        except ValueError:
+            continue  # as llguidance will say
+        done += lark[end : found.end()] + json.dumps(prepare_schema(schema))
+        end = after
+    return done + lark[end:]

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from jinfer.sampling.request_errors import ConstraintError, short
+from jinfer.sampling.structured.property_names import (
+    ESCAPES,
+    needs_escapes,
+    property_names,
+    refuse_few_names,
+    without_empty_names,
+)
 
 MAX_DEPTH = 100  # of lists and objects in each other; llguidance's own limit is a little higher
 MAX_PROPERTIES = 2_000  # of one object: the grammar of optional ones grows with their square
+MAX_PATTERNS = 100  # of all names: each pair of one object is intersected
 MAX_MULTIPLE = 100_000  # the automaton has a state for each remainder
 MAX_BOUND = 2**63 - 1024  # the greatest float that is a 64-bit integer
 
@@ -34,6 +44,9 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     }
 )
+# Keywords whose meaning depends on one another. llguidance reads keywords in order, and those
+# before a `$ref` or `anyOf` apart from those after it.
+_TOGETHER = frozenset({*_ONE, "properties", "patternProperties", "prefixItems"})
 _COUNTS = (
     "minItems",
     "maxItems",
@@ -69,17 +82,61 @@ def prepare_schema(given: Any) -> Any:
         raise ConstraintError(f"json_schema must be an object, not {short(json.dumps(schema))}")
     for place, part in subschemas(schema):
         _check(place, part)
+    _settle_names(schema)
     options = schema.setdefault("x-guidance", {})
-    if isinstance(options, dict) and not options.keys() & {
-        "whitespace_flexible",
-        "whitespace_pattern",
-    }:
-        options["whitespace_pattern"] = WHITESPACE
-    if not _has_finite_answer(schema):
+    if isinstance(options, dict):
+        if not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+            options["whitespace_pattern"] = WHITESPACE
+        if not _has_control_characters(schema):
+            options.setdefault("json_allowed_escapes", ESCAPES)
+    if not _drop_endless(schema):
         raise ConstraintError(
             "json_schema: no answer ever ends: a required part contains itself through $ref"
         )
     return schema
+
+
+def _has_control_characters(schema: dict[str, Any]) -> bool:
+    r"""Whether an answer may have to have an escape such as \u0001.
+
+    Raises:
+        ConstraintError: names could be escaped too, so that one passes for another.
+    """
+    parts = [(place, part) for place, part in subschemas(schema) if isinstance(part, dict)]
+    if not any(needs_escapes(part) for _, part in parts):
+        return False
+    for place, part in parts:
+        named = part.keys() & {"properties", "patternProperties", "required"}
+        if named and part.get("additionalProperties") is not False:
+            raise ConstraintError(
+                f"json_schema{at(place)}: additionalProperties must be false in a schema whose"
+                " const, enum or pattern needs control characters"
+            )
+    return True
+
+
+def _settle_names(schema: dict[str, Any]) -> None:
+    """Turns patterns of names that match few names into `properties`; refuses what cannot be."""
+    parts = [(place, part) for place, part in subschemas(schema) if isinstance(part, dict)]
+    patterns = {name for _, part in parts for name in part.get("patternProperties", ())}
+    if not patterns:
+        return
+    if len(patterns) > MAX_PATTERNS:
+        raise ConstraintError(
+            f"json_schema: patternProperties has more than {MAX_PATTERNS} patterns"
+        )
+    names = property_names(part for _, part in parts)
+    for place, part in reversed(parts):  # inner ones first
+        without_empty_names(place, part, names)
+    left = {name for _, part in parts for name in part.get("patternProperties", ())}
+    if any(map(_merges, (part for _, part in parts))):
+        refuse_few_names(left, names)
+
+
+def _merges(schema: dict[str, Any]) -> bool:
+    """Whether llguidance has to intersect schemas of several places."""
+    places = [schema.get("allOf", ()), schema.keys() & {"$ref", "anyOf", "oneOf", "const", "enum"}]
+    return sum(map(len, places)) + bool(schema.keys() & _TOGETHER) > 1
 
 
 def subschemas(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,7 +151,7 @@ def subschemas(schema: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def at(place: str) -> str:
     """A place in a schema for an error; nothing for the whole schema."""
-    return f" at {place}" if place else ""
+    return f" at {re.sub(r'[^ -\U0010ffff]', lambda m: repr(m[0])[1:-1], place)}" if place else ""
 
 
 def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -167,6 +224,8 @@ def _check(place: str, schema: Any) -> None:
         value = schema.get(key, 0)
         if not _is_whole(value) or value < 0:
             raise refuse(key, f"must be a whole number from 0, not {short(json.dumps(value))}")
+        if key in schema:
+            schema[key] = int(value)
     if not all(isinstance(name, str) for name in schema.get("required", [])):
         raise refuse("required", "must be a list of names")
     if schema.get("enum") == []:
@@ -178,6 +237,41 @@ def _check(place: str, schema: Any) -> None:
             raise refuse("type", f"cannot be {short(json.dumps(name))}; use one of {known}")
     _check_reference(schema, refuse)
     _mend_numbers(schema, refuse)
+    if not isinstance(schema.get("items"), list):
+        schema.pop("additionalItems", None)  # means nothing then
+    _gather(schema)
+    _check_literals([schema.get("const")], "const", refuse)
+    _check_literals(schema.get("enum", []), "enum", refuse)
+    least, certain = schema.get("minProperties", 0), len(set(schema.get("required", [])))
+    open_names = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if least > certain + 1 and open_names:
+        raise refuse(
+            "minProperties",
+            "is supported where all properties but one are required, since other names may come"
+            " twice",
+        )
+
+
+def _gather(schema: dict[str, Any]) -> None:
+    """Moves keywords that mean something together to the place of their first."""
+    together = [key for key in schema if key in _TOGETHER]
+    for key in list(schema):
+        keys = together if together and key == together[0] else [key]
+        for one in keys if keys is together or key not in together else ():
+            schema[one] = schema.pop(one)
+
+
+def _check_literals(values: list[Any], key: str, refuse: Any) -> None:
+    """Refuses numbers that llguidance, which reads them as floats, would write differently."""
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, dict)):
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, int) and not (abs(value) <= MAX_BOUND and float(value) == value):
+            raise refuse(key, f"has {short(str(value))}, which no 64-bit float holds exactly")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise refuse(key, "has a number beyond all 64-bit floats")
 
 
 def _check_reference(schema: dict[str, Any], refuse: Any) -> None:
@@ -186,9 +280,16 @@ def _check_reference(schema: dict[str, Any], refuse: Any) -> None:
         raise refuse("$ref", "must be a text")
     if not target.startswith("#"):
         raise refuse("$ref", f"must point into the schema itself (#/…), not to {short(target)!r}")
+    if "$ref" in schema:
+        schema["$ref"] = "#" + fragment(target[1:])
 
 
 def _mend_numbers(schema: dict[str, Any], refuse: Any) -> None:
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(exclusive := schema.get(key), bool):  # as draft 4 has it
+            del schema[key]
+            if exclusive and bound in schema:
+                schema[key] = schema.pop(bound)
     for key in (*_LOWER, *_UPPER, "multipleOf"):
         value = schema.get(key, 1)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -214,19 +315,24 @@ def _at_most(value: int | float) -> int | float:
     return value
 
 
+def fragment(place: str) -> str:
+    """A JSON pointer as the fragment of a URI, which may have been one already."""
+    return quote(place, safe="/%~!$&'()*+,;=:@?")
+
+
 def _is_whole(value: Any) -> bool:
     return not isinstance(value, bool) and (
         isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     )
 
 
-def _has_finite_answer(schema: dict[str, Any]) -> bool:
-    """Whether the required parts come to an end, taking every other keyword as satisfiable.
+def _drop_endless(schema: dict[str, Any]) -> bool:
+    """Takes away references to what never ends; whether the whole schema has an answer that does.
 
-    The least fixed point over the schemas that `$ref` names: each starts as endless, and is not
-    once its own required parts are not.
+    Every other keyword counts as satisfiable. The least fixed point over the schemas that `$ref`
+    names: each starts as endless, and is not once its own required parts are not.
     """
-    places = {f"#{place}": part for place, part in subschemas(schema)}
+    places = {f"#{fragment(place)}": part for place, part in subschemas(schema)}
     finite: set[str] = set()
 
     def ends(part: Any) -> bool:
@@ -240,7 +346,7 @@ def _has_finite_answer(schema: dict[str, Any]) -> bool:
         if not all(map(ends, part.get("allOf", []))):
             return False
         for key in ("anyOf", "oneOf"):
-            if part.get(key) and not any(map(ends, part[key])):
+            if key in part and not any(map(ends, part[key])):
                 return False
         types = part.get("type", "object" if "properties" in part else [])
         if types in ("object", ["object"]):
@@ -258,4 +364,8 @@ def _has_finite_answer(schema: dict[str, Any]) -> bool:
     while found := {target for target, part in waiting.items() if ends(part)}:
         finite |= found
         waiting = {target: part for target, part in waiting.items() if target not in finite}
+    for part in places.values():
+        if isinstance(part, dict) and part.get("$ref") in waiting:
+            part.clear()
+            part["anyOf"] = []
     return ends(schema)

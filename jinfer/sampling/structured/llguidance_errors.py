@@ -9,11 +9,13 @@ from typing import Any
 
 from jinfer.sampling.request_errors import ConstraintError, short
 from jinfer.sampling.structured.grammar_source import Kind, Source
-from jinfer.sampling.structured.json_schema import at, subschemas
+from jinfer.sampling.structured.json_schema import at, fragment, subschemas
 
 NOTHING = "allows no answer at all"
 
 _MOST_CHARACTERS = 1 << 20  # of all schemas that are tried to find the wrong part of one
+
+_IMPOSSIBLE = re.compile("Unsatisfiable|Regex is empty|NoExtension")
 
 _FORCED = "too much forced"
 
@@ -33,8 +35,10 @@ _MEANINGS = (
     (r"Unimplemented keys: \[(.*)\]", r"\1 is not supported"),
     (r"Unknown format: (.*)", r"format \1 is not supported"),
     (r"Failed to generate regex for (\w+) range: (.*)", r"minimum and maximum of \1: \2"),
+    (r"Resource '(.*)' is not present", r"$schema or $ref names \1, which is not at hand"),
     (r"Pointer '(.*)' does not exist", r"$ref to #\1, which the schema does not have"),
     (r"circular references", "$ref to itself beside other keywords is not supported"),
+    (r"Schema intersection stack", "$ref leads back to itself through anyOf, oneOf or allOf"),
     (r"schema too large", "it has more parts than are supported once $ref and allOf are resolved"),
     (r"Current row has", "it leaves too many alternatives open at one place"),
     (r"'multipleOf' has too many digits", "multipleOf has too many digits"),
@@ -117,11 +121,13 @@ def _place(
     parts = [place for place, part in subschemas(schema) if isinstance(part, dict)]
     whole = _moved(schema)
     parts = parts[: _MOST_CHARACTERS // len(json.dumps(whole))]
-    alone = [json.dumps({"whole": whole, "$ref": f"#/whole{place}"}) for place in parts]
+    alone = [json.dumps({"whole": whole, "$ref": f"#/whole{fragment(place)}"}) for place in parts]
     found = ""
     messages = errors_of([Source("json_schema", body, False, "").grammar() for body in alone])
+    impossible = _IMPOSSIBLE.search(message)
     for place, wrong in zip(parts, messages, strict=False):
-        if wrong and place.startswith(found):
+        # A part may allow nothing where it is optional.
+        if wrong and place.startswith(found) and (impossible or not _IMPOSSIBLE.search(wrong)):
             found, message = place, wrong
     return found, message.replace("/whole", "")
 
