@@ -85,5 +85,5 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     tied = [each[_TIED] for each in (config, own) if isinstance(each.get(_TIED), bool)]
     text = defaults | outer | _given(own) | {"architectures": [name] if name else names}
     # Of a head that is in the file nevertheless, the tensor decides.
-    text |= {"model_type": type_, **({_TIED: any(tied)} if tied else {})}
+    text |= {"model_type": type_, **row.get("keys", {}), **({_TIED: any(tied)} if tied else {})}
     return Multimodal(text, table["prefix"], tuple(row["without"]))
