@@ -13,7 +13,7 @@ from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.adapter_files import AdapterFile, adapter_files
+from jinfer.opening.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.classification_config import ClassificationConfig, find_classification
 from jinfer.opening.compute_settings import (
@@ -100,7 +100,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     check_followed(unused, files.config, spec)
     if files.multimodal is not None and files.multimodal.leaves_out(files.checkpoint):
         _log.warning("%s: reads text alone: images and sounds are left out", spec.path)
-    checkpoint, vocab = files.checkpoint, spec.dims.get("vocab")
+    adapters = adapter_files(spec, files, tables)
+    spec, checkpoint = with_own_heads(spec, files.checkpoint, adapters)
+    vocab = spec.dims.get("vocab")
     file, said = generation_config(checkpoint)
     defaults = generation_defaults(spec.generation, said, file, spec.path)
     check_defaults(defaults, spec.path)
@@ -128,7 +130,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         kv_cache=kv_cache_type(spec),
         end_ids=end_ids(files, vocab, tokenizer, said),
         decoder_prefix=decoder_prefix(files, vocab, said),
-        adapters=adapter_files(spec, files, tables),
+        adapters=adapters,
         thinking=thinking,
     )
 
