@@ -165,6 +165,14 @@ def test_drafts_are_verified_with_it(adapters: dict[str, Path], llm: LLM) -> Non
         {"use_rslora": True},
         {"dora": True},
         {"alpha_pattern": {"q_proj": 3}, "targets": ("q_proj",)},
+        {
+            "alpha_pattern": {r"x\.q_proj": 5, r"layers\.\d+\..*(q|k)_proj": 3},
+            "targets": ("q_proj",),
+        },
+        {
+            "alpha_pattern": {r"^model\.layers\.[0-9]\.self_attn\.q_proj$": 3},
+            "targets": ("q_proj",),
+        },
     ],
     ids=lambda config: next(iter(config)),
 )
@@ -250,7 +258,13 @@ ZEROS: dict[tuple[int, ...], np.ndarray] = {
         ({"lora_alpha": "x"}, {}, "lora_alpha is 'x', which is no factor"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),
         ({"alpha_pattern": [3]}, {}, "alpha_pattern is [3], not a table of modules"),
-        ({"rank_pattern": {"q.*": 2}}, {}, "rank_pattern has 'q.*'; only names of modules"),
+        ({"rank_pattern": {"q.*": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),
+        ({"rank_pattern": {"(q": 2}}, {}, "rank_pattern has patterns that cannot be matched with"),
+        (
+            {"alpha_pattern": {"((\\w|.)+)+;": 2}},
+            {},
+            "cannot be matched with modules: takes too long",
+        ),
         ({"dora": True}, {}, "no room for magnitudes (DoRA); set engine.dora_adapters"),
         ({}, {f"{PAIR}A.weight": (4, 60)}, "q_proj is for a matrix [64, 60], and decoder.0.attn.q"),
         ({}, {f"{PAIR}B.weight": (60, 4)}, "q_proj is for a matrix [60, 64], and decoder.0.attn.q"),
