@@ -217,7 +217,7 @@ class _ValueScope:
             return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*map(self._of_layer, arguments))
-        functions = {**FUNCTIONS, "indices": _indices, "last": _last}
+        functions: dict[str, Callable[..., Any]] = {**FUNCTIONS, "indices": _indices, "last": _last}
         if name not in functions:
             known = nearest_hint(name, [*functions, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")

@@ -61,16 +61,17 @@ def _exists(source: str, beside: Path) -> bool:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """A clause with the models whose name, or its beginning, is nearly this; empty if none is."""
-    wanted = SequenceMatcher(None, "", _plain(name)[:100], autojunk=False)
+    wanted = _plain(name)[:100]
+    matcher = SequenceMatcher(None, "", wanted, autojunk=False)
 
     def likeness(other: str) -> float:
-        wanted.set_seq1(other)
-        return wanted.ratio() if wanted.quick_ratio() >= _CLOSE else 0.0
+        matcher.set_seq1(other)
+        return matcher.ratio() if matcher.quick_ratio() >= _CLOSE else 0.0
 
     found = []
     for each in known:
         plain = _plain(each)
-        begins, whole = likeness(plain[: len(wanted.b)]), likeness(plain)
+        begins, whole = likeness(plain[: len(wanted)]), likeness(plain)
         if begins >= _CLOSE_BEGINNING or whole >= _CLOSE:
             found.append((-max(begins, whole), -whole, each))
     names = [name for *_, name in sorted(found)[:2]]

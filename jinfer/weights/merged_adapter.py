@@ -93,17 +93,16 @@ def with_own_head(
 
     PEFT changes the head alone, though it was the embedding.
     """
-    heads = {name for name, block in spec.shared if isinstance(block, HeadSpec) and block.tied}
+    heads = {n: b for n, b in spec.shared if isinstance(b, HeadSpec) and b.tied}
     changed = {*named_modules(adapter, spec.tensors), *saved_tensors(adapter, spec.tensors)}
     files, table = by_name(checkpoint, spec.tensors), spec.tensors.source_of("embed.weight")
-    embed = next((files[n] for n in _names(table) if n in files), None)
-    for head in heads if embed is not None else ():
+    embeds = [files[n] for n in _names(table) if n in files]
+    for head, block in heads.items():
         own = [n for n in _names(spec.tensors.source_of(f"{head}.weight")) if n in changed]
-        if own:
-            block = replace(dict(spec.shared)[head], tied=False)
-            shared = tuple((n, block if n == head else each) for n, each in spec.shared)
-            spec = replace(spec, shared=shared)
-            tensors = {**checkpoint.tensors, own[0]: replace(embed, name=own[0])}
+        if own and embeds:
+            untied = {**dict(spec.shared), head: replace(block, tied=False)}
+            spec = replace(spec, shared=tuple(untied.items()))
+            tensors = {**checkpoint.tensors, own[0]: replace(embeds[0], name=own[0])}
             checkpoint = replace(checkpoint, tensors=tensors)
     return spec, checkpoint
 

@@ -215,9 +215,10 @@ def test_the_head_of_a_tied_model_is_changed_alone(tmp_path: Path, saved: bool) 
     pair = {f"base_model.model.lm_head.lora_{n}.weight": each for n, each in (("A", a), ("B", b))}
     pair = {"base_model.model.lm_head.weight": table + 2 * b @ a} if saved else pair
     adapter = write_adapter(tmp_path / "a", 4, 1, base=base, targets=(), tensors=pair)
-    with LLM(base, dtype="float32", **{"engine.max_adapters": 1}) as llm:
+    room: dict[str, Any] = {"engine.max_adapters": 1}
+    with LLM(base, dtype="float32", **room) as llm:
         hidden = llm.hidden([PROMPTS[0]])[0]
-        with pytest.raises(USER_ERRORS, match="lm_head.*can only be merged.*set merge = true"):
+        with pytest.raises(USER_ERRORS, match=r"lm_head.*can only be merged.*set merge = true"):
             llm.load_adapter("a", adapter)
     merged = {"a": {"source": str(adapter), "merge": True}}
     with LLM(base, dtype="float32", adapters=merged) as llm:

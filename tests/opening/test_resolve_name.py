@@ -86,6 +86,6 @@ def test_a_near_miss_of_what_is_in_the_folder(tmp_path: Path) -> None:
         full_source("my_finetun", tmp_path)
     for source in ("my_finetune/model_q4.gguf", "./my_finetune/modelq4.gguf"):
         with pytest.raises(
-            SourceError, match="no such file or folder; did you mean .*model-q4.gguf'"
+            SourceError, match=r"no such file or folder; did you mean .*model-q4\.gguf'"
         ):
             locate(source, tmp_path)
