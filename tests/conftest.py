@@ -91,6 +91,7 @@ ONE_IN = {
     "tests/views/test_looking.py::test_an_attribution_is_of_what_is_added": 3,
     "tests/test_goldens.py::test_greedy_tokens": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
+    "tests/families/test_multimodal.py": 6,
     "tests/families/": 3,
     "tests/server/": 4,
     **{f"tests/{folder}/": 5 for folder in ("speculate", "weights")},

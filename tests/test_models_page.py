@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jinfer.modelspec.spec_files import families, read_toml
+from jinfer.modelspec.spec_files import families, format_table, read_toml
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(
@@ -28,6 +28,12 @@ def test_the_names_in_ggufs_are_those_of_the_families() -> None:
     said = {row[1]: re.findall(r"`([\w-]+)`", row[2]) for row in found()}
     match = {name: read_toml(path).get("match", {}) for name, path in families().items()}
     assert said == {name: table.get("gguf", []) for name, table in match.items()}
+
+
+def test_every_multimodal_class_is_named() -> None:
+    names = re.findall(r"`(\w+)`", (ROOT / "docs" / "models.md").read_text("utf-8"))
+    for architecture in format_table("multimodal")["architectures"]:
+        assert architecture.removesuffix("ForConditionalGeneration") in names
 
 
 def test_every_golden_is_there() -> None:

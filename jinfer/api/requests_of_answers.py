@@ -11,12 +11,14 @@ from jinfer.engine.requests import Request, RequestError
 def requests_of_answers(request: Request, ids: Iterator[int]) -> list[Request]:
     """A request for each answer: with other seeds, and log-probabilities to rank them by.
 
+    Where nothing is drawn the answers are equal.
+
     Args:
         request: the first one.
         ids: gives the others their ids.
 
     Raises:
-        RequestError: the answers would be equal, or a beam search has not as many.
+        RequestError: a beam search has not as many.
     """
     sampling = request.sampling
     count = sampling.best_of or sampling.n
@@ -28,8 +30,6 @@ def requests_of_answers(request: Request, ids: Iterator[int]) -> list[Request]:
             f"a beam search of {sampling.beams} beams gives as many answers at most, its best; "
             f"set n, not best_of"
         )
-    if not beam and not sampling.draws:
-        raise RequestError("n and best_of need answers that differ: set a temperature above 0")
     requests = []
     for index in range(count):
         seed = None if sampling.seed is None else (sampling.seed + index) % 2**64

@@ -13,6 +13,7 @@ from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positiv
 _SAID_ELSEWHERE = (
     *("rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"),
     "llama_4_scaling_beta",
+    *("mrope_section", "mrope_interleaved"),  # of images' positions: a text's are equal in all
 )
 _STRETCHED = ("linear", "llama3", "yarn", "dynamic")
 
@@ -26,7 +27,7 @@ class RopeScalingSpec:
     rope_type: "linear" is position interpolation (arXiv 2306.15595), "yarn" arXiv 2309.00071,
         "llama3" the rule of Llama 3.1, "longrope" arXiv 2402.13753, "dynamic" increases theta with
         the length of the sequence, "proportional" turns only the first pairs; "default", "none"
-        and an empty table change nothing.
+        and an empty table change nothing, nor does "mrope" for text.
     factor: how many times longer the context is than trained; not needed by longrope.
     original_max_position_embeddings: the trained context; for all but linear.
     low_freq_factor: llama3: pairs with fewer turns than this are stretched by `factor`.
@@ -45,7 +46,15 @@ class RopeScalingSpec:
     """
 
     rope_type: Literal[
-        "default", "none", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional"
+        "default",
+        "none",
+        "mrope",
+        "linear",
+        "llama3",
+        "yarn",
+        "longrope",
+        "dynamic",
+        "proportional",
     ] = "default"
     factor: Positive = 1.0
     original_max_position_embeddings: int = dim("context")
@@ -112,7 +121,7 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         # Config files say in several ways that nothing is scaled; equal models compare equal.
-        if self.scaling is not None and self.scaling.rope_type in ("default", "none"):
+        if self.scaling is not None and self.scaling.rope_type in ("default", "none", "mrope"):
             object.__setattr__(self, "scaling", None)
 
     def check(self) -> tuple[str, str] | None:

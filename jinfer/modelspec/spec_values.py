@@ -217,12 +217,11 @@ class _ValueScope:
             return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*map(self._of_layer, arguments))
-        if name == "last":
-            return _last(*arguments)
-        if name not in FUNCTIONS:
-            known = nearest_hint(name, [*FUNCTIONS, "has", "last", "rows"])
+        functions: dict[str, Callable[..., Any]] = {**FUNCTIONS, "indices": _indices, "last": _last}
+        if name not in functions:
+            known = nearest_hint(name, [*functions, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
-        return FUNCTIONS[name](*arguments)
+        return functions[name](*arguments)
 
     def _of_layer(self, pattern: Any) -> Any:
         """A pattern of tensor names with the layer's number for {i}, where there is a layer."""
@@ -231,11 +230,18 @@ class _ValueScope:
         return pattern.replace("{i}", str(number)) if known else pattern
 
 
+def _indices(elements: Any, value: Any) -> list[int]:
+    """The indices of the elements that are equal to a value."""
+    if not isinstance(elements, list | tuple):
+        raise TypeError("indices takes a list and a value")
+    return [i for i, each in enumerate(elements) if each == value]
+
+
 def _last(elements: Any, value: Any, end: Any) -> int:
     """The index of the last element before index `end` that is equal to a value."""
     if not isinstance(elements, list | tuple) or not isinstance(end, int):
         raise TypeError("last takes a list, a value and a whole number")
-    found = [i for i, each in enumerate(elements[: max(end, 0)]) if each == value]
+    found = _indices(elements[: max(end, 0)], value)
     if not found:
         raise ValueError(f"{show_value(value)} is not among the first {end}")
     return found[-1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.checkpoint import Checkpoint
+from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.adapters_table import AdapterSpec
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.tensor_names import TensorMap
@@ -42,6 +43,23 @@ def adapter_files(
                 check_enclosed(files.path, f"adapters.{each.name}", each.source)
         found.append(AdapterFile(each, locate(each.source, beside)))
     return tuple(found)
+
+
+def with_own_heads(
+    spec: ModelSpec, checkpoint: Checkpoint, adapters: Iterable[AdapterFile]
+) -> tuple[ModelSpec, Checkpoint]:
+    """The model with a head that is not tied, if an adapter that is merged changes the head.
+
+    Raises:
+        CheckpointError: an adapter is damaged.
+    """
+    for each in adapters if not isinstance(checkpoint, NativeCheckpoint) else ():
+        if each.spec.merge:
+            from jinfer.weights.lora_adapter import open_adapter
+            from jinfer.weights.merged_adapter import with_own_head
+
+            spec, checkpoint = with_own_head(spec, checkpoint, open_adapter(each.path))
+    return spec, checkpoint
 
 
 def merged_checkpoint(

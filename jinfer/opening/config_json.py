@@ -1,4 +1,4 @@
-"""config.json: reading it, and the language model's part of it."""
+"""config.json: reading it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,12 @@ def read_config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
     path = config_path(weights)
-    return language_model(read_json(path)) if path_exists(path) else {}
+    return read_json(path) if path_exists(path) else {}
 
 
 def config_path(weights: Path) -> Path:
     """Where the config.json of a checkpoint's folder or file is looked for."""
     return (weights if weights.is_dir() else weights.parent) / "config.json"
-
-
-def language_model(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as its language model's.
-
-    What is for text alone stands in a table of its own, `text_config`, where a model also sees
-    images; there it counts before the rest, and what it leaves out is looked up in the rest.
-    """
-    own = config.get("text_config")
-    if not isinstance(own, dict):
-        return config
-    given = {key: value for key, value in own.items() if value is not None}
-    return config | given | {key: config.get(key) for key in ("architectures", "model_type")}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def same_scaling(value: Any, spec: ModelSpec) -> bool:
     table = value if isinstance(value, Mapping) else {"type": value}
     name = table.get("rope_type", table.get("type"))
     ropes = _ropes(spec)
-    if name in ("default", "none", None) or not ropes:
+    if name in ("default", "none", "mrope", None) or not ropes:
         return True
     name = {"su": "longrope"}.get(name, name)  # as Phi-3's first files call it
     return any(rope.scaling is not None and rope.scaling.rope_type == name for rope in ropes)

@@ -13,6 +13,7 @@ from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
 from jinfer.modelspec.toml_tables import check_text
+from jinfer.opening.multimodal import Multimodal
 from jinfer.opening.sources import locate
 
 SPEC_FILE = "spec.toml"  # a folder that has one is that specification
@@ -50,11 +51,14 @@ class ModelFiles(SpecFile):
 
     Attributes:
         checkpoint: opened; no tensor has been read.
-        config: config.json, or the metadata of a file that carries its own.
+        config: config.json, or the metadata of a file that carries its own; of a multimodal
+            model, what they say of its language model.
+        multimodal: what such a model has besides.
     """
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
+    multimodal: Multimodal | None = None
 
     @property
     def architectures(self) -> list[str]:

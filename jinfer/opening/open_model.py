@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.adapter_files import AdapterFile, adapter_files
+from jinfer.opening.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.opening.chat_prompt import Conversation
 from jinfer.opening.classification_config import ClassificationConfig, find_classification
 from jinfer.opening.compute_settings import (
@@ -24,6 +25,7 @@ from jinfer.opening.compute_settings import (
 from jinfer.opening.config_json import read_config
 from jinfer.opening.generation_config import check_defaults, generation_config, generation_defaults
 from jinfer.opening.model_files import ModelFiles, read_spec_file, tokenizer_path
+from jinfer.opening.multimodal import language_model, multimodal
 from jinfer.opening.open_keywords import override_tables
 from jinfer.opening.pooling_config import PoolingSpec, find_pooling
 from jinfer.opening.quantization_config import quant_settings
@@ -35,6 +37,8 @@ from jinfer.opening.unused_config import check_followed
 from jinfer.quant.quantized_tensor import Activations
 from jinfer.template.thinking_marks import ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger("jinfer")
 
 QUANTIZED = ("safetensors", "pickle")  # formats of checkpoints that layouts are known of
 
@@ -94,7 +98,11 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         reason = "it drafts for another model: open that one, and name this in speculation.draft"
         raise SpecError(spec.path, "decoder.follows", reason)
     check_followed(unused, files.config, spec)
-    checkpoint, vocab = files.checkpoint, spec.dims.get("vocab")
+    if files.multimodal is not None and files.multimodal.leaves_out(files.checkpoint):
+        _log.warning("%s: reads text alone: images and sounds are left out", spec.path)
+    adapters = adapter_files(spec, files, tables)
+    spec, checkpoint = with_own_heads(spec, files.checkpoint, adapters)
+    vocab = spec.dims.get("vocab")
     file, said = generation_config(checkpoint)
     defaults = generation_defaults(spec.generation, said, file, spec.path)
     check_defaults(defaults, spec.path)
@@ -122,7 +130,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         kv_cache=kv_cache_type(spec),
         end_ids=end_ids(files, vocab, tokenizer, said),
         decoder_prefix=decoder_prefix(files, vocab, said),
-        adapters=adapter_files(spec, files, tables),
+        adapters=adapters,
         thinking=thinking,
     )
 
@@ -139,10 +147,11 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
     source = full_source(source, Path.cwd())
     file = read_spec_file(source, locate(source, Path.cwd()), overrides)
     checkpoint = open_checkpoint(file.weights)
-    config = read_config(file.weights, checkpoint)
+    whole = read_config(file.weights, checkpoint)
+    config, found = language_model(whole), multimodal(whole)
     if checkpoint.format in QUANTIZED and not isinstance(checkpoint, NativeCheckpoint):
         # Imported here, because GGUF files need none of the layouts.
         from jinfer.checkpoint.layouts.quant_layouts import decode_quantized
 
         checkpoint = decode_quantized(checkpoint, quant_settings(config, file.weights))
-    return ModelFiles(**vars(file), checkpoint=checkpoint, config=config)
+    return ModelFiles(**vars(file), checkpoint=checkpoint, config=config, multimodal=found)

@@ -19,6 +19,7 @@ from jinfer.guard.safe_files import path_exists
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.opening.config_json import read_json, read_json_value
+from jinfer.opening.dense_activations import DENSE_ACTIVATIONS
 from jinfer.opening.source_errors import SourceError
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ _GGUF_TYPES: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
 _GGUF_REFUSED = {
     0: "which gives no vector of a whole text",
     4: "a score by a ranking head, which classify gives",
-}
-_FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "Identity": lambda x: x,
-    "Tanh": np.tanh,
 }
 # Of the module Transformer; older ones are named after the model.
 _TRANSFORMER_FILES = tuple(
@@ -169,7 +166,7 @@ def _of_dense_tensors(checkpoint: Checkpoint, hidden: int | None) -> tuple[Proje
     tensors = checkpoint.tensors
     numbers = sorted(int(n[1]) for name in tensors if (n := _DENSE.fullmatch(name)))
     weights = [tensors[f"dense_{n}.weight"].read().astype(np.float32) for n in numbers]
-    layers = tuple(Projection(weight, None, _FUNCTIONS["Identity"]) for weight in weights)
+    layers = tuple(Projection(weight, None, DENSE_ACTIVATIONS["Identity"]) for weight in weights)
     _check_widths(checkpoint.path, layers, hidden, "dense_*.weight")
     return layers
 
@@ -307,9 +304,11 @@ def _projection(folder: Path) -> Projection:
     """A dense layer of sentence-transformers."""
     config = read_json(folder / "config.json")
     name = str(config.get("activation_function", "Tanh") or "Identity")
-    function = _FUNCTIONS.get(name.rpartition(".")[2])
+    function = DENSE_ACTIVATIONS.get(name.rpartition(".")[2])
     if function is None:
-        raise SourceError(f"{folder / 'config.json'}: the activation_function {name} is not known")
+        known = nearest_hint(name.rpartition(".")[2], DENSE_ACTIVATIONS)
+        file = folder / "config.json"
+        raise SourceError(f"{file}: the activation_function {name} is not known; {known}")
     usual = {"module_input_name": "sentence_embedding", "use_residual": False}
     for key, value in usual.items():
         if config.get(key, value) not in (value, None):

@@ -37,6 +37,8 @@ def resolve_model(
     looked_up = set[str]()
     facts, families = _facts(files, looked_up), _families(files)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
+    if files.multimodal is not None:
+        base = {**base, "tensors": files.multimodal.tensors}
     if _classifies(files, facts, families):
         tables.insert(1, format_table("classifier"))
     spec = resolve(tables, str(files.path), facts, base)
@@ -82,11 +84,15 @@ def _classifies(
 
 def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
     """What a checkpoint says of itself; the keys that are looked up go to `looked_up`."""
-    checkpoint, config, tensors = files.checkpoint, files.config, files.checkpoint.tensors
-    rows = row_counter({name: tensor.shape for name, tensor in tensors.items()})
+    checkpoint, config = files.checkpoint, files.config
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    for prefix, usual in files.multimodal.prefixes.items() if files.multimodal else ():
+        own = {n: shape for n, shape in shapes.items() if n.startswith(prefix)}
+        shapes |= {usual + name.removeprefix(prefix): shape for name, shape in own.items()}
+    rows = row_counter(shapes)
 
     def has(pattern: str) -> bool:
-        return pattern in tensors or any(fnmatchcase(name, pattern) for name in tensors)
+        return pattern in shapes or any(fnmatchcase(name, pattern) for name in shapes)
 
     if checkpoint.format != "gguf":
         source = "config.json" if checkpoint.format != "llama2c" else files.weights.name

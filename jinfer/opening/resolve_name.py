@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from jinfer.modelspec.spec_files import specs_folder
 from jinfer.opening.source_errors import SourceError
+from jinfer.opening.sources import names_in
 
 # What a hub takes for a name. A path that leads nowhere looks the same, but for its ending.
 _REPOSITORY = re.compile(r"(?P<owner>\w[\w.-]*)/\w[\w.-]*(@[\w./-]+)?", re.ASCII)
 _FILES = (".toml", ".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ckpt", ".model")
-_CLOSE = 0.7
+_CLOSE, _CLOSE_BEGINNING = 0.7, 0.85
 
 
 def full_source(source: str | Path, beside: Path) -> str:
@@ -43,7 +44,7 @@ def full_source(source: str | Path, beside: Path) -> str:
         if not _exists(repository["owner"], beside):
             return f"hf://{source}"
     elif source and Path(source).name == source:
-        hint = _nearest(source, known)
+        hint = _nearest(source, [*known, *names_in(beside)])
         if not hint and not source.lower().endswith(_FILES):
             hint = "'jinfer list' shows models by name"
         if hint:
@@ -59,12 +60,22 @@ def _exists(source: str, beside: Path) -> bool:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A clause with the models whose name is nearly this one; empty if none is."""
-    plain = {_plain(each): each for each in known}
-    near = get_close_matches(_plain(name)[:100], plain, 2, _CLOSE)
-    if not near:
-        return ""
-    return f"did you mean {' or '.join(repr(plain[each]) for each in near)}?"
+    """A clause with the models whose name, or its beginning, is nearly this; empty if none is."""
+    wanted = _plain(name)[:100]
+    matcher = SequenceMatcher(None, "", wanted, autojunk=False)
+
+    def likeness(other: str) -> float:
+        matcher.set_seq1(other)
+        return matcher.ratio() if matcher.quick_ratio() >= _CLOSE else 0.0
+
+    found = []
+    for each in known:
+        plain = _plain(each)
+        begins, whole = likeness(plain[: len(wanted)]), likeness(plain)
+        if begins >= _CLOSE_BEGINNING or whole >= _CLOSE:
+            found.append((-max(begins, whole), -whole, each))
+    names = [name for *_, name in sorted(found)[:2]]
+    return f"did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def _plain(name: str) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from jinfer.guard.safe_files import dangling_link
 from jinfer.opening.hub import fetched, snapshot
 from jinfer.opening.source_errors import SourceError as SourceError
+
+_MOST_NAMES = 1000  # of a folder, that a name which is not there is compared with
 
 
 def locate(source: str, beside: Path) -> Path:
@@ -46,8 +51,20 @@ def _locate(source: str, beside: Path) -> Path:
     path = Path(source).expanduser()
     path = path if path.is_absolute() else beside / path
     if not path.exists():
-        raise SourceError(f"{path}: {dangling_link(path) or 'there is no such file or folder'}")
+        near = get_close_matches(path.name, names_in(path.parent), 1)
+        hint = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+        reason = dangling_link(path) or f"there is no such file or folder{hint}"
+        raise SourceError(f"{path}: {reason}")
     return snapshot(path)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The first names of files and folders there; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except OSError:
+        return []
 
 
 def _in_package(rest: str, source: str) -> Path:

@@ -48,9 +48,9 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
     else:
         told = [{"role": "system", "content": body.system}] if body.system else []
         chat["messages"] = [*told, {"role": "user", "content": body.prompt or ""}]
-    if body.format:
-        chat["response_format"] = {"type": "json_object"}
-        if isinstance(body.format, dict):
+    if body.format or body.format == {}:
+        chat["response_format"] = {"type": "json_object"}  # as Ollama understands {}, too
+        if isinstance(body.format, dict) and body.format:
             schema = {"schema": body.format}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.logprobs:

@@ -36,7 +36,7 @@ from jinfer.tokenizer.tokenizer_config import (
     read_vocabulary,
     special_ids,
 )
-from jinfer.tokenizer.tokenizer_json_checks import check_merges, check_pipeline
+from jinfer.tokenizer.tokenizer_json_checks import check_merges, check_pipeline, misfit
 
 _log = logging.getLogger("jinfer")
 _LARGE_NUMBER = re.compile(rb"[:,\[]\s*\d{8}")
@@ -171,7 +171,12 @@ def load_tokenizer_json(path: Path, config: TokenizerConfig) -> HuggingFaceToken
     data = read_file(path).removeprefix(BOM_UTF8)
     check_merges(path, data)
     with library_errors(path, "not a tokenizer.json"):
-        backend = tokenizers.Tokenizer.from_buffer(data)
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        except Exception:
+            if reason := misfit(data):
+                raise TokenizerError(f"{path}: {reason}"[:500]) from None
+            raise
     # The ids are scanned only if one may be too high, because a scan is slow. An id near 2^31 would
     # make the library loop up to it when it serializes the tokenizer.
     if _LARGE_NUMBER.search(data) and _highest_id(backend) >= MAX_TOKENS:

@@ -24,6 +24,20 @@ MAX_WORD = 1000  # characters of a word that WordPiece splits, in quadratic time
 _PATTERN = re.compile(rb'"Regex"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")  # used only to hide a word
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
+_SECTIONS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+_KINDS = {
+    "normalizer": dir(tokenizers.normalizers),
+    "pre_tokenizer": dir(tokenizers.pre_tokenizers),
+    "post_processor": dir(tokenizers.processors),
+    "decoder": dir(tokenizers.decoders),
+    "model": dir(tokenizers.models),
+}
+_EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
 _KNOWN = {
     *(pattern for rule in PRE_TOKENIZERS.values() for pattern in rule.patterns),
     *(r"\s+", r"\s", r"\n", r"\r", r" {2,}", r"[\n]", r"[\r\n]", r"[0-9]", r"\d", r"\d+"),
@@ -67,6 +81,30 @@ def check_merges(path: Path, data: bytes) -> None:
         )
 
 
+def misfit(data: bytes) -> str:
+    """The section of a tokenizer.json that the library does not take, and its kind: a clause.
+
+    Each step is tried alone, in an otherwise empty tokenizer; empty if none is at fault.
+    """
+    try:
+        whole = json.loads(data)
+        steps = {name: [*_leaves(whole.get(name), inner)] for name, inner in _SECTIONS.items()}
+        steps["model"] = [whole["model"]]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return ""
+    for section, each in steps.items():
+        for step in each:
+            try:
+                tokenizers.Tokenizer.from_str(json.dumps({**_EMPTY, section: step}))
+            except Exception as error:
+                kind = step.get("type")
+                if "untagged enum" not in str(error):
+                    return f"{section}: {kind}: {error}"
+                state = "has keys that do not fit" if kind in _KINDS[section] else "is not known"
+                return f"{section}: the kind {kind!r:.100} {state}"
+    return ""
+
+
 def check_pipeline(path: Path, backend: tokenizers.Tokenizer) -> None:
     """Raises `TokenizerError` for steps that could take too much time or memory."""
     try:
@@ -93,7 +131,7 @@ def _leaves(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     """The steps of nested sequences."""
     if step is None:
         return
-    if step["type"] == "Sequence":
+    if step.get("type") == "Sequence":
         for each in step[inner]:
             yield from _leaves(each, inner)
     else:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jinfer.nn.abstract_model import AbstractModel
 
 
+_MERGE = "can only be merged into the weights: set merge = true"
 _MOST_CODE = 127  # of int8, either sign
 
 
@@ -69,6 +70,7 @@ def adapter_terms(
     slots = model.modules.adapters
     assert slots is not None, "it has room for adapters"
     check_names(adapter, format)
+    _check_there(adapter, saved_tensors(adapter, tensors), model, tensors)
     _check_terms(adapter, slots)
     files = named_modules(adapter, tensors)
     shapes, used, terms = parameter_shapes(model), set[str](), dict[str, AdapterTerm]()
@@ -91,11 +93,31 @@ def adapter_terms(
                 f"{adapter.path}: {left[0]}{more} is of experts, for which there is no room; set "
                 "engine.expert_adapters, or merge it (merge = true)"
             )
-        raise LoadError(
-            f"{adapter.path}: {left[0]}{more} is no projection of a layer that takes an adapter "
-            "beside others; see whether it belongs to this model, or merge it (merge = true)"
-        )
+        others = {name: file for name, file in files.items() if _module_of(file) in left}
+        _check_there(adapter, others, model, tensors)
+        raise LoadError(f"{adapter.path}: {left[0]}{more} {_MERGE}")
     return terms
+
+
+def _check_there(
+    adapter: LoraAdapter, files: Mapping[str, Tensor], model: AbstractModel, tensors: TensorMap
+) -> None:
+    """Raises `LoadError` if a tensor, by all names of it, is none of the model's."""
+    places = (tensors.source_of(name) for name in (*model.names, "logits.weight"))
+    choices = (choice for place in places if place for choice in place.candidates())
+    known = {name for choice in choices for name in choice.names}
+    stacks = [name for name in known if "{e}" in name]
+    known |= {n.replace("{e}", str(e)) for n in stacks for e in range(_most_experts(model))}
+    there = {file.name for name, file in files.items() if name in known}
+    if absent := sorted({file.name for file in files.values()} - there):
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        reason = f"{absent[0].removesuffix('.weight')}{more} is no matrix of this model"
+        raise LoadError(f"{adapter.path}: {reason}: the adapter belongs to another one")
+
+
+def _most_experts(model: AbstractModel) -> int:
+    shapes = parameter_shapes(model).values()
+    return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
 
 def _check_terms(adapter: LoraAdapter, slots: AdapterSlots) -> None:
@@ -104,9 +126,8 @@ def _check_terms(adapter: LoraAdapter, slots: AdapterSlots) -> None:
             f"{adapter.path}: its rank is {adapter.rank}, and there is room for {slots.rank}; "
             "set engine.max_adapter_rank"
         )
-    merge = "can only be merged into the weights: set merge = true"
     if adapter.saved:
-        raise LoadError(f"{adapter.path}: {min(adapter.saved)} (modules_to_save) {merge}")
+        raise LoadError(f"{adapter.path}: {min(adapter.saved)} (modules_to_save) {_MERGE}")
     if adapter.has_magnitudes and not slots.magnitudes:
         raise LoadError(
             f"{adapter.path}: there is no room for magnitudes (DoRA); set engine.dora_adapters, or "
@@ -123,6 +144,12 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
         if module.experts and adapter.format == "peft":  # a parameter's own name
             matrices[name] = replace(matrices.pop(each), name=name)
     return by_name(Checkpoint(adapter.path, "safetensors", matrices, {}), tensors)
+
+
+def saved_tensors(adapter: LoraAdapter, tensors: TensorMap, name: str = "") -> dict[str, Tensor]:
+    """What stands in place of a model's tensors, or the one of a name, by all names of it."""
+    saved = {n: replace(t, name=n) for n, t in adapter.saved.items() if name in ("", n)}
+    return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), tensors)
 
 
 def _of_matrix(
@@ -167,7 +194,7 @@ def _of_experts(
                 if term.magnitude is not None:
                     raise LoadError(
                         f"{adapter.path}: {_module_of(file)} has magnitudes (DoRA), and is an "
-                        "expert's: it can only be merged into the weights: set merge = true"
+                        f"expert's: it {_MERGE}"
                     )
                 a[e, : len(term.a)], b[e, :, : len(term.a)] = term.a, term.b
             return {_module_of(file) for file in there.values()}, AdapterTerm(a, b)

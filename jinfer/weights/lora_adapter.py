@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,8 @@ from jinfer.checkpoint.open import open_pickle
 from jinfer.checkpoint.safetensors import open_safetensors
 from jinfer.checkpoint.strict_json import parse_object
 from jinfer.guard.safe_files import FileRefusedError, read_regular_file
+from jinfer.guard.sandboxed_process import SandboxError
+from jinfer.weights.peft_patterns import first_matches
 from jinfer.weights.target_parameters import has_inputs_first, name_parameters, read_targets
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_([AB])(?:\.[\w-]+)?\.weight")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.[\w-]+)?")
 _SAVED = re.compile(r"(.+?)(?:\.modules_to_save\.[\w-]+|\.base_layer)?\.(weight|bias)")
-_NAME = re.compile(r"[\w.]+")
 _OF_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 # Keys of adapter_config.json that change the computation, the values that change nothing, and what
 # to do about others.
@@ -194,17 +195,23 @@ def _open_peft(path: Path, checkpoint: Checkpoint) -> LoraAdapter:
             raise CheckpointError(checkpoint.path, f"{name} is no part of a LoRA adapter")
     modules = {}
     single, stacks = name_parameters(checkpoint.path, pairs, targets)
+    names = [*single, *stacks]
+    ranks = _by_pattern(path, config, "rank_pattern", names, config.get("r"))
+    alphas = _by_pattern(path, config, "alpha_pattern", names, config.get("lora_alpha"))
     for name, pair in single.items():
         a, b = _checked_pair(checkpoint.path, name, pair, ("lora_A", "lora_B"))
-        scale = _peft_scale(path, config, name, a.shape[0])
+        if (stated := ranks[name]) not in (None, a.shape[0]):
+            reason = f"{name} has rank {a.shape[0]}, but its configuration says {stated!r:.100}"
+            raise CheckpointError(path, f"{reason}: it belongs to other weights")
+        scale = _peft_scale(path, config, alphas[name], a.shape[0])
         modules[name] = LoraModule(a, b, scale, magnitudes.pop(name, None))
     for name, pair in stacks.items():
         a, b = _checked_pair(checkpoint.path, name, pair, ("lora_A", "lora_B"))
-        rank = _of_module(path, config, "rank_pattern", name, config.get("r"))
+        rank = ranks[name]
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 or a.shape[0] % rank:
             reason = f"{name} has {a.shape[0]} rows in lora_A, which is no number of experts of"
             raise CheckpointError(checkpoint.path, f"{reason} rank {rank!r:.100}")
-        scale = _peft_scale(path, config, name, rank)
+        scale = _peft_scale(path, config, alphas[name], rank)
         count, by_axes = a.shape[0] // rank, not has_inputs_first(config)
         modules[name] = LoraModule(a, b, scale, None, count, by_axes)
     if magnitudes:
@@ -232,13 +239,8 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(path, f"{key} = {value!r}: {advice}"[:300])
 
 
-def _peft_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
+def _peft_scale(path: Path, config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) of rsLoRA (arXiv 2312.03732)."""
-    stated = _of_module(path, config, "rank_pattern", module, config.get("r"))
-    if stated is not None and stated != rank:
-        reason = f"{module} has rank {rank}, but its configuration says {stated!r:.100}"
-        raise CheckpointError(path, f"{reason}: it belongs to other weights")
-    alpha = _of_module(path, config, "alpha_pattern", module, config.get("lora_alpha"))
     if (
         isinstance(alpha, bool)
         or not isinstance(alpha, int | float)
@@ -248,21 +250,21 @@ def _peft_scale(path: Path, config: Mapping[str, Any], module: str, rank: int) -
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _of_module(path: Path, config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
-    """A module's value of `rank_pattern` or `alpha_pattern`, whose keys are ends of names."""
+def _by_pattern(
+    path: Path, config: Mapping[str, Any], key: str, modules: Sequence[str], usual: Any
+) -> dict[str, Any]:
+    """Each module's value of `rank_pattern` or `alpha_pattern`."""
     patterns = config.get(key) or {}
     if not isinstance(patterns, Mapping):
         raise CheckpointError(path, f"{key} is {patterns!r}"[:200] + ", not a table of modules")
-    for pattern, value in patterns.items():
-        whole = pattern.startswith("^")
-        name = pattern.removeprefix("^").removesuffix("$").removeprefix(r".*\.")
-        name = name.replace("\\.", ".")
-        if not _NAME.fullmatch(name):
-            reason = f"{key} has {pattern!r}; only names of modules are read, no expressions"
-            raise CheckpointError(path, reason)
-        if module == name or (not whole and module.endswith(f".{name}")):
-            return value
-    return usual
+    try:
+        found = first_matches([*patterns], modules) if patterns else [None] * len(modules)
+    except SandboxError as error:
+        reason = f"{key} has patterns that cannot be matched with modules: {error}"
+        raise CheckpointError(path, reason) from None
+    values = [*patterns.values()]
+    numbers = zip(modules, found, strict=True)
+    return {module: usual if n is None else values[n] for module, n in numbers}
 
 
 def _open_gguf(path: Path) -> LoraAdapter:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from jinfer.checkpoint import Checkpoint, Tensor
 from jinfer.checkpoint.native_checkpoint import NativeCheckpoint
-from jinfer.modelspec.tensor_names import TensorMap
+from jinfer.modelspec.blocks import HeadSpec
+from jinfer.modelspec.model_spec import ModelSpec
+from jinfer.modelspec.tensor_names import TensorMap, TensorSource
 from jinfer.nn.abstract_model import AbstractModel
-from jinfer.weights.adapter_terms import check_names, named_modules, read_magnitude, read_pair
+from jinfer.weights.adapter_terms import (
+    check_names,
+    named_modules,
+    read_magnitude,
+    read_pair,
+    saved_tensors,
+)
 from jinfer.weights.expert_terms import merged_stacks
 from jinfer.weights.finite_sum import finite_sum, with_lengths
 from jinfer.weights.lora_adapter import LoraAdapter, LoraModule
@@ -26,10 +33,10 @@ def merged(
     """The checkpoint with an adapter merged into its weights as they are read.
 
     W + scale B A of LoRA; DoRA's is that with rows of the magnitudes' lengths (arXiv 2402.09353).
-    `modules_to_save` of the embedding and of the head stand in place of the model's.
+    `modules_to_save` stand in place of the model's.
 
     Args:
-        model: whose parameters say which tensors are transposed, and which are tables and heads.
+        model: whose parameters say which tensors are transposed.
 
     Raises:
         LoadError: the adapter has a module or a shape that the checkpoint does not have.
@@ -38,14 +45,11 @@ def merged(
         raise LoadError(f"{checkpoint.path}: is quantized already; merge into what it was made of")
     check_names(adapter, checkpoint.format)
     files = by_name(checkpoint, tensors)
-    transposed, tables = set[str](), set[str]()
-    for name, role in zip(model.names, model.roles, strict=True):
+    transposed = set[str]()
+    for name in model.names:
         place = tensors.source_of(name)
         for choice in () if place is None else place.candidates():
             transposed |= set(choice.names) if choice.transpose else set()
-            tables |= set(choice.names) if role in ("table", "head") else set()
-    if "logits.weight" not in model.names and (place := tensors.source_of("logits.weight")):
-        tables |= {name for choice in place.candidates() for name in choice.names}
     changed = dict[str, Tensor]()
     matrices = named_modules(adapter, tensors)
     stacks, used = merged_stacks(adapter, model, tensors, matrices, files)
@@ -68,12 +72,9 @@ def merged(
         read = partial(_merged_values, adapter, name, module, tensor.read, turn)
         changed[tensor.name] = _computed(tensor, read)
     for name, tensor in adapter.saved.items():
-        known = [n for n in by_name(_only(adapter.path, name, tensor), tensors) if n in files]
-        if tables.isdisjoint(known):
-            raise LoadError(
-                f"{adapter.path}: {name} (modules_to_save) is neither the embedding nor the head; "
-                "only these are read"
-            )
+        known = [n for n in saved_tensors(adapter, tensors, name) if n in files]
+        if not known:
+            raise LoadError(f"{adapter.path}: {name} is no tensor of {checkpoint.path}")
         own = files[known[0]]
         if tensor.shape != own.shape:
             raise LoadError(
@@ -85,15 +86,36 @@ def merged(
     return replace(checkpoint, tensors={**checkpoint.tensors, **changed}, merged=digests)
 
 
+def with_own_head(
+    spec: ModelSpec, checkpoint: Checkpoint, adapter: LoraAdapter
+) -> tuple[ModelSpec, Checkpoint]:
+    """A model whose head is tied, with one of its own if an adapter that is merged changes it.
+
+    PEFT changes the head alone, though it was the embedding.
+    """
+    heads = {n: b for n, b in spec.shared if isinstance(b, HeadSpec) and b.tied}
+    changed = {*named_modules(adapter, spec.tensors), *saved_tensors(adapter, spec.tensors)}
+    files, table = by_name(checkpoint, spec.tensors), spec.tensors.source_of("embed.weight")
+    embeds = [files[n] for n in _names(table) if n in files]
+    for head, block in heads.items():
+        own = [n for n in _names(spec.tensors.source_of(f"{head}.weight")) if n in changed]
+        if own and embeds:
+            untied = {**dict(spec.shared), head: replace(block, tied=False)}
+            spec = replace(spec, shared=tuple(untied.items()))
+            tensors = {**checkpoint.tensors, own[0]: replace(embeds[0], name=own[0])}
+            checkpoint = replace(checkpoint, tensors=tensors)
+    return spec, checkpoint
+
+
+def _names(place: TensorSource | None) -> list[str]:
+    return [] if place is None else [n for choice in place.candidates() for n in choice.names]
+
+
 def _as_plain(tensor: Tensor) -> Tensor:
     """A matrix whose plain ones have inputs first, as they are: codes have outputs first."""
     if tensor.codes is None:
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], read=lambda: tensor.read().T, codes=None)
-
-
-def _only(path: Path, name: str, tensor: Tensor) -> Checkpoint:
-    return Checkpoint(path, "safetensors", {name: replace(tensor, name=name)}, {})
 
 
 def _computed(tensor: Tensor, read: Callable[[], np.ndarray]) -> Tensor:

@@ -229,7 +229,7 @@ def by_name(checkpoint: Checkpoint, tensors: TensorMap) -> dict[str, Tensor]:
     """The file's tensors by their names, also without a prefix and with the usual suffix."""
     files = dict(checkpoint.tensors)
     for prefix, usual in tensors.prefixes:
-        for name, tensor in checkpoint.tensors.items():
+        for name, tensor in list(files.items()):  # a prefix may stand behind another
             if name.startswith(prefix) and (prefix or not name.startswith(usual)):
                 files.setdefault(usual + name.removeprefix(prefix), tensor)
     for suffix, usual in tensors.suffixes:

@@ -135,11 +135,12 @@ def test_every_mxfp4_value_with_every_exponent(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.signbit(values[:1]), signs)  # also of zeros
 
 
+@pytest.mark.parametrize("kind", [np.uint8, ml_dtypes.float8_e8m0fnu])
 @pytest.mark.parametrize("outer", [(), (5,), (3, 4)])
-def test_mxfp4_blocks(tmp_path: Path, outer: tuple[int, ...]) -> None:
+def test_mxfp4_blocks(tmp_path: Path, outer: tuple[int, ...], kind: Any) -> None:
     """Blocks lie along the last axis, one after the other."""
     blocks, scales = bytes_of(*outer, 3, 16), bytes_of(*outer, 3, seed=1) // 8 + 110
-    got = decoded(tmp_path, {"x_blocks": blocks, "x_scales": scales})["x_blocks"]
+    got = decoded(tmp_path, {"x_blocks": blocks, "x_scales": scales.view(kind)})["x_blocks"]
     assert got.shape == (*outer, 96)
     for *index, column in np.ndindex(*got.shape):
         byte = int(blocks[(*index, column // 32, column % 32 // 2)])

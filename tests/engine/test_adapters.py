@@ -1,6 +1,7 @@
 """LoRA adapters beside a model: several in a batch, loaded and unloaded while it runs."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
 from jinfer.api.user_errors import USER_ERRORS
@@ -163,6 +165,14 @@ def test_drafts_are_verified_with_it(adapters: dict[str, Path], llm: LLM) -> Non
         {"use_rslora": True},
         {"dora": True},
         {"alpha_pattern": {"q_proj": 3}, "targets": ("q_proj",)},
+        {
+            "alpha_pattern": {r"x\.q_proj": 5, r"layers\.\d+\..*(q|k)_proj": 3},
+            "targets": ("q_proj",),
+        },
+        {
+            "alpha_pattern": {r"^model\.layers\.[0-9]\.self_attn\.q_proj$": 3},
+            "targets": ("q_proj",),
+        },
     ],
     ids=lambda config: next(iter(config)),
 )
@@ -190,8 +200,52 @@ def test_head_and_embedding_are_replaced(tmp_path: Path) -> None:
     assert "lm_head.weight (modules_to_save) can only be merged" in str(caught.value)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_head_of_a_tied_model_is_changed_alone(tmp_path: Path, saved: bool) -> None:
+    """What slots refuse with "set merge = true" is merged: the embedding stays."""
+    base, rng = tmp_path / "tied", np.random.default_rng(5)
+    shutil.copytree(GOLDEN, base)
+    said = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(said))
+    tensors = load_file(GOLDEN / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, base / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"].astype(np.float32)
+    a, b = rng.normal(0, 0.1, (4, 64)), rng.normal(0, 0.1, (320, 4))
+    pair = {f"base_model.model.lm_head.lora_{n}.weight": each for n, each in (("A", a), ("B", b))}
+    pair = {"base_model.model.lm_head.weight": table + 2 * b @ a} if saved else pair
+    adapter = write_adapter(tmp_path / "a", 4, 1, base=base, targets=(), tensors=pair)
+    room: dict[str, Any] = {"engine.max_adapters": 1}
+    with LLM(base, dtype="float32", **room) as llm:
+        hidden = llm.hidden([PROMPTS[0]])[0]
+        with pytest.raises(USER_ERRORS, match=r"lm_head.*can only be merged.*set merge = true"):
+            llm.load_adapter("a", adapter)
+    merged = {"a": {"source": str(adapter), "merge": True}}
+    with LLM(base, dtype="float32", adapters=merged) as llm:
+        np.testing.assert_array_equal(llm.hidden([PROMPTS[0]])[0], hidden)
+        found = llm.logits([PROMPTS[0]])[0]
+    np.testing.assert_allclose(found, hidden @ (table + 2 * b @ a).T, atol=1e-4)
+
+
+def test_saved_norms_and_matrices_are_merged(tmp_path: Path) -> None:
+    tensors = load_file(GOLDEN / "model.safetensors")
+    names = ("model.layers.1.input_layernorm.weight", "model.layers.0.mlp.down_proj.weight")
+    own = {name: (tensors[name] * 1.5).astype(np.float32) for name in names}
+    saved = {f"base_model.model.{name}": each for name, each in own.items()}
+    adapter = write_adapter(tmp_path / "a", 4, 1, targets=(), tensors=saved)
+    with opened(adapters={"a": {"source": str(adapter), "merge": True}}) as llm:
+        found = llm.logits([PROMPTS[0]])[0]
+    shutil.copytree(GOLDEN, tmp_path / "by_hand")
+    save_file(tensors | own, tmp_path / "by_hand" / "model.safetensors")
+    with LLM(tmp_path / "by_hand", dtype="float32") as by_hand:
+        np.testing.assert_array_equal(found, by_hand.logits([PROMPTS[0]])[0])
+
+
 PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-ZEROS = {rows: np.zeros(rows) for rows in ((4, 64), (4, 60), (64, 4), (64, 3), (60, 4))}
+ZEROS: dict[tuple[int, ...], np.ndarray] = {
+    shape: np.zeros(shape)
+    for shape in ((4, 64), (4, 60), (64, 4), (64, 3), (60, 4), (320, 4), (64,))
+}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +259,13 @@ ZEROS = {rows: np.zeros(rows) for rows in ((4, 64), (4, 60), (64, 4), (64, 3), (
         ({"lora_alpha": "x"}, {}, "lora_alpha is 'x', which is no factor"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),
         ({"alpha_pattern": [3]}, {}, "alpha_pattern is [3], not a table of modules"),
-        ({"rank_pattern": {"q.*": 2}}, {}, "rank_pattern has 'q.*'; only names of modules"),
+        ({"rank_pattern": {"q.*": 2}}, {}, "q_proj has rank 4, but its configuration says 2"),
+        ({"rank_pattern": {"(q": 2}}, {}, "rank_pattern has patterns that cannot be matched with"),
+        (
+            {"alpha_pattern": {"((\\w|.)+)+;": 2}},
+            {},
+            "cannot be matched with modules: takes too long",
+        ),
         ({"dora": True}, {}, "no room for magnitudes (DoRA); set engine.dora_adapters"),
         ({}, {f"{PAIR}A.weight": (4, 60)}, "q_proj is for a matrix [64, 60], and decoder.0.attn.q"),
         ({}, {f"{PAIR}B.weight": (60, 4)}, "q_proj is for a matrix [60, 64], and decoder.0.attn.q"),
@@ -217,8 +277,17 @@ ZEROS = {rows: np.zeros(rows) for rows in ((4, 64), (4, 60), (64, 4), (64, 3), (
                 "base_model.model.visual.proj.lora_A.weight": (4, 64),
                 "base_model.model.visual.proj.lora_B.weight": (64, 4),
             },
-            "visual.proj is no projection of a layer that takes an adapter",
+            "visual.proj is no matrix of this model: the adapter belongs to another one",
         ),
+        (
+            {},
+            {
+                "base_model.model.lm_head.lora_A.weight": (4, 64),
+                "base_model.model.lm_head.lora_B.weight": (320, 4),
+            },
+            "lm_head can only be merged into the weights: set merge = true",
+        ),
+        ({}, {"base_model.model.visual.norm.weight": (64,)}, "visual.norm is no matrix of this"),
     ],
 )
 def test_errors(

@@ -1,6 +1,8 @@
 """Language models inside of models that also see images: their keys and tensors are nested.
 
-What they are in themselves is tested elsewhere; here the same checkpoint is served both ways.
+Some checkpoints are the same model served both ways. `multimodal_logits.npz` has, for each class of
+transformers 5.24, its config.json, the shapes of its tensors, of each module that is left out only
+one, and logits that the class gave for text alone, for weights drawn by name.
 """
 
 import json
@@ -14,8 +16,10 @@ from safetensors.numpy import save_file
 from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.spec_errors import SpecError
-from jinfer.opening.config_json import language_model
+from jinfer.modelspec.spec_files import families, format_table, read_toml
+from jinfer.opening.multimodal import language_model
 from jinfer.weights.tensor_mapping import LoadError
+from tests.families.test_transformers_logits import TEXT, drawn
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors
@@ -52,6 +56,110 @@ def nested(config: dict[str, Any], architecture: str, **outside: Any) -> dict[st
         "vision_config": {"hidden_size": 4, "num_hidden_layers": 1},
         **outside,
     }
+
+
+LOGITS = Path(__file__).with_name("multimodal_logits.npz")
+ENCODER_DECODERS = {"florence2", "blip2_t5"}
+WITHOUT_SCALE = {"aya_vision", "cohere2_vision"}  # transformers leaves `logit_scale` out there
+
+
+def stored(kind: str, folder: Path) -> np.ndarray:
+    """Writes a checkpoint, and gives the logits of every fourth token, or every second."""
+    with np.load(LOGITS) as arrays:
+        made, logits = json.loads(str(arrays[f"{kind}.made"])), arrays[f"{kind}.logits"]
+    (folder / "config.json").write_text(json.dumps(made["config"]))
+    tensors = {name: drawn(name, tuple(shape)) for name, shape in made["shapes"].items()}
+    save_file(tensors, folder / "model.safetensors")
+    scale = made["config"]["text_config"]["logit_scale"] if kind in WITHOUT_SCALE else 1
+    return logits * scale
+
+
+KINDS = sorted(name.removesuffix(".made") for name in np.load(LOGITS) if name.endswith(".made"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = stored(kind, tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
+    if kind in ENCODER_DECODERS:
+        got = llm.logits([[2, 7, 11, 20]], encoder_ids=[TEXT])[0][::2]
+    else:
+        got = llm.logits([TEXT])[0][1::4]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{tmp_path}: reads text alone: images and sounds are left out"]
+
+
+def test_every_row_leads_to_a_family() -> None:
+    table = format_table("multimodal")
+    known = {each["match"]["architectures"][0] for each in map(read_toml, families().values())
+             if "architectures" in each.get("match", {})}  # fmt: skip
+    assert set(table["text"].values()) <= known
+    for name, row in table["architectures"].items():
+        assert row["without"]
+        assert row.keys() <= {"text", "config", "keys", "without"}
+        if "text" in row:
+            config = {"architectures": [name], "text_config": {}}
+            assert language_model(config)["architectures"][0] in known
+
+
+@pytest.mark.parametrize(("outside", "inside"), [(True, False), (None, True), (True, None)])
+def test_embeddings_are_tied_if_either_table_says_so(
+    tmp_path: Path, outside: bool | None, inside: bool | None
+) -> None:
+    """Transformers 5 writes true outside and false inside for a tied Mistral 3, and ties."""
+    wanted = stored("mistral3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for table, value in ((config, outside), (config["text_config"], inside)):
+        table.pop("tie_word_embeddings", None)
+        table |= {} if value is None else {"tie_word_embeddings": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    got = LLM(tmp_path, dtype="float32").logits([TEXT])[0][1::4]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", [{"type": "mrope"}, {"type": "default"}, {}])
+def test_a_qwen2_vl_of_transformers_4(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    """Its keys stand at the top, and its tensors are those of the text model."""
+    wanted = stored("qwen2_vl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    flat = config | config.pop("text_config") | {"model_type": "qwen2_vl", "rope_theta": 10000.0}
+    del flat["rope_parameters"]
+    flat["rope_scaling"] = scaling and scaling | {"mrope_section": [2, 1, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    got = LLM(tmp_path, dtype="float32").logits([TEXT])[0][1::4]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_an_internvl_with_code_of_its_own(tmp_path: Path) -> None:
+    wanted = stored("internvl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["llm_config"] = config.pop("text_config")
+    config |= {"architectures": ["InternVLChatModel"], "auto_map": {"AutoModel": "m.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    held = {n: t.read() for n, t in open_checkpoint(tmp_path).tensors.items()}
+    others = {"vision_model.embeddings.class_embedding": np.ones(2), "mlp1.0.weight": np.ones(2)}
+    text = {n: values for n, values in held.items() if n.startswith("language_model.")}
+    save_file(text | others, tmp_path / "model.safetensors")
+    got = LLM(tmp_path, dtype="float32").logits([TEXT])[0][1::4]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_sizes_that_llava_leaves_out() -> None:
+    """The published LLaVA 1.5 says no more of its Vicuna than this."""
+    inside = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
+    config: dict[str, Any] = {"architectures": ["LlavaForConditionalGeneration"]}
+    config |= {"text_config": inside, "vision_config": {"hidden_size": 1024}}
+    found = language_model(config)
+    assert found["architectures"] == ["LlamaForCausalLM"]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    assert [found[name] for name in sizes] == [4096, 11008, 32, 32]
+    assert (found["max_position_embeddings"], found["vocab_size"]) == (4096, 32064)
+    mistral = {"model_type": "mistral", "sliding_window": None}
+    config = {"architectures": ["LlavaNextForConditionalGeneration"], "text_config": mistral}
+    assert language_model(config).get("sliding_window") is None, "null is no key left out"
 
 
 def served(folder: Path, config: dict[str, Any], tensors: Arrays) -> LLM:
@@ -139,7 +247,7 @@ def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:
         served(tmp_path, config, OTHERS)
     assert language_model(config)["hidden_size"] == 2560
     assert language_model(config)["eos_token_id"] == [1, 106]
-    assert language_model(config)["architectures"] == ["Gemma3ForConditionalGeneration"]
+    assert language_model(config)["architectures"] == ["Gemma3ForCausalLM"]
     assert language_model({"text_config": None, "a": 1})["a"] == 1
 
 

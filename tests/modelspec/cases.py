@@ -117,7 +117,6 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "exaone": LLAMA | {"num_layers": 4, "activation_function": "silu"},
     "gemma_embedding": LLAMA | {"use_bidirectional_attention": True, "sliding_window": 16},
     "gemma3": LLAMA | {"head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2},
-    "gemma3_multimodal": LLAMA | {"head_dim": 16, "sliding_window": 16},
     "glm": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4": LLAMA | {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 16},
     "glm4_moe": LLAMA | MOE | {
@@ -136,7 +135,6 @@ MADE_UP: dict[str, dict[str, Any]] = {
     "marian": BART | {"activation_function": "swish"},
     "mbart": BART,
     "mimo": LLAMA,
-    "mistral3": LLAMA,
     "modernbert": BERT | {"local_attention": 16},
     "mpt": {
         "vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "no_bias": True,

@@ -172,10 +172,10 @@ def test_no_family_is_found(config: dict[str, Any], architectures: list[str], re
     assert one_line(caught.value, "folder").startswith(reason)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("mistral", "mistral3"), ("ministral3",) * 2])
-def test_a_condition_chooses_the_family(kind: str, family: str) -> None:
-    config = {"text_config": {"model_type": kind}}
-    found = find_family(facts(config), ["Mistral3ForConditionalGeneration"], Path("folder"))
+@pytest.mark.parametrize(("both_ways", "family"), [(False, "gemma3"), (True, "gemma_embedding")])
+def test_a_condition_chooses_the_family(both_ways: bool, family: str) -> None:
+    config = {"use_bidirectional_attention": both_ways}
+    found = find_family(facts(config), ["Gemma3TextModel"], Path("folder"))
     assert found.stem == family
 
 

@@ -247,4 +247,5 @@ def test_every_model_type_has_a_family() -> None:
         for path in families().values()
         for name in read_toml(path).get("match", {}).get("architectures", [])
     }
+    served |= format_table("multimodal")["architectures"].keys()
     assert set(format_table("architectures").values()) <= served

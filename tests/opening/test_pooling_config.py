@@ -62,14 +62,22 @@ def dense(folder: Path, outputs: int, inputs: int, function: str, bias: bool) ->
     return tensors
 
 
-def test_dense_layers_follow_the_pooling(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        ("Tanh", np.tanh),
+        ("ReLU", lambda x: np.maximum(x, 0)),
+        ("Sigmoid", lambda x: 1 / (1 + np.exp(-x))),
+    ],
+)
+def test_dense_layers_follow_the_pooling(tmp_path: Path, kind: str, function: Any) -> None:
     folder = model(tmp_path, "Pooling", "Dense", "Dense", "Normalize")
     pooling(folder, "cls_token")
-    first = dense(folder / "2_Dense", 64, 48, "torch.nn.modules.activation.Tanh", True)
+    first = dense(folder / "2_Dense", 64, 48, f"torch.nn.modules.activation.{kind}", True)
     second = dense(folder / "3_Dense", 20, 64, "torch.nn.modules.linear.Identity", False)
     llm = LLM(folder, dtype="float32")
     x = np.stack([hidden[0] for hidden in llm.hidden(TEXTS)])
-    x = np.tanh(x @ first["linear.weight"].T + first["linear.bias"]) @ second["linear.weight"].T
+    x = function(x @ first["linear.weight"].T + first["linear.bias"]) @ second["linear.weight"].T
     np.testing.assert_allclose(llm.embed(TEXTS, normalize=False), x, rtol=0, atol=1e-5)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     np.testing.assert_allclose(llm.embed(TEXTS), x, rtol=0, atol=1e-5)
@@ -98,7 +106,12 @@ def test_texts_are_cut_to_the_length_it_was_trained_on(tmp_path: Path) -> None:
     [
         ("soft_tokens", "Dense", "Identity", "the pooling 'pooling_mode_soft_tokens' is not known"),
         ("cls_token", "CNN", "Identity", "a module of kind 'CNN' is not known"),
-        ("cls_token", "Dense", "torch.nn.ELU", "the activation_function torch.nn.ELU is not known"),
+        (
+            "cls_token",
+            "Dense",
+            "torch.nn.GLU",
+            "activation_function torch.nn.GLU is not known; did",
+        ),
     ],
 )
 def test_what_is_not_known(tmp_path: Path, mode: str, kind: str, function: str, error: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from jinfer.modelspec.spec_files import specs_folder
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_name import full_source
-from jinfer.opening.sources import SourceError
+from jinfer.opening.sources import SourceError, locate
 
 DEMO = "smollm2_135m_instruct"
 
@@ -49,6 +49,9 @@ def test_what_exists_comes_first(tmp_path: Path) -> None:
         ("SmolLM2-135M-Instruct", f"did you mean '{DEMO}'"),
         ("smollm2_135m_instrukt", f"did you mean '{DEMO}'"),
         ("smollm2_135m_instruct.toml", f"did you mean '{DEMO}'"),
+        ("smolm2_135m", f"did you mean '{DEMO}'"),
+        ("smollm2-1.7", "did you mean 'smollm2_1.7b_instruct'"),
+        ("llama3.1_8b", "did you mean 'llama3.1_8b_instruct'"),
         ("qwen3-0.6b", "did you mean 'qwen3_0.6b'"),
         ("nosuch", "'jinfer list' shows models by name"),
     ],
@@ -74,3 +77,15 @@ def test_what_comes_from_a_hub_by_its_name_is_not_trusted(
     monkeypatch.chdir(tmp_path)
     assert open_files("someone/something", {}).trust is False
     assert open_files(golden, {}).trust is None
+
+
+def test_a_near_miss_of_what_is_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_finetune").mkdir()
+    (tmp_path / "my_finetune" / "model-q4.gguf").touch()
+    with pytest.raises(SourceError, match="did you mean 'my_finetune'"):
+        full_source("my_finetun", tmp_path)
+    for source in ("my_finetune/model_q4.gguf", "./my_finetune/modelq4.gguf"):
+        with pytest.raises(
+            SourceError, match=r"no such file or folder; did you mean .*model-q4\.gguf'"
+        ):
+            locate(source, tmp_path)

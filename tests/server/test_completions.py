@@ -171,6 +171,12 @@ def test_ids_of_an_answer(smol: Running) -> None:
     assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
 
 
+def test_several_greedy_answers_are_equal(smol: Running) -> None:
+    choices = asked(smol, prompt=TEXT, temperature=0, n=2, max_tokens=4)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert choices[0]["text"] == choices[1]["text"] != ""
+
+
 def test_the_best_of_several(smol: Running) -> None:
     answer = asked(smol, prompt=TEXT, temperature=1.5, seed=3, best_of=4, n=2, max_tokens=4)
     assert len(answer["choices"]) == 2

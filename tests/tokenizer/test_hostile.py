@@ -96,6 +96,31 @@ def test_refused_soon(tmp_path: Path, changes: dict[str, Any], words: str) -> No
     assert time.monotonic() - begun < 30  # a third of it where the machine has nothing else to do
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"normalizer": {"type": "Upper"}}, "normalizer: the kind 'Upper' is not known"),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digit"}]}},
+            "pre_tokenizer: the kind 'Digit' is not known",
+        ),
+        ({"post_processor": {"type": "Frame"}}, "post_processor: the kind 'Frame' is not known"),
+        ({"decoder": {"type": "BPE"}}, "decoder: the kind 'BPE' is not known"),
+        ({"decoder": {"kind": "Fuse"}}, "decoder: the kind None is not known"),
+        (model(type="SentencePiece"), "model: the kind 'SentencePiece' is not known"),
+        ({"normalizer": {"type": "Replace"}}, "normalizer: Replace: missing field `pattern`"),
+        ({"pre_tokenizer": {"type": "Split"}}, "pre_tokenizer: Split: missing field `pattern`"),
+    ],
+)
+def test_what_the_library_does_not_know_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TokenizerError) as error:
+        used(folder(tmp_path, changes))
+    assert str(error.value).startswith(f"{tmp_path / 'tokenizer.json'}: {words}")
+    assert "\n" not in str(error.value)
+
+
 def test_a_panic_is_a_tokenizer_error(tmp_path: Path) -> None:
     """pyo3's PanicException is no Exception."""
     with pytest.raises(TokenizerError, match="retry-limit-in-match over"):

@@ -26,24 +26,23 @@ from jinfer.checkpoint.scaled_values import ScaledValues
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
 E2M1 = _MAGNITUDES + tuple(-value for value in _MAGNITUDES)
 _MX, _NV = 32, 16  # numbers that share a scale
+_POWERS = ("U8", "F8_E8M0")  # types of a byte that is an exponent of 2
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"  # of gpt-oss
 
 
 def join_blocks(table: TensorTable) -> None:
-    """MXFP4 of gpt-oss: `X_blocks` U8 [*stack, k / 32, 16] and `X_scales` U8 [*stack, k / 32].
+    """MXFP4 of gpt-oss: `X_blocks` U8 [*stack, k / 32, 16] and `X_scales` [*stack, k / 32].
 
     Raises:
         CheckpointError: a tensor has no partner, or the two do not fit.
     """
     for name, tensor in list(table.tensors.items()):
-        if tensor.type != "U8":
-            continue
-        if name.endswith(_EXPONENTS):
+        if name.endswith(_EXPONENTS) and tensor.type in _POWERS:
             weight = name.removesuffix(_EXPONENTS) + _BLOCKS
             if weight not in table.tensors:
                 reason = f"there is no {weight[:200]!r} with its weights: is a file missing?"
                 raise table.fail(name, reason)
-        elif name.endswith(_BLOCKS):
+        elif name.endswith(_BLOCKS) and tensor.type == "U8":
             _join_blocks(table, name, tensor)
 
 
@@ -53,8 +52,9 @@ def _join_blocks(table: TensorTable, name: str, blocks: Tensor) -> None:
     if scales is None:
         reason = f"there is no {wanted[:200]!r} with its scales: is a file missing?"
         raise table.fail(name, reason)
-    if scales.type != "U8":
-        raise table.fail(name, f"its scales {scales.name[:200]!r} are {scales.type}, not U8")
+    if scales.type not in _POWERS:
+        kinds = " or ".join(_POWERS)
+        raise table.fail(name, f"its scales {scales.name[:200]!r} are {scales.type}, not {kinds}")
     size = _MX // 2
     if len(blocks.shape) < 2 or blocks.shape[-1] != size or scales.shape != blocks.shape[:-1]:
         raise table.fail(
@@ -112,7 +112,7 @@ def join_mxfp8(module: ModuleTensors) -> None:
     inputs = 4 * words
     if not rows or inputs % _MX:
         raise module.fail("weight", f"is {list(weight.shape)}, which are no whole blocks of {_MX}")
-    scales = module.need("scales", ("U8", "F8_E8M0"), (*rows, inputs // _MX))
+    scales = module.need("scales", _POWERS, (*rows, inputs // _MX))
 
     def numbers() -> np.ndarray:
         return np.ascontiguousarray(weight.read()).view(ml_dtypes.float8_e4m3fn)
@@ -129,7 +129,7 @@ def join_mxfp8(module: ModuleTensors) -> None:
 def join_mxfp4(module: ModuleTensors, weight_leaf: str) -> None:
     """`weight_leaf` U8 [*stack, o, k / 2], `weight_scale` U8 [*stack, o, k / 32]."""
     weight, shape = _halves(module, weight_leaf, _MX)
-    scales = module.need("weight_scale", ("U8", "F8_E8M0"), (*shape[:-1], shape[-1] // _MX))
+    scales = module.need("weight_scale", _POWERS, (*shape[:-1], shape[-1] // _MX))
     module.join("MXFP4", (weight, scales), _codes(shape, _MX, weight.read, partial(powers, scales)))
 
 

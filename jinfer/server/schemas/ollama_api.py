@@ -93,7 +93,7 @@ class _Generates(base.RequestModel):
     stream: bool | None = Field(None, description="true if not given")
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = Field(
-        None, description="json, or a JSON schema"
+        None, description="json, or a JSON schema; an empty one is json"
     )
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: KeepAlive = None
