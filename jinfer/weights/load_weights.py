@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+import numpy as np
+
+from jinfer.checkpoint import Tensor
 from jinfer.checkpoint.dtypes import DTYPES
+from jinfer.checkpoint.layouts.scaled_layout import FP8
 from jinfer.progress import line
 from jinfer.quant.grouped_blocks import described
 from jinfer.quant.scaled_tensor import ScaledTensor
@@ -44,8 +48,17 @@ def load(
     return read(plan, put, wanted, progress=progress)
 
 
+def _largest(file: Tensor) -> float:
+    """The largest magnitude in a tensor of floats of 8 bits, which is not NaN."""
+    found = np.unique(file.raw()).view(DTYPES[file.type]).astype(np.float32)
+    return float(np.nanmax(np.abs(found), initial=0.0))
+
+
 def tell_losses(plan: WeightPlan) -> None:
-    """Says on standard error which weights of a quantized checkpoint are rounded, or decoded."""
+    """Says on standard error which weights of a quantized checkpoint are rounded, or decoded.
+
+    Also which are cast from FP8 without scales: that may be meant, or scales may be lost.
+    """
     losses = defaultdict[tuple[str, str], list[float]](list)
     for name, storage in plan.storages.items():
         origin = plan.origins[name]
@@ -58,6 +71,15 @@ def tell_losses(plan: WeightPlan) -> None:
         kept = name in plan.storages or isinstance(parameter, ScaledTensor)
         if stored and stored.sources and stored.type not in DTYPES and not kept:
             decoded[f"{stored.type} are decoded to {parameter.dtype}"] += 1
+    origins = [each for each in plan.origins.values() if isinstance(each, Origin)]
+    bare = {file.name: file for each in origins for file in each.files if file.type in FP8}
+    if bare:
+        first = next(iter(bare.values()))
+        line(
+            f"jinfer: {plan.checkpoint.path}: {len(bare)} tensors in {first.type} have no scales and "
+            f"are taken as they are: {first.name}, whose largest number is {_largest(first):g}; if "
+            "scales belong to them, answers are wrong: look for a file that is missing"
+        )
     for what, count in decoded.items():
         line(f'jinfer: {count} matrices in {what} (quantization.weights = "q8" takes less memory)')
     for (kind, format), lost in losses.items():
