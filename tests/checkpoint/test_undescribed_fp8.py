@@ -100,7 +100,7 @@ def test_scales_by_other_names_are_refused(tmp_path: Path) -> None:
 
 def test_a_matrix_without_scales_among_others_is_refused(tmp_path: Path) -> None:
     arrays = with_scales("weight_scale", scales_of(1)) | {"b.weight": CODES.view(E4M3)}
-    with pytest.raises(CheckpointError, match="'b.weight': there is no 'b.weight_scale_inv'"):
+    with pytest.raises(CheckpointError, match=r"'b\.weight': there is no 'b\.weight_scale_inv'"):
         decode_quantized(stored(tmp_path, arrays), None)
 
 
