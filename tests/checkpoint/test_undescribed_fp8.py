@@ -106,6 +106,6 @@ def test_a_matrix_without_scales_among_others_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", [E4M3, ml_dtypes.float8_e5m2])
 def test_without_any_scales_numbers_are_taken_as_they_are(tmp_path: Path, kind: type) -> None:
-    numbers = np.random.default_rng(3).normal(0, 1, (4, 5)).astype(kind)
+    numbers: np.ndarray = np.random.default_rng(3).normal(0, 1, (4, 5)).astype(kind)
     got = decoded(tmp_path, {"a.weight": numbers, "norm.scale": np.ones(3, np.float32)})
     np.testing.assert_array_equal(got["a.weight"].astype(np.float32), numbers.astype(np.float32))

@@ -15,6 +15,7 @@ from jinfer import LLM, AsyncLLM, NotFiniteError, SamplingParams
 from jinfer.generate import main
 from tests.engine.tiny import GOLDEN
 
+SLOTS: dict[str, Any] = {"engine.slots": 4}
 BAD = 7  # a token whose embedding has a NaN
 GOOD = [[3, 9, 40], [5, 6, 80, 81, 100], [11]]
 WRONG = [3, 9, BAD, 12]
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, dtype="float32", **{"engine.slots": 4}) as llm:
+    with LLM(folder, dtype="float32", **SLOTS) as llm:
         yield llm
 
 
@@ -77,7 +78,7 @@ def test_generate_stream_and_score_fail(llm: LLM, sampling: SamplingParams) -> N
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_others_in_the_batch_keep_their_bits(folder: Path, sampling: SamplingParams) -> None:
     async def together() -> list[Any]:
-        async with AsyncLLM(folder, dtype="float32", **{"engine.slots": 4}) as llm:
+        async with AsyncLLM(folder, dtype="float32", **SLOTS) as llm:
             prompts = [GOOD[0], WRONG, GOOD[1], WRONG, GOOD[2], GOOD[1]]
             tasks = [llm.generate([prompt], sampling) for prompt in prompts]
             return await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,7 +86,7 @@ def test_others_in_the_batch_keep_their_bits(folder: Path, sampling: SamplingPar
     first, bad, second, other, third, again = asyncio.run(together())
     assert isinstance(bad, NotFiniteError)
     assert isinstance(other, NotFiniteError)
-    with LLM(folder, dtype="float32", **{"engine.slots": 4}) as llm:
+    with LLM(folder, dtype="float32", **SLOTS) as llm:
         for (one,), prompt in (
             (first, GOOD[0]),
             (second, GOOD[1]),
@@ -121,6 +122,13 @@ def test_searches_fail(llm: LLM, extra: dict[str, Any]) -> None:
     assert len(llm.generate([GOOD[0]], sampling)[0].token_ids) == 4
 
 
+def test_processors_do_not_hide_the_model(llm: LLM) -> None:
+    with pytest.raises(NotFiniteError):
+        llm.generate(
+            [WRONG], GREEDY, logits_processors=[lambda logits, tokens, lengths: logits + 1]
+        )
+
+
 def test_infinity_in_logits_fails(tmp_path: Path) -> None:
     model = LLM(broken(tmp_path / "model", np.inf), dtype="float32")
     with model as llm, pytest.raises(NotFiniteError):
@@ -137,7 +145,7 @@ def test_embeddings_fail(folder: Path) -> None:
 def test_with_drafts(folder: Path) -> None:
     """A verified tree in whose rows NaN comes ends the request after the tokens before."""
     sampling = SamplingParams(max_tokens=24, ignore_eos=True)
-    drafts = {"speculation.draft": "ngram", "speculation.nodes": 8}
+    drafts: dict[str, Any] = {"speculation.draft": "ngram", "speculation.nodes": 8}
     with LLM(folder, dtype="float32", **drafts) as llm:
         with pytest.raises(NotFiniteError):
             llm.generate([[3, 9, 12] * 6 + [BAD]], sampling)

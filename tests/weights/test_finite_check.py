@@ -103,8 +103,8 @@ def test_several_tensors_are_one_line(
 @pytest.mark.parametrize("method", ["nearest", "search", "feedback"])
 def test_what_is_to_be_quantized_is_refused(changed: Callable[..., Path], method: str) -> None:
     folder = changed(broken(DOWN))
-    settings = {"quantization.weights": "q4", "quantization.method": method}
-    settings |= {"quantization.threshold": 0}
+    settings: dict[str, Any] = {"quantization.weights": "q4", "quantization.method": method}
+    settings["quantization.threshold"] = 0
     with pytest.raises(LoadError) as caught:
         load(folder, **settings)
     text = str(caught.value)
