@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.engine.output.generation import Chunk, Completion, Usage
     from jinfer.engine.output.token_logprob import TokenLogprob
-    from jinfer.engine.requests import EngineError, RequestError
+    from jinfer.engine.requests import EngineError, NotFiniteError, RequestError
     from jinfer.sampling.activation_edits import Edit, Steer
     from jinfer.sampling.sampling_params import SamplingParams
     from jinfer.weights.control_vectors import read_control_vector
@@ -26,6 +26,7 @@ _HOMES = {
     "Completion": "jinfer.engine.output.generation",
     "Edit": "jinfer.sampling.activation_edits",
     "EngineError": "jinfer.engine.requests",
+    "NotFiniteError": "jinfer.engine.requests",
     "RequestError": "jinfer.engine.requests",
     "SamplingParams": "jinfer.sampling.sampling_params",
     "Steer": "jinfer.sampling.activation_edits",
@@ -43,6 +44,7 @@ __all__ = [
     "Completion",
     "Edit",
     "EngineError",
+    "NotFiniteError",
     "RequestError",
     "SamplingParams",
     "Steer",

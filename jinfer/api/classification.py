@@ -15,7 +15,7 @@ from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
 from jinfer.api.text_embeddings import max_text_tokens
 from jinfer.engine.output.data_frames import data_frame
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.opening.classification_config import ClassificationConfig
 from jinfer.opening.pooling_config import cut
 
@@ -156,4 +156,6 @@ def classify(session: Session, texts: Sequence[TypedTokens]) -> Classes:
     types: Any = None if decodes else [text.types for text in shorter]
     rows = forward_results(session, ids, "classes", None, types, last=decodes)
     scores = np.stack(rows).astype(np.float32)
+    if not np.isfinite(scores).all():
+        raise NotFiniteError("scores")
     return Classes(scores, config.labels, config)

@@ -12,7 +12,7 @@ import numpy as np
 from jinfer.api.prompt_inputs import no_head_error, parse_prompts
 from jinfer.api.session import Session
 from jinfer.engine.engine import Engine
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.engine.runner.forward_passes import Passes, encode, forward
 from jinfer.nn.abstract_model import Want
 
@@ -27,7 +27,12 @@ def forward_results(
     token_type_ids: Sequence[Sequence[int]] | None = None,
     last: bool = False,
 ) -> list[np.ndarray]:
-    """One result per prompt; arguments as `LLM.logits`. Raises `RequestError`."""
+    """One result per prompt; arguments as `LLM.logits`.
+
+    Raises:
+        RequestError: it has no such result.
+        NotFiniteError: of scores; other results are given as they are.
+    """
     spec = session.opened.spec
     if encoder_given is not None and not session.engine.model.has_cross_attention:
         raise RequestError(
@@ -56,10 +61,13 @@ def forward_results(
             raise RequestError("an encoder-decoder needs encoder_ids, one for each prompt")
     if want == "score" and any(len(ids) < 2 for ids in texts):
         raise RequestError("a prompt to be scored needs at least two tokens")
-    return [
+    results = [
         session.thread.run(partial(_forward, ids, encoder, want, last))
         for ids, encoder in zip(texts, encoders, strict=True)
     ]
+    if want == "score" and any(np.isnan(scores).any() for scores in results):
+        raise NotFiniteError
+    return results
 
 
 def token_types(texts: list[list[int]], given: object, known: int | None) -> list[list[int]]:

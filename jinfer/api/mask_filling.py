@@ -10,7 +10,7 @@ import numpy as np
 from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import Prompt
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import NotFiniteError, RequestError
 
 if TYPE_CHECKING:
     from jinfer.api.session import Session
@@ -29,6 +29,8 @@ def fill_mask(session: Session, text: Prompt, top: int) -> list[list[TokenLogpro
         raise RequestError(f"the text has no {tokenizer.token(tokenizer.mask_id)}")
     logits = forward_results(session, [ids], "logits", None, None)[0]
     logprobs = jax.nn.log_softmax(logits[positions], axis=-1)
+    if np.isnan(logprobs).any():
+        raise NotFiniteError
     return [
         [
             TokenLogprob(id, tokenizer.decode([id], skip_special=False), float(row[id]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from jinfer.api.prompt_inputs import no_decoder_error, no_head_error
 from jinfer.api.session import Session
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.engine.runner.forward_passes import forward
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 
@@ -37,6 +39,8 @@ def prompt_logprobs(session: Session, ids: Sequence[int], top: int) -> list[Toke
         return []
     session.check_text(ids)
     chosen, likeliest, logprobs = session.thread.run(lambda engine: forward(engine, ids, "ranked"))
+    if np.isnan(chosen).any():
+        raise NotFiniteError
     tokenizer = session.opened.tokenizer
 
     def entry(id: int, logprob: float, others: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:

@@ -11,7 +11,7 @@ import numpy as np
 from jinfer.api.forward_results import forward_results
 from jinfer.api.prompt_inputs import parse_prompts
 from jinfer.api.session import Session
-from jinfer.engine.requests import RequestError
+from jinfer.engine.requests import NotFiniteError, RequestError
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.opening.pooling_config import (
     POOLINGS,
@@ -109,7 +109,7 @@ def embed_texts(
     for layer in config.layers:
         pooled = layer(pooled)
     unit = config.normalize if normalize is None else normalize
-    return (to_length_1(pooled) if unit else pooled).astype(np.float32)
+    return _checked(to_length_1(pooled) if unit else pooled)
 
 
 def token_vectors(
@@ -123,8 +123,15 @@ def token_vectors(
         for layer in config.layers if config.late else ():
             vectors = layer(vectors)
         unit = config.normalize if normalize is None else normalize
-        found.append((to_length_1(vectors) if unit else vectors).astype(np.float32))
+        found.append(_checked(to_length_1(vectors) if unit else vectors))
     return found
+
+
+def _checked(vectors: Vectors) -> Vectors:
+    """The vectors in float32. Raises `NotFiniteError`."""
+    if not np.isfinite(vectors).all():
+        raise NotFiniteError("vectors")
+    return vectors.astype(np.float32)
 
 
 def max_similarity(

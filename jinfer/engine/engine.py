@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import Failed, Request, RequestError, Token
+from jinfer.engine.requests import Failed, NotFiniteError, Request, RequestError, Token
 from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.edit_tables import StepTaps
 from jinfer.engine.runner.in_flight import CallInFlight, any_involves
@@ -32,6 +32,7 @@ from jinfer.engine.search.search_driver import SearchDriver
 from jinfer.engine.speculator_protocol import Speculator
 from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.interrupt import Flag
+from jinfer.sampling.sampler import NOT_FINITE
 
 if TYPE_CHECKING:
     from jinfer.engine.offload.prefix_offload import PrefixOffload
@@ -353,10 +354,14 @@ class Engine(EngineCore):
                 origins = self.speculator.observe(self, call, sequence, ids)
             origins += [""] * (count - len(origins))
             new = self._append_tokens(sequence, call.output, row, origins)
-            if not sequence.guided:
+            if (tokens[:, row] == NOT_FINITE).any():
                 yield from new
-                continue
-            self.guides.advance(sequence, list(new), self.programs.words)
+                sequence.ended = True
+                yield Failed(sequence.request.id, NotFiniteError())
+            elif not sequence.guided:
+                yield from new
+            else:
+                self.guides.advance(sequence, list(new), self.programs.words)
 
     def _append_tokens(
         self, sequence: RunningSequence, output: SamplerOutput, row: int, origins: Sequence[str]

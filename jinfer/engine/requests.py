@@ -33,6 +33,16 @@ class EngineError(RuntimeError):
     """A step failed: its requests end with this error, and the engine goes on."""
 
 
+class NotFiniteError(EngineError):
+    """What the model computed for a request is NaN or infinite; other requests go on."""
+
+    def __init__(self, what: str = "logits") -> None:
+        super().__init__(
+            f"the {what} are NaN or infinite: see what loading says of the weights, or use "
+            'dtype = "float32", if numbers are too large for another'
+        )
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue.

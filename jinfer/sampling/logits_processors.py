@@ -129,7 +129,7 @@ def process(
 ) -> Float[Array, "rows vocab"]:
     """The logits of each row after its processors, in the order in which the model got them.
 
-    What was forbidden before stays forbidden; NaN is -inf.
+    What was forbidden before stays forbidden; NaN is -inf, except where the model gave one.
 
     Args:
         processors: those of the program.
@@ -138,9 +138,10 @@ def process(
     rows, length = logits.shape[0], history.tokens.shape[1]
     every = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     tokens = history.at(every)
-    forbidden = jnp.isneginf(logits)
+    forbidden, wrong = jnp.isneginf(logits), jnp.isnan(logits)
     for one in processors:
         new = one.function(logits, tokens, history.lengths).astype(jnp.float32)
         new = jnp.where(forbidden | jnp.isnan(new), -jnp.inf, new)
+        new = jnp.where(wrong, jnp.nan, new)
         logits = jnp.where(((wanted >> one.index) & 1)[:, None] > 0, new, logits)
     return logits

@@ -35,6 +35,9 @@ from jinfer.sampling.token_history import History
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
+NOT_FINITE = -2  # in place of a token: a logit is NaN or +inf, so there is none
+_LANES = 64  # logits reduced side by side (SIMD)
+
 type StageFunction = Callable[[Array, StageContext], Array]
 
 
@@ -74,7 +77,7 @@ def sample(
         stages: those of the program; no row may need another (`sampler_chain.stage_sets`).
 
     Returns:
-        A token and the state of each row.
+        A token and the state of each row; `NOT_FINITE` where a logit is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     masks = () if mask is None or masked is None else (mask, masked)
@@ -94,6 +97,8 @@ def sample(
         bound = jnp.bool_(False) if mask is None or masked is None else masked
         greedy = jnp.all((_greedy(metadata) & ~bound)[slots])
         tokens, mu = lax.cond(greedy, lambda: (argmax(logits), state.mu[slots]), drawn)
+        odd = _has_nan_or_inf(logits)
+        tokens, mu = jnp.where(odd, NOT_FINITE, tokens), jnp.where(odd, state.mu[slots], mu)
     return tokens, SamplerState(state.drawn[slots] + 1, mu)
 
 
@@ -164,6 +169,13 @@ def _allowed(
         return logits
     obey = masked[slots]
     return _if_some(obey, lambda: penalties.masked(logits, mask, slots, obey), lambda: logits)
+
+
+def _has_nan_or_inf(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
+    """Whether there is a NaN or +inf in a row; -inf is what must not be drawn."""
+    filled = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % _LANES)))
+    lanes = filled.reshape(logits.shape[0], -1, _LANES)  # vectorized by XLA:CPU
+    return ~jnp.all(jnp.all(lanes < jnp.inf, axis=1), axis=-1)
 
 
 def _drawn(

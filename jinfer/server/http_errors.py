@@ -10,7 +10,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from jinfer.api.user_errors import USER_ERRORS
-from jinfer.engine.requests import ClosedError, DeadlineError, EngineError, QueueFullError
+from jinfer.engine.requests import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    NotFiniteError,
+    QueueFullError,
+)
 from jinfer.server.schemas.schema_base import ErrorResponse
 
 ERROR_TYPES: Mapping[int, str] = {
@@ -142,6 +148,8 @@ def as_api_error(error: BaseException, retry_after: int = 1, param: str | None =
         return ApiError(503, message, code="deadline_exceeded")
     if isinstance(error, USER_ERRORS) and not isinstance(error, EngineError):
         return invalid_request(" ".join(str(error).split()), param)
+    if isinstance(error, NotFiniteError):
+        return ApiError(500, str(error), code="not_finite")
     return ApiError(500, "the server failed at this request; its log says why", code="internal")
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -325,6 +325,7 @@ def _highest_id(backend: tokenizers.Tokenizer) -> int:
 
 
 def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    _make_special(backend, config.named)
     known = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
     new: list[AddedToken] = []
     for token in sorted(config.added, key=lambda token: token.id if token.id is not None else -1):
@@ -344,6 +345,18 @@ def _add_tokens(path: Path, backend: tokenizers.Tokenizer, config: TokenizerConf
     for token in new:
         if (id := backend.token_to_id(token.content)) != token.id:
             raise _other_id(path, config, token, id)
+
+
+def _make_special(backend: tokenizers.Tokenizer, named: Collection[str]) -> None:
+    """Makes added tokens special that tokenizer.json says are not, though they have a name."""
+    wrong = [
+        token
+        for token in backend.get_added_tokens_decoder().values()
+        if token.content in named and not token.special
+    ]
+    for token in wrong:
+        token.special = True
+    backend.add_special_tokens(wrong)
 
 
 def _made(token: AddedToken) -> tokenizers.AddedToken:

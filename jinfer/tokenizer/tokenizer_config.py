@@ -21,6 +21,8 @@ NAMED_TOKENS = (
     "mask_token",
 )
 
+# Where tokens may stand by name.
+_TABLES = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _USUAL_NAMES = {  # defaults if no configuration names the token
     "unk_token": ("<unk>", "[UNK]"),
     "pad_token": ("<pad>", "[PAD]"),
@@ -107,6 +109,7 @@ class TokenizerConfig:
         path: tokenizer_config.json, for errors.
         values: tokenizer_config.json merged over special_tokens_map.json.
         added: tokens of added_tokens_decoder, added_tokens.json and additional_special_tokens.
+        named: tokens that have a name ("eos_token"), special whatever else is said of them.
         generation: generation_config.json.
         model: config.json.
     """
@@ -114,6 +117,7 @@ class TokenizerConfig:
     path: Path = Path("tokenizer_config.json")
     values: Mapping[str, Any] = field(default_factory=dict)
     added: tuple[AddedToken, ...] = ()
+    named: frozenset[str] = frozenset()
     generation: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
 
@@ -167,16 +171,18 @@ def read_config(folder: Path) -> TokenizerConfig:
         model=read_object(folder / "config.json"),
     )
     file = folder / "added_tokens.json"
-    added = {token.content: token for token in _named(config)}
+    named = {token.content: replace(token, special=True) for token in _named(config)}
+    added = {token.content: token for token in _unnamed(config)} | named
     for name, id in read_vocabulary(file).items():
         added[name] = AddedToken(name, id, special=name in added)
-    added.update({token.content: token for token in _decoder(config)})
-    return replace(config, added=tuple(added.values()))
+    for token in _decoder(config):
+        added[token.content] = replace(token, special=token.special or token.content in named)
+    return replace(config, added=tuple(added.values()), named=frozenset(named))
 
 
 def _list(config: TokenizerConfig, key: str) -> list[Any]:
     value = config.values.get(key) or []
-    if isinstance(value, Mapping):  # transformers 5 writes an object of extra special tokens
+    if isinstance(value, Mapping):  # of names, see _tables
         value = list(value.values())
     if not isinstance(value, list):
         raise TokenizerError(f"{config.path}: {key} must be a list, not {format_value(value)}")
@@ -184,9 +190,23 @@ def _list(config: TokenizerConfig, key: str) -> list[Any]:
 
 
 def _named(config: TokenizerConfig) -> Iterator[AddedToken]:
-    for key in NAMED_TOKENS:
-        if config.values.get(key) is not None:
-            yield _added(config.path, config.values[key])
+    """Tokens with a name of their own: transformers makes them special, unlike those of lists."""
+    for key, value in config.values.items():
+        is_other = key.endswith("_token") and (isinstance(value, str) or _is_token(value))
+        if value is not None and (key in NAMED_TOKENS or is_other):
+            yield _added(config.path, value)
+    for key in _TABLES:
+        table = config.values.get(key)
+        if isinstance(table, Mapping):
+            for entry in table.values():
+                yield _added(config.path, entry)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("content"), str)
+
+
+def _unnamed(config: TokenizerConfig) -> Iterator[AddedToken]:
     for key in ("additional_special_tokens", "extra_special_tokens"):
         for entry in _list(config, key):
             yield _added(config.path, entry)

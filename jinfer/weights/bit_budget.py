@@ -24,7 +24,7 @@ from jinfer.weights.divergence_cost import divergence_costs
 from jinfer.weights.format_choice import candidates, choose
 from jinfer.weights.layer_forward import LayerwiseForward, Texts
 from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.read_parameter import read_values
+from jinfer.weights.read_parameter import read_values, values_to_quantize
 from jinfer.weights.storage_plan import budgeted, matrices, stored_size
 from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
@@ -52,7 +52,7 @@ def with_budget(plan: WeightPlan, texts: Sequence[Texts], *, progress: bool = Fa
     room -= sum(8 * stored_size(plan.plain, plan.storages, name) for name in fixed)
     sizes, losses = np.zeros((2, len(names), len(formats)))
     for i, name in enumerate(names):
-        values = read_values(plan.plain, origins[name], shapes, np.dtype(np.float32))
+        values = values_to_quantize(plan.plain, origins[name], shapes)
         values = np.asarray(values, np.float32)
         origins[name].release()
         for j, format in enumerate(formats):
@@ -87,6 +87,8 @@ def _costs(
     shapes, origins = parameter_shapes(plan.plain), cast("Mapping[str, Origin]", plan.origins)
 
     def values(name: str) -> jax.Array:
+        if name in plan.storages:
+            return jnp.asarray(values_to_quantize(plan.plain, origins[name], shapes), jnp.float32)
         stored = read_values(plan.plain, origins[name], shapes, np.dtype(np.float32))
         return jnp.asarray(stored, jnp.float32)
 

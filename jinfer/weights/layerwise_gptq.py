@@ -27,7 +27,7 @@ from jinfer.weights.chunked_quantize import Watch
 from jinfer.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
 from jinfer.weights.load_time import PASSES, PER_PRODUCT, per_weight
 from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.read_parameter import read_parameter, read_values
+from jinfer.weights.read_parameter import read_parameter, read_values, values_to_quantize
 from jinfer.weights.tensor_mapping import parameter_shapes
 
 _THREADS = min(4, os.cpu_count() or 1)
@@ -182,8 +182,11 @@ class LayerwiseGPTQ:
         for name in names:
             known = self._known.get(self.same[name])
             if known is None:
-                dtype = np.dtype(np.float32)
-                values = read_values(self._model, self._origins[name], self._shapes, dtype)
+                where = self._model, self._origins[name], self._shapes
+                if name in self._storages:
+                    values = values_to_quantize(*where)
+                else:
+                    values = read_values(*where, np.dtype(np.float32))
                 known = jnp.asarray(values, jnp.float32)
             found[name] = known
         return found

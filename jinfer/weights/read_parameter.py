@@ -13,6 +13,7 @@ from jinfer.quant.calibration_stats import InputStats
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.quant.scaled_tensor import ScaledTensor, scaled_tensor
 from jinfer.weights.chunked_quantize import Watch, quantize_in_chunks
+from jinfer.weights.finite_check import refuse_nonfinite
 from jinfer.weights.storage_plan import Storage
 from jinfer.weights.tensor_mapping import Origin, Shapes, parameter_shapes
 
@@ -41,7 +42,8 @@ def read_parameter(
         if isinstance(parameter, ScaledTensor):
             return read_scaled(origin, shapes)
         dtype = parameter.dtype
-        values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found later
+            values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
         return copy_to_huge_pages(values) if values.nbytes >= LARGE else values
     if storage.as_in_file:
         return storage.read(origin, shapes)
@@ -64,6 +66,13 @@ def read_values(model: AbstractModel, origin: Origin, shapes: Shapes, dtype: Any
     return _unit_rows(values) if origin.parameter in model.normalized else values
 
 
+def values_to_quantize(model: AbstractModel, origin: Origin, shapes: Shapes) -> np.ndarray:
+    """A parameter's values in float32. Raises `LoadError` if they are not finite."""
+    values = read_values(model, origin, shapes, np.dtype(np.float32))
+    refuse_nonfinite(origin, values)
+    return values
+
+
 def quantized(
     model: AbstractModel,
     origin: Origin,
@@ -77,12 +86,19 @@ def quantized(
     Args:
         inputs: as for `Storage.quantize`.
         watch: is shown every piece, or the whole.
+
+    Raises:
+        LoadError: its values are not finite.
     """
-    change = _unit_rows if origin.parameter in model.normalized else lambda values: values
+
+    def change(values: np.ndarray) -> np.ndarray:
+        refuse_nonfinite(origin, values)
+        return _unit_rows(values) if origin.parameter in model.normalized else values
+
     pieces = quantize_in_chunks(origin, shapes, storage, change, inputs, watch)
     if pieces is not None:
         return pieces
-    values = read_values(model, origin, shapes, np.dtype(np.float32))
+    values = values_to_quantize(model, origin, shapes)
     tensor = storage.quantize(values, inputs)
     if watch is not None:
         watch(tensor, values, inputs)

@@ -16,7 +16,7 @@ from jinfer.quant.calibration_stats import InputStats
 from jinfer.weights.load_time import PER_BYTE, per_weight
 from jinfer.weights.native_parameters import NativeOrigin, Source, batches
 from jinfer.weights.plan_weights import WeightPlan
-from jinfer.weights.read_parameter import read_parameter
+from jinfer.weights.read_parameter import LARGE, read_parameter
 from jinfer.weights.row_slices import RowSlice, Wanted, row_slice
 from jinfer.weights.tensor_mapping import Origin, parameter_shapes
 
@@ -34,6 +34,7 @@ def read(
     put: Put = on_device,
     wanted: Wanted | None = None,
     *,
+    look: Callable[[str, Any], None] | None = None,
     progress: bool = False,
 ) -> tuple[Any, ...]:
     """Reads the parameters of a plan, in the order of its model's names; see `load`.
@@ -44,6 +45,8 @@ def read(
         put: is given each parameter once, by any thread.
         wanted: the parameters that are read, and the rows of them that are enough, which `put` is
             then given as `RowSlice`; None: all.
+        look: is shown each parameter in NumPy's arrays, by any thread; of native checkpoints only
+            what is no matrix, because matrices are mapped and not read yet.
         progress: show a bar even where standard error is no terminal.
 
     Returns:
@@ -73,15 +76,19 @@ def read(
         def watch(_: Any, piece: np.ndarray, __: InputStats | None) -> None:
             bar.update(rates[name] * piece.size)
 
+        alone = rows = None
         if isinstance(origin, NativeOrigin):
             values = origin.read()
+            seen = getattr(values, "nbytes", 0) < LARGE
         else:
             storage, rows = plan.storages.get(name), _rows(names[name], wanted)
             alone = row_slice(origin, shapes, storage, rows)
             own, sizes = alone or (origin, shapes)
-            values = read_parameter(model, own, storage, watch=watch, shapes=sizes)
-            if alone is not None and rows is not None:
-                values = RowSlice(values, rows.start)
+            values, seen = read_parameter(model, own, storage, watch=watch, shapes=sizes), True
+        if look is not None and seen:
+            look(name, values)
+        if alone is not None and rows is not None:
+            values = RowSlice(values, rows.start)
         if name in plan.scales:
             values = plan.scales[name].of(values)
         result = values if together else put(names[name], values)

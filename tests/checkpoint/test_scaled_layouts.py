@@ -216,7 +216,7 @@ F32 = np.ones((2, 2), np.float32)
     [
         ({"x_scale_inv": F32}, (4, 4), "'x_scale_inv': there is no 'x' with its weights: is a"),
         ({"x": F32.astype(FP8)}, (4, 4), "'x': there is no 'x_scale_inv' with its scales: is a"),
-        ({"x": F32.astype(FP8), "x_scale_inv": F32}, None, "quantization_config.weight_block_size"),
+        ({"x": F32.astype(FP8), "x_scale_inv": F32}, None, 'fp8", "weight_block_size": .rows, col'),
         ({"x": F32.astype(FP8), "x_scale_inv": F32}, (4, 4), r"is \[2, 2\], which does not fit"),
         ({"x": F32[0].astype(FP8), "x_scale_inv": F32[0]}, (1, 1), r"is \[2\], which does not fit"),
         ({"x": F32, "x_scale_inv": F32}, (1, 1), "scales in F32 for F32"),

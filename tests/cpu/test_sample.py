@@ -12,6 +12,7 @@ from jinfer.cpu import build_library, sample
 from jinfer.cpu.isa import Isa
 from jinfer.sampling.logprobs import log_probabilities_reference
 from jinfer.sampling.rng import noise
+from jinfer.sampling.sampler import NOT_FINITE
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params
@@ -67,11 +68,11 @@ def test_masks_that_do_not_fit_are_refused(words: int) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_what_is_no_number_leads_to_the_last_token(odd: float, isa: Isa) -> None:
+def test_there_is_no_token_where_a_logit_is_no_number(odd: float, isa: Isa) -> None:
     logits = LOGITS.at[0, 17].set(odd)
     with build_library.lowered_isa(isa):
         tokens, *_ = chosen(logits, ROWS)
-        assert tokens[0] == VOCAB - 1
+        assert tokens[0] == NOT_FINITE
         assert tokens[1] == chosen(LOGITS, ROWS)[0][1]
 
 
@@ -173,4 +174,4 @@ def test_penalties_beyond_what_numbers_there_are(
 def test_a_greedy_row_is_as_alone_whatever_its_logits() -> None:
     logits = LOGITS.at[1, 9].set(jnp.inf)
     alone = batch(params(), vocab=VOCAB)
-    assert chosen(logits, ROWS)[0][1] == chosen(logits[1:], alone)[0][0] == 9
+    assert chosen(logits, ROWS)[0][1] == chosen(logits[1:], alone)[0][0] == NOT_FINITE

@@ -65,7 +65,7 @@ class TensorTable:
     def drop(self, leaves: Iterable[str]) -> None:
         """Removes all tensors of these last names: what a model computes the same without."""
         ends = tuple(f".{leaf}" for leaf in leaves)
-        for name in [name for name in self._tensors if name.endswith(ends)]:
+        for name in [name for name in self._tensors if f".{name}".endswith(ends)]:
             del self._tensors[name]
 
     def put(self, tensor: Tensor) -> None:

@@ -9,7 +9,12 @@ from jinfer.checkpoint.checkpoint_reader import Checkpoint
 from jinfer.checkpoint.layouts.awq_layout import read_awq
 from jinfer.checkpoint.layouts.bitsandbytes_layout import read_bitsandbytes
 from jinfer.checkpoint.layouts.compressed_layout import read_compressed
-from jinfer.checkpoint.layouts.fp8_layout import UNUSED_SCALES, join_all_fp8, read_fp8
+from jinfer.checkpoint.layouts.fp8_layout import (
+    UNUSED_SCALES,
+    join_all_fp8,
+    join_undescribed_fp8,
+    read_fp8,
+)
 from jinfer.checkpoint.layouts.gptq_layout import read_gptq, read_gptq_modules
 from jinfer.checkpoint.layouts.hqq_layout import read_hqq
 from jinfer.checkpoint.layouts.microscaling_layout import join_blocks, join_mxfp4, join_nvfp4
@@ -51,12 +56,12 @@ def decode_quantized(checkpoint: Checkpoint, settings: QuantSettings | None) -> 
         if layout is None:
             raise settings.refused(f"that the weights are quantized by {method}")
         layout(table, settings)
-    elif any(name.endswith("_scale_inv") for name in table.tensors):
-        join_all_fp8(table, None)
     elif any(name.endswith(".W_q") for name in table.tensors):  # the hqq package writes no settings
         read_hqq(table, QuantSettings({}, checkpoint.path))
     elif any(map(is_quanto, table.tensors)):
         read_quanto(table)
+    else:
+        join_undescribed_fp8(table)
     join_blocks(table)
     return table.checkpoint()
 

@@ -20,7 +20,7 @@ from jinfer.checkpoint.scaled_values import ScaledValues
 
 type Block = tuple[int, int]
 
-FP8 = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2")
+FP8 = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 _LEAST_GROUP = 16  # inputs that share a scale, where nothing says how many
 SCALES = (*FLOATS, "F8_E8M0", "U8")
 
@@ -38,7 +38,7 @@ def join_fp8(module: ModuleTensors, weight_leaf: str, scale_leaf: str, block: Bl
     scales = module.need(scale_leaf, SCALES)
     block = block or _group_block(weight.shape, scales.shape)
     wide = _scale_shape(module, scale_leaf, weight.shape, scales.shape, block)
-    is_block = block is not None and wide == _blocks(weight.shape, block)
+    is_block = block is not None and wide == block_counts(weight.shape, block)
     sizes = block if is_block else None
     module.join_values(
         f"{weight.type}_BLOCKS" if is_block else f"{weight.type} scaled",
@@ -100,7 +100,10 @@ def read_scale(tensor: Tensor) -> np.ndarray:
     return as_float32(tensor)
 
 
-def _blocks(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+def block_counts(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """The shape of an array with a number for each block of a matrix, or of a stack of them."""
+    if len(shape) < 2:
+        return shape
     *stack, outputs, inputs = shape
     return (*stack, -(-outputs // block[0]), -(-inputs // block[1]))
 
@@ -124,7 +127,7 @@ def _scale_shape(
     """The shape of scales with as many axes as the weights."""
     if len(weight) >= 2:
         *stack, outputs, _ = weight
-        if block is not None and scales == _blocks(weight, block):
+        if block is not None and scales == block_counts(weight, block):
             return scales
         row, each = (*stack, outputs, 1), (*stack, 1, 1)
         if scales in (row, row[:-1]):

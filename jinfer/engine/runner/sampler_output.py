@@ -26,7 +26,7 @@ class SamplerOutput(NamedTuple):
     """Sampled tokens, a row for each sequence.
 
     Attributes:
-        tokens: token ids; -1: none.
+        tokens: token ids; -1: none; `NOT_FINITE`: none, because logits are NaN or +inf.
         logprob, top_ids, top_logprobs: log-probability of each token, and the likeliest tokens with
             theirs; undefined if not wanted.
         progress: the samplers' state after these tokens.

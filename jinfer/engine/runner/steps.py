@@ -29,7 +29,7 @@ from jinfer.sampling import penalties
 from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
+from jinfer.sampling.sampler import NOT_FINITE, ends_sequence, filtered_logits, sample
 from jinfer.sampling.stages import STAGES
 from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
@@ -267,11 +267,11 @@ def sample_next(
     there = rows < state.lengths.shape[0] - 1
     # No index is negative; wrapping negative ones would take another loop.
     place = state.history.at[rows, state.lengths[rows]]
-    put = partial(_put, rows)
+    put, failed = partial(_put, rows), tokens == NOT_FINITE
     state = state._replace(
-        history=place.set(tokens, mode="drop", wrap_negative_indices=False),
+        history=place.set(jnp.maximum(tokens, 0), mode="drop", wrap_negative_indices=False),
         lengths=state.lengths.at[rows].add(there.astype(jnp.int32), wrap_negative_indices=False),
-        ended=put(state.ended, there & ends_sequence(tokens, state.sampler, rows)),
+        ended=put(state.ended, there & (failed | ends_sequence(tokens, state.sampler, rows))),
         progress=jax.tree.map(put, state.progress, progress),
     )
     return state, SamplerOutput(jnp.where(there, tokens, -1), logprob, ids, top, progress)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import Failed, Token
+from jinfer.engine.requests import Failed, NotFiniteError, Token
 from jinfer.engine.runner.edit_tables import taps_of
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.step_key import StepKey
@@ -82,6 +82,9 @@ class BeamSearch:
         before = np.array(beams.scores, np.float32)
         cache, *best = program(engine.leaves, engine.cache, FlatBatch(*batch), before)
         engine.set_cache(cache)
+        if np.isnan(np.asarray(best[2])).any():
+            sequence.ended = True
+            return [Failed(request.id, NotFiniteError())]
         self._parents = beams.advance(*(np.asarray(part).tolist() for part in best))
         if not beams.done and length + 2 < request.limit:
             return []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.engine.engine_core import EngineCore
-from jinfer.engine.requests import Failed, Token
+from jinfer.engine.requests import Failed, NotFiniteError, Token
 from jinfer.engine.runner.flat_batch import FlatBatch
 from jinfer.engine.runner.forward_passes import NoRoomError, forward, run_to_end
 from jinfer.engine.runner.model_runner import padded
@@ -106,6 +106,9 @@ class ContrastiveSearch:
         self._length = sequence.computed = length + 1
         self._candidates = np.asarray(candidates).tolist()
         self._probabilities = np.asarray(probabilities)
+        if np.isnan(self._probabilities).any():
+            sequence.ended = True
+            return [Failed(request.id, NotFiniteError())]
         if self._length == len(sequence.tokens):
             return []  # it was known already
         sequence.tokens.append(token)

@@ -16,7 +16,8 @@ inline int32_t index_of(const Argmax& found, int64_t size) {
 
 // Argmax of each row. Rows may be cut for threads, which does not change the result.
 inline void argmax_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t size,
-                        int32_t* at) {
+                        int32_t* at,
+                        int32_t (*index)(const Argmax& found, int64_t size) = index_of) {
   constexpr int64_t CUT = 1 << 16, WORTH = 1 << 15;  // numbers of a piece; numbers per thread
   const int64_t cuts = (size + CUT - 1) / CUT, each = (size + cuts - 1) / cuts;
   std::vector<Argmax> found(rows * cuts);
@@ -34,7 +35,7 @@ inline void argmax_rows(ffi::ThreadPool& pool, const float* x, int64_t rows, int
       if (found[i].value > most.value) most = found[i];
       most.has_nan = has_nan;
     }
-    at[row] = index_of(most, size);
+    at[row] = index(most, size);
   }
 }
 

@@ -2,6 +2,7 @@
 #include "sample/sample.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,11 @@ namespace jinfer {
 namespace {
 
 constexpr int64_t LOGITS_PER_THREAD = 1 << 14;  // that make another thread worthwhile
+
+// The token of the greatest logit.
+int32_t greedy_token(const Argmax& found, int64_t size) {
+  return found.has_nan || found.value > FLT_MAX ? NOT_FINITE : index_of(found, size);
+}
 
 using Floats2 = ffi::BufferR2<ffi::F32>;
 using Ints1 = ffi::BufferR1<ffi::S32>;
@@ -127,7 +133,7 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
   for (int64_t row = 0; row < rows; ++row) each.push_back(batch.request(row));
   // Several threads may share a single row's argmax.
   if (!whole && std::all_of(each.begin(), each.end(), is_greedy)) {
-    argmax_rows(pool, x, rows, vocab, tokens->typed_data());
+    argmax_rows(pool, x, rows, vocab, tokens->typed_data(), greedy_token);
     for (int64_t row = 0; row < rows; ++row) after->typed_data()[row] = each[row].mu;
     return ffi::Error::Success();
   }
@@ -135,7 +141,7 @@ ffi::Error sample(ffi::ThreadPool pool, Floats2 logits, Floats2 numbers, Ints2 c
     const float* const row_logits = x + row * vocab;
     Sampled sampled{0, each[row].mu};
     if (!whole && is_greedy(each[row]))
-      sampled.token = index_of(rowwise_kernels().argmax(row_logits, vocab), vocab);
+      sampled.token = greedy_token(rowwise_kernels().argmax(row_logits, vocab), vocab);
     else
       sampled = sample_kernels().sample(row_logits, vocab, each[row],
                                         whole ? whole + row * vocab : nullptr);

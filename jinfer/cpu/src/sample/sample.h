@@ -96,6 +96,8 @@ struct Request {
   const uint32_t* mask;  // bitmask of allowed tokens, lowest bit first; or null
 };
 
+constexpr int32_t NOT_FINITE = -2;  // instead of a token: there is a NaN or +inf
+
 struct Sampled {
   int32_t token;
   float mu;

@@ -105,7 +105,7 @@ Sampled sample(const float* logits, int64_t vocab, const Request& request, float
   Candidates candidates{scratch, vocab, vocab};
   if (has_nan_or_inf(logits, vocab)) {  // the rest is meaningless
     if (result) fill(result, vocab, NAN);
-    return {static_cast<int32_t>(vocab - 1), request.mu};
+    return {NOT_FINITE, request.mu};
   }
   memcpy(candidates.x(), logits, 4 * vocab);
   int i = request.stages[0] == kRulesStage;
