@@ -160,6 +160,9 @@ class ModelRunner:
             long = [row for row, of in sequences if len(of.by_group.get(group, ())) > most]
             if long:
                 self._use(group, tables[group][long], int8_keys=True)
+        for row, of_row in sequences:  # see `sequence_runs`
+            for border, block in of_row.copies.items():
+                tables[STATE][row, border] = block + 1
         return tables
 
     def _use(self, group: str, table: np.ndarray, *, int8_keys: bool = False) -> None:
