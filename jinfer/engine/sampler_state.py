@@ -38,8 +38,10 @@ class SamplerStates:
         """Whether the last token that was read has ended a running sequence on the device."""
         if sequence.block_tables is None or len(sequence.tokens) == len(sequence.request.prompt):
             return False
-        ends = self.choices[sequence.request.id].sampler.end_ids[0]
-        return not sequence.request.sampling.ignore_eos and sequence.tokens[-1] in ends
+        ends = np.asarray(self.choices[sequence.request.id].sampler.end_ids)
+        return not sequence.request.sampling.ignore_eos and bool(
+            np.any(ends == sequence.tokens[-1])
+        )
 
     def forget(self, request: int) -> None:
         """Drops an ended request."""
