@@ -146,6 +146,7 @@ def test_copies_after_whole_blocks(name: str, form: str) -> None:
     lengths = (200, 70)
     sequences = [case.draw(length, seed) for seed, length in enumerate(lengths)]
     player, plain = Player(case, sequences), Player(case, sequences)
+    plain.run = player.run
     player.tables[0, 1:] = 1 + 1, 0, 6 + 1  # after 64 and 192 tokens
     player.tables[1, 1] = 4 + 1
     for each in (player, plain):  # the first borders amid a batch, the last by a single token
@@ -156,7 +157,8 @@ def test_copies_after_whole_blocks(name: str, form: str) -> None:
     copied = [np.asarray(player.table)[slot] for slot in (1, 6, 4)]
     for state, (sequence, end) in zip(copied, ((0, 64), (0, 192), (1, 64)), strict=True):
         shorter = Player(case, sequences)
-        shorter.batch([Piece(sequence, 0, end)], end)
+        shorter.run = player.run
+        shorter.batch([Piece(sequence, 0, end)], 200)
         same(state, np.asarray(shorter.table)[shorter.slots[sequence]])
         same(player.outputs(sequence), plain.outputs(sequence))
     assert np.isnan(np.asarray(player.table)[[0, 3]]).all(), "slots of others are not touched"
