@@ -151,6 +151,8 @@ class ModelRunner:
                     tables[group][row, : len(blocks)] = blocks
             if of_row.state is not None:
                 tables[STATE][row, 0] = of_row.state
+                for border, block in of_row.copies.items():  # see `sequence_runs`
+                    tables[STATE][row, border] = block + 1
             if of_row.adapter is not None:
                 tables[ADAPTER][row] = of_row.adapter.entry
         for group in sizes.blocks:
@@ -160,9 +162,6 @@ class ModelRunner:
             long = [row for row, of in sequences if len(of.by_group.get(group, ())) > most]
             if long:
                 self._use(group, tables[group][long], int8_keys=True)
-        for row, of_row in sequences:  # see `sequence_runs`
-            for border, block in of_row.copies.items():
-                tables[STATE][row, border] = block + 1
         return tables
 
     def _use(self, group: str, table: np.ndarray, *, int8_keys: bool = False) -> None:
