@@ -30,13 +30,15 @@ class Runs(NamedTuple):
         starts, lengths: first token and number of tokens of each; 0: none.
         slots: row of the state table of each; no two sequences with tokens share one.
         fresh: 1 for a sequence that begins here: its state is zero, whatever the table holds.
-        kept: whether states are written back; else sequences may share a slot.
+        copies: row of the table that the state after each token is copied to; -1: none.
+        kept: whether states are written back and copied; else sequences may share a slot.
     """
 
     starts: Int[Array, " runs"]
     lengths: Int[Array, " runs"]
     slots: Int[Array, " runs"]
     fresh: Int[Array, " runs"]
+    copies: Int[Array, " tokens"]
     kept: bool = True
 
 

@@ -23,7 +23,11 @@ from jinfer.engine.runner.in_flight import CallInFlight, any_involves
 from jinfer.engine.runner.model_runner import make_token
 from jinfer.engine.runner.sampler_output import SamplerOutput, steps_that_fit
 from jinfer.engine.runner.step_key import StepKey
-from jinfer.engine.scheduling.block_manager import BlockCopy
+from jinfer.engine.scheduling.border_snapshots import (
+    copies_for_waiting,
+    keep_borders,
+    reserve_borders,
+)
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.engine.search.end_thoughts import end_thoughts
@@ -140,6 +144,9 @@ class Engine(EngineCore):
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return None
+        if self.samplers.has_ended(sequence):
+            # Calls in flight compute nothing of it, and leave its states as they are.
+            sequence.in_flight, sequence.computed = 0, len(sequence.tokens) - 1
         self._register_blocks(sequence)
         if self.offload is not None:
             self.offload.finish(sequence)
@@ -290,11 +297,16 @@ class Engine(EngineCore):
                 sampled.append(chunk.sequence)
                 last.append(len(batch) - 1)
         begun = time.perf_counter()
+        blocks = self.scheduler.blocks
+        tables = [(c, c.sequence.block_tables) for c in plan.chunks if c.sequence.block_tables]
+        for chunk, of in tables:
+            reserve_borders(blocks, of, chunk.start, chunk.start + chunk.count)
         logits, rows = self.compute_logits(batch, last)
-        for chunk in plan.chunks:
+        for chunk, of in tables:
             chunk.sequence.computed += chunk.count
             self._register_blocks(chunk.sequence)
-        self.copy_blocks(self._snapshots(plan))
+            keep_borders(blocks, of)
+        self.copy_blocks(copies_for_waiting(blocks, plan))
         if any(sequence.guided for sequence in sampled):
             self.guides.pending = logits, tuple(enumerate(sampled))
             return False
@@ -303,15 +315,6 @@ class Engine(EngineCore):
         output = self.sample(logits, rows, sampled)
         self.record_in_flight(CallInFlight(output, tuple(enumerate(sampled)), 1, begun))
         return True
-
-    def _snapshots(self, plan: StepPlan) -> list[BlockCopy]:
-        """Copies of recurrent states at the ends of chunks where they were asked for."""
-        copies: list[BlockCopy] = []
-        for sequence in (chunk.sequence for chunk in plan.chunks):
-            if sequence.computed in sequence.snapshots and sequence.block_tables is not None:
-                known = sequence.tokens[: sequence.computed]
-                copies += self.scheduler.blocks.snapshot(sequence.block_tables, known)
-        return copies
 
     def _launch_decode(self, plan: StepPlan) -> bool:
         """Launches a decoding call; not if its program still compiles and tokens can be read."""

@@ -34,6 +34,15 @@ class SamplerStates:
         """Records the output that has a request's state after the token that was read last."""
         self._progress[request] = (launched.output.progress, step, row)
 
+    def has_ended(self, sequence: RunningSequence) -> bool:
+        """Whether the last token that was read has ended a running sequence on the device."""
+        if sequence.block_tables is None or len(sequence.tokens) == len(sequence.request.prompt):
+            return False
+        ends = np.asarray(self.choices[sequence.request.id].sampler.end_ids)
+        return not sequence.request.sampling.ignore_eos and bool(
+            np.any(ends == sequence.tokens[-1])
+        )
+
     def forget(self, request: int) -> None:
         """Drops an ended request."""
         self.choices.pop(request, None)

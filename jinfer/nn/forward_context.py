@@ -203,7 +203,7 @@ class ForwardBatch(NamedTuple):
         if self.tables is None or STATE not in self.tables or self.runs is not None:
             return self
         at = self.attention_metadata(STATE)
-        return self._replace(runs=sequence_runs(at, at.tables[:, 0]))
+        return self._replace(runs=sequence_runs(at, at.tables))
 
     def with_draft_runs(self) -> ForwardBatch:
         """The same batch, of which some tokens may be rejected; see `accept_drafted`."""

@@ -22,11 +22,15 @@ def ones(*shape: int) -> Any:
 
 
 def runs(
-    starts: list[int], lengths: list[int], slots: list[int], fresh: list[int] | None = None
+    starts: list[int],
+    lengths: list[int],
+    slots: list[int],
+    fresh: list[int] | None = None,
+    copies: list[int] | None = None,
 ) -> Runs:
     fresh = [0] * len(starts) if fresh is None else fresh
     at = [on_device(each, np.int32) for each in (starts, lengths, slots, fresh)]
-    return Runs(at[0], at[1], at[2], at[3])
+    return Runs(at[0], at[1], at[2], at[3], on_device(copies or [-1] * TOKENS, np.int32))
 
 
 ONE = runs([0], [TOKENS], [1])
@@ -43,6 +47,11 @@ ONE = runs([0], [TOKENS], [1])
         runs([0, 2], [2, 2], [1, 1]),
         runs([0, 1], [2, 2], [0, 1]),
         runs([0], [2], [1], [0, 0]),
+        runs([0], [2], [1], copies=[-1, SLOTS, -1, -1]),  # outside the table
+        runs([0], [2], [1], copies=[-1, 1, -1, -1]),  # the run's own slot
+        runs([0], [3], [1], copies=[2, -1, 2, -1]),  # two copies
+        runs([0], [2], [1], copies=[-1, -1, 2, -1]),  # after padding
+        runs([0], [2], [1], copies=[-1, 2]),
     ],
 )
 def test_runs_that_do_not_fit(wrong: Runs) -> None:
@@ -53,6 +62,7 @@ def test_runs_that_do_not_fit(wrong: Runs) -> None:
 
     recurrence_call.available()
     run(ONE)
+    run(runs([0], [3], [1], copies=[0, -1, 2, -1]))
     run(runs([9, 0], [0, 2], [7, 1]))  # a run without tokens may say anything
     run(runs([0, 2], [2, 2], [1, 1])._replace(kept=False))  # what is only read may be shared
     with pytest.raises(Exception, match="run"):

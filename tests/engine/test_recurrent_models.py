@@ -15,7 +15,10 @@ from jinfer.weights.model_size import bytes_text
 from .hybrid import MANY, check_company, write_hybrid
 from .test_schedules import ALL, LAST, schedules
 
+LONG: dict[str, Any] = {"engine.context": 512, "dims.context": 512}
 GOLDENS = Path(__file__).parents[1] / "goldens"
+# A state space, a delta rule, a short convolution, both in one layer with attention, RWKV.
+OF_EACH_KIND = ("lfm2", "mamba2", "qwen3_5", "falcon_h1", "rwkv4")
 HYBRIDS = ("lfm2", "nemotron_h", "qwen3_5", "kimi_linear", "recurrent_gemma", "minimax")
 _RNG = np.random.default_rng(7)
 
@@ -26,6 +29,50 @@ def tokens(count: int) -> list[int]:
 
 def open_model(name: str, **overrides: Any) -> LLM:
     return LLM(GOLDENS / name, **{"dtype": "float32", **overrides})
+
+
+def reused(llm: LLM, prompt: list[int], **params: Any) -> tuple[Any, int]:
+    """An answer, and how many tokens of the prompt were cached."""
+    before = llm.stats().cached_tokens
+    params = {"max_tokens": 4, "ignore_eos": True, "logprobs": 1} | params
+    return llm.generate([prompt], **params)[0], llm.stats().cached_tokens - before
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_the_second_prompt_reuses_whole_blocks(name: str) -> None:
+    """Of the same prompt, and of a common beginning; the bits are those without reuse."""
+    with open_model(name, **LONG) as llm:
+        for length, expected in ((64, 0), (67, 64), (200, 192)):
+            prompt = tokens(length)
+            (first, none), *others = (reused(llm, prompt) for _ in range(3))
+            assert none == 0
+            for answer, count in others:
+                assert count == expected
+                assert answer.token_ids == first.token_ids
+                assert answer.logprobs == first.logprobs
+        for length in (64, 96, 200, 400):
+            common = tokens(length)
+            counts = [reused(llm, common + tokens(30))[1] for _ in range(3)]
+            assert counts == [0, length // 64 * 64, length // 64 * 64]
+        assert llm.stats().blocks_held == 0
+
+
+@pytest.mark.parametrize("ends", [{}, {"ignore_eos": False, "stop_token_ids": [*range(100, 115)]}])
+def test_a_conversation_is_reused_whole(ends: dict[str, Any]) -> None:
+    """Answers that reach their limit, and such that end while the next call is in flight."""
+    with open_model("qwen3_5", **LONG) as llm:
+        said, counts, lengths = tokens(80), [], []
+        for _ in range(4):
+            answer, count = reused(llm, said, max_tokens=60, **ends)
+            counts.append(count)
+            said = [*said, *answer.token_ids]
+            lengths.append(len(said) - 1)  # the last token is not computed
+            said += tokens(15)
+        assert counts == [0, *lengths[:-1]]
+        assert answer.finish_reason == ("stop" if ends else "length")
+        again, count = reused(llm, said[:-15][: -len(answer.token_ids)], max_tokens=60, **ends)
+        assert count > 0
+        assert again.token_ids == answer.token_ids
 
 
 def test_random_schedules() -> None:

@@ -10,6 +10,7 @@ import pytest
 from jinfer.engine.requests import Request
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockManager, BlockTables
 from jinfer.engine.scheduling.block_pool import BlockPool
+from jinfer.engine.scheduling.border_snapshots import keep_borders, reserve_borders, spread
 from jinfer.engine.scheduling.scheduler import Scheduler
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.state_pool import StatePool
@@ -61,9 +62,13 @@ class Device:
         for chunk in plan.chunks:
             one = chunk.sequence
             assert one.block_tables is not None
+            reserve_borders(blocks, one.block_tables, chunk.start, chunk.start + chunk.count)
             self.compute(one.block_tables, one.tokens, chunk.start, chunk.count)
+            for border, block in one.block_tables.copies.items():
+                self.states[block] = one.tokens[: border * BLOCK]
             one.computed += chunk.count
             blocks.register(one.block_tables, one.tokens, one.computed)
+            keep_borders(blocks, one.block_tables)
             if one.computed in one.snapshots:
                 self.copy(blocks.snapshot(one.block_tables, one.tokens[: one.computed]))
             done += [one] if chunk.samples else []
@@ -141,12 +146,52 @@ def test_a_conversation_goes_on_from_its_last_state() -> None:
     assert more.cached == len(first.tokens) - 1
 
 
-def test_where_a_later_prompt_parts_a_snapshot_is_left() -> None:
-    device = make(12)
-    every = [sequence(i, one, 2) for i, one in enumerate(prompts(150, 3, 40))]
+@pytest.mark.parametrize("kv", [200, 0])
+@pytest.mark.parametrize("common", [64, 96, 200, 400, 1000])
+def test_the_second_prompt_reuses_whole_blocks(common: int, kv: int) -> None:
+    device = make(100, kv=kv)
+    every = [sequence(i, one, 2) for i, one in enumerate(prompts(common, 3, 40))]
     for one in every:
         run(device, [one], 2)
-    assert [one.cached for one in every] == [0, 0, 150]
+    whole = common // BLOCK * BLOCK
+    assert [one.cached for one in every] == [0, whole, whole]
+
+
+def test_few_snapshots_of_a_long_prompt() -> None:
+    """The second reuses half at least, and leaves one where it parted for the third."""
+    device = make(12, kv=200)
+    every = [sequence(i, one, 2) for i, one in enumerate(prompts(1000, 3, 600))]
+    for one in every:
+        run(device, [one], 2)
+    assert [one.cached for one in every] == [0, 8 * BLOCK, 1000 // BLOCK * BLOCK]
+    assert spread(1, 20, 20) == [*range(1, 21)]
+    assert spread(1, 20, 11) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert spread(3, 40, 3) == [8, 16, 32]
+
+
+def test_beginnings_that_came_twice_outlast_others() -> None:
+    """Snapshots are few: those of ten other prompts do not displace a common beginning."""
+    device = make(12, kv=400, most=4)
+    system = [7] * 150
+    for i in range(2):
+        run(device, [sequence(i, [*system, *range(1000 * i, 1000 * i + 40)], 2)], 2)
+    for i in range(2, 12):
+        run(device, [sequence(i, [*range(1000 * i, 1000 * i + 300)], 2)], 2)
+    later = sequence(20, [*system, *range(500)], 2)
+    run(device, [later], 2)
+    assert later.cached == 128
+    assert device.scheduler.blocks.states is not None
+    assert device.scheduler.blocks.states.snapshots == 4
+
+
+def test_a_conversation_outlasts_prompts_that_are_passed() -> None:
+    device = make(12, kv=400)
+    first = sequence(0, list(range(100)), 20)
+    run(device, [first], 20)
+    run(device, [sequence(1, [*range(5000, 7000)], 2)], 2)
+    more = sequence(2, [*first.tokens, *range(500, 510)], 5)
+    run(device, [more], 5)
+    assert more.cached == len(first.tokens) - 1
 
 
 def test_snapshots_give_way_to_sequences() -> None:

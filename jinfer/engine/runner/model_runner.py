@@ -151,6 +151,8 @@ class ModelRunner:
                     tables[group][row, : len(blocks)] = blocks
             if of_row.state is not None:
                 tables[STATE][row, 0] = of_row.state
+                for border, block in of_row.copies.items():  # see `sequence_runs`
+                    tables[STATE][row, border] = block + 1
             if of_row.adapter is not None:
                 tables[ADAPTER][row] = of_row.adapter.entry
         for group in sizes.blocks:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
-from jinfer.engine.scheduling.state_pool import StatePool
+from jinfer.engine.scheduling.state_pool import StatePool, Worth
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 MIN_COPY_TOKENS = 8  # computing fewer tokens is faster than copying a block
@@ -41,6 +41,8 @@ class BlockTables:
         encoder: blocks of the encoder's output, for cross-attention.
         encoder_filled: whether the encoder's output has been written to these.
         state: block of its recurrent states.
+        borders: where these are still to be copied, as of `border_snapshots`, and why.
+        copies: block for the copy at each border of the step that is about to be launched.
         adapter: the LoRA adapter that they are computed with; None: none.
     """
 
@@ -50,6 +52,8 @@ class BlockTables:
     encoder: list[int] = field(default_factory=list)
     encoder_filled: bool = True
     state: int | None = None
+    borders: dict[int, Worth] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
     adapter: AdapterUse | None = None
 
     def __post_init__(self) -> None:
@@ -126,15 +130,6 @@ class BlockManager:
         begin = count * BLOCK
         shared, copies = self._share_partial_block(tables, tokens[begin:most], least)
         return tables, begin + shared, copies
-
-    def cached_tokens(self, tokens: Sequence[int], seed: bytes) -> int:
-        """Tokens of a prefix whose keys and values are cached."""
-        tables = BlockTables(seed, {name: [] for name in self.pools})
-        if self.pools:
-            self._full_blocks(tables, tokens, len(tokens) - 1)
-        begin = (len(tables.digests) - 1) * BLOCK
-        after = (tables.digests[-1], tokens[begin:-1])
-        return begin + min((p.lookup_partial(*after)[0] for p in self.pools.values()), default=0)
 
     def _full_blocks(
         self, tables: BlockTables, tokens: Sequence[int], most: int
@@ -281,9 +276,11 @@ class BlockManager:
             if len(content) < BLOCK:
                 break
             tables.digests.append(chain_hash(before, content))
+            if self.states is not None:
+                self.states.note(tables.digests[-1])
 
     def snapshot(self, tables: BlockTables, tokens: Sequence[int]) -> list[BlockCopy]:
-        """Copies a sequence's recurrent states, which are those after `tokens`, for later prompts.
+        """Copies a sequence's recurrent states, which are those after `tokens`, for other prompts.
 
         Called after `register`, and only if no other sequence needs the block for itself.
         """
@@ -294,7 +291,7 @@ class BlockManager:
         block = self.states.allocate()
         if block is None:
             return []
-        self.states.keep(block, tables.digests, tokens)
+        self.states.keep(block, tables.digests, tokens, Worth.SHARED)
         return [BlockCopy(STATE, tables.state, block)]
 
     def keep_state(self, tables: BlockTables, tokens: Sequence[int]) -> None:
@@ -378,8 +375,10 @@ class BlockManager:
                 if (block := table.pop()) != RELEASED:
                     self.pools[name].release(block)
         if self.states is not None and tables.state is not None:
-            self.states.release(tables.state)
+            for block in (tables.state, *tables.copies.values()):
+                self.states.release(block)
             tables.state = None
+            tables.copies.clear()
         while tables.encoder:
             assert self.encoder is not None, "only cross-attention has them"
             self.encoder.release(tables.encoder.pop())

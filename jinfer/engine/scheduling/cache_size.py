@@ -26,7 +26,7 @@ from jinfer.ops.attention.kv_cache import (
 SHARE = 0.4  # of the free memory
 _SEQUENCES = 4  # whole contexts that fit even with one slot, for beams
 _SNAPSHOT_SHARE = 0.05  # of the free memory, for snapshots of recurrent states
-_SNAPSHOTS = 64  # at most
+_SNAPSHOTS = 256  # at most
 
 
 def block_bytes(shapes: CacheShapes, kind: Kind) -> dict[str, int]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from jinfer.engine.requests import QueueFullError
 from jinfer.engine.scheduling.block_manager import MIN_COPY_TOKENS, BlockCopy, BlockManager
 from jinfer.engine.scheduling.block_pool import common_prefix_length
+from jinfer.engine.scheduling.border_snapshots import plan_borders
 from jinfer.engine.scheduling.sequence import RunningSequence
 from jinfer.engine.scheduling.step_plan import Chunk, StepPlan, split_budget
 from jinfer.ops.attention.kv_cache import BLOCK
 
 STEP = 16  # a step's fixed cost, in tokens
-SNAPSHOT_TOKENS = 256  # prompts from this length on leave a snapshot of recurrent states
 
 
 @dataclass
@@ -231,8 +231,8 @@ class Scheduler:
             sequence.computed = cached
             if sequence.cached is None:
                 sequence.cached = min(cached, len(sequence.request.prompt))
-            if self.blocks.states is not None and sequence.request.reuse:
-                self._plan_snapshots(sequence)
+            if sequence.request.reuse:
+                plan_borders(self.blocks, tables, sequence.tokens, cached)
             self.running.append(sequence)
             admitted.append(sequence)
             copies += made
@@ -265,15 +265,6 @@ class Scheduler:
                 if soon and other.tokens[:cached] == sequence.tokens[:cached]:
                     return True
         return False
-
-    def _plan_snapshots(self, sequence: RunningSequence) -> None:
-        """Where a prompt is divided for snapshots: at its end, and where it left known prompts."""
-        most = len(sequence.tokens) - 1
-        if most >= SNAPSHOT_TOKENS:
-            sequence.snapshots.add(most // BLOCK * BLOCK)
-        known = self.blocks.cached_tokens(sequence.tokens, sequence.seed)
-        if known >= sequence.computed + BLOCK:
-            sequence.snapshots.add(known)
 
     def make_room(self, sequence: RunningSequence, steps: int) -> bool:
         """Reserves blocks for new tokens of a sequence, preempting the latest ones if needed.

@@ -35,7 +35,7 @@ class RunningSequence:
         looked_up: whether the prefix cache offload was asked for its prefix since it waits.
         drafted, accepted: tokens that were drafted for it, and those of them that were accepted.
         trees: the draft trees that were verified for it, call by call.
-        snapshots: prefix lengths after which its recurrent states are copied for other requests.
+        snapshots: prefix lengths after which its recurrent states are copied for waiting requests.
         captured: the activations that its request asked for; None: none were computed yet.
         admitted: when it first got a slot, in seconds of `time.perf_counter`.
         limit: number of tokens that it may have before the host has to look at it; at most the

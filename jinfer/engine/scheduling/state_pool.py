@@ -2,19 +2,31 @@
 
 A state (conv, SSM, delta rule, ...) sums up all tokens of a sequence so far and is overwritten by
 each, so unlike a KV block it cannot be shared or cut. A sequence owns one block of the pool. A
-prefix is reused by copying a *snapshot*, the state after exactly that prefix, which was taken where
-prompts part or end. Snapshots have the blocks that no sequence needs, up to a limit if there is
-one; the least recently used is evicted first (LRU).
+prefix is reused by copying a *snapshot*, the state after exactly that prefix, which was taken as a
+sequence came past or where it ended. Snapshots have the blocks that no sequence needs, up to a
+limit if there is one. Of the lowest `Worth` that has more than a quarter of them, the least
+recently used is evicted first (LRU).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from jinfer.engine.scheduling.block_pool import OnBlock, chain_hash, ignore
 from jinfer.ops.attention.kv_cache import BLOCK
+
+_SEEN = 1 << 16  # beginnings that are remembered
+
+
+class Worth(IntEnum):
+    """Why a snapshot is kept; the lower ones give way first."""
+
+    PASSED = 0  # a prompt went on from here; others may part from it
+    ENDED = 1  # a prompt or its answer ended here, or nearly
+    SHARED = 2  # more than one prompt began like this
 
 
 class Snapshot(NamedTuple):
@@ -43,7 +55,9 @@ class StatePool:
         self.count = count
         self.most = count if most is None else most
         self._free = list(range(count - 1, -1, -1))
-        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by block, LRU order
+        # Of each worth by block, in LRU order.
+        self._kept = tuple(OrderedDict[int, Snapshot]() for _ in Worth)
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._after: dict[bytes, dict[tuple[int, ...], int]] = {}
         self.on_full: OnBlock = ignore
         self.on_evict: OnBlock = ignore
@@ -51,7 +65,7 @@ class StatePool:
     @property
     def available(self) -> int:
         """Number of blocks that can be allocated, those of snapshots included."""
-        return len(self._free) + len(self._snapshots)
+        return len(self._free) + self.snapshots
 
     @property
     def used(self) -> int:
@@ -61,18 +75,35 @@ class StatePool:
     @property
     def snapshots(self) -> int:
         """Number of snapshots."""
-        return len(self._snapshots)
+        return sum(map(len, self._kept))
+
+    @property
+    def share(self) -> int:
+        """Snapshots that one prompt may leave on its way."""
+        return max(1, self.most // 4)
+
+    def note(self, digest: bytes) -> None:
+        """Remembers that a sequence has begun with the whole blocks with this hash."""
+        self._seen[digest] = None
+        self._seen.move_to_end(digest)
+        if len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+
+    def was_seen(self, digest: bytes) -> bool:
+        """Whether a sequence has begun so before, as far as that is remembered."""
+        return digest in self._seen
 
     def allocate(self) -> int | None:
         """A block for a sequence, of undefined content; None if sequences own all."""
         if self._free:
             return self._free.pop()
-        if not self._snapshots:
-            return None
-        return self._evict()
+        return self._evict() if self.snapshots else None
 
     def _evict(self) -> int:
-        block, snapshot = self._snapshots.popitem(last=False)
+        passed, ended, shared = self._kept
+        share = self.snapshots // 4
+        kept = next((kept for kept in (passed, ended) if len(kept) > share), shared)
+        block, snapshot = kept.popitem(last=False)
         self._forget(snapshot)
         if not snapshot.tokens:
             self.on_evict(block, snapshot.before)
@@ -80,11 +111,11 @@ class StatePool:
 
     def contents(self) -> list[tuple[int, Snapshot]]:
         """Every block that has a snapshot, and of which tokens."""
-        return list(self._snapshots.items())
+        return [each for kept in self._kept for each in kept.items()]
 
     def content(self, block: int) -> Snapshot | None:
         """The snapshot in a block."""
-        return self._snapshots.get(block)
+        return next((kept[block] for kept in self._kept if block in kept), None)
 
     def lookup(self, digest: bytes) -> int | None:
         """The snapshot after the whole blocks with this hash, and no token more."""
@@ -92,20 +123,22 @@ class StatePool:
 
     def is_idle(self, block: int) -> bool:
         """Whether a block has a snapshot."""
-        return block in self._snapshots
+        return any(block in kept for kept in self._kept)
 
     def touch(self, block: int) -> None:
-        """Makes a snapshot the last one to be evicted."""
-        if block in self._snapshots:
-            self._snapshots.move_to_end(block)
+        """Makes a snapshot the last one of its worth to be evicted."""
+        for kept in self._kept:
+            if block in kept:
+                kept.move_to_end(block)
 
     def forget(self, block: int) -> bool:
         """Evicts a snapshot."""
-        if block not in self._snapshots:
-            return False
-        self._forget(self._snapshots.pop(block))
-        self.release(block)
-        return True
+        for kept in self._kept:
+            if block in kept:
+                self._forget(kept.pop(block))
+                self.release(block)
+                return True
+        return False
 
     def release(self, block: int) -> None:
         """A sequence's block is not needed any more."""
@@ -118,7 +151,7 @@ class StatePool:
             seed: as of `BlockTables`.
             most: tokens of the prefix, at most.
         """
-        if not self._snapshots:
+        if not self.snapshots:
             return
         digests = [seed]
         for end in range(BLOCK, most + 1, BLOCK):
@@ -131,27 +164,47 @@ class StatePool:
                     yield index * BLOCK + len(content), here[content]
 
     def copy_of(self, snapshot: int) -> int | None:
-        """A block to copy a snapshot to; the snapshot's own if there is no other."""
-        self._snapshots.move_to_end(snapshot)
+        """A block to copy a snapshot to; the snapshot's own if there is no other.
+
+        At a border two prompts have begun with it now. Who goes on from the end of an answer leaves
+        a later one.
+        """
+        self.touch(snapshot)
+        if (content := self.content(snapshot)) is not None and not content.tokens:
+            self._raise(snapshot, Worth.SHARED)
         return self.allocate()
 
-    def keep(self, block: int, digests: Sequence[bytes], tokens: Sequence[int]) -> None:
+    def _raise(self, block: int, worth: Worth) -> None:
+        for kept in self._kept[:worth]:
+            if block in kept:
+                self._kept[worth][block] = kept.pop(block)
+
+    def keep(
+        self,
+        block: int,
+        digests: Sequence[bytes],
+        tokens: Sequence[int],
+        worth: Worth = Worth.ENDED,
+    ) -> None:
         """Turns a sequence's block into the snapshot after `tokens`.
 
         Args:
             digests: hashes of the prefixes that end with each whole block, the seed first.
         """
         whole = len(tokens) // BLOCK
-        self.keep_snapshot(block, Snapshot(digests[whole], tuple(tokens[whole * BLOCK :])))
+        self.keep_snapshot(block, Snapshot(digests[whole], tuple(tokens[whole * BLOCK :])), worth)
 
-    def keep_snapshot(self, block: int, snapshot: Snapshot) -> bool:
+    def keep_snapshot(self, block: int, snapshot: Snapshot, worth: Worth = Worth.ENDED) -> bool:
         """`keep` of a block for a snapshot; False, the block released, where there is one."""
-        if snapshot.tokens in self._after.get(snapshot.before, {}) or not self.most:
+        known = self._after.get(snapshot.before, {}).get(snapshot.tokens)
+        if known is not None or not self.most:
             self.release(block)
+            if known is not None:
+                self._raise(known, worth)
             return False
-        if len(self._snapshots) == self.most:
+        if self.snapshots == self.most:
             self.release(self._evict())
-        self._snapshots[block] = snapshot
+        self._kept[worth][block] = snapshot
         self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block
         if not snapshot.tokens:
             self.on_full(block, snapshot.before)
@@ -164,8 +217,9 @@ class StatePool:
 
     def clear(self) -> None:
         """Evicts all snapshots, as when the cache's memory is lost."""
-        for block in list(self._snapshots):
+        for block, _ in self.contents():
             self.forget(block)
+        self._seen.clear()
 
     def _forget(self, snapshot: Snapshot) -> None:
         here = self._after[snapshot.before]

@@ -70,8 +70,8 @@ def accept_drafted(cache: Cache, runs: SequenceRuns, accepted: Array) -> Cache:
     """
     lengths, run = jnp.minimum(runs.lengths, accepted), jnp.maximum(runs.rows, 0)
     here = jnp.arange(runs.rows.shape[0], dtype=jnp.int32) - runs.starts[run]
-    rows = jnp.where(here < lengths[run], runs.rows, -1)
-    runs = SequenceRuns(*runs)._replace(rows=rows, lengths=lengths)
+    rows, copies = (jnp.where(here < lengths[run], x, -1) for x in (runs.rows, runs.copies))
+    runs = SequenceRuns(*runs)._replace(rows=rows, lengths=lengths, copies=copies)
 
     def after(part: Any) -> Any:
         if isinstance(part, DraftedScan):

@@ -19,7 +19,7 @@ from jinfer.ops.backend import backend, needs_derivatives
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 # (state, a token's inputs) -> (state, output).
 type Step = Callable[[Array, Any], tuple[Array, Array]]
@@ -51,7 +51,7 @@ def ragged_scan(
         return _empty(step, inputs, table), table
     if isinstance(runs, DraftRuns):
         own = jnp.arange(runs.slots.shape[0], dtype=jnp.int32)
-        on_copies = SequenceRuns(*runs)._replace(slots=own)
+        on_copies = SequenceRuns(*runs)._replace(slots=own, copies=jnp.full_like(runs.rows, -1))
         return ragged_scan(step, chunk, size, inputs, table[runs.slots], on_copies)[0], table
     if needs_derivatives():
         return scan_text(chunk, size, inputs, table, runs)
@@ -66,18 +66,18 @@ def scan_tokens(
     """`ragged_scan`, one token after the other."""
     tokens = jnp.arange(runs.rows.shape[0], dtype=jnp.int32)
 
-    def one(table: Array, token: tuple[Array, Array, Any]) -> tuple[Array, Array]:
-        at, row, values = token
+    def one(table: Array, token: tuple[Array, Array, Array, Any]) -> tuple[Array, Array]:
+        at, row, copy, values = token
         run = jnp.maximum(row, 0)
         slot = runs.slots[run]
         begins = runs.fresh[run] & (runs.starts[run] == at)
         before = jnp.where(begins, 0.0, table[slot])
         after, out = step(before, values)
         # Padding writes nothing.
-        table = table.at[jnp.where(row < 0, table.shape[0], slot)].set(after, mode="drop")
-        return table, jnp.where(row < 0, 0.0, out)
+        written = jnp.where(row < 0, table.shape[0], jnp.stack([slot, _or_none(copy, table)]))
+        return table.at[written].set(after[None], mode="drop"), jnp.where(row < 0, 0.0, out)
 
-    table, out = lax.scan(one, table, (tokens, runs.rows, inputs))
+    table, out = lax.scan(one, table, (tokens, runs.rows, runs.copies, inputs))
     return out, table
 
 
@@ -91,24 +91,33 @@ def scan_chunks(
 ) -> tuple[Float[Array, "tokens ..."], Float[Array, "slots ..."]]:
     """`ragged_scan`, single tokens by one vectorized step and longer runs in chunks."""
     out, table = _single_tokens(step, inputs, table, runs)
-    chunks = jnp.where(runs.lengths > 1, -(-runs.lengths // size), 0)
-    ends = jnp.cumsum(chunks)
-    here = jnp.arange(size, dtype=jnp.int32)
-    tokens = out.shape[0]
+    here, tokens = jnp.arange(size, dtype=jnp.int32), out.shape[0]
+    places = jnp.arange(tokens, dtype=jnp.int32)
+    long = (runs.rows >= 0) & (runs.lengths[jnp.maximum(runs.rows, 0)] > 1)
+    # From each place on, the first token of a long run, and the first whose state is copied.
+    begin, copied = (
+        lax.cummin(jnp.where(each, places, tokens), reverse=True)
+        for each in (long, runs.copies >= 0)
+    )
 
-    def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, table = carry
-        run = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
-        done = (i - (ends[run] - chunks[run])) * size
-        real = here < runs.lengths[run] - done
-        places = jnp.where(real, runs.starts[run] + done + here, tokens)
+    def one(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        at, out, table = carry
+        run = runs.rows[at]
+        end = jnp.minimum(at + size, runs.starts[run] + runs.lengths[run])
+        end = jnp.minimum(end, copied[at] + 1)
+        real = here < end - at
+        places = jnp.where(real, at + here, tokens)
         taken = jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), inputs)
         slot = runs.slots[run]
-        before = jnp.where(runs.fresh[run] & (done == 0), 0.0, table[slot])
+        before = jnp.where(runs.fresh[run] & (at == runs.starts[run]), 0.0, table[slot])
         after, values = chunk(before, taken, real)
-        return out.at[places].set(values, mode="drop"), table.at[slot].set(after)
+        written = jnp.stack([slot, _or_none(runs.copies[end - 1], table)])
+        table = table.at[written].set(after[None], mode="drop")
+        following = begin.at[end].get(mode="fill", fill_value=tokens)
+        return following, out.at[places].set(values, mode="drop"), table
 
-    return lax.fori_loop(0, ends[-1], one, (out, table))
+    more = lambda carry: carry[0] < tokens  # noqa: E731
+    return lax.while_loop(more, one, (begin[0], out, table))[1:]
 
 
 def scan_text(
@@ -149,8 +158,14 @@ def _single_tokens(
     tokens = runs.rows.shape[0]
     out = jnp.zeros((tokens, *values.shape[1:]), values.dtype)
     out = out.at[jnp.where(single, runs.starts, tokens)].set(values, mode="drop")
-    slots = jnp.where(single, runs.slots, table.shape[0])
-    return out, table.at[slots].set(after, mode="drop")
+    for each in (runs.slots, _or_none(runs.copies[runs.starts], table)):
+        table = table.at[jnp.where(single, each, table.shape[0])].set(after, mode="drop")
+    return out, table
+
+
+def _or_none(copies: Int[Array, "*runs"], table: Array) -> Int[Array, "*runs"]:
+    """Slots of copies; one that is dropped in place of -1."""
+    return jnp.where(copies < 0, table.shape[0], copies)
 
 
 def _as_rows(flags: Bool[Array, " rows"], like: Array) -> Array:

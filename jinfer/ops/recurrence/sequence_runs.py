@@ -2,7 +2,8 @@
 
 A recurrence keeps one state of fixed size for each sequence in a *state table*, [slots, ...] in
 float32. Each sequence with tokens in the batch reads its slot, or starts at zero if its first token
-is here, and writes the state after its last token back. Drafted tokens only read it, until it is
+is here, and writes the state after its last token back. On the way it copies its state to other
+slots, snapshots, after the tokens that end a block. Drafted tokens only read the table, until it is
 known which of them are accepted: see `drafted_scan`.
 """
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
-from jinfer.ops.attention.kv_cache import AttentionMetadata
+from jinfer.ops.attention.kv_cache import BLOCK, AttentionMetadata
 from jinfer.ops.backend import backend
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class SequenceRuns(NamedTuple):
         slots: row of the state table of each run; no two runs with tokens share one.
         fresh: whether a run begins at position 0, so that its state is zero whatever its slot
             holds.
+        copies: row of the state table that the state after each token is copied to; -1: none. At
+            most one token in `BLOCK` of a run has one.
     """
 
     rows: Int[Array, " tokens"]
@@ -37,26 +40,34 @@ class SequenceRuns(NamedTuple):
     lengths: Int[Array, " runs"]
     slots: Int[Array, " runs"]
     fresh: Bool[Array, " runs"]
+    copies: Int[Array, " tokens"]
 
 
 class DraftRuns(SequenceRuns):
     """Runs of tokens of which some may be rejected: the states before them have to stay."""
 
 
-def sequence_runs(at: AttentionMetadata, slots: Int[Array, " rows"]) -> SequenceRuns:
+def sequence_runs(at: AttentionMetadata, tables: Int[Array, "rows blocks"]) -> SequenceRuns:
     """The runs of a flat batch.
 
     Args:
         at: its rows and positions; tokens of one sequence are adjacent, in rising positions.
-        slots: the state slot of each row of the block tables.
+        tables: for each row of the block tables its state slot, then at j > 0 a number that is 1
+            above the slot for a copy of the state after `BLOCK` j tokens; 0: no copy.
     """
-    runs, tokens = slots.shape[0], at.rows.shape[0]
+    runs, tokens = tables.shape[0], at.rows.shape[0]
     rows = jnp.where(at.rows < 0, runs, at.rows)
     lengths = jnp.zeros(runs, jnp.int32).at[rows].add(1, mode="drop")
     here = jnp.arange(tokens, dtype=jnp.int32)
     starts = jnp.full(runs, tokens, jnp.int32).at[rows].min(here, mode="drop")
     starts = jnp.where(lengths > 0, starts, 0)
-    return SequenceRuns(at.rows, starts, lengths, slots, at.positions[starts] == 0)
+    after = at.positions + 1
+    ends = (at.rows >= 0) & (after % BLOCK == 0)
+    copies = tables.at[jnp.maximum(at.rows, 0), after // BLOCK].get(mode="fill", fill_value=0)
+    fresh = at.positions[starts] == 0
+    return SequenceRuns(
+        at.rows, starts, lengths, tables[:, 0], fresh, jnp.where(ends, copies, 0) - 1
+    )
 
 
 def is_first(runs: SequenceRuns) -> Bool[Array, " tokens"]:
@@ -71,4 +82,4 @@ def custom_runs(runs: SequenceRuns) -> custom.Runs | None:
     if backend() != "cpu" or not custom.available():
         return None
     fresh, kept = runs.fresh.astype(jnp.int32), not isinstance(runs, DraftRuns)
-    return custom.Runs(runs.starts, runs.lengths, runs.slots, fresh, kept)
+    return custom.Runs(runs.starts, runs.lengths, runs.slots, fresh, runs.copies, kept)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.attention.kv_cache import BLOCK
 from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.sequence_runs import DraftRuns, SequenceRuns, custom_runs
 
@@ -43,11 +44,18 @@ def short_conv(
     y = jnp.where(runs.rows[:, None] < 0, 0.0, y)
     if taps == 1 or isinstance(runs, DraftRuns):
         return y, table
-    rows = jnp.arange(runs.starts.shape[0], dtype=jnp.int32)
-    ends = runs.starts + runs.lengths
-    last = [_inputs(x, before, runs, rows, ends - taps + 1 + m) for m in range(taps - 1)]
-    slots = jnp.where(runs.lengths > 0, runs.slots, table.shape[0])
-    return y, table.at[slots].set(jnp.stack(last, axis=1), mode="drop")
+    # Where the runs end, and where their states are copied.
+    rows, none = jnp.arange(runs.starts.shape[0], dtype=jnp.int32), table.shape[0]
+    most = min(x.shape[0], x.shape[0] // BLOCK + rows.shape[0])
+    (copied,) = jnp.nonzero(runs.copies >= 0, size=most, fill_value=x.shape[0])
+    run = jnp.concatenate([rows, run.at[copied].get(mode="clip")])
+    ends = jnp.concatenate([runs.starts + runs.lengths, copied.astype(jnp.int32) + 1])
+    last = [_inputs(x, before, runs, run, ends - taps + 1 + m) for m in range(taps - 1)]
+    slots = [
+        jnp.where(runs.lengths > 0, runs.slots, none),
+        runs.copies.at[copied].get(mode="fill", fill_value=none),
+    ]
+    return y, table.at[jnp.concatenate(slots)].set(jnp.stack(last, axis=1), mode="drop")
 
 
 def _before(table: Array, runs: SequenceRuns) -> Array:

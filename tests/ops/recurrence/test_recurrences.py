@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
@@ -49,6 +48,8 @@ class Player:
         # What a slot holds before its sequence begins is not read.
         self.table = on_device(np.full((SLOTS, *case.state), np.nan, np.float32))
         self.slots = np.array([5, 2, 4, 0, 3], np.int32)[: len(sequences)]
+        self.tables = np.zeros((len(sequences), 4), np.int32)
+        self.tables[:, 0] = self.slots
         self.results: list[dict[int, np.ndarray]] = [{} for _ in sequences]
         self.run = jax.jit(self._run, donate_argnums=(1,))
 
@@ -58,11 +59,11 @@ class Player:
         table: Array,
         rows: Array,
         positions: Array,
-        slots: Array,
+        tables: Array,
         accepted: Array | None,
     ) -> tuple[Array, Array]:
-        at = AttentionMetadata(rows, positions, jnp.zeros((slots.shape[0], 1), jnp.int32))
-        runs = sequence_runs(at, slots)
+        at = AttentionMetadata(rows, positions, tables)
+        runs = sequence_runs(at, tables)
         if accepted is None:
             return self.case.operation(inputs, table, runs)
         out, drafted = self.case.operation(inputs, table, DraftRuns(*runs))
@@ -73,9 +74,9 @@ class Player:
     ) -> None:
         """One call with `tokens` tokens, padding included; of drafts if some are `accepted`."""
         counts = None if accepted is None else np.array(accepted, np.int32)
-        arrays = (*joined(self.sequences, pieces, tokens), self.slots, counts)
-        inputs, rows, positions, slots, counts = jax.tree.map(on_device, arrays)
-        out, self.table = self.run(inputs, self.table, rows, positions, slots, counts)
+        arrays = (*joined(self.sequences, pieces, tokens), self.tables, counts)
+        inputs, rows, positions, tables, counts = jax.tree.map(on_device, arrays)
+        out, self.table = self.run(inputs, self.table, rows, positions, tables, counts)
         values = np.asarray(out)
         for value, row, position in zip(values, rows, positions, strict=True):
             if row >= 0:
@@ -135,6 +136,32 @@ def test_cuts(name: str, form: str) -> None:
         else:
             near(outputs, found[0][0])
             near(state, found[0][1])
+
+
+@pytest.mark.parametrize("form", FORMS, indirect=True)
+@pytest.mark.parametrize("name", CASES)
+def test_copies_after_whole_blocks(name: str, form: str) -> None:
+    """A step copies states that it comes past: those that shorter prompts end with."""
+    case = CASES[name]
+    lengths = (200, 70)
+    sequences = [case.draw(length, seed) for seed, length in enumerate(lengths)]
+    player, plain = Player(case, sequences), Player(case, sequences)
+    plain.run = player.run
+    player.tables[0, 1:] = 1 + 1, 0, 6 + 1  # after 64 and 192 tokens
+    player.tables[1, 1] = 4 + 1
+    for each in (player, plain):  # the first borders amid a batch, the last by a single token
+        each.batch([Piece(0, 0, 130), Piece(-1, 0, 2), Piece(1, 0, 63)], 200)
+        each.batch([Piece(1, 63, 64), Piece(0, 130, 200)], 96)
+        each.batch([Piece(1, 64, 70)], 8)
+    same = np.testing.assert_array_equal if form in ISAS else near
+    copied = [np.asarray(player.table)[slot] for slot in (1, 6, 4)]
+    for state, (sequence, end) in zip(copied, ((0, 64), (0, 192), (1, 64)), strict=True):
+        shorter = Player(case, sequences)
+        shorter.run = player.run
+        shorter.batch([Piece(sequence, 0, end)], 200)
+        same(state, np.asarray(shorter.table)[shorter.slots[sequence]])
+        same(player.outputs(sequence), plain.outputs(sequence))
+    assert np.isnan(np.asarray(player.table)[[0, 3]]).all(), "slots of others are not touched"
 
 
 @pytest.mark.parametrize("form", ["tokens", *ISAS], indirect=True)

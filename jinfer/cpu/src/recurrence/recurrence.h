@@ -79,7 +79,8 @@ struct RecurrenceKernels {
   void (*diagonal)(const DiagonalScan&, const StateRun&, int64_t first, int64_t columns);
   void (*wkv)(const WkvScan&, const StateRun&, int64_t first, int64_t columns);
   void (*conv)(const ShortConv&, const StateRun&, int64_t first, int64_t tokens);
-  void (*conv_state)(const ShortConv&, const StateRun&);  // when all tokens are computed
+  // Writes the state after a run, whose tokens are all computed.
+  void (*conv_state)(const ShortConv&, const StateRun&, float* state);
 };
 
 const RecurrenceKernels& recurrence_portable();

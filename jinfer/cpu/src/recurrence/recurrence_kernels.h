@@ -332,11 +332,11 @@ void short_conv(const ShortConv& conv, const StateRun& run, int64_t first, int64
   }
 }
 
-void conv_state(const ShortConv& conv, const StateRun& run) {
+void conv_state(const ShortConv& conv, const StateRun& run, float* state) {
   const int64_t channels = conv.channels, before = conv.taps - 1;
   for (int64_t m = 0; m < before; ++m) {
     const int64_t at = run.tokens - before + m;
-    float* to = run.state + m * channels;
+    float* to = state + m * channels;
     if (at < 0 && run.fresh)
       memset(to, 0, 4 * channels);
     else
