@@ -48,7 +48,7 @@ class Multimodal:
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config.json as its language model's.
 
-    What is for text alone stands in a table of its own, `text_config`, where a model also sees
+    What is for text alone has a table of its own, `text_config`, where a model also sees
     images; there it counts before the rest, and what it leaves out is looked up in the rest.
     """
     if (found := multimodal(config)) is not None:
@@ -70,16 +70,17 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     names, type_ = config.get("architectures"), config.get("model_type")
     if not isinstance(names, list) or not names:
         names = [architecture_of(type_)] if isinstance(type_, str) else []
-    row = next((table["architectures"][n] for n in names if n in table["architectures"]), None)
+    rows = table["architectures"]
+    row = next((rows[n] for n in names if isinstance(n, str) and n in rows), None)
     if row is None:
         return None
     own: Any = config
     for key in row.get("config", "text_config").split("."):
         own = own.get(key) if isinstance(own, dict) else None
     own = own if isinstance(own, dict) else {}
-    type_ = own.get("model_type") or row.get("text")
+    type_ = str(own.get("model_type") or row.get("text"))
     names = own.get("architectures") if isinstance(own.get("architectures"), list) else []
-    name = table["text"].get(type_) or architecture_of(str(type_))
+    name = table["text"].get(type_) or architecture_of(type_)
     defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in own}
     outer = {key: value for key, value in config.items() if key != "auto_map"}
     tied = [each[_TIED] for each in (config, own) if isinstance(each.get(_TIED), bool)]

@@ -61,8 +61,8 @@ def _exists(source: str, beside: Path) -> bool:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """A clause with the models whose name, or its beginning, is nearly this; empty if none is."""
-    wanted = _plain(name)[:100]
-    matcher = SequenceMatcher(None, "", wanted, autojunk=False)
+    given = _plain(name)[:100]
+    matcher = SequenceMatcher(None, "", given, autojunk=False)
 
     def likeness(other: str) -> float:
         matcher.set_seq1(other)
@@ -71,7 +71,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     found = []
     for each in known:
         plain = _plain(each)
-        begins, whole = likeness(plain[: len(wanted)]), likeness(plain)
+        begins, whole = likeness(plain[: len(given)]), likeness(plain)
         if begins >= _CLOSE_BEGINNING or whole >= _CLOSE:
             found.append((-max(begins, whole), -whole, each))
     names = [name for *_, name in sorted(found)[:2]]

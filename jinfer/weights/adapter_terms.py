@@ -147,7 +147,7 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
 
 
 def saved_tensors(adapter: LoraAdapter, tensors: TensorMap, name: str = "") -> dict[str, Tensor]:
-    """What stands in place of a model's tensors, or the one of a name, by all names of it."""
+    """What replaces a model's tensors, or the one of a name, by all names of it."""
     saved = {n: replace(t, name=n) for n, t in adapter.saved.items() if name in ("", n)}
     return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), tensors)
 

@@ -33,7 +33,7 @@ def merged(
     """The checkpoint with an adapter merged into its weights as they are read.
 
     W + scale B A of LoRA; DoRA's is that with rows of the magnitudes' lengths (arXiv 2402.09353).
-    `modules_to_save` stand in place of the model's.
+    `modules_to_save` replace the model's tensors.
 
     Args:
         model: whose parameters say which tensors are transposed.

@@ -33,7 +33,7 @@ def first_matches(patterns: Sequence[str], names: Sequence[str]) -> list[int | N
 
 
 def answer(question: Sequence[Sequence[str]]) -> list[int | None]:
-    """What a sandbox is asked: the patterns, and the names."""
+    """As `first_matches`, of the patterns and the names; what a sandbox computes."""
     patterns, names = question
     every = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
     return [next((i for i, one in enumerate(every) if one.match(name)), None) for name in names]

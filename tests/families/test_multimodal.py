@@ -147,6 +147,20 @@ def test_an_internvl_with_code_of_its_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": [{"a": 1}, ["b"]]},
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": [1]},
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": [1]}},
+        {"architectures": ["Qwen2_5OmniForConditionalGeneration"], "thinker_config": "x"},
+        {"model_type": ["llava"], "text_config": {"tie_word_embeddings": "x"}},
+    ],
+)
+def test_values_of_other_types(config: dict[str, Any]) -> None:
+    assert isinstance(language_model(config), dict)
+
+
 def test_sizes_that_llava_leaves_out() -> None:
     """The published LLaVA 1.5 says no more of its Vicuna than this."""
     inside = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
