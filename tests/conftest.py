@@ -89,6 +89,7 @@ ONE_IN = {
     "tests/test_goldens.py::test_greedy_tokens": 2,
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
     "tests/families/": 3,
+    "tests/families/test_second_checkpoints.py": 36,
     "tests/server/": 4,
     **{f"tests/{folder}/": 5 for folder in ("speculate", "weights")},
     "tests/test_pure_function.py::test_logits_of_decoders": 90,
