@@ -18,9 +18,10 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 UNHELD = Path(__file__).with_name("unheld_keys.json")
 KEY = re.compile(r"\$(\w+(?:\.\w+)*)")
 # As good as not there: what does nothing in most keys.
-OFF = {json.dumps(value) for value in (None, False, 0, 0.0, 1, 1.0, [], {})}
-# Small numbers come out of these layers, and the norm after them magnifies rounding.
-ROUNDED = {"zamba2": 5e-4, "qwen3next": 5e-4, "recurrent_gemma": 2e-3}
+_OFF: tuple[Any, ...] = (None, False, 0, 0.0, 1, 1.0, [], {})
+OFF: set[str] = {json.dumps(value) for value in _OFF}
+# Rounding is magnified: of T5's own reference in float32 it is 7e-4, of Zamba2's 1e-4.
+ROUNDED = {"t5": 3e-3, "zamba2": 1e-3, "qwen3_next": 6e-4, "recurrent_gemma": 2e-3}
 
 
 @pytest.mark.parametrize("name", second.names())
@@ -29,10 +30,8 @@ def test_logits_of_a_second_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_key() -> None:
-    rows = second.PAGE.read_text(encoding="utf-8").splitlines()[len(second.HEAD.splitlines()) :]
-    assert [row.rpartition("| ")[0].rpartition(" ")[0] for row in rows] == [
-        line.rpartition(" |")[0] + " |" for line in second.lines()
-    ]
+    rows = second.PAGE.read_text(encoding="utf-8").removeprefix(second.HEAD).splitlines()
+    assert [row.rsplit(" ", 2)[0] for row in rows] == [*second.lines()]
 
 
 @pytest.mark.parametrize(
