@@ -93,6 +93,7 @@ ONE_IN = {
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
     "tests/families/test_multimodal.py": 6,
     "tests/families/": 3,
+    "tests/families/test_second_checkpoints.py": 36,
     "tests/server/": 4,
     **{f"tests/{folder}/": 5 for folder in ("speculate", "weights")},
     "tests/test_pure_function.py::test_logits_of_decoders": 90,
