@@ -1,0 +1,155 @@
+"""Fair accept: new connections of each client address in turn, a few in each round of the event loop.
+
+A listener's queue is first in, first out: a client that opens thousands of connections would keep
+all others waiting until the server has set each of them up. Here they are taken out at once, at the
+price of a descriptor, and set up by turns, the newest of an address first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from jinfer.server.client_shares import Holder, Shares, client_address
+
+_ACCEPTED = 256  # connections that are taken out of a listener's queue in a round
+_TURNS = 8  # connections that are set up in a round
+_NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
+
+
+@dataclass(eq=False)
+class AcceptedSocket:
+    """A connection that is not set up.
+
+    Attributes:
+        socket: its socket.
+        address: of its client.
+        accepting: what has accepted it.
+        begun: whether it is being set up, TLS included.
+    """
+
+    socket: socket.socket
+    address: str
+    accepting: FairAccept
+    begun: bool = False
+
+    def give_way(self) -> None:
+        """Closes it."""
+        if self.begun:  # its transport ends with it; cancelled, it might leave its protocol open
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self.accepting.forget(self)
+            self.socket.close()
+
+
+@dataclass
+class FairAccept:
+    """Accepts the connections of some listeners.
+
+    Attributes:
+        listeners: sockets that listen.
+        make_protocol: makes the protocol of a connection.
+        shares: what connections hold while the server waits for their clients.
+        connections: those that are set up.
+        most: how many connections there are descriptors for.
+        ssl: TLS settings; None: plain text.
+        handshake_seconds: time limit of TLS handshakes.
+    """
+
+    listeners: Sequence[socket.socket]
+    make_protocol: Callable[[], asyncio.Protocol]
+    shares: Shares[Holder]
+    connections: Collection[object]
+    most: int
+    ssl: ssl.SSLContext | None
+    handshake_seconds: float
+    _accepted: set[AcceptedSocket] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _queues: dict[str, dict[AcceptedSocket, None]] = field(default_factory=dict)  # by address
+    _scheduled: bool = False
+
+    def start(self) -> None:
+        """Begins to accept."""
+        for listener in self.listeners:
+            listener.setblocking(False)
+            self._resume(listener)
+
+    def stop(self) -> None:
+        """Ends accepting, and closes the connections that are not set up."""
+        for listener in self.listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+        for one in list(self._accepted):
+            one.give_way()
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTED):
+            try:
+                accepted, client = listener.accept()
+            except (BlockingIOError, ConnectionError):
+                break
+            except OSError:  # no descriptor; the listener would be ready again at once
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener)
+                loop.call_later(_NO_DESCRIPTOR_SECONDS, self._resume, listener)
+                self.shares.displace()
+                break
+            accepted.setblocking(False)
+            address = client_address(client if isinstance(client, tuple) else None)
+            one = AcceptedSocket(accepted, address, self)
+            self._queues.setdefault(address, {})[one] = None
+            self._accepted.add(one)
+            self.shares.take(one)
+            if len(self.connections) + len(self._accepted) > self.most:
+                self.shares.displace()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._queues and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._take_turns)
+
+    def _take_turns(self) -> None:
+        """Begins to set up the next connections."""
+        self._scheduled = False
+        for _ in range(_TURNS):
+            if not self._queues:
+                break
+            address, queue = next(iter(self._queues.items()))
+            one, _ = queue.popitem()
+            del self._queues[address]
+            if queue:
+                self._queues[address] = queue  # behind all others
+            one.begun = True
+            task = asyncio.get_running_loop().create_task(self._set_up(one))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._schedule()
+
+    async def _set_up(self, one: AcceptedSocket) -> None:
+        seconds = None if self.ssl is None else self.handshake_seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self.make_protocol, one.socket, ssl=self.ssl, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # a client that went, or does not speak TLS
+            one.socket.close()
+        finally:
+            self.forget(one)
+
+    def forget(self, one: AcceptedSocket) -> None:
+        """Ends the share of a connection, and its place in the queue."""
+        self._accepted.discard(one)
+        self.shares.release(one)
+        if (queue := self._queues.get(one.address)) is not None:
+            queue.pop(one, None)
+            if not queue:
+                del self._queues[one.address]
