@@ -1,4 +1,4 @@
-"""Fair accept: new connections of each client address in turn, a few in each round of the event loop.
+"""Fair accept: new connections of each client address in turn, a few in a round of the event loop.
 
 A listener's queue is first in, first out: a client that opens thousands of connections would keep
 all others waiting until the server has set each of them up. Here they are taken out at once, at the
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from jinfer.server.client_shares import Holder, Shares, client_address
 
-_ACCEPTED = 256  # connections that are taken out of a listener's queue in a round
+_ACCEPTED = 64  # connections that are taken out of a listener's queue in a round
 _TURNS = 8  # connections that are set up in a round
 _NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
 

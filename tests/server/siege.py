@@ -1,4 +1,4 @@
-"""A service under attack: what its streams and health checks notice of clients that hold connections."""
+"""A service under attack: what streams and health checks notice of those who hold connections."""
 
 from __future__ import annotations
 
