@@ -46,6 +46,7 @@ class Watch:
     Attributes:
         port: of the service.
         address: what they come from.
+        length, prompt: tokens of each answer, and what it answers.
         alone: what each seed answers without others.
         gap, health: seconds between two events of a stream, and of a health check, at most.
         checks, answers: how many came.
@@ -55,6 +56,7 @@ class Watch:
     port: int
     address: str = "127.0.2.1"
     length: int = 100
+    prompt: str | list[int] = "Once upon a time"
     alone: dict[int, str] = field(default_factory=dict)
     gap: float = 0.0
     health: float = 0.0
@@ -104,7 +106,7 @@ class Watch:
                 self.wrong.append(f"seed {seed}: {text!r}, alone {self.alone[seed]!r}")
 
     async def _answer(self, http: httpx.AsyncClient, seed: int) -> str:
-        body: dict[str, Any] = {"prompt": f"Once upon a time {seed}", "seed": seed, "stream": True}
+        body: dict[str, Any] = {"prompt": self.prompt, "seed": seed, "stream": True}
         body |= {"temperature": 1.0, "max_tokens": self.length, "ignore_eos": True}
         text, last = "", time.monotonic()
         async with http.stream("POST", "/v1/completions", json=body) as answer:
