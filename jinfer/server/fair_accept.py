@@ -18,6 +18,7 @@ from jinfer.server.client_shares import Holder, Shares, client_address
 
 _ACCEPTED = 64  # connections that are taken out of a listener's queue in a round
 _TURNS = 8  # connections that are set up in a round
+_PAUSE_SECONDS = 0.005  # between two rounds, so that a flood leaves time for what runs
 _NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
 
 
@@ -72,6 +73,7 @@ class FairAccept:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _queues: dict[str, dict[AcceptedSocket, None]] = field(default_factory=dict)  # by address
     _scheduled: bool = False
+    _ended: bool = False
 
     def start(self) -> None:
         """Begins to accept."""
@@ -81,13 +83,14 @@ class FairAccept:
 
     def stop(self) -> None:
         """Ends accepting, and closes the connections that are not set up."""
+        self._ended = True
         for listener in self.listeners:
             asyncio.get_running_loop().remove_reader(listener)
         for one in list(self._accepted):
             one.give_way()
 
     def _resume(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:
+        if not self._ended:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -97,9 +100,7 @@ class FairAccept:
             except (BlockingIOError, ConnectionError):
                 break
             except OSError:  # no descriptor; the listener would be ready again at once
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                loop.call_later(_NO_DESCRIPTOR_SECONDS, self._resume, listener)
+                self._pause(listener, _NO_DESCRIPTOR_SECONDS)
                 self.shares.displace()
                 break
             accepted.setblocking(False)
@@ -110,12 +111,15 @@ class FairAccept:
             self.shares.take(one)
             if len(self.connections) + len(self._accepted) > self.most:
                 self.shares.displace()
-        self._schedule()
+        else:
+            self._pause(listener, _PAUSE_SECONDS)
+        if not self._scheduled:
+            self._take_turns()
 
-    def _schedule(self) -> None:
-        if self._queues and not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._take_turns)
+    def _pause(self, listener: socket.socket, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(seconds, self._resume, listener)
 
     def _take_turns(self) -> None:
         """Begins to set up the next connections."""
@@ -132,7 +136,9 @@ class FairAccept:
             task = asyncio.get_running_loop().create_task(self._set_up(one))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._schedule()
+        if self._queues:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._take_turns)
 
     async def _set_up(self, one: AcceptedSocket) -> None:
         seconds = None if self.ssl is None else self.handshake_seconds

@@ -27,6 +27,7 @@ HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_HEADERS = 128
 HEAD_SECONDS = 10.0  # to receive the whole head, from the start of the connection or request
 MAX_WAITING = 4096  # connections for whose clients the server waits
+_READ_SECONDS = 0.05  # for what came in time, where the event loop is late
 FLUSH_SECONDS = 60.0  # for a client to read the end of its last response
 _SHARES = "jinfer.connections"  # key of the server's state
 
@@ -128,9 +129,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._flush()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection."""
-        super().timeout_keep_alive_handler()
-        self._flush()
+        """Closes an idle connection, unless a request has come meanwhile."""
+        self.timeout_keep_alive_task = self.loop.call_later(_READ_SECONDS, self._close_idle)
 
     def pause_writing(self) -> None:
         """Begins to wait for a client that does not read."""
@@ -159,6 +159,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if running and not self.cycle.more_body and not self.flow.write_paused:
             self._shares.release(self)
 
+    def _close_idle(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._flush()
+
     def _flush(self) -> None:
         """Bounds the time in which a closed connection waits for its client to read."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
@@ -174,12 +178,15 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
+        self._head_timer = self.loop.call_later(self.head_seconds, self._read_once_more)
 
     def _cancel_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _read_once_more(self) -> None:
+        self._head_timer = self.loop.call_later(_READ_SECONDS, self._head_is_late)
 
     def _head_is_late(self) -> None:
         self._head_timer = None
