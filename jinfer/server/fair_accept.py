@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +72,8 @@ class FairAccept:
     handshake_seconds: float
     _accepted: set[AcceptedSocket] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _queues: dict[str, dict[AcceptedSocket, None]] = field(default_factory=dict)  # by address
+    # By address, in the order of their turns.
+    _queues: OrderedDict[str, dict[AcceptedSocket, None]] = field(default_factory=OrderedDict)
     _scheduled: bool = False
     _ended: bool = False
 
@@ -106,7 +108,10 @@ class FairAccept:
             accepted.setblocking(False)
             address = client_address(client if isinstance(client, tuple) else None)
             one = AcceptedSocket(accepted, address, self)
-            self._queues.setdefault(address, {})[one] = None
+            if address not in self._queues:  # before those that have had a turn
+                self._queues[address] = {}
+                self._queues.move_to_end(address, last=False)
+            self._queues[address][one] = None
             self._accepted.add(one)
             self.shares.take(one)
             if len(self.connections) + len(self._accepted) > self.most:
@@ -129,9 +134,9 @@ class FairAccept:
                 break
             address, queue = next(iter(self._queues.items()))
             one, _ = queue.popitem()
-            del self._queues[address]
-            if queue:
-                self._queues[address] = queue  # behind all others
+            self._queues.move_to_end(address)
+            if not queue:
+                del self._queues[address]
             one.begun = True
             task = asyncio.get_running_loop().create_task(self._set_up(one))
             self._tasks.add(task)

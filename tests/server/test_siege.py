@@ -39,7 +39,7 @@ async def besieged(port: int, watch: Watch, streams: int, seconds: float) -> Non
         total, lost = total + watch.answers, lost + watch.wrong
         assert watch.checks > 0
         # They and the attackers share the processors, on a machine that may be busy.
-        assert max(watch.gap, watch.health) < 10
+        assert max(watch.gap, watch.health) < 60
     assert lost == []
     assert total > 0
 
