@@ -1,7 +1,7 @@
 """Shares of clients: bounds on what clients hold while the server waits for them.
 
 A bound alone lets one client lock out all others. Here it is shared: when it is passed, of the
-holders that have waited longest the one gives way whose address holds the most.
+address that holds the most the holder gives way that has waited longest.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from ipaddress import IPv6Address
-from itertools import islice
 from typing import Protocol
 
-_OLDEST = 64  # holders that are compared: few enough that an attack by many costs little
 _RESERVED = 256  # descriptors of models, caches, logs and listeners
 _PER_CONNECTION = 2  # descriptors: its own, and one to the process of the model that answers it
 _MOST_DESCRIPTORS = 1 << 16
@@ -41,12 +39,13 @@ class Shares[H: Holder]:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.total = limit, 0
-        self._held: dict[H, int] = {}
+        self._held: dict[str, dict[H, int]] = {}  # by address
         self._by_address: Counter[str] = Counter()
 
     def take(self, holder: H, amount: int = 1) -> None:
         """Adds to what a holder has; if the limit is passed, others give way, or it does itself."""
-        self._held[holder] = self._held.get(holder, 0) + amount
+        held = self._held.setdefault(holder.address, {})
+        held[holder] = held.get(holder, 0) + amount
         self._by_address[holder.address] += amount
         self.total += amount
         while self.total > self.limit:
@@ -54,20 +53,20 @@ class Shares[H: Holder]:
 
     def displace(self) -> None:
         """Lets the holder give way that has to go first."""
-        oldest = islice(self._held, _OLDEST)
-        first = max(oldest, key=lambda one: self._by_address[one.address], default=None)
-        if first is not None:
+        if self._held:
+            first = next(iter(self._held[max(self._by_address, key=self._by_address.__getitem__)]))
             self.release(first)
             first.give_way()
 
     def release(self, holder: H) -> None:
         """Ends a share, if the holder has one."""
-        if (amount := self._held.pop(holder, None)) is None:
+        held = self._held.get(holder.address, {})
+        if (amount := held.pop(holder, None)) is None:
             return
         self.total -= amount
         self._by_address[holder.address] -= amount
-        if not self._by_address[holder.address]:
-            del self._by_address[holder.address]
+        if not held:
+            del self._held[holder.address], self._by_address[holder.address]
 
 
 def client_address(client: tuple[str, int] | None) -> str:
