@@ -55,7 +55,7 @@ def submit[**P, T](
 
 
 @contextlib.contextmanager
-def ending_told() -> Iterator[None]:
+def explain_shutdown() -> Iterator[None]:
     """Raises `EngineError` for what needs a thread that cannot start any more."""
     try:
         yield

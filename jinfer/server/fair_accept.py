@@ -2,7 +2,8 @@
 
 A listener's queue is first in, first out: a client that opens thousands of connections would keep
 all others waiting until the server has set each of them up. Here they are taken out at once, at the
-price of a descriptor, and set up by turns, the newest of an address first.
+price of a descriptor, and set up by turns; of an address that has many, the newest first, since
+others may share it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from jinfer.server.client_shares import Holder, Shares, client_address
 
 _ACCEPTED = 64  # connections that are taken out of a listener's queue in a round
-_TURNS = 8  # connections that are set up in a round
+_TURNS = 16  # connections that are set up in a round
 _PAUSE_SECONDS = 0.005  # between two rounds, so that a flood leaves time for what runs
 _NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
 
@@ -49,6 +50,9 @@ class AcceptedSocket:
             self.socket.close()
 
 
+type _Queue = OrderedDict[AcceptedSocket, None]  # of an address
+
+
 @dataclass
 class FairAccept:
     """Accepts the connections of some listeners.
@@ -73,7 +77,9 @@ class FairAccept:
     _accepted: set[AcceptedSocket] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     # By address, in the order of their turns.
-    _queues: OrderedDict[str, dict[AcceptedSocket, None]] = field(default_factory=OrderedDict)
+    _queues: OrderedDict[str, OrderedDict[AcceptedSocket, None]] = field(
+        default_factory=OrderedDict
+    )
     _scheduled: bool = False
     _ended: bool = False
 
@@ -109,7 +115,7 @@ class FairAccept:
             address = client_address(client if isinstance(client, tuple) else None)
             one = AcceptedSocket(accepted, address, self)
             if address not in self._queues:  # before those that have had a turn
-                self._queues[address] = {}
+                self._queues[address] = OrderedDict()
                 self._queues.move_to_end(address, last=False)
             self._queues[address][one] = None
             self._accepted.add(one)
@@ -133,7 +139,7 @@ class FairAccept:
             if not self._queues:
                 break
             address, queue = next(iter(self._queues.items()))
-            one, _ = queue.popitem()
+            one, _ = queue.popitem(last=len(queue) > _TURNS)
             self._queues.move_to_end(address)
             if not queue:
                 del self._queues[address]

@@ -25,8 +25,9 @@ from jinfer.server.http_responses import dumps
 _log = logging.getLogger("jinfer.server")
 HEAD_BYTES = 64 << 10  # request line and headers together
 MAX_HEADERS = 128
-HEAD_SECONDS = 10.0  # to receive the whole head, from the start of the connection or request
-MAX_WAITING = 4096  # connections for whose clients the server waits
+HEAD_SECONDS = 10.0  # to receive the head and the beginning of the body of a request
+MAX_WAITING = 10240  # connections for whose clients the server waits
+BODY_PIECE = 4096  # bytes of a body for which an application is started, or woken
 _READ_SECONDS = 0.05  # for what came in time, where the event loop is late
 FLUSH_SECONDS = 60.0  # for a client to read the end of its last response
 _SHARES = "jinfer.connections"  # key of the server's state
@@ -60,6 +61,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._in_head = True  # whether the next bytes belong to a request line or headers
         self._head_bytes = 0
+        self._waits_for_body = False  # whether a request's head has come, and no task has begun
+        self._begun_body = bytearray()
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: tuple[int, str] | None = None
 
@@ -97,8 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """Checks the limits of a complete head before the request is dispatched."""
-        self._cancel_timer()
+        """Checks the limits of a complete head."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > HEAD_BYTES:
             self._refusal = 431, f"a request's line and headers have more than {HEAD_BYTES} bytes"
@@ -106,15 +108,43 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = 431, f"a request has more than {MAX_HEADERS} headers"
         if self._refusal is not None:
             raise ValueError(self._refusal[1])  # stops the parser; see `send_400_response`
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._waits_for_body = False, True
+        if self.expect_100_continue or self.parser.should_upgrade():
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Has the application answer a request of which enough has come."""
+        self._waits_for_body = False
+        self._cancel_timer()
+        self._head_bytes = 0
         super().on_headers_complete()
         if self.cycle is None or self.cycle.scope is not self.scope:
             return  # the connection is upgraded to another protocol
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
 
+    def on_body(self, body: bytes) -> None:
+        """Collects small pieces: a task, or to wake one, costs far more than they do."""
+        if self._waits_for_body:
+            self._begun_body += body
+            if len(self._begun_body) >= BODY_PIECE:
+                self._dispatch()
+                self._pass_body()
+        elif len(self.cycle.body) + len(body) < BODY_PIECE and not self.cycle.response_complete:
+            self.cycle.body += body
+        else:
+            super().on_body(body)
+
+    def _pass_body(self) -> None:
+        body, self._begun_body = bytes(self._begun_body), bytearray()
+        if body:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The next bytes belong to the next request; this one runs."""
+        if self._waits_for_body:
+            self._dispatch()
+            self._pass_body()
         self._in_head = True
         super().on_message_complete()
         self._run()
@@ -195,7 +225,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._expect_head()  # its response is still being sent
         elif self._head_bytes:
-            self._refuse(408, f"the headers did not come within {self.head_seconds:g} seconds")
+            self._refuse(408, f"the request did not come within {self.head_seconds:g} seconds")
         else:
             self.transport.close()
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 import uvicorn
 
-from jinfer.server.http_protocol import HEAD_BYTES, MAX_HEADERS, BoundedProtocol
+from jinfer.server.http_protocol import BODY_PIECE, HEAD_BYTES, MAX_HEADERS, BoundedProtocol
 from jinfer.server.server_settings import ServerSettings
 from tests.server.running import Running, serving
 
@@ -119,6 +119,16 @@ def test_a_head_that_drips_is_late_too(server: Running) -> None:
         assert time.perf_counter() - begun < 20
 
 
+def test_the_beginning_of_a_body_is_late_too(server: Running) -> None:
+    """Before it is there no application is started."""
+    with connected(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
+        begun = time.monotonic()
+        while time.monotonic() < begun + 20 and sent(connection, b" ", 1):
+            time.sleep(0.2)
+        assert answer(connection).startswith(b"HTTP/1.1 408 ")
+
+
 def asked(connection: socket.socket) -> bytes:
     """The status line of a request on a connection; b"" if that was closed."""
     with contextlib.suppress(ConnectionError):
@@ -150,18 +160,18 @@ def test_an_address_with_few_connections_keeps_them(patient: Running, begun: byt
 
 def test_bodies_share_their_memory() -> None:
     """Where too many bytes of bodies have come, those of the address with most give way."""
-    settings = ServerSettings(max_body=1000, warm_up=False)
-    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n"
+    settings = ServerSettings(max_body=10_000, warm_up=False)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 10000\r\n\r\n"
     with serving([], settings, wait=False) as server, contextlib.ExitStack() as stack:
         limit = server.service.bodies.limit
         one = stack.enter_context(connected(server, "127.0.2.1"))
-        one.sendall(post + b" " * 900)
-        many = [stack.enter_context(connected(server)) for _ in range(limit // 900 + 4)]
+        one.sendall(post + b" " * 9000)
+        many = [stack.enter_context(connected(server)) for _ in range(limit // 9000 + 4)]
         for other in many:
-            other.sendall(post + b" " * 900)
+            other.sendall(post + b" " * 9000)
         assert b"before its memory was needed for others" in answer(many[0])
         assert server.service.bodies.total <= limit
-        one.sendall(b" " * 100)
+        one.sendall(b" " * 1000)
         assert b"not JSON" in one.recv(1 << 16)
     assert server.service.bodies.total == 0
 
@@ -180,6 +190,30 @@ def running(app: Any) -> Iterator[tuple[str, int]]:
     finally:
         server.should_exit = True
         thread.join(60)
+
+
+@pytest.mark.parametrize("size", [0, 5, BODY_PIECE - 1, BODY_PIECE, 3 * BODY_PIECE + 1])
+@pytest.mark.parametrize("piece", [1000, BODY_PIECE])
+def test_a_body_comes_whole_whatever_its_pieces(size: int, piece: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found, more = b"", True
+        while more:
+            message = await receive()
+            found, more = found + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": found})
+
+    head = b"POST / HTTP/1.0\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
+    with running(app) as place, socket.create_connection(place) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head)
+        for begin in range(0, size, piece):
+            connection.sendall(body[begin : min(begin + piece, size)])
+            time.sleep(0.005)
+        found = answer(connection)
+    assert found.partition(b"\r\n\r\n")[2] == body[:size]
 
 
 def test_a_slow_answer_is_not_cut() -> None:

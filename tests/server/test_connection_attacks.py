@@ -11,8 +11,8 @@ import httpx
 import orjson
 import pytest
 
+from tests.server.attack_watch import Watch, attacked
 from tests.server.running import SMOL, Running, serving
-from tests.server.siege import Watch, attacked
 from tests.server.test_run_server import LLAMA, command, free_port, ready
 from tests.server.test_soak import SOURCE
 
@@ -20,7 +20,7 @@ SECONDS = float(os.environ.get("JINFER_SOAK_SECONDS", "300"))
 KINDS = ("idle", "heads", "bodies")
 
 
-async def besieged(port: int, watch: Watch, streams: int, seconds: float) -> None:
+async def attack_in_turn(port: int, watch: Watch, streams: int, seconds: float) -> None:
     """Attacks of each kind in turn, by one address with 5,000 and by 200 with 20 connections."""
     await watch.learn(range(8))
     rounds = max(1, round(seconds / 180))
@@ -45,19 +45,19 @@ async def besieged(port: int, watch: Watch, streams: int, seconds: float) -> Non
 
 
 @pytest.mark.soak
-def test_streams_under_siege() -> None:
+def test_streams_under_attack() -> None:
     port = free_port()
     given = (f"smol={SOURCE}", "--port", str(port), "-c", "256", "-np", "16", "--warm-up", "before")
     with command(*given, "--log-level", "error") as process:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             ready(client, process)
-        asyncio.run(besieged(port, Watch(port), 16, SECONDS))
+        asyncio.run(attack_in_turn(port, Watch(port), 16, SECONDS))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("kind", ["idle", pytest.param("unread", marks=pytest.mark.soak)])
-def test_a_moment_under_siege(kind: str) -> None:
+def test_a_short_attack(kind: str) -> None:
     """Attackers and clients of one address, as behind a proxy."""
     port = free_port()
     given = (f"tiny={LLAMA}", "--port", str(port), "--warm-up", "off", "--log-level", "error")
