@@ -25,6 +25,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
+    "softplus": jax.nn.softplus,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -42,7 +42,9 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
                 renormalize=renormalize,
                 scale=2.5,
             )
-            scores = np.asarray(rowwise.scores(logits, softmax=scoring == "softmax"))
+            scored = partial(rowwise.activate, function=scoring)
+            scored = rowwise.softmax if scoring == "softmax" else scored
+            scores = np.asarray(scored(logits))
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
         wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]

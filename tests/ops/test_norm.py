@@ -14,11 +14,13 @@ from jinfer.cpu import build_library
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import target_platform
-from jinfer.ops.norm import normalize, sigmoid, softmax
+from jinfer.ops.norm import normalize, softmax
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 calls = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler here")
+
+sigmoid = partial(activate, "sigmoid")
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -128,3 +130,14 @@ def test_vectors_that_do_not_fit_are_refused(
         jax.block_until_ready(
             cpu.norm(jnp.ones((2, 8)), *vectors, centered=False, eps=1e-5, offset=0.0)
         )
+
+
+@calls
+def test_softplus() -> None:
+    """log(1 + e^x) to its last digits, also where it is e^x and where it is x."""
+    x = np.concatenate([np.linspace(-80, 80, 4001), [-np.inf, np.inf]]).astype(np.float32)
+    wanted = np.logaddexp(x.astype(np.float64), 0)
+    for isa in isas():
+        with build_library.lowered_isa(isa):
+            got = np.asarray(activate("softplus", on_device(x[None])))[0]
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)

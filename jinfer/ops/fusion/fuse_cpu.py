@@ -8,7 +8,8 @@ the bit.
 
 The steps: flatten the jaxpr (`jaxpr_walk`), deduplicate shape changes, eliminate dead code, assign
 each operation a level, group fusible operations (`fuse_cpu_rules`) of one level and row count, and
-emit a `Program` per group.
+emit a `Program` per group. What remains is computed in loops of XLA, which may contract a product and
+a sum into a fused multiply-add or not, depending on the number of rows: see `rounded`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jinfer.cpu import fused_layers as cpu
 from jinfer.ops import gpu_backend
@@ -34,8 +36,11 @@ from jinfer.ops.fusion.jaxpr_walk import (
     value,
 )
 from jinfer.ops.fusion.weight_pointers import WeightPointers
+from jinfer.ops.row_sums import rounded
 from jinfer.quant.calibration_stats import is_recording
 
+# Primitives whose last instruction is a multiplication in some loops.
+_PRODUCTS = frozenset({"mul", "div", "integer_pow", "square", "pow", "exp", "expm1", "log1p"})
 _LEAST_OPERATIONS = 2  # operations that make a fused call worthwhile
 
 
@@ -112,6 +117,8 @@ class FusedFunction[R]:
             for operation in (*alone, *plan.others.get(level, ())):
                 operands = [value(one, known) for one in operation.operands]
                 results = evaluate(operation.eqn, operands)
+                if operation.name in _PRODUCTS and jnp.issubdtype(results[0].dtype, jnp.floating):
+                    results = [rounded(one) for one in results]
                 known |= dict(zip(operation.results, results, strict=True))
         out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
         return out

@@ -29,6 +29,15 @@ inline Floats erfc_of_positive(Floats x) {
   return t * exponential(p - x * x);
 }
 
+inline Floats sigmoid(Floats x) { return 1.0f / one_plus_exp_minus(x); }
+
+// log(1 + e^x), with the digits of 1 + e^-|x| that rounding takes given back (Kahan's log1p).
+inline Floats softplus(Floats x) {
+  const Floats e = exponential(x < 0.0f ? x : -x), u = 1.0f + e, lost = u - 1.0f;
+  const Floats small = lost == 0.0f ? e : logarithm(u) * (e / lost);
+  return (x > 0.0f ? x : Floats{}) + small;
+}
+
 inline Floats silu(Floats x) { return x / one_plus_exp_minus(x); }
 
 // 0.5 (1 + tanh(z)) = 1 / (1 + e^(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
@@ -56,6 +65,8 @@ inline void dispatch_activation(Activation activation, F f) {
     case Activation::gelu: return f([](Floats x) { return gelu(x); });
     case Activation::quick_gelu: return f([](Floats x) { return quick_gelu(x); });
     case Activation::relu2: return f([](Floats x) { return relu(x) * relu(x); });
+    case Activation::sigmoid: return f([](Floats x) { return sigmoid(x); });
+    case Activation::softplus: return f([](Floats x) { return softplus(x); });
     case Activation::none: break;
   }
 }
