@@ -31,7 +31,17 @@ type Mode = Literal["int8", "int16", "float", "bf16"]
 # Of 8 bits; -1 is `kBf16Prompts` of linear.h.
 _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3, "bf16": -1}
 # Indexed by `Activation` of activation.h; a matmul's GLU takes those up to relu.
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2", "sigmoid", "softplus")
+ACTIVATIONS = (
+    "none",
+    "silu",
+    "gelu_tanh",
+    "relu",
+    "gelu",
+    "quick_gelu",
+    "relu2",
+    "sigmoid",
+    "softplus",
+)
 _MAX_CODEBOOK = 16
 
 

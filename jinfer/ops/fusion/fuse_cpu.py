@@ -8,8 +8,8 @@ the bit.
 
 The steps: flatten the jaxpr (`jaxpr_walk`), deduplicate shape changes, eliminate dead code, assign
 each operation a level, group fusible operations (`fuse_cpu_rules`) of one level and row count, and
-emit a `Program` per group. What remains is computed in loops of XLA, which may contract a product and
-a sum into a fused multiply-add or not, depending on the number of rows: see `rounded`.
+emit a `Program` per group. What remains is computed in loops of XLA, which may contract a product
+and a sum into a fused multiply-add or not, depending on the number of rows: see `rounded`.
 """
 
 from __future__ import annotations
