@@ -39,8 +39,7 @@ ACTIVATIONS = (
     "gelu",
     "quick_gelu",
     "relu2",
-    "sigmoid",
-    "softplus",
+    *("sigmoid", "softplus", "exp", "expm1", "log1p", "tanh"),
 )
 _MAX_CODEBOOK = 16
 

@@ -26,6 +26,9 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
     "softplus": jax.nn.softplus,
+    "exp": jnp.exp,
+    "expm1": jnp.expm1,
+    "log1p": jnp.log1p,
 }
 
 

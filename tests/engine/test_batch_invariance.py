@@ -40,7 +40,9 @@ MOST = 160  # tokens of a text and its answer
 # Where keys become old, and where more do; computed while those before them decode.
 LONG: dict[str, Any] = {
     "lengths": [1020, 1085, 2040, 2110],
-    **{"dims.context": 4096, "engine.prefill_chunk": 512, "engine.mixed_chunk": 512},
+    "dims.context": 4096,
+    "engine.prefill_chunk": 512,
+    "engine.mixed_chunk": 512,
 }
 WIDTHS = ("f32", "bf16", "f16", "q8", "q6", "q5", "q4", "q3.5", "q3", "q2")
 DRAFTS: dict[str, Any] = {

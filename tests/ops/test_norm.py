@@ -133,11 +133,17 @@ def test_vectors_that_do_not_fit_are_refused(
 
 
 @calls
-def test_softplus() -> None:
-    """log(1 + e^x) to its last digits, also where it is e^x and where it is x."""
-    x = np.concatenate([np.linspace(-80, 80, 4001), [-np.inf, np.inf]]).astype(np.float32)
-    wanted = np.logaddexp(x.astype(np.float64), 0)
+@pytest.mark.parametrize("name", ["softplus", "exp", "expm1", "log1p", "tanh"])
+def test_functions(name: str) -> None:
+    """To their last digits, also where they are almost 0 or x."""
+    small = np.geomspace(1e-30, 1, 301)
+    x = np.concatenate([np.linspace(-80, 80, 4001), small, -small, [-np.inf, np.inf, 0]])
+    x = np.abs(x) if name == "log1p" else x
+    x = x.astype(np.float32)
+    wide = x.astype(np.float64)
+    wanted = np.logaddexp(wide, 0) if name == "softplus" else getattr(np, name)(wide)
     for isa in isas():
         with build_library.lowered_isa(isa):
-            got = np.asarray(activate("softplus", on_device(x[None])))[0]
+            got = np.asarray(activate(name, on_device(x[None])))[0]
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        assert np.isnan(activate(name, on_device(np.full((1, 3), np.nan, np.float32)))).all()

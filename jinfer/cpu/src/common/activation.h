@@ -16,10 +16,14 @@ enum class Activation : int {
   relu2 = 6,
   sigmoid = 7,
   softplus = 8,
+  exp = 9,
+  expm1 = 10,
+  log1p = 11,
+  tanh = 12,
 };
 
 inline bool is_activation(int64_t number) {
-  return number > 0 && number <= static_cast<int64_t>(Activation::softplus);
+  return number > 0 && number <= static_cast<int64_t>(Activation::tanh);
 }
 
 }  // namespace jinfer
