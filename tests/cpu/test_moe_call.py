@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -42,9 +42,9 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
                 renormalize=renormalize,
                 scale=2.5,
             )
-            scored = partial(rowwise.activate, function=scoring)
-            scored = rowwise.softmax if scoring == "softmax" else scored
-            scores = np.asarray(scored(logits))
+            softmax = scoring == "softmax"
+            scores = rowwise.softmax(logits) if softmax else rowwise.activate(logits, scoring)
+            scores = np.asarray(scores)
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
         wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]

@@ -167,8 +167,8 @@ def cases() -> dict[str, Case]:
             "llama2", {"quantization.kv_cache": kind, **LONG}
         )
     for name, (kind, drafts) in product(("llama2", "kimi_linear", "deepseek_v2"), DRAFTS.items()):
-        keys = {"speculation.draft": drafts, "speculation.nodes": 4}
-        found[f"{name}, drafts of {kind}"] = golden(name, keys)
+        drafting = {"speculation.draft": drafts, "speculation.nodes": 4}
+        found[f"{name}, drafts of {kind}"] = golden(name, drafting)
     found |= {"hybrid": hybrid, "rwkv7": rwkv7}
     found |= {"merged lora": merged(), "merged dora": merged(dora=True)}
     for dtype in ("auto", "int8"):

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -85,8 +84,9 @@ class Asked:
 
 def answered(part: Chunk | Completion) -> Answer:
     """What a chunk or a completion has."""
-    bits = ((one.logprob, *(top.logprob for top in one.top)) for one in part.logprobs or ())
-    return list(zip_longest(part.token_ids, bits, fillvalue=()))
+    each = part.logprobs or [None] * len(part.token_ids)
+    bits = [() if one is None else (one.logprob, *(top.logprob for top in one.top)) for one in each]
+    return list(zip(part.token_ids, bits, strict=True))
 
 
 def request(
