@@ -43,8 +43,8 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
                 scale=2.5,
             )
             softmax = scoring == "softmax"
-            scores = rowwise.softmax(logits) if softmax else rowwise.activate(logits, scoring)
-            scores = np.asarray(scores)
+            scored = rowwise.softmax(logits) if softmax else rowwise.activate(logits, scoring)
+            scores = np.asarray(scored)
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
         wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]

@@ -19,6 +19,7 @@ import pytest
 
 from jinfer import LLM, SamplingParams
 from jinfer.engine.output.generation import Chunk, Completion, Usage
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 
@@ -84,7 +85,7 @@ class Asked:
 
 def answered(part: Chunk | Completion) -> Answer:
     """What a chunk or a completion has."""
-    each = part.logprobs or [None] * len(part.token_ids)
+    each: Sequence[TokenLogprob | None] = part.logprobs or [None] * len(part.token_ids)
     bits = [() if one is None else (one.logprob, *(top.logprob for top in one.top)) for one in each]
     return list(zip(part.token_ids, bits, strict=True))
 
