@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     "engine.mixed_chunk": 17,
 }
 SAMPLING: list[dict[str, Any]] = [{"logprobs": 2}, {"logprobs": 2, "temperature": 0.8}]
-MOST = 160  # tokens of a text and its answer
+MOST = 128  # tokens of a text and its answer
 # Where keys become old, and where more do; computed while those before them decode.
 LONG: dict[str, Any] = {
     "lengths": [1020, 1085, 2040, 2110],
@@ -68,10 +68,13 @@ CAUSAL_FOLDERS = causal()
 
 
 def invariant(source: Any, loaded: Mapping[str, Path] | None = None, **overrides: Any) -> None:
-    """Compares 16 requests, with adapters or none of them, in two schedules."""
+    """Compares 16 requests, with adapters or none of them.
+
+    The first of them grow to more blocks than there are, unless `lengths` says their prompts.
+    """
     rng = random.Random(Path(source).name)
-    lengths = overrides.pop("lengths", [62] * 8)
-    room = max(256, sum(-(-n // 64) * 64 for n in lengths) // 2)  # for half of them
+    lengths = overrides.pop("lengths", None)
+    room = MOST + 64 if lengths is None else sum(lengths) // 2
     keys = {**SETTINGS, "engine.kv_tokens": room, **overrides}
     plain = {name: value for name, value in keys.items() if not name.startswith("speculation.")}
     with LLM(source, **plain) as llm:
@@ -80,15 +83,16 @@ def invariant(source: Any, loaded: Mapping[str, Path] | None = None, **overrides
         vocab, most = llm.spec.dims["vocab"], min(MOST, llm.session.opened.context)
         common = [rng.randrange(3, vocab) for _ in range(100)]
         every = [request(rng, vocab, most, common, SAMPLING) for _ in range(16)]
-        for one, length in zip(every, lengths, strict=False):
+        for one, length in zip(every, lengths or [62] * 4, strict=False):
             one.prompt = [rng.randrange(3, vocab) for _ in range(length)]
-            one.params = replace(one.params, max_tokens=30)
+            answer = 30 if lengths else most - length
+            one.params, one.cancel_after = replace(one.params, max_tokens=answer), None
         for one in every:
             one.adapter = rng.choice([None, *(loaded or {})])
             llm.sleep()
             llm.wake_up()
-            (answer,) = llm.generate([one.prompt], one.params, adapter=one.adapter)
-            one.expected = answered(answer)
+            (alone,) = llm.generate([one.prompt], one.params, adapter=one.adapter)
+            one.expected = answered(alone)
         if plain == keys:
             play(llm, every, rng)
     if plain != keys:
@@ -98,18 +102,17 @@ def invariant(source: Any, loaded: Mapping[str, Path] | None = None, **overrides
 
 
 def play(llm: LLM, every: list[Any], rng: random.Random) -> None:
-    """All at once, then while others decode, and on until one was preempted, where one can be."""
-    # Windows and states have blocks for all slots, whatever `kv_tokens` says.
-    limited = set(llm.session.engine.programs.sizes.blocks) == {"all"}
-    for number in range(10):
-        pauses = (0, 0.002, 0.02) if number == 1 else (0,)
+    """All at once; while others decode; and one again, whose prompt is cached."""
+    for number, pauses in enumerate([(0,), (0, 0.002, 0.02)]):
         check(llm, number, [replace(one, got=[]) for one in every], rng, pauses)
-        rng.shuffle(every)
-        if number and (llm.stats().preemptions or not limited):
-            break
-    if limited:
+    last = max(every, key=lambda one: len(one.prompt))
+    for _ in range(2):
+        (again,) = llm.generate([last.prompt], last.params, adapter=last.adapter)
+        assert answered(again) == last.expected
+    # Windows and states have blocks for all slots, whatever `kv_tokens` says.
+    if set(llm.session.engine.programs.sizes.blocks) == {"all"}:
         assert llm.stats().preemptions
-        assert llm.stats().cached_tokens
+        assert again.usage.cached_tokens
 
 
 def golden(name: str, keys: dict[str, Any] | None = None) -> Case:
