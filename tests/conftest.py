@@ -104,6 +104,7 @@ ONE_IN = {
     "tests/test_classification.py": 2,
     "tests/test_notebooks.py::test_a_notebook_runs": 7,
     "tests/template/test_bounds.py": 3,
+    "tests/engine/test_batch_invariance.py": 100,
     **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
     "tests/kernels_pallas/": 16,
 }
