@@ -19,7 +19,8 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
 from jinfer.opening.multimodal import language_model
 from jinfer.weights.tensor_mapping import LoadError
-from tests.families.test_transformers_logits import TEXT, drawn
+from tests.families.drawn_weights import drawn
+from tests.families.test_transformers_logits import TEXT
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors
