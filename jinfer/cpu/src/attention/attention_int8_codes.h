@@ -30,8 +30,8 @@ struct CodeBlocks {
   const CachedVectors &keys, &values;
   WeightScales scales;
 
-  static int words_of(int dim) { return (dim + 63) / 64 * LANES; }
-  static int groups_of(int dim) { return words_of(dim) / 8; }
+  static int words_of(int dim) { return dim / 4; }
+  static int groups_of(int dim) { return dim / 32; }
   static int value_groups_of(int dim) { return dim / 32; }
 
   template <class Reserve>
