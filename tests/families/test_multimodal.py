@@ -3,8 +3,8 @@
 Some checkpoints are the same model served both ways. `multimodal_logits.npz` and
 `newer_multimodal_logits.npz` have, for each class of transformers 5.24, its config.json, the shapes
 of its tensors, of each module that is left out only one, and logits that the class gave for text
-alone, for weights drawn by name. For families of these classes alone they have greedy tokens, too,
-and which keys of `text_config` have the values that the configuration class gives them.
+alone, for weights drawn by name. The second file has greedy tokens of families that only these
+classes have, and keys of `text_config` whose values are those that the configuration class gives.
 """
 
 import json
@@ -116,18 +116,19 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> N
     assert answer.token_ids == wanted
 
 
-@pytest.mark.parametrize("kind", OWN_FAMILIES)
+NEWER = Path(__file__).with_name("newer_multimodal_logits.npz")
+USUAL = {name: str(keys) for name, keys in np.load(NEWER).items() if name.endswith(".usual")}
+
+
+@pytest.mark.parametrize("kind", sorted(name.removesuffix(".usual") for name in USUAL))
 def test_defaults_are_those_of_the_configuration_class(tmp_path: Path, kind: str) -> None:
     stored(kind, tmp_path)
     whole = resolved(tmp_path, {}).spec
     config = json.loads((tmp_path / "config.json").read_text())
-    with np.load(LOGITS[kind]) as arrays:
-        usual = json.loads(str(arrays[f"{kind}.usual"]))
-    for key in usual:
+    for key in json.loads(USUAL[f"{kind}.usual"]):
         del config["text_config"][key]
     (tmp_path / "config.json").write_text(json.dumps(config))
     less = resolved(tmp_path, {}).spec
-    assert usual
     assert (less.stacks, less.shared) == (whole.stacks, whole.shared)
 
 
