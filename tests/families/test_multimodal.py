@@ -290,6 +290,15 @@ def test_a_language_model_of_another_kind(tmp_path: Path) -> None:
         served(tmp_path, config, published(random_tensors(shapes())))
 
 
+def test_rows_that_the_model_does_not_use_are_as_many_as_its_own(tmp_path: Path) -> None:
+    stored("ernie4_5_vl_moe", tmp_path)
+    held = {n: t.read() for n, t in open_checkpoint(tmp_path).tensors.items()}
+    name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    save_file(held | {name: np.ones((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"{name} is \[3, 4\], which does not split into 4 \+ 4"):
+        LLM(tmp_path)
+
+
 def test_a_version_that_is_not_known(tmp_path: Path) -> None:
     stored("minicpmv2_6", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"version": 2.0}
