@@ -22,8 +22,8 @@ from jinfer.modelspec.spec_files import families, format_table, read_toml
 from jinfer.opening.multimodal import language_model
 from jinfer.weights.tensor_mapping import LoadError
 from tests.families.test_transformers_logits import TEXT, drawn
-from tests.opening.resolving import resolved
 
+from ..opening.resolving import resolved
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors
 
