@@ -12,8 +12,9 @@ from jinfer.modelspec.bounded_types import Count, Fraction, NotNegative, Positiv
 # Aliases in published config files: silu (swish); gelu, the exact erf form; gelu_tanh, its
 # approximation (gelu_new, gelu_pytorch_tanh, gelu_fast).
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh"]
-GatedActivation = Literal[Activation, "clamped_swiglu"]
+GatedActivation = Literal[Activation, "clamped_swiglu", "clamped_silu"]
 LearnedActivation = Literal[Activation, "xielu"]
+CLAMPED = ("clamped_swiglu", "clamped_silu")
 # of clamped_swiglu, from gpt-oss's model card
 SWIGLU_ALPHA, SWIGLU_LIMIT, SWIGLU_OFFSET = 1.702, 7.0, 1.0
 ACTIVATION_ALIASES = {
@@ -57,11 +58,11 @@ class GatedMLPSpec(Block):
     """down(activation(gate(x)) * up(x)), a gated linear unit such as SwiGLU (arXiv 2002.05202).
 
     clamped_swiglu: (up + offset) * gate * sigmoid(alpha * gate), with gate at most `limit` and up
-    within -limit..limit.
+    within -limit..limit. clamped_silu: up, so limited, times silu(gate), which is at most `limit`.
 
     bias: whether the projections have a bias; "down": only that one.
     alpha: alpha of clamped_swiglu.
-    limit: limit of clamped_swiglu.
+    limit: limit of clamped_swiglu and clamped_silu.
     offset: offset of clamped_swiglu.
     sparsity: share of the gate's numbers that become 0, were they normally distributed: what is
         below mean + deviation * quantile(sparsity) does, and the rest is reduced by it (Gemma 3n).
@@ -111,7 +112,7 @@ class MoESpec(Block):
     top_k: number of experts selected for a token.
     width: intermediate size of an expert.
     alpha: alpha of clamped_swiglu, as in `gated`.
-    limit: limit of clamped_swiglu, as in `gated`.
+    limit: limit of clamped_swiglu and clamped_silu, as in `gated`.
     offset: offset of clamped_swiglu, as in `gated`.
     bias: whether the experts' projections have a bias.
     router_bias: whether the router's projection has a bias.
@@ -159,8 +160,8 @@ class MoESpec(Block):
     jitter_eps: NotNegative = 0.01
 
     def check(self) -> tuple[str, str] | None:
-        if not self.gated and self.activation == "clamped_swiglu":
-            return "activation", "clamped_swiglu is for gated experts"
+        if not self.gated and self.activation in CLAMPED:
+            return "activation", f"{self.activation} is for gated experts"
         if self.experts % self.groups:
             return "groups", f"{self.groups} does not divide experts = {self.experts}"
         if self.top_k_groups > self.groups:
@@ -188,6 +189,7 @@ def _unused_clamp(block: GatedMLPSpec | MoESpec) -> tuple[str, str] | None:
     """The error for numbers of an activation that the block does not have."""
     numbers = {"alpha": SWIGLU_ALPHA, "limit": SWIGLU_LIMIT, "offset": SWIGLU_OFFSET}
     for name, usual in numbers.items():
-        if block.activation != "clamped_swiglu" and getattr(block, name) != usual:
-            return name, f"is of clamped_swiglu, but the activation is {block.activation}"
+        has = CLAMPED if name == "limit" else CLAMPED[:1]
+        if block.activation not in has and getattr(block, name) != usual:
+            return name, f"is of {' and '.join(has)}, but the activation is {block.activation}"
     return None

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jinfer.modelspec import blocks
+from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.nn.activation_taps import is_tapped, tapped
 from jinfer.nn.parameter import parameter
 from jinfer.nn.projections import Linear, project
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gating:
-    """GLU: activation(gate) * up; clamped_swiglu is defined on both (gpt-oss's model card).
+    """GLU: activation(gate) * up; the clamped ones are defined on both, clamped_swiglu by gpt-oss's
+    model card, clamped_silu by Step 3.7's.
 
     Attributes:
         activation: a `jinfer.modelspec.blocks.GatedActivation`.
-        alpha, limit, offset: of clamped_swiglu.
+        alpha, limit, offset: of clamped_swiglu; clamped_silu has the limit alone.
     """
 
     activation: str
@@ -45,9 +47,12 @@ class Gating:
         self, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
     ) -> Float[Array, "*shape"]:
         """The input of the down-projection."""
-        if self.activation != "clamped_swiglu":
+        if self.activation not in CLAMPED:
             return activate(self.activation, gate) * up
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        if self.activation == "clamped_silu":
+            return jnp.minimum(activate("silu", gate), self.limit) * up
+        gate = jnp.minimum(gate, self.limit)
         wide = gate.astype(jnp.float32)
         up = up + self.offset if self.offset else up
         return up * (wide * activate("sigmoid", self.alpha * wide)).astype(gate.dtype)

@@ -24,6 +24,7 @@ from jinfer.modelspec.blocks import (
     RMSNormSpec,
     RopeSpec,
 )
+from jinfer.modelspec.feed_forward_blocks import CLAMPED
 from jinfer.modelspec.layer_spec import LayerSpec
 from jinfer.modelspec.model_spec import ModelSpec
 
@@ -147,7 +148,7 @@ def same_activation(value: Any, spec: ModelSpec) -> bool:
     built = {str(each).removesuffix("_tanh") for each in values_of(spec, "activation", "function")}
     if name in ("swiglu", "geglu") and values_of(spec, "activation", of=GatedMLPSpec):
         name = {"swiglu": "silu", "geglu": "gelu"}[name]
-    return str(name).removesuffix("_tanh") in built or "clamped_swiglu" in built
+    return str(name).removesuffix("_tanh") in built or not built.isdisjoint(CLAMPED)
 
 
 def same_window(value: Any, spec: ModelSpec) -> bool:

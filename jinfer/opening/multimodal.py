@@ -71,14 +71,17 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     if not isinstance(names, list) or not names:
         names = [architecture_of(type_)] if isinstance(type_, str) else []
     rows = table["architectures"]
-    row = next((rows[n] for n in names if isinstance(n, str) and n in rows), None)
-    if row is None:
+    whole = next((n for n in names if isinstance(n, str) and n in rows), None)
+    if whole is None:
         return None
+    row = rows[whole]
     own: Any = config
     for key in row.get("config", "text_config").split("."):
         own = own.get(key) if isinstance(own, dict) else None
     own = own if isinstance(own, dict) else {}
-    type_ = str(own.get("model_type") or row.get("text"))
+    usual = row.get("text")
+    usual = usual.get(str(config.get("version"))) if isinstance(usual, dict) else usual
+    type_ = str(own.get("model_type") or usual or f"the language model of {whole}")
     names = own.get("architectures") if isinstance(own.get("architectures"), list) else []
     name = table["text"].get(type_) or architecture_of(type_)
     defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in own}

@@ -152,8 +152,9 @@ class Origin:
         """The parameter's part of a fused tensor."""
         parts, groups, axis = self.place.parts, self.place.groups, self.place.axis
         # Each layer's part is as large; the model may have fewer layers than the file.
-        same = shapes[self.parameter] if self.place.layers else ()
-        of_all = [shapes.get(part, same)[self.stacked :] for part in parts]
+        same = shapes[self.parameter]
+        alike = [part for part in parts if self.place.layers or part.endswith("._")]
+        of_all = [shapes.get(part, same if part in alike else ())[self.stacked :] for part in parts]
         sizes = [shape[axis] for shape in of_all if len(shape) > axis]
         if values.shape[:1] == (len(parts),) and all(len(shape) == 1 for shape in of_all):
             values = values.reshape(-1)  # vectors, a row each

@@ -1,8 +1,10 @@
 """Language models inside of models that also see images: their keys and tensors are nested.
 
-Some checkpoints are the same model served both ways. `multimodal_logits.npz` has, for each class of
-transformers 5.24, its config.json, the shapes of its tensors, of each module that is left out only
-one, and logits that the class gave for text alone, for weights drawn by name.
+Some checkpoints are the same model served both ways. `multimodal_logits.npz` and
+`newer_multimodal_logits.npz` have, for each class of transformers 5.24, its config.json, the shapes
+of its tensors, of each module that is left out only one, and logits that the class gave for text
+alone, for weights drawn by name. The second file has greedy tokens of families that only these
+classes have, and keys of `text_config` whose values are those that the configuration class gives.
 """
 
 import json
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jinfer import LLM
+from jinfer import LLM, SamplingParams
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
@@ -22,6 +24,7 @@ from jinfer.weights.tensor_mapping import LoadError
 from tests.families.drawn_weights import drawn
 from tests.families.test_transformers_logits import TEXT
 
+from ..opening.resolving import resolved
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors
 
@@ -59,26 +62,29 @@ def nested(config: dict[str, Any], architecture: str, **outside: Any) -> dict[st
     }
 
 
-LOGITS = Path(__file__).with_name("multimodal_logits.npz")
+LOGITS = {
+    name.removesuffix(".made"): path
+    for path in sorted(Path(__file__).parent.glob("*multimodal_logits.npz"))
+    for name in np.load(path)
+    if name.endswith(".made")
+}
 ENCODER_DECODERS = {"florence2", "blip2_t5"}
 WITHOUT_SCALE = {"aya_vision", "cohere2_vision"}  # transformers leaves `logit_scale` out there
 
 
 def stored(kind: str, folder: Path) -> np.ndarray:
     """Writes a checkpoint, and gives the logits of every fourth token, or every second."""
-    with np.load(LOGITS) as arrays:
+    with np.load(LOGITS[kind]) as arrays:
         made, logits = json.loads(str(arrays[f"{kind}.made"])), arrays[f"{kind}.logits"]
     (folder / "config.json").write_text(json.dumps(made["config"]))
-    tensors = {name: drawn(name, tuple(shape)) for name, shape in made["shapes"].items()}
+    shapes = made["shapes"].items()
+    tensors = {name: np.asarray(drawn(name, tuple(shape))) for name, shape in shapes}
     save_file(tensors, folder / "model.safetensors")
     scale = made["config"]["text_config"]["logit_scale"] if kind in WITHOUT_SCALE else 1
     return logits * scale
 
 
-KINDS = sorted(name.removesuffix(".made") for name in np.load(LOGITS) if name.endswith(".made"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(LOGITS))
 def test_logits_are_those_of_transformers(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,7 +96,41 @@ def test_logits_are_those_of_transformers(
         got = llm.logits([TEXT])[0][1::4]
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{tmp_path}: reads text alone: images and sounds are left out"]
+    left_out = [f"{tmp_path}: reads text alone: images and sounds are left out"]
+    assert said == ([] if kind.endswith("_text") else left_out)
+
+
+# Families that only these classes have.
+OWN_FAMILIES = (
+    *("apertus1p5", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "molmo2"),
+    *("muse_glimmer", "step3p7"),
+)
+
+
+@pytest.mark.parametrize("kind", OWN_FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    stored(kind, tmp_path)
+    with np.load(LOGITS[kind]) as arrays:
+        wanted = arrays[f"{kind}.tokens"].tolist()
+    params = SamplingParams(temperature=0, max_tokens=len(wanted), ignore_eos=True)
+    answer = LLM(tmp_path, dtype="float32").generate([TEXT], params)[0]
+    assert answer.token_ids == wanted
+
+
+NEWER = Path(__file__).with_name("newer_multimodal_logits.npz")
+USUAL = {name: str(keys) for name, keys in np.load(NEWER).items() if name.endswith(".usual")}
+
+
+@pytest.mark.parametrize("kind", sorted(name.removesuffix(".usual") for name in USUAL))
+def test_defaults_are_those_of_the_configuration_class(tmp_path: Path, kind: str) -> None:
+    stored(kind, tmp_path)
+    whole = resolved(tmp_path, {}).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in json.loads(USUAL[f"{kind}.usual"]):
+        del config["text_config"][key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    less = resolved(tmp_path, {}).spec
+    assert (less.stacks, less.shared) == (whole.stacks, whole.shared)
 
 
 def test_every_row_leads_to_a_family() -> None:
@@ -101,9 +141,10 @@ def test_every_row_leads_to_a_family() -> None:
     for name, row in table["architectures"].items():
         assert row["without"]
         assert row.keys() <= {"text", "config", "keys", "without"}
-        if "text" in row:
-            config = {"architectures": [name], "text_config": {}}
-            assert language_model(config)["architectures"][0] in known
+        by_version = row.get("text")
+        for version in by_version if isinstance(by_version, dict) else [None] * ("text" in row):
+            config: dict[str, Any] = {"architectures": [name], "text_config": {}}
+            assert language_model(config | {"version": version})["architectures"][0] in known
 
 
 @pytest.mark.parametrize(("outside", "inside"), [(True, False), (None, True), (True, None)])
@@ -248,6 +289,23 @@ def test_a_language_model_of_another_kind(tmp_path: Path) -> None:
     config = nested(CONFIG | {"model_type": "unknown"}, "Llava9ForConditionalGeneration")
     with pytest.raises(SpecError, match="no family is known for Llava9ForConditionalGeneration"):
         served(tmp_path, config, published(random_tensors(shapes())))
+
+
+def test_rows_that_the_model_does_not_use_are_as_many_as_its_own(tmp_path: Path) -> None:
+    stored("ernie4_5_vl_moe", tmp_path)
+    held = {n: t.read() for n, t in open_checkpoint(tmp_path).tensors.items()}
+    name = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    save_file(held | {name: np.ones((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"{name} is \[3, 4\], which does not split into 4 \+ 4"):
+        LLM(tmp_path)
+
+
+def test_a_version_that_is_not_known(tmp_path: Path) -> None:
+    stored("minicpmv2_6", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"version": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match="no family is known for the language model of MiniCPMV"):
+        LLM(tmp_path)
 
 
 def test_sizes_that_published_files_leave_out(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_activation_of_bfloat16_is_computed_in_float32(name: str) -> None:
         *((name, {}) for name in [*DEFINITIONS, "clamped_swiglu"]),
         ("clamped_swiglu", {"limit": 1.5}),
         ("clamped_swiglu", {"alpha": 0.9, "limit": 3.0}),
+        ("clamped_silu", {"limit": 1.5}),
     ],
 )
 def test_gated(name: Any, keys: dict[str, Any]) -> None:
@@ -85,6 +86,9 @@ def test_gated(name: Any, keys: dict[str, Any]) -> None:
     gate, up = (np.asarray(np.float32(x), np.float64) for x in (gate, up))
     if name == "clamped_swiglu":
         wanted = numpy_blocks.swiglu_clamped(gate, up, **keys)
+    elif name == "clamped_silu":
+        limit = keys["limit"]
+        wanted = np.minimum(DEFINITIONS["silu"](gate), limit) * np.clip(up, -limit, limit)
     else:
         wanted = DEFINITIONS[name](gate) * up
     assert_allclose(got, wanted, rtol=2e-5, atol=1e-4)

@@ -151,6 +151,7 @@ def test_router_in_float32() -> None:
     ("changes", "field"),
     [
         ({"gated": False, "activation": "clamped_swiglu"}, "activation"),
+        ({"activation": "clamped_silu", "alpha": 1.0}, "alpha"),
         ({"limit": 6.0}, "limit"),
         ({"activation": "gelu", "alpha": 1.0}, "alpha"),
         ({"groups": 5}, "groups"),
