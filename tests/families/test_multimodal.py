@@ -107,6 +107,7 @@ def test_logits_are_those_of_transformers(
 # Kinds -> the family of their language model, where config.json may leave out everything.
 WITH_DEFAULTS = {
     "chameleon": "chameleon",
+    "fuyu": "persimmon",
     "mistral3_mistral4": "mistral4",
     "mllama": "mllama",
 }

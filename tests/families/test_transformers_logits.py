@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("transformers_logits.npz")
 FAMILIES = (
     *("bamba", "falcon_mamba", "glm4_moe_lite", "jamba", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_5_moe", "zamba2", "zamba2_adapters", "beam", "flint", "hy_v4", "lara_mini", "lfm3"),
-    *("mistral4", "mllama"),
+    *("mistral4", "mllama", "persimmon"),
 )
 TEXT = [5, 17, 3, 64, 90, 17, 8, 33, 2, 71, 44, 29]
 
@@ -43,6 +43,7 @@ FORMS = {
     "zamba2": ("hybrid_layer_ids",),  # computed from `layers_block_type`
     "mistral4": ("hidden_act", "norm_topk_prob", "rms_norm_eps", "routed_scaling_factor"),
     "mllama": ("hidden_act", "rms_norm_eps", "rope_parameters"),
+    "persimmon": ("hidden_act", "layer_norm_eps", "qk_layernorm", "rope_parameters"),
 }
 
 
