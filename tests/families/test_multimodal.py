@@ -108,6 +108,7 @@ def test_logits_are_those_of_transformers(
 WITH_DEFAULTS = {
     "chameleon": "chameleon",
     "fuyu": "persimmon",
+    "hy_v4_vl": "hy_v4_vl",
     "mistral3_mistral4": "mistral4",
     "mllama": "mllama",
 }

@@ -41,6 +41,10 @@ def greedy_tokens(llm: LLM, count: int) -> list[int]:
 # transformers computes them from others, or has the same by default.
 FORMS = {
     "zamba2": ("hybrid_layer_ids",),  # computed from `layers_block_type`
+    "hy_v4": (
+        *("mlp_layer_types", "indexer_types", "hc_eps", "hc_magnitude", "rms_norm_eps"),
+        "routed_scaling_factor",
+    ),
     "mistral4": ("hidden_act", "norm_topk_prob", "rms_norm_eps", "routed_scaling_factor"),
     "mllama": ("hidden_act", "rms_norm_eps", "rope_parameters"),
     "persimmon": ("hidden_act", "layer_norm_eps", "qk_layernorm", "rope_parameters"),
