@@ -106,6 +106,7 @@ def test_logits_are_those_of_transformers(
 
 # Kinds -> the family of their language model, where config.json may leave out everything.
 WITH_DEFAULTS = {
+    "aria": "aria",
     "chameleon": "chameleon",
     "fuyu": "persimmon",
     "hy_v4_vl": "hy_v4_vl",

@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("transformers_logits.npz")
 FAMILIES = (
     *("bamba", "falcon_mamba", "glm4_moe_lite", "jamba", "lfm2_moe", "olmo_hybrid"),
     *("qwen3_5_moe", "zamba2", "zamba2_adapters", "beam", "flint", "hy_v4", "lara_mini", "lfm3"),
-    *("mistral4", "mllama", "persimmon"),
+    *("aria", "mistral4", "mllama", "persimmon"),
 )
 TEXT = [5, 17, 3, 64, 90, 17, 8, 33, 2, 71, 44, 29]
 
@@ -41,6 +41,7 @@ def greedy_tokens(llm: LLM, count: int) -> list[int]:
 # transformers computes them from others, or has the same by default.
 FORMS = {
     "zamba2": ("hybrid_layer_ids",),  # computed from `layers_block_type`
+    "aria": ("hidden_act", "mlp_bias", "attention_bias", "rms_norm_eps", "rope_parameters"),
     "hy_v4": (
         *("mlp_layer_types", "indexer_types", "hc_eps", "hc_magnitude", "rms_norm_eps"),
         "routed_scaling_factor",
