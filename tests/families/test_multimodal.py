@@ -110,6 +110,8 @@ WITH_DEFAULTS = {
     "chameleon": "chameleon",
     "fuyu": "persimmon",
     "hy_v4_vl": "hy_v4_vl",
+    "kosmos2": "kosmos",
+    "kosmos2_5": "kosmos",
     "mistral3_mistral4": "mistral4",
     "mllama": "mllama",
 }
