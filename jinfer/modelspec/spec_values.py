@@ -217,7 +217,7 @@ class _ValueScope:
             return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*map(self._of_layer, arguments))
-        functions: dict[str, Callable[..., Any]] = FUNCTIONS | _OF_CONFIG
+        functions = FUNCTIONS | _OF_CONFIG
         if name not in functions:
             known = nearest_hint(name, [*functions, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
@@ -254,7 +254,11 @@ def _matching(table: Any, pattern: Any) -> list[Any]:
     return [value for key, value in table.items() if fnmatchcase(key, pattern)]
 
 
-_OF_CONFIG = {"indices": _indices, "last": _last, "matching": _matching}
+_OF_CONFIG: dict[str, Callable[..., Any]] = {
+    "indices": _indices,
+    "last": _last,
+    "matching": _matching,
+}
 
 
 def _alternatives(text: str) -> list[str]:
