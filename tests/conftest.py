@@ -93,6 +93,7 @@ ONE_IN = {
     **{f"tests/{folder}/": 3 for folder in ("checkpoint", "cpu", "parallel", "quant", "tools")},
     "tests/families/test_multimodal.py": 6,
     "tests/families/": 3,
+    "tests/families/test_second_checkpoints.py": 36,
     "tests/server/": 4,
     **{f"tests/{folder}/": 5 for folder in ("speculate", "weights")},
     "tests/test_pure_function.py::test_logits_of_decoders": 90,
@@ -103,6 +104,7 @@ ONE_IN = {
     "tests/test_classification.py": 2,
     "tests/test_notebooks.py::test_a_notebook_runs": 7,
     "tests/template/test_bounds.py": 3,
+    "tests/engine/test_batch_invariance.py": 100,
     **{f"tests/{folder}/": 8 for folder in ("engine", "ops", "sampling")},
     "tests/kernels_pallas/": 16,
 }

@@ -54,6 +54,7 @@ from jinfer.engine.runner.device_state import SamplingRow
 from jinfer.engine.runner.program_cache import use_persistent_cache
 from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
+from jinfer.engine.thread_pools import explain_shutdown
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.opening.chat_prompt import CONTINUE, Message
@@ -109,6 +110,7 @@ class Session:
     sleep_level = 0
     weights_at_host: tuple[np.ndarray, ...] | None = None
 
+    @explain_shutdown()
     def __init__(
         self,
         source: str | Path,
@@ -165,6 +167,7 @@ class Session:
         # a hundred thousand strings, of which the tokenizer has copies.
         file = replace(opened.checkpoint, tensors={}, metadata={})
         self.opened = replace(opened, checkpoint=file)
+        self.thread.start()
         # What is loaded stays, and need not be searched for garbage again. Garbage is collected
         # first: it would stay too, and keep the callers' frames and this object alive.
         gc.collect(0)

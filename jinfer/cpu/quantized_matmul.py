@@ -31,7 +31,16 @@ type Mode = Literal["int8", "int16", "float", "bf16"]
 # Of 8 bits; -1 is `kBf16Prompts` of linear.h.
 _DIGITS: dict[Mode, int] = {"int8": 1, "int16": 2, "float": 3, "bf16": -1}
 # Indexed by `Activation` of activation.h; a matmul's GLU takes those up to relu.
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "relu", "gelu", "quick_gelu", "relu2")
+ACTIVATIONS = (
+    "none",
+    "silu",
+    "gelu_tanh",
+    "relu",
+    "gelu",
+    "quick_gelu",
+    "relu2",
+    *("sigmoid", "softplus", "exp", "expm1", "log1p", "tanh"),
+)
 _MAX_CODEBOOK = 16
 
 

@@ -70,10 +70,9 @@ def hadamard(
     return call(x, size=np.int64(size), query=query)
 
 
-def scores(x: Float[Array, "rows size"], *, softmax: bool) -> Float[Array, "rows size"]:
-    """Softmax of each row, or else sigmoid of each number, in float32."""
-    call = custom_call("jinfer_scores", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, softmax=softmax)
+def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
+    """Softmax of each row, in float32."""
+    return custom_call("jinfer_softmax", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
 def activate(x: Float[Array, "rows size"], function: str) -> Float[Array, "rows size"]:

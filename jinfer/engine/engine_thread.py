@@ -87,7 +87,8 @@ class EngineThread:
 
     def cancel(self, request: int) -> None:
         """Ends a request within one step; its sink is not called afterwards."""
-        self._send(lambda loop: loop.end(request))
+        if self._stop.alive:  # a closed model has ended all requests
+            self._send(lambda loop: loop.end(request))
 
     def when_received(self, callback: Callable[[], None]) -> None:
         """Calls back, on the engine's thread, once earlier submissions are queued or refused."""
@@ -133,25 +134,30 @@ class EngineThread:
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
 
+    def start(self) -> None:
+        """Starts the thread, unless it runs: it cannot start once the main thread has returned."""
+        with self._starting:
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._loop.run, name="jinfer-engine", daemon=True)
+            self._loop.started = True
+            try:
+                at_usual_priority(thread.start)
+            except RuntimeError:  # `stop` must not wait for a thread that cannot start
+                self._loop.started = False
+                raise
+            self._thread = thread
+            _running.add(self)
+            _threads.add(self._thread)
+
     def _send(self, message: Callable[[_EngineLoop], Any]) -> None:
         fork_guard.check()
         if not self._stop.alive:
+            if _exiting.is_set() and threading.current_thread().daemon:
+                threading.Event().wait()  # it ends with the interpreter, without a traceback
             raise ClosedError(_CLOSED)
         if self._thread is None:
-            with self._starting:
-                if self._thread is None:
-                    thread = threading.Thread(
-                        target=self._loop.run, name="jinfer-engine", daemon=True
-                    )
-                    self._loop.started = True
-                    try:
-                        at_usual_priority(thread.start)
-                    except RuntimeError:  # `stop` must not wait for a thread that cannot start
-                        self._loop.started = False
-                        raise
-                    self._thread = thread
-                    _running.add(self)
-                    _threads.add(self._thread)
+            self.start()
         self._loop.send(message)
 
 
@@ -215,10 +221,11 @@ class _EngineLoop:
         while not self.inbox.empty():
             if (message := self.inbox.get()) is not None:
                 message(self)
-        for request in list(self.generations):
-            self._fail(request, ClosedError("the model was closed while it answered"))
-        for work in self.jobs:
-            work.fail(ClosedError(_CLOSED))
+        if not _exiting.is_set():  # only daemon threads wait then, and end with the interpreter
+            for request in list(self.generations):
+                self._fail(request, ClosedError("the model was closed while it answered"))
+            for work in self.jobs:
+                work.fail(ClosedError(_CLOSED))
         self.jobs.clear()
         self._release()
 

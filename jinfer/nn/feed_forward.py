@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -51,7 +50,7 @@ class Gating:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         wide = gate.astype(jnp.float32)
         up = up + self.offset if self.offset else up
-        return up * (wide * jax.nn.sigmoid(self.alpha * wide)).astype(gate.dtype)
+        return up * (wide * activate("sigmoid", self.alpha * wide)).astype(gate.dtype)
 
 
 class Activation(nnx.Module):

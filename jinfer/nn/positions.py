@@ -22,6 +22,7 @@ from jinfer.modelspec.blocks import (
 )
 from jinfer.nn.parameter import parameter
 from jinfer.ops.rope import rotate
+from jinfer.ops.row_sums import rounded
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -66,6 +67,7 @@ class Rotary(nnx.Module):
         angles = positions.astype(jnp.float32)[:, :, None] * inverse
         if self.block.backward:
             angles = -angles
+        angles = rounded(angles)
         return CosSin(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
 
 
@@ -246,7 +248,7 @@ class Sinusoids(nnx.Module):
         """[sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]."""
         inverse = jnp.asarray(_sinusoid_frequencies(self.block), jnp.float32)
         at = (positions + self.block.offset).astype(jnp.float32)
-        angles = at[:, :, None] * inverse[None, None, :]
+        angles = rounded(at[:, :, None] * inverse[None, None, :])
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -157,7 +156,7 @@ class Delta(nnx.Module):
             _tiled(unit_length(_heads(k, block.key_heads)), times),
             _heads(v, block.heads),
             self._log_decay(_rows(decay) + self.dt_bias[...][None]),
-            block.beta_scale * jax.nn.sigmoid(_rows(beta)),
+            block.beta_scale * activate("sigmoid", _rows(beta)),
             cache["state"],
             batch.sequence_runs(),
         )
@@ -168,8 +167,8 @@ class Delta(nnx.Module):
         if self.block.channels:
             decay, rate = decay.reshape(-1, self.block.heads, self.block.key_dim), rate[..., None]
         if self.block.lower is None:
-            return rate * jnp.logaddexp(decay, 0.0)
-        return self.block.lower * jax.nn.sigmoid(-rate * decay)
+            return rate * activate("softplus", decay)
+        return self.block.lower * activate("sigmoid", -rate * decay)
 
 
 class LRU(nnx.Module):
@@ -276,7 +275,7 @@ class WKV7(nnx.Module):
         heads = self.block.heads
         y, table = rwkv7(
             _heads(r, heads),
-            -math.exp(-0.5) * jax.nn.sigmoid(_heads(decay, heads)),
+            -math.exp(-0.5) * activate("sigmoid", _heads(decay, heads)),
             _heads(k, heads),
             _heads(v, heads),
             unit_length(_heads(removal, heads), eps=1e-24),

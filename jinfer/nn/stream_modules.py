@@ -69,4 +69,4 @@ class Rescale(nnx.Module):
         parts = x.astype(jnp.float32).reshape(*x.shape[:-1], self.block.parts, -1)
         wanted = mean_of_row(jnp.square(like.astype(jnp.float32)))[..., None, :]
         found = jnp.maximum(mean_of_row(jnp.square(parts)), self.block.eps)
-        return (parts * jnp.sqrt(wanted / found)).reshape(x.shape).astype(x.dtype)
+        return rounded(parts * jnp.sqrt(wanted / found)).reshape(x.shape).astype(x.dtype)

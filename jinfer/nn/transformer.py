@@ -75,12 +75,16 @@ class Stack(nnx.Module):
         """The stem: tokens to vectors; a draft head also takes the target's hidden states."""
         inputs = {"tokens": tokens, "positions": batch.positions, "token_types": types}
         inputs |= {} if hidden is None else {"hidden": hidden}
-        taps = self._tapping(batch, "stem", {"x": f"{self.outer}embed"})
+
+        def run(inputs: dict[str, Array]) -> HiddenState:
+            taps = self._tapping(batch, "stem", {"x": f"{self.outer}embed"})
+            call = self.stem.run
+            x, made = call(inputs, lambda name, args: self._module(name, shared)(*args), taps)
+            captured = {} if taps is None else taps.captured
+            return HiddenState(x, {n: v for n, v in made.items() if n in self.carried}, captured)
+
         with allow_bfloat16_rounding(self.rounded):
-            run = self.stem.run
-            x, assigned = run(inputs, lambda name, args: self._module(name, shared)(*args), taps)
-        captured = {} if taps is None else taps.captured
-        return HiddenState(x, {n: v for n, v in assigned.items() if n in self.carried}, captured)
+            return FusedFunction(run, (inputs,)).results() if fuses_for_cpu(inputs) else run(inputs)
 
     def taken(
         self, vectors: Float[Array, "*rows width"], shared: nnx.Dict

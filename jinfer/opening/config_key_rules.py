@@ -320,6 +320,11 @@ def both_ways(value: Any, spec: ModelSpec) -> bool:
     return isinstance(words, list) and sorted(map(str, words)) == ["c2p", "p2c"]
 
 
+def is_gated(spec: ModelSpec) -> bool:
+    """Whether an attention has a gate."""
+    return values_of(spec, "gate", of=AttentionSpec) - {None} != set()
+
+
 def is_parallel(spec: ModelSpec) -> bool:
     """Whether a line of a layer's formula calls an attention and a feed-forward."""
     return any(
@@ -349,6 +354,12 @@ def same_norm(value: Any, spec: ModelSpec) -> bool:
     """Whether there are RMS norms if, and only if, a word or a switch says so."""
     says = "rms" in value if isinstance(value, str) else bool(value)
     return says == any(isinstance(block, RMSNormSpec) for block in _blocks(spec))
+
+
+def unbounded_steps(value: Any, spec: ModelSpec) -> bool:
+    """Whether bounds, the least and the greatest, are beyond what a softplus gives."""
+    least, most = (float(x["__float__"]) if isinstance(x, Mapping) else x for x in value)
+    return bool(least <= min(values_of(spec, "least"), default=0) and most >= 1000)
 
 
 def has_positions(kind: type) -> Callable[[ModelSpec], bool]:

@@ -25,6 +25,10 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
+    "softplus": jax.nn.softplus,
+    "exp": jnp.exp,
+    "expm1": jnp.expm1,
+    "log1p": jnp.log1p,
 }
 
 

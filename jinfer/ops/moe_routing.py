@@ -11,8 +11,9 @@ from jax import Array, lax
 
 from jinfer.cpu import moe_call as cpu
 from jinfer.modelspec.blocks import MoESpec
+from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls
-from jinfer.ops.norm import sigmoid, softmax
+from jinfer.ops.norm import softmax
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -41,7 +42,7 @@ def route(
     if rule.scoring == "sparsemixer":
         chosen, weights = _sparsemixer(logits, rule)
     else:
-        scores = softmax(logits) if rule.scoring == "softmax" else sigmoid(logits)
+        scores = softmax(logits) if rule.scoring == "softmax" else activate("sigmoid", logits)
         ranked = logits if rule.correction_bias == "logits" else scores
         ranked = ranked if correction is None else ranked + correction[None, :]
         chosen = lax.top_k(_mask_groups(ranked, rule), rule.top_k)[1]

@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm, softmax and sigmoid of rows of vectors."""
+"""RMSNorm, LayerNorm and softmax of rows of vectors."""
 
 from __future__ import annotations
 
@@ -51,15 +51,8 @@ def normalize(
 def softmax(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
     """Row-wise softmax in float32."""
     if has_cpu_calls():
-        return cpu.scores(x.astype(jnp.float32), softmax=True)
+        return cpu.softmax(x.astype(jnp.float32))
     return jax.nn.softmax(x.astype(jnp.float32), axis=-1)
-
-
-def sigmoid(x: Float[Array, "rows size"]) -> Float[Array, "rows size"]:
-    """Element-wise sigmoid in float32."""
-    if has_cpu_calls():
-        return cpu.scores(x.astype(jnp.float32), softmax=False)
-    return jax.nn.sigmoid(x.astype(jnp.float32))
 
 
 def _as_row(vector: Array, like: Array) -> Array:

@@ -106,7 +106,7 @@ class EndpointApp:
         data: bytes | BaseModel
         try:
             if read is None:
-                data = await request_body.read_body(request, settings)
+                data = await request_body.read_body(request, settings, self.service.bodies)
             else:
                 data = await read(request, self.service)
         except ClientDisconnect:

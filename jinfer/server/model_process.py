@@ -119,6 +119,7 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
             access_log=False,
             log_config=None,
             http=http_protocol(),
+            ws="none",
             server_header=False,
             timeout_graceful_shutdown=1,
             lifespan="on",

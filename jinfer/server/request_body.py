@@ -6,14 +6,16 @@ import asyncio
 import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from jinfer.modelspec.spec_errors import nearest_hint
+from jinfer.server.client_shares import Shares, client_address
 from jinfer.server.http_errors import ApiError, invalid_request
 from jinfer.server.server_settings import ServerSettings
 
@@ -24,8 +26,34 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
+@dataclass(eq=False)
+class UnfinishedBody:
+    """A body of which a part has come, in memory.
+
+    Attributes:
+        address: of its client, as `client_address` gives it.
+        deadline: when it has to be whole.
+        displaced: whether the memory was needed by others.
+    """
+
+    address: str
+    deadline: asyncio.Timeout
+    displaced: bool = False
+
+    def give_way(self) -> None:
+        """Ends its request."""
+        self.displaced = True
+        if not self.deadline.expired():
+            self.deadline.reschedule(asyncio.get_running_loop().time())
+
+
+async def read_body(
+    request: Request, settings: ServerSettings, bodies: Shares[UnfinishedBody]
+) -> bytes:
     """Reads the body of a request.
+
+    Args:
+        bodies: bytes of the bodies that are being read.
 
     Raises:
         ApiError: it is too long, compressed, or does not arrive in time.
@@ -43,25 +71,28 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > settings.max_body:
         raise too_long
-    parts: list[bytes] = []
-    size = 0
+    data = bytearray()
+    unfinished = UnfinishedBody(
+        client_address(request.scope.get("client")), asyncio.timeout(settings.body_seconds)
+    )
     try:
-        async with asyncio.timeout(settings.body_seconds):
+        async with unfinished.deadline:
             async for part in request.stream():
-                size += len(part)
-                if size > settings.max_body:
+                data += part
+                if len(data) > settings.max_body:
                     raise too_long
-                parts.append(part)
+                bodies.take(unfinished, len(part))
     except TimeoutError:
-        message = f"the body did not come within {settings.body_seconds:g} seconds"
+        late = f"within {settings.body_seconds:g} seconds"
+        why = "before its memory was needed for others" if unfinished.displaced else late
+        message = f"the body did not come {why}"
         raise ApiError(408, message, headers={"connection": "close"}) from None
-    except ClientDisconnect:
-        raise
-    data = b"".join(parts)
+    finally:
+        bodies.release(unfinished)
     for begin, name in _COMPRESSED.items():  # sent without the header
         if data.startswith(begin):
             raise _encoded(name)
-    return data.removeprefix(BOM_UTF8)
+    return bytes(data.removeprefix(BOM_UTF8))
 
 
 def _encoded(name: str) -> ApiError:

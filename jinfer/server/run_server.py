@@ -27,13 +27,15 @@ from jinfer.opening.local_weights import check
 from jinfer.opening.sources import SourceError
 from jinfer.server import request_log
 from jinfer.server.app import build_app
+from jinfer.server.client_shares import most_connections, raise_descriptor_limit
+from jinfer.server.fair_accept import FairAccept
 from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
 from jinfer.server.server_settings import ModelSource
 from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
-_BACKLOG = 2048
+_BACKLOG = 4096  # connections that the system keeps until they are accepted
 _TLS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # the certificate first
 _NOTIFY_SECONDS = 3  # seconds to notify clients at shutdown
 _POLL_SECONDS = 0.1  # seconds between two checks for another signal
@@ -49,6 +51,7 @@ def serve(flags: Mapping[str, Any]) -> int:
         SourceError, SpecError: an invalid flag.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
+    raise_descriptor_limit()
     sources, plain = model_sources_of(flags), _is_plain(flags["log_format"])
     log_as = {"plain": plain, "level": flags["log_level"]}
     settings = replace(server_settings_of(flags), log=log_as)
@@ -70,6 +73,7 @@ def serve(flags: Mapping[str, Any]) -> int:
             access_log=False,
             log_config=None,
             http=http_protocol(),
+            ws="none",
             server_header=False,
             timeout_graceful_shutdown=None if grace is None else math.ceil(grace) + _NOTIFY_SECONDS,
             ssl_certfile=flags["ssl_certfile"],
@@ -116,10 +120,12 @@ def _registry(flags: Mapping[str, Any], sources: Sequence[ModelSource]) -> Model
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends unfinished streams with an error before it closes connections.
+    """A uvicorn server that accepts fairly, and ends unfinished streams with an error.
 
     A second signal skips the grace period.
     """
+
+    _accept: FairAccept | None = None
 
     def __init__(self, config: uvicorn.Config, service: Service, seconds: float | None) -> None:
         super().__init__(config)
@@ -131,8 +137,30 @@ class _Server(uvicorn.Server):
         self._hurried = self.should_exit
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts connections at sockets; where there is no httptools, uvicorn does."""
+        config = self.config
+        if http_protocol() == "auto":
+            await super().startup(sockets)
+            return
+        from jinfer.server.http_protocol import HEAD_SECONDS, connection_shares
+
+        await super().startup([])
+        state, connections = self.lifespan.state, self.server_state.connections
+
+        def make_protocol() -> asyncio.Protocol:
+            given = {"config": config, "server_state": self.server_state, "app_state": state}
+            return config.http_protocol_class(**given)
+
+        shares, most = connection_shares(state), most_connections()
+        given = sockets or [], make_protocol, shares, connections, most, config.ssl, HEAD_SECONDS
+        self._accept = FairAccept(*given)
+        self._accept.start()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets responses finish, within the grace period."""
+        if self._accept is not None:
+            self._accept.stop()
         self._service.models.refuse_requests()
         ending = asyncio.ensure_future(self._end())
         try:

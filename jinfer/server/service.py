@@ -15,12 +15,14 @@ from starlette.requests import Request
 from jinfer.engine.requests import DeadlineError
 from jinfer.server import ignored_fields
 from jinfer.server.batch_store import BatchStore
+from jinfer.server.client_shares import Shares
 from jinfer.server.file_store import FileStore
 from jinfer.server.http_errors import ApiError, shutting_down, unsupported_field
 from jinfer.server.keep_alive import keep_alive_seconds
 from jinfer.server.metrics import Metrics, RequestTimer
 from jinfer.server.model_manager import ModelManager
 from jinfer.server.request_activations import check_inspection
+from jinfer.server.request_body import UnfinishedBody
 from jinfer.server.request_runner import PromptRequests, RequestRunner, check_captured_bytes
 from jinfer.server.response_jobs import ResponseJobs
 from jinfer.server.response_store import ResponseStore
@@ -28,6 +30,7 @@ from jinfer.server.resumable_streams import ResumableStreams
 from jinfer.server.served_model import ServedModel
 from jinfer.server.server_settings import ServerSettings
 
+_BODIES = 32  # of the largest size, for which there is memory while they are read
 # Fields that may need a grammar to be compiled.
 _GRAMMARS = frozenset(
     {
@@ -59,6 +62,11 @@ class Service:
     files: FileStore | None = None
     batches: BatchStore | None = None
     streams: ResumableStreams = field(default_factory=ResumableStreams)
+
+    @cached_property
+    def bodies(self) -> Shares[UnfinishedBody]:
+        """Bytes of the bodies that are being read."""
+        return Shares(_BODIES * self.settings.max_body)
 
     @cached_property
     def response_jobs(self) -> ResponseJobs:

@@ -42,7 +42,9 @@ def test_routes(count: int, top_k: int, scoring: str, corrected: bool, renormali
                 renormalize=renormalize,
                 scale=2.5,
             )
-            scores = np.asarray(rowwise.scores(logits, softmax=scoring == "softmax"))
+            softmax = scoring == "softmax"
+            scored = rowwise.softmax(logits) if softmax else rowwise.activate(logits, scoring)
+            scores = np.asarray(scored)
             np.asarray(weights)
         ranked = scores if correction is None else scores + correction
         wanted = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k]

@@ -38,6 +38,7 @@ def same(source: Any, keys: dict[str, Any], chunks: tuple[int, ...]) -> None:
         *[("llama2", "q8"), ("mixtral", "f32"), ("gemma2", "q4"), ("bloom", "f16")],
         *[("falcon7b", "f32"), ("deepseek_v2", "f32"), ("deepseek_v2", "q8")],
         *[("llama4", "f32"), ("nanochat", "q8")],
+        *[("nemotron_h", "f32"), ("kimi_linear", "f32")],
     ],
 )
 def test_structures(name: str, kv_cache: str) -> None:

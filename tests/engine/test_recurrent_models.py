@@ -13,7 +13,7 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.weights.model_size import bytes_text
 
 from .hybrid import MANY, check_company, write_hybrid
-from .test_schedules import ALL, LAST, schedules
+from .test_schedules import ALL, schedules
 
 LONG: dict[str, Any] = {"engine.context": 512, "dims.context": 512}
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -75,24 +75,10 @@ def test_a_conversation_is_reused_whole(ends: dict[str, Any]) -> None:
         assert again.token_ids == answer.token_ids
 
 
-def test_random_schedules() -> None:
-    schedules(GOLDENS / "lfm2", 256, 1, 3, LAST, dtype="float32")
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_many_random_schedules(name: str) -> None:
     schedules(GOLDENS / name, 256, 3, 5, ALL, dtype="float32")
-
-
-@pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear"])
-def test_bits_do_not_depend_on_chunks(name: str) -> None:
-    prompt, results = tokens(100), []
-    for chunk in (512, 64, 7, 1):
-        with open_model(name, **{"engine.prefill_chunk": chunk}) as llm:
-            results.append(llm.logits([prompt])[0])
-    for other in results[1:]:
-        assert np.array_equal(results[0], other)
 
 
 @pytest.mark.parametrize("weights", ["f32", "q4"])

@@ -1,4 +1,6 @@
-"""Random schedules: whoever comes when and goes, everybody's tokens are those it gets alone."""
+"""Random schedules: whoever comes when and goes, everybody's tokens and log-probabilities are those
+it gets alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 import pytest
 
 from jinfer import LLM, SamplingParams
-from jinfer.engine.output.generation import Usage
+from jinfer.engine.output.generation import Chunk, Completion, Usage
+from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.runner import sampler_output
 from tests.test_smollm2 import ROOT
 
@@ -25,8 +28,8 @@ STORIES = GOLDENS / "stories260K"
 SMOLLM2 = ROOT / "specs" / "smollm2_135m_instruct.toml"
 # Each with what else it needs; strategies that need much room come less often.
 STRATEGIES: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8},
+    {"logprobs": 2},
+    {"temperature": 0.8, "logprobs": 2},
     {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
     {"min_p": 0.05},
     {"typical_p": 0.9},
@@ -64,16 +67,27 @@ GRAMMARS: list[dict[str, Any]] = [
 ] * 2
 
 
+type Answer = list[tuple[int, tuple[float, ...]]]  # tokens with their log-probabilities, if any
+
+
 @dataclass
 class Asked:
     """A request, and what it should get and got."""
 
     prompt: list[int]
     params: SamplingParams
-    expected: list[int] = field(default_factory=list)
-    got: list[int] = field(default_factory=list)
+    expected: Answer = field(default_factory=list)
+    got: Answer = field(default_factory=list)
     cancel_after: int | None = None
     error: BaseException | None = None
+    adapter: str | None = None
+
+
+def answered(part: Chunk | Completion) -> Answer:
+    """What a chunk or a completion has."""
+    each: Sequence[TokenLogprob | None] = part.logprobs or [None] * len(part.token_ids)
+    bits = [() if one is None else (one.logprob, *(top.logprob for top in one.top)) for one in each]
+    return list(zip(part.token_ids, bits, strict=True))
 
 
 def request(
@@ -131,7 +145,7 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[floa
             if isinstance(piece, BaseException):
                 one.error = piece
                 break
-            one.got += piece.token_ids
+            one.got += answered(piece)
             if one.cancel_after is not None and len(one.got) >= one.cancel_after:
                 llm.session.thread.cancel(prepared.request.id)
                 break
@@ -139,7 +153,11 @@ def play(llm: LLM, asked: list[Asked], rng: random.Random, pauses: Sequence[floa
 
     with nullcontext() if any(pauses) else held(llm):
         for one in asked:
-            (prepared,) = llm.session.prepare(one.prompt, one.params, priority=rng.randint(0, 1))
+            adapter = one.adapter and llm.session.adapters.find(one.adapter)
+            priority = rng.randint(0, 1)
+            (prepared,) = llm.session.prepare(
+                one.prompt, one.params, priority=priority, adapter=adapter or None
+            )
             pieces: SimpleQueue[Any] = SimpleQueue()
             llm.session.submit(prepared, pieces.put)
             threading.Thread(target=consume, args=(one, prepared, pieces)).start()
@@ -199,16 +217,13 @@ def schedules(
         strategies = STRATEGIES + (GRAMMARS if alone.tokenizer else [])
         every = [request(rng, vocab, most, common, strategies) for _ in range(24)]
         for one in every:
-            one.expected = alone.generate([one.prompt], one.params)[0].token_ids
+            one.expected = answered(alone.generate([one.prompt], one.params)[0])
     preempted = 0
     for llm in variants(source, most, which, **overrides):
         for number in range(rounds):
             # First many at once, which small pools have no room for however fast they are computed.
             count, pauses = (rng.randint(4, 20), (0, 0, 0.002, 0.02)) if number else (20, (0,))
-            asked = [
-                Asked(one.prompt, one.params, one.expected, [], one.cancel_after)
-                for one in rng.sample(every, count)
-            ]
+            asked = [replace(one, got=[]) for one in rng.sample(every, count)]
             check(llm, 1000 * seed + number, asked, rng, pauses)
         preempted += llm.stats().preemptions
     assert preempted > 0 or not limited, "the small pools were meant to be too small"

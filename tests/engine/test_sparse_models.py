@@ -25,23 +25,6 @@ def open_model(**overrides: Any) -> LLM:
     return LLM(GOLDEN, **{"dtype": "float32", **keys})
 
 
-def test_company() -> None:
-    """Several in a pool that is too small for them, some with a beginning in common."""
-    alike = [IDS[:70] + IDS[n : n + 7] for n in (80, 90)]
-    prompts = [*alike, *(IDS[n : n + 62] for n in (5, 31, 77, 100))]
-    params = SamplingParams(max_tokens=90, ignore_eos=True)
-    with open_model(engine__slots=1) as llm:
-        alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
-    pool = {"engine__slots": 5, "engine__kv_tokens": 448, "engine__prefill_chunk": 50}
-    with open_model(**pool) as llm:
-        together = [answer.token_ids for answer in llm.generate(prompts, params)]
-        stats = llm.stats()
-    assert together == alone
-    assert stats.preemptions > 0
-    assert stats.cached_tokens > 0
-    assert stats.blocks_held == 0
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["f32", "q8", "q3"])
 def test_many_random_schedules(kind: str) -> None:

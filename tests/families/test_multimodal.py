@@ -22,7 +22,8 @@ from jinfer.opening.multimodal import language_model
 from jinfer.opening.open_model import open_files
 from jinfer.opening.resolve_model import family_of
 from jinfer.weights.tensor_mapping import LoadError
-from tests.families.test_transformers_logits import TEXT, drawn, greedy_tokens
+from tests.families.drawn_weights import drawn
+from tests.families.test_transformers_logits import TEXT, greedy_tokens
 from tests.opening.resolving import resolved
 
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes

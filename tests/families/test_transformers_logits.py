@@ -6,13 +6,13 @@ logits that transformers' modelling code gave for them in float32; of some, gree
 
 import json
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jinfer import LLM, SamplingParams
+from tests.families.drawn_weights import drawn
 
 FILE = Path(__file__).with_name("transformers_logits.npz")
 FAMILIES = (
@@ -21,14 +21,6 @@ FAMILIES = (
     *("aria", "mistral4", "mllama", "persimmon"),
 )
 TEXT = [5, 17, 3, 64, 90, 17, 8, 33, 2, 71, 44, 29]
-
-
-def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Weights that only the tensor's name and shape decide, of a usual size."""
-    values = np.random.default_rng(crc32(name.encode())).standard_normal(shape)
-    if len(shape) < 2:
-        return (0.2 * values + ("norm" in name or name.endswith(".D"))).astype(np.float32)
-    return (values * (0.5 if "embed" in name else shape[-1] ** -0.5)).astype(np.float32)
 
 
 def greedy_tokens(llm: LLM, count: int) -> list[int]:

@@ -14,11 +14,13 @@ from jinfer.cpu import build_library
 from jinfer.cpu import rowwise as cpu
 from jinfer.ops.activation import activate
 from jinfer.ops.backend import target_platform
-from jinfer.ops.norm import normalize, sigmoid, softmax
+from jinfer.ops.norm import normalize, softmax
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 
 calls = pytest.mark.skipif(not build_library.available(), reason="no C++ compiler here")
+
+sigmoid = partial(activate, "sigmoid")
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -128,3 +130,20 @@ def test_vectors_that_do_not_fit_are_refused(
         jax.block_until_ready(
             cpu.norm(jnp.ones((2, 8)), *vectors, centered=False, eps=1e-5, offset=0.0)
         )
+
+
+@calls
+@pytest.mark.parametrize("name", ["softplus", "exp", "expm1", "log1p", "tanh"])
+def test_functions(name: str) -> None:
+    """To their last digits, also where they are almost 0 or x."""
+    small = np.geomspace(1e-30, 1, 301)
+    x = np.concatenate([np.linspace(-80, 80, 4001), small, -small, [-np.inf, np.inf, 0]])
+    x = np.abs(x) if name == "log1p" else x
+    x = x.astype(np.float32)
+    wide = x.astype(np.float64)
+    wanted = np.logaddexp(wide, 0) if name == "softplus" else getattr(np, name)(wide)
+    for isa in isas():
+        with build_library.lowered_isa(isa):
+            got = np.asarray(activate(name, on_device(x[None])))[0]
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        assert np.isnan(activate(name, on_device(np.full((1, 3), np.nan, np.float32)))).all()

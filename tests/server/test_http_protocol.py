@@ -13,7 +13,7 @@ import orjson
 import pytest
 import uvicorn
 
-from jinfer.server.http_protocol import HEAD_BYTES, MAX_HEADERS, BoundedProtocol
+from jinfer.server.http_protocol import BODY_PIECE, HEAD_BYTES, MAX_HEADERS, BoundedProtocol
 from jinfer.server.server_settings import ServerSettings
 from tests.server.running import Running, serving
 
@@ -22,7 +22,7 @@ class Impatient(BoundedProtocol):
     """Bounds that a test meets soon."""
 
     head_seconds = 0.5
-    max_connections = 8
+    max_waiting = 8
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,10 @@ def patient(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 @contextlib.contextmanager
-def connected(server: Running) -> Iterator[socket.socket]:
+def connected(server: Running, source: str = "127.0.0.1") -> Iterator[socket.socket]:
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+    given = (url.host, url.port), 20, (source, 0)
+    with socket.create_connection(*given) as connection:
         yield connection
 
 
@@ -118,24 +119,101 @@ def test_a_head_that_drips_is_late_too(server: Running) -> None:
         assert time.perf_counter() - begun < 20
 
 
-def test_connections_are_bounded(server: Running) -> None:
+def test_the_beginning_of_a_body_is_late_too(server: Running) -> None:
+    """Before it is there no application is started."""
+    with connected(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
+        begun = time.monotonic()
+        while time.monotonic() < begun + 20 and sent(connection, b" ", 1):
+            time.sleep(0.2)
+        assert answer(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def asked(connection: socket.socket) -> bytes:
+    """The status line of a request on a connection; b"" if that was closed."""
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        return connection.recv(1 << 16).split(b"\r\n")[0]
+    return b""
+
+
+def test_the_oldest_idle_connections_give_way(patient: Running) -> None:
     with contextlib.ExitStack() as stack:
-        held = [
-            stack.enter_context(connected(server)) for _ in range(Impatient.max_connections + 4)
-        ]
-        closed = 0
-        for connection in held[-4:]:
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
-            closed += 1
-        assert closed == 4
-    end = time.monotonic() + 20
-    while True:  # until those that have gone are not counted any more
-        with contextlib.suppress(httpx.TransportError):
-            assert httpx.get(f"{server.url}/health").status_code in (200, 503)
-            return
-        assert time.monotonic() < end
-        time.sleep(0.02)
+        held = [stack.enter_context(connected(patient)) for _ in range(Impatient.max_waiting + 4)]
+        assert [answer(one) for one in held[:4]] == [b""] * 4
+        assert all(asked(one).startswith(b"HTTP/1.1 ") for one in held[4:])
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: ", b"POST / HTTP/1.1\r\n"])
+def test_an_address_with_few_connections_keeps_them(patient: Running, begun: bytes) -> None:
+    """They are the oldest, and another address has many: idle, with slow heads, slow bodies."""
+    begun += b"host: a\r\ncontent-length: 9\r\n\r\n" if begun.startswith(b"POST") else b""
+    with contextlib.ExitStack() as stack:
+        few = [stack.enter_context(connected(patient, "127.0.2.1")) for _ in range(2)]
+        many = [stack.enter_context(connected(patient)) for _ in range(40)]
+        for one in many:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(begun)
+        assert answer(many[0]) == b""
+        assert all(asked(one).startswith(b"HTTP/1.1 ") for one in few)
+
+
+def test_bodies_share_their_memory() -> None:
+    """Where too many bytes of bodies have come, those of the address with most give way."""
+    settings = ServerSettings(max_body=10_000, warm_up=False)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 10000\r\n\r\n"
+    with serving([], settings, wait=False) as server, contextlib.ExitStack() as stack:
+        limit = server.service.bodies.limit
+        one = stack.enter_context(connected(server, "127.0.2.1"))
+        one.sendall(post + b" " * 9000)
+        many = [stack.enter_context(connected(server)) for _ in range(limit // 9000 + 4)]
+        for other in many:
+            other.sendall(post + b" " * 9000)
+        assert b"before its memory was needed for others" in answer(many[0])
+        assert server.service.bodies.total <= limit
+        one.sendall(b" " * 1000)
+        assert b"not JSON" in one.recv(1 << 16)
+    assert server.service.bodies.total == 0
+
+
+@contextlib.contextmanager
+def running(app: Any) -> Iterator[tuple[str, int]]:
+    """The address of a server of an application."""
+    config = uvicorn.Config(app, port=0, http=Impatient, log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+@pytest.mark.parametrize("size", [0, 5, BODY_PIECE - 1, BODY_PIECE, 3 * BODY_PIECE + 1])
+@pytest.mark.parametrize("piece", [1000, BODY_PIECE])
+def test_a_body_comes_whole_whatever_its_pieces(size: int, piece: int) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found, more = b"", True
+        while more:
+            message = await receive()
+            found, more = found + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": found})
+
+    head = b"POST / HTTP/1.0\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
+    with running(app) as place, socket.create_connection(place) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head)
+        for begin in range(0, size, piece):
+            connection.sendall(body[begin : min(begin + piece, size)])
+            time.sleep(0.005)
+        found = answer(connection)
+    assert found.partition(b"\r\n\r\n")[2] == body[:size]
 
 
 def test_a_slow_answer_is_not_cut() -> None:
@@ -146,18 +224,51 @@ def test_a_slow_answer_is_not_cut() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"late"})
 
-    config = uvicorn.Config(app, port=0, http=Impatient, log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        with socket.create_connection(server.servers[0].sockets[0].getsockname()) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HT")
-            found = answer(connection)
-    finally:
-        server.should_exit = True
-        thread.join(60)
+    with running(app) as place, socket.create_connection(place) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\nGET / HT")
+        found = answer(connection)
     assert found.startswith(b"HTTP/1.1 200 OK")
     assert b"late" in found
+
+
+def test_requests_that_run_keep_their_connections() -> None:
+    """However many idle connections come, also from the same address."""
+    many, begun = threading.Event(), threading.Semaphore(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.release()
+        await asyncio.to_thread(many.wait, 60)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    count = Impatient.max_waiting + 4
+    with running(app) as place, contextlib.ExitStack() as stack:
+        held = list[socket.socket]()
+        for _ in range(count):
+            held.append(one := stack.enter_context(socket.create_connection(place, 60)))
+            one.sendall(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert begun.acquire(timeout=60)
+        idle = [stack.enter_context(socket.create_connection(place)) for _ in range(2 * count)]
+        assert idle[0].recv(1) == b""
+        many.set()
+        assert all(b"done" in answer(one) for one in held)
+
+
+def test_who_does_not_read_gives_way() -> None:
+    """Its response runs, and the server waits for it as for an idle client."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    with running(app) as place, contextlib.ExitStack() as stack:
+        first = stack.enter_context(socket.create_connection(place, 20))
+        first.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert first.recv(1)
+        for _ in range(Impatient.max_waiting + 1):
+            time.sleep(0.05)
+            stack.enter_context(socket.create_connection(place))
+        time.sleep(0.2)
+        assert len(answer(first)) < 100 << 20

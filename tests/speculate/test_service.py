@@ -13,7 +13,15 @@ from jinfer.generate import main
 from jinfer.server.metrics import Metrics
 from jinfer.speculate.draft_length import DraftLength
 from jinfer.speculate.replay_drafter import ReplayDrafter
-from tests.engine.test_schedules import GOLDENS, GRAMMARS, STORIES, STRATEGIES, check, request
+from tests.engine.test_schedules import (
+    GOLDENS,
+    GRAMMARS,
+    STORIES,
+    STRATEGIES,
+    answered,
+    check,
+    request,
+)
 from tests.speculate.drafts import RandomTrees, alone, ids, known, same, speculating
 
 KEYS: dict[str, Any] = {"engine.context": 256, "engine.slots": 2, "speculation.nodes": 8}
@@ -101,7 +109,7 @@ def test_random_schedules(seed: int) -> None:
     asked = [request(rng, 512, 200, common, STRATEGIES[:18]) for _ in range(12)]
     with LLM(STORIES, **keys) as plain:
         for one in asked:
-            one.expected = alone(plain, [one.prompt], one.params)[0].token_ids
+            one.expected = answered(alone(plain, [one.prompt], one.params)[0])
     with LLM(STORIES, **keys, **DRAFTS) as llm:
         check(llm, seed, asked, rng)
 

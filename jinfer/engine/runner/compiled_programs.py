@@ -26,7 +26,7 @@ from jinfer.engine.runner.program_cache import compiled, compiled_apart, surroun
 from jinfer.engine.runner.sampler_output import MAX_STEPS
 from jinfer.engine.runner.step_key import Sizes, StepKey
 from jinfer.engine.scheduling.cache_size import trim
-from jinfer.engine.thread_pools import start_threads
+from jinfer.engine.thread_pools import start_threads, submit
 from jinfer.guard.disk_cache import DiskCache
 from jinfer.modelspec.cache_dtype import Kind
 from jinfer.modelspec.draft_head import tap_names
@@ -85,7 +85,7 @@ class CompiledPrograms:
             if new:
                 pool = _compiler_threads(min(len(new), _COMPILER_THREADS, cores()))
                 for key in new:
-                    self._futures[key] = pool.submit(self._compile, key)
+                    self._futures[key] = submit(pool, self._compile, key)
                     self.compilations += 1
                 pool.shutdown(wait=False)
             return [self._futures[key] for key in wanted]

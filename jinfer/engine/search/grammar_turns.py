@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jinfer.engine.requests import Failed, Token
+from jinfer.engine.thread_pools import submit
 from jinfer.sampling.forbidden_tokens import ForbiddenTokens
 from jinfer.sampling.request_errors import ConstraintError
 
@@ -157,7 +158,7 @@ class GrammarThreads:
         if slow not in self._pools:
             name = "grammar-slow" if slow else "grammar"
             self._pools[slow] = ThreadPoolExecutor(1 if slow else _QUICK, thread_name_prefix=name)
-        return self._pools[slow].submit(work, *args, **kwargs)
+        return submit(self._pools[slow], work, *args, **kwargs)
 
     def close(self) -> None:
         """Ends the threads; pending work is cancelled."""

@@ -8,7 +8,8 @@ the bit.
 
 The steps: flatten the jaxpr (`jaxpr_walk`), deduplicate shape changes, eliminate dead code, assign
 each operation a level, group fusible operations (`fuse_cpu_rules`) of one level and row count, and
-emit a `Program` per group.
+emit a `Program` per group. What remains is computed in loops of XLA, which may contract a product
+and a sum into a fused multiply-add or not, depending on the number of rows: see `rounded`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jinfer.cpu import fused_layers as cpu
 from jinfer.ops import gpu_backend
+from jinfer.ops.activation import activate
 from jinfer.ops.backend import has_cpu_calls
 from jinfer.ops.fusion.fuse_cpu_rules import MOVES, FusibleOperation, fusible_operation, producer_of
 from jinfer.ops.fusion.fuse_gpu import fuse_for_gpu
@@ -34,8 +37,12 @@ from jinfer.ops.fusion.jaxpr_walk import (
     value,
 )
 from jinfer.ops.fusion.weight_pointers import WeightPointers
+from jinfer.ops.row_sums import rounded
 from jinfer.quant.calibration_stats import is_recording
 
+# Primitives of which XLA's loops contract something, and the activations that they are without XLA.
+_PRODUCTS = frozenset({"mul", "div", "integer_pow", "square", "sqrt"})
+_FUNCTIONS = {name: name for name in ("exp", "expm1", "log1p", "tanh")} | {"logistic": "sigmoid"}
 _LEAST_OPERATIONS = 2  # operations that make a fused call worthwhile
 
 
@@ -111,7 +118,7 @@ class FusedFunction[R]:
             alone = [one for group in groups if not self._is_worth_it(group) for one in group]
             for operation in (*alone, *plan.others.get(level, ())):
                 operands = [value(one, known) for one in operation.operands]
-                results = evaluate(operation.eqn, operands)
+                results = _evaluated(operation, operands)
                 known |= dict(zip(operation.results, results, strict=True))
         out: R = jax.tree.unflatten(self._tree, [value(out, known) for out in self._outs])
         return out
@@ -139,6 +146,17 @@ class FusedFunction[R]:
         numbers = list(dict.fromkeys(values[result] for result in wanted))
         arrays = dict(zip(numbers, program.run(numbers), strict=True))
         return {one: arrays[values[one]].reshape(one.aval.shape) for one in wanted}
+
+
+def _evaluated(operation: JaxprOperation, operands: Sequence[Any]) -> list[Any]:
+    """The results of an operation in XLA, whose bits do not depend on the number of rows."""
+    aval = operation.results[0].aval
+    if operation.name in _FUNCTIONS and aval.dtype == jnp.float32 and aval.size and aval.shape:
+        return [activate(_FUNCTIONS[operation.name], operands[0])]
+    results = evaluate(operation.eqn, operands)
+    if operation.name in _PRODUCTS and jnp.issubdtype(aval.dtype, jnp.floating):
+        return [rounded(one) for one in results]
+    return results
 
 
 class _GroupKey(NamedTuple):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jinfer.cpu import recurrence_call as custom
+from jinfer.ops.activation import activate
 from jinfer.ops.recurrence.diagonal_state import DIAGONAL_CHUNK, diagonal_states
 from jinfer.ops.recurrence.drafted_scan import keeps_drafted_states
 from jinfer.ops.recurrence.ragged_scan import ragged_scan
@@ -48,7 +49,7 @@ def _scan(log_decay: Array, x: Array, table: Array, runs: SequenceRuns) -> tuple
 def _inputs(
     x: Array, input_gate: Array, recurrence_gate: Array, parameter: Array, runs: SequenceRuns
 ) -> tuple[Array, Array]:
-    log_decay = -_SHARPNESS * recurrence_gate * jnp.logaddexp(parameter, 0.0)[None]
+    log_decay = -_SHARPNESS * recurrence_gate * activate("softplus", parameter)[None]
     root = jnp.sqrt(-jnp.expm1(2.0 * log_decay))  # 1 - a^2, without cancellation
     return log_decay, jnp.where(is_first(runs)[:, None], 1.0, root) * (input_gate * x)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
+from jinfer.ops.activation import activate
 from jinfer.ops.recurrence.matrix_state import MatrixInputs, matrix_scan
 from jinfer.ops.recurrence.sequence_runs import SequenceRuns
 
@@ -44,4 +45,4 @@ def step_size(
 ) -> Float[Array, "tokens heads"]:
     """softplus(dt + bias) within limits, in float32."""
     wide = dt.astype(jnp.float32) + bias.astype(jnp.float32)[None]
-    return jnp.clip(jnp.logaddexp(wide, 0.0), *limits)
+    return jnp.clip(activate("softplus", wide), *limits)

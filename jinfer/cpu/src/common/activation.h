@@ -14,10 +14,16 @@ enum class Activation : int {
   gelu = 4,
   quick_gelu = 5,
   relu2 = 6,
+  sigmoid = 7,
+  softplus = 8,
+  exp = 9,
+  expm1 = 10,
+  log1p = 11,
+  tanh = 12,
 };
 
 inline bool is_activation(int64_t number) {
-  return number > 0 && number <= static_cast<int64_t>(Activation::relu2);
+  return number > 0 && number <= static_cast<int64_t>(Activation::tanh);
 }
 
 }  // namespace jinfer

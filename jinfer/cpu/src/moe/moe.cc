@@ -52,7 +52,10 @@ ffi::Error route(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Remain
     static thread_local std::vector<char> taken;
     scores.resize(experts), corrected.resize(experts), taken.resize(experts);
     const float* from = logits.typed_data() + row * experts;
-    (softmax ? k.softmax : k.sigmoid)(from, experts, scores.data());
+    if (softmax)
+      k.softmax(from, experts, scores.data());
+    else
+      k.activate(from, Activation::sigmoid, experts, scores.data());
     if (correction) k.add(scores.data(), correction, experts, corrected.data());
     int32_t* ids = chosen->typed_data() + row * count;
     float* to = weights->typed_data() + row * count;

@@ -1,6 +1,8 @@
 // Activation functions and GLU, compiled once per instruction set.
 #pragma once
 
+#include <cmath>
+
 #include "common/activation.h"
 #include "simd/elementary.h"
 
@@ -27,6 +29,37 @@ inline Floats erfc_of_positive(Floats x) {
   p = p * t + 1.00002368f;
   p = p * t - 1.26551223f;
   return t * exponential(p - x * x);
+}
+
+inline Floats sigmoid(Floats x) { return 1.0f / one_plus_exp_minus(x); }
+
+// e^x, infinite where float32 cannot hold it.
+inline Floats exp_of_any(Floats x) { return exponential(x > 89.0f ? broadcast(89.0f) : x); }
+
+// Kahan's log(1 + x): what rounding 1 + x takes is given back.
+inline Floats log1p(Floats x) {
+  const Floats u = 1.0f + x, rounded = u - 1.0f;
+  const Floats y = rounded == 0.0f ? x : logarithm(u) * (x / rounded);
+  const Floats edge = u == 0.0f ? broadcast(-INFINITY) : u > 0.0f ? x : broadcast(NAN);
+  return u > 0.0f && u < INFINITY ? y : edge;
+}
+
+// Kahan's e^x - 1, likewise.
+inline Floats expm1(Floats x) {
+  const Floats u = exp_of_any(x), rounded = u - 1.0f;
+  const Floats y = rounded == 0.0f ? x : rounded * (x / logarithm(u));
+  return u > 1e-8f && u < INFINITY ? y : rounded;
+}
+
+inline Floats tanh(Floats x) {
+  const Floats least = x < -15.0f ? broadcast(-15.0f) : x;
+  const Floats e = expm1(2.0f * (least > 15.0f ? broadcast(15.0f) : least));
+  return e / (e + 2.0f);
+}
+
+// log(1 + e^x)
+inline Floats softplus(Floats x) {
+  return (x > 0.0f ? x : Floats{}) + log1p(exponential(x < 0.0f ? x : -x));
 }
 
 inline Floats silu(Floats x) { return x / one_plus_exp_minus(x); }
@@ -56,6 +89,12 @@ inline void dispatch_activation(Activation activation, F f) {
     case Activation::gelu: return f([](Floats x) { return gelu(x); });
     case Activation::quick_gelu: return f([](Floats x) { return quick_gelu(x); });
     case Activation::relu2: return f([](Floats x) { return relu(x) * relu(x); });
+    case Activation::sigmoid: return f([](Floats x) { return sigmoid(x); });
+    case Activation::softplus: return f([](Floats x) { return softplus(x); });
+    case Activation::exp: return f([](Floats x) { return exp_of_any(x); });
+    case Activation::expm1: return f([](Floats x) { return expm1(x); });
+    case Activation::log1p: return f([](Floats x) { return log1p(x); });
+    case Activation::tanh: return f([](Floats x) { return tanh(x); });
     case Activation::none: break;
   }
 }

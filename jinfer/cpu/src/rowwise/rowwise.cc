@@ -1,5 +1,5 @@
 // Handlers of row-wise operations: `jinfer_norm`, `jinfer_rotate`, `jinfer_hadamard`,
-// `jinfer_scores`, `jinfer_activate`, `jinfer_argmax`.
+// `jinfer_softmax`, `jinfer_activate`, `jinfer_argmax`.
 #include "rowwise/rowwise.h"
 
 #include <algorithm>
@@ -88,9 +88,8 @@ ffi::Error hadamard(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBu
   });
 }
 
-ffi::Error scores(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
-                  bool softmax) {
-  return map_rows(pool, x, y, softmax ? rowwise_kernels().softmax : rowwise_kernels().sigmoid);
+ffi::Error softmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
+  return map_rows(pool, x, y, rowwise_kernels().softmax);
 }
 
 ffi::Error activate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y,
@@ -116,6 +115,6 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuff
 JINFER_HANDLER(jinfer_norm, jinfer::norm, "centered", "weighted", "biased", "eps", "offset");
 JINFER_HANDLER(jinfer_rotate, jinfer::rotate, "size", "adjacent");
 JINFER_HANDLER(jinfer_hadamard, jinfer::hadamard, "size", "query");
-JINFER_HANDLER(jinfer_scores, jinfer::scores, "softmax");
+JINFER_HANDLER(jinfer_softmax, jinfer::softmax);
 JINFER_HANDLER(jinfer_activate, jinfer::activate, "activation");
 JINFER_HANDLER(jinfer_argmax, jinfer::argmax);

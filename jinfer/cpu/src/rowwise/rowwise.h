@@ -1,4 +1,4 @@
-// Row-wise operations: norms, RoPE, Hadamard transforms, softmax, sigmoid, activations, sums,
+// Row-wise operations: norms, RoPE, Hadamard transforms, softmax, activations, sums,
 // argmax. A row's bits depend on the row alone, unlike those of XLA's sums over the last axis.
 #pragma once
 
@@ -42,7 +42,6 @@ struct RowwiseKernels {
   // Signs, powers of two and sums of two numbers only; see jinfer/ops/attention/hadamard.py.
   void (*hadamard)(const float* x, int64_t size, const Hadamard& hadamard, float* y);
   void (*softmax)(const float* x, int64_t size, float* y);
-  void (*sigmoid)(const float* x, int64_t size, float* y);
   void (*activate)(const float* x, Activation activation, int64_t size, float* y);
   void (*add)(const float* a, const float* b, int64_t size, float* y);
   void (*multiply)(const float* a, const float* b, int64_t size, float* y);

@@ -182,12 +182,6 @@ void softmax(const float* x, int64_t size, float* y) {
   });
 }
 
-void sigmoid(const float* x, int64_t size, float* y) {
-  for_vectors(size, [&](int64_t at, int64_t count) {
-    store_up_to(y + at, 1.0f / one_plus_exp_minus(load_up_to(x + at, count)), count);
-  });
-}
-
 void activate(const float* x, Activation activation, int64_t size, float* y) {
   dispatch_activation(activation, [=](auto f) {
     for_vectors(size, [=](int64_t at, int64_t count) {
@@ -259,7 +253,7 @@ Argmax argmax(const float* x, int64_t size) {
   return found;
 }
 
-const RowwiseKernels kRowwise = {norm, rotate,   hadamard,     softmax, sigmoid, activate,
+const RowwiseKernels kRowwise = {norm, rotate,   hadamard,     softmax, activate,
                                  add,  multiply, weighted_sum, scale,   argmax};
 
 }  // namespace
