@@ -26,6 +26,13 @@ def _check_bias(bias: bool | str) -> tuple[str, str] | None:
     return None
 
 
+def _drop_neutral_temperature(block: AttentionSpec | LatentAttentionSpec) -> None:
+    """Config files say in several ways that nothing is scaled; equal models compare equal."""
+    rule = block.temperature
+    if rule is not None and rule.beta == 0 and rule.power is None:
+        object.__setattr__(block, "temperature", None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Block):
     """Self-attention with `heads` query heads that share `kv_heads` key and value heads (GQA).
@@ -82,10 +89,7 @@ class AttentionSpec(Block):
     low_rank: Size | None = None
 
     def __post_init__(self) -> None:
-        # Config files say in several ways that nothing is scaled; equal models compare equal.
-        rule = self.temperature
-        if rule is not None and rule.beta == 0 and rule.power is None:
-            object.__setattr__(self, "temperature", None)
+        _drop_neutral_temperature(self)
 
     def check(self) -> tuple[str, str] | None:
         if self.heads % self.kv_heads:
@@ -272,6 +276,7 @@ class LatentAttentionSpec(Block):
     split: whether the up-projection of the latent is stored as two, for keys and for values, with a
         matrix per head.
     sinks: attention sinks: a learned score per head, `attn.sinks`, in the softmax without a value.
+    temperature: factor of the queries that grows with the position.
     gate: gate on the heads' outputs, `attn.gate`, before `o`.
     indexer: sparse attention: what chooses the keys of each query, `attn.indexer`.
     """
@@ -289,8 +294,12 @@ class LatentAttentionSpec(Block):
     eps: NotNegative = 1e-6
     split: bool = False
     sinks: bool = False
+    temperature: TemperatureSpec | None = None
     gate: OutputGateSpec | None = None
     indexer: IndexerSpec | None = None
+
+    def __post_init__(self) -> None:
+        _drop_neutral_temperature(self)
 
     def check(self) -> tuple[str, str] | None:
         if self.position is not None and self.position.dim != self.rope_dim:

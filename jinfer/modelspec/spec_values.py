@@ -217,7 +217,7 @@ class _ValueScope:
             return any(self.values.has(self._of_layer(pattern)) for pattern in arguments)
         if name == "rows":
             return self.values.row_count(*map(self._of_layer, arguments))
-        functions: dict[str, Callable[..., Any]] = {**FUNCTIONS, "indices": _indices, "last": _last}
+        functions = FUNCTIONS | _OF_CONFIG
         if name not in functions:
             known = nearest_hint(name, [*functions, "has", "rows"])
             raise ExpressionError(f"unknown function {name!r}; {known}")
@@ -245,6 +245,20 @@ def _last(elements: Any, value: Any, end: Any) -> int:
     if not found:
         raise ValueError(f"{show_value(value)} is not among the first {end}")
     return found[-1]
+
+
+def _matching(table: Any, pattern: Any) -> list[Any]:
+    """The values of a table's keys that match a glob pattern, in the table's order."""
+    if not isinstance(table, Mapping) or not isinstance(pattern, str):
+        raise TypeError("matching takes a table and a pattern")
+    return [value for key, value in table.items() if fnmatchcase(key, pattern)]
+
+
+_OF_CONFIG: dict[str, Callable[..., Any]] = {
+    "indices": _indices,
+    "last": _last,
+    "matching": _matching,
+}
 
 
 def _alternatives(text: str) -> list[str]:

@@ -217,9 +217,7 @@ def read_tensor_map(
                 first = read_value(Count, written, values, key)
             elif name == "ignore":
                 for text in check_texts(written, values.path, key):
-                    count = int(values.dim("layers", key)) if _LAYERS in text else 0
-                    numbers = range(count, count + (_BEYOND if _LAYERS in text else 1))
-                    ignore += [text.replace(_LAYERS, str(number)) for number in numbers]
+                    ignore += _ignored(text, values, key)
             elif name == "prefix" and not isinstance(written, Mapping):
                 prefixes |= dict.fromkeys(check_texts(written, values.path, key), "")
             elif name in ("prefix", "suffixes"):
@@ -245,6 +243,18 @@ def read_tensor_map(
         first,
         where,
     )
+
+
+def _ignored(text: str, values: SpecValues, key: str) -> Iterator[str]:
+    """The patterns that one of `ignore` is: several for layers, after the last one or by `i`."""
+    if _LAYERS in text:
+        count = int(values.dim("layers", key))
+        yield from (text.replace(_LAYERS, str(count + n)) for n in range(_BEYOND))
+    elif found := _OF_LAYER.search(text):
+        numbers, _ = _number_of_layers(found[0], values, key)
+        yield from (text.replace(found[0], str(n)) for n in numbers if n is not None)
+    else:
+        yield text
 
 
 def _table_of(tensors: Any, format: str, path: object) -> Mapping[str, Any]:
@@ -319,16 +329,24 @@ def _numbers(
     Layers that it has no value for cannot have the parameter.
     """
     for text in sorted(texts):
-        found, wrong = list[int | None](), list[SpecError]()
-        count = int(values.dim("layers", key))
-        for i in range(count):
-            try:
-                value = values.value(text[1:-1], key, names={"i": i, "layers": count})
-            except SpecError as error:
-                wrong.append(error)
-                value = None
-            found.append(value if isinstance(value, int) and value >= 0 else None)
+        found, wrong = _number_of_layers(text, values, key)
         if all(number is None for number in found):
             reason = f"{text} is no whole number from 0 on in any layer"
             raise wrong[0] if wrong else SpecError(values.path, key, reason)
         yield text, tuple(found)
+
+
+def _number_of_layers(
+    text: str, values: SpecValues, key: str
+) -> tuple[list[int | None], list[SpecError]]:
+    """The value of an expression in braces in each layer, if it is a number, and what was wrong."""
+    found, wrong = list[int | None](), list[SpecError]()
+    count = int(values.dim("layers", key))
+    for i in range(count):
+        try:
+            value = values.value(text[1:-1], key, names={"i": i, "layers": count})
+        except SpecError as error:
+            wrong.append(error)
+            value = None
+        found.append(value if isinstance(value, int) and value >= 0 else None)
+    return found, wrong

@@ -20,7 +20,7 @@ from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import HeadNorm
 from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
-from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes
+from jinfer.nn.positions import RelativeBias, Rotary, alibi_slopes, scaled_queries
 from jinfer.nn.projections import Linear, LowRank, project
 from jinfer.nn.tensor_parallel import ShardedAlibi, local_alibi_slopes
 from jinfer.ops.attention.hadamard import rotate_keys, rotate_queries
@@ -163,15 +163,7 @@ class Attention(GatedHeads):
     def _queries(self, q: Array, batch: ForwardBatch) -> Array:
         q_norm = None if self.block.qk_norm is None else self.q_norm
         q = self._rotated(q, self.block.heads, q_norm, batch)
-        if (rule := self.block.temperature) is None:
-            return q
-        places = batch.positions + rule.offset
-        if rule.power is not None:
-            factors = jnp.exp(rule.power * jnp.log1p(places.astype(jnp.float32) / rule.span))
-        else:
-            steps = (places // rule.span).astype(jnp.float32)
-            factors = 1.0 + rule.beta * jnp.log1p(steps)
-        return (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
+        return scaled_queries(q, self.block.temperature, batch.positions)
 
     def _rotated(
         self, part: Array, heads: int, norm: HeadNorm | None, batch: ForwardBatch

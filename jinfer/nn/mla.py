@@ -23,7 +23,7 @@ from jinfer.nn.indexer import Indexer
 from jinfer.nn.norm_modules import RMSNorm
 from jinfer.nn.output_gate import GatedHeads
 from jinfer.nn.parameter import parameter
-from jinfer.nn.positions import Rotary
+from jinfer.nn.positions import Rotary, scaled_queries
 from jinfer.nn.projections import Linear
 from jinfer.ops.attention.mask_rules import ScoreRules
 from jinfer.ops.matmul.dense import matmul_per_head
@@ -75,7 +75,8 @@ class LatentAttention(GatedHeads):
         block = self.block
         (k_b, to_key), (v_b, to_value) = self._unfolding()
         latent = x if block.query_rank is None else self.q_a_norm(self.q_a(x))
-        q = split_heads((self.q if block.query_rank is None else self.q_b)(latent), block.heads)
+        q = (self.q if block.query_rank is None else self.q_b)(latent)
+        q = split_heads(scaled_queries(q, block.temperature, batch.positions), block.heads)
         index = None if block.own_indexer is None else self.indexer(x, latent, batch)
         nope, rotated = q[..., : block.nope_dim], q[..., block.nope_dim :]
         in_latent = matmul_per_head(nope[0], k_b, to_key, transposed=True).astype(x.dtype)[None]

@@ -18,6 +18,7 @@ from jinfer.modelspec.blocks import (
     RopeScalingSpec,
     RopeSpec,
     SinusoidalPositionsSpec,
+    TemperatureSpec,
 )
 from jinfer.nn.parameter import parameter
 from jinfer.ops.rope import rotate
@@ -169,6 +170,23 @@ def alibi_slopes(heads: int, block: AlibiSpec) -> Float[np.ndarray, " heads"]:
     if power == heads:
         return series(heads)
     return np.concatenate([series(power), series(2 * power)[0::2][: heads - power]])
+
+
+def scaled_queries(
+    q: Float[Array, "batch tokens width"],
+    rule: TemperatureSpec | None,
+    positions: Int[Array, "batch tokens"],
+) -> Float[Array, "batch tokens width"]:
+    """Queries times the factor of their positions; None: as they are."""
+    if rule is None:
+        return q
+    places = positions + rule.offset
+    if rule.power is not None:
+        factors = jnp.exp(rule.power * jnp.log1p(places.astype(jnp.float32) / rule.span))
+    else:
+        steps = (places // rule.span).astype(jnp.float32)
+        factors = 1.0 + rule.beta * jnp.log1p(steps)
+    return (q.astype(jnp.float32) * factors[..., None]).astype(q.dtype)
 
 
 class RelativeBias(nnx.Module):

@@ -280,8 +280,12 @@ def same_positions(value: Any, spec: ModelSpec) -> bool:
 
 def same_share(value: Any, spec: ModelSpec) -> bool:
     """Whether that share of each head is rotated."""
-    attentions = [block for block in _blocks(spec) if isinstance(block, AttentionSpec)]
-    shares = [(b.position.dim, b.head_dim) for b in attentions if isinstance(b.position, RopeSpec)]
+    attentions = [b for b in _blocks(spec) if isinstance(b, AttentionSpec | LatentAttentionSpec)]
+    shares = [
+        (b.position.dim, b.head_dim if isinstance(b, AttentionSpec) else b.nope_dim + b.rope_dim)
+        for b in attentions
+        if isinstance(b.position, RopeSpec)
+    ]
     usual = value == 1 or not isinstance(value, int | float)
     scalings = [rope.scaling for rope in _ropes(spec) if rope.scaling is not None]
     scalings = [each for each in scalings if each.rope_type == "proportional"]

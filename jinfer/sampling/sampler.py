@@ -29,13 +29,12 @@ from jinfer.sampling.sampling_metadata import (
     SamplingMetadata,
     StageContext,
 )
-from jinfer.sampling.stages import STAGES, TABLE
+from jinfer.sampling.stages import NOT_FINITE, STAGES, TABLE
 from jinfer.sampling.token_history import History
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt
 
-NOT_FINITE = -2  # in place of a token: a logit is NaN or +inf, so there is none
 _LANES = 64  # logits reduced side by side (SIMD)
 
 type StageFunction = Callable[[Array, StageContext], Array]

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+NOT_FINITE = -2  # in place of a token: a logit is NaN or +inf, so there is none
+
 
 @dataclass(frozen=True)
 class Stage:

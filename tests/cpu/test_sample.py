@@ -12,7 +12,7 @@ from jinfer.cpu import build_library, sample
 from jinfer.cpu.isa import Isa
 from jinfer.sampling.logprobs import log_probabilities_reference
 from jinfer.sampling.rng import noise
-from jinfer.sampling.sampler import NOT_FINITE
+from jinfer.sampling.stages import NOT_FINITE
 from tests.arrays import on_device
 from tests.cpu.helpers import isas
 from tests.sampling.batches import Batch, batch, params

@@ -1,10 +1,10 @@
 """Language models inside of models that also see images: their keys and tensors are nested.
 
-Some checkpoints are the same model served both ways. `multimodal_logits.npz` and
-`newer_multimodal_logits.npz` have, for each class of transformers 5.24, its config.json, the shapes
-of its tensors, of each module that is left out only one, and logits that the class gave for text
-alone, for weights drawn by name. The second file has greedy tokens of families that only these
-classes have, and keys of `text_config` whose values are those that the configuration class gives.
+Some checkpoints are the same model served both ways. `multimodal_logits.npz` has, for each class of
+transformers 5.24, its config.json, the shapes of its tensors, of each module that is left out only
+one, and logits that the class gave for text alone, for weights drawn by name; of some, greedy
+tokens, keys of `text_config` whose values are those that its class gives them (`default_keys`), or
+all that the class gives (`usual`).
 """
 
 import json
@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jinfer import LLM, SamplingParams
+from jinfer import LLM
 from jinfer.checkpoint import open_checkpoint
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
 from jinfer.opening.multimodal import language_model
+from jinfer.opening.open_model import open_files
+from jinfer.opening.resolve_model import family_of
 from jinfer.weights.tensor_mapping import LoadError
 from tests.families.drawn_weights import drawn
-from tests.families.test_transformers_logits import TEXT
+from tests.families.test_transformers_logits import TEXT, greedy_tokens
+from tests.opening.resolving import resolved
 
-from ..opening.resolving import resolved
 from .test_gemma3 import CONFIG, EVERY, LAYERS, forward, shapes
 from .tiny import TEXTS, close, random_tensors
 
@@ -62,19 +64,14 @@ def nested(config: dict[str, Any], architecture: str, **outside: Any) -> dict[st
     }
 
 
-LOGITS = {
-    name.removesuffix(".made"): path
-    for path in sorted(Path(__file__).parent.glob("*multimodal_logits.npz"))
-    for name in np.load(path)
-    if name.endswith(".made")
-}
+LOGITS = Path(__file__).with_name("multimodal_logits.npz")
 ENCODER_DECODERS = {"florence2", "blip2_t5"}
 WITHOUT_SCALE = {"aya_vision", "cohere2_vision"}  # transformers leaves `logit_scale` out there
 
 
 def stored(kind: str, folder: Path) -> np.ndarray:
     """Writes a checkpoint, and gives the logits of every fourth token, or every second."""
-    with np.load(LOGITS[kind]) as arrays:
+    with np.load(LOGITS) as arrays:
         made, logits = json.loads(str(arrays[f"{kind}.made"])), arrays[f"{kind}.logits"]
     (folder / "config.json").write_text(json.dumps(made["config"]))
     shapes = made["shapes"].items()
@@ -84,7 +81,17 @@ def stored(kind: str, folder: Path) -> np.ndarray:
     return logits * scale
 
 
-@pytest.mark.parametrize("kind", sorted(LOGITS))
+def of_kind(kind: str, name: str) -> np.ndarray | None:
+    with np.load(LOGITS) as arrays:
+        return arrays.get(f"{kind}.{name}")
+
+
+def kinds_with(name: str) -> list[str]:
+    """The classes of which there is such an array."""
+    return sorted(one.removesuffix(name) for one in np.load(LOGITS) if one.endswith(name))
+
+
+@pytest.mark.parametrize("kind", kinds_with(".made"))
 def test_logits_are_those_of_transformers(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,43 +101,66 @@ def test_logits_are_those_of_transformers(
         got = llm.logits([[2, 7, 11, 20]], encoder_ids=[TEXT])[0][::2]
     else:
         got = llm.logits([TEXT])[0][1::4]
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+    drawable = wanted > np.finfo(np.float32).min  # not the tokens that are images, of Chameleon
+    np.testing.assert_allclose(got[drawable], wanted[drawable], rtol=0, atol=1e-4)
+    if (greedy := of_kind(kind, "greedy")) is not None:
+        assert greedy_tokens(llm, len(greedy)) == greedy.tolist()
     said = [record.getMessage() for record in caplog.records]
     left_out = [f"{tmp_path}: reads text alone: images and sounds are left out"]
     assert said == ([] if kind.endswith("_text") else left_out)
 
 
-# Families that only these classes have.
-OWN_FAMILIES = (
-    *("apertus1p5", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "molmo2"),
-    *("muse_glimmer", "step3p7"),
-)
+def test_classes_with_a_family_of_their_own_have_greedy_tokens() -> None:
+    own = (
+        *("apertus1p5", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "molmo2"),
+        *("muse_glimmer", "step3p7"),
+    )
+    assert set(own) <= set(kinds_with(".greedy"))
 
 
-@pytest.mark.parametrize("kind", OWN_FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    stored(kind, tmp_path)
-    with np.load(LOGITS[kind]) as arrays:
-        wanted = arrays[f"{kind}.tokens"].tolist()
-    params = SamplingParams(temperature=0, max_tokens=len(wanted), ignore_eos=True)
-    answer = LLM(tmp_path, dtype="float32").generate([TEXT], params)[0]
-    assert answer.token_ids == wanted
-
-
-NEWER = Path(__file__).with_name("newer_multimodal_logits.npz")
-USUAL = {name: str(keys) for name, keys in np.load(NEWER).items() if name.endswith(".usual")}
-
-
-@pytest.mark.parametrize("kind", sorted(name.removesuffix(".usual") for name in USUAL))
+@pytest.mark.parametrize("kind", kinds_with(".default_keys"))
 def test_defaults_are_those_of_the_configuration_class(tmp_path: Path, kind: str) -> None:
     stored(kind, tmp_path)
     whole = resolved(tmp_path, {}).spec
     config = json.loads((tmp_path / "config.json").read_text())
-    for key in json.loads(USUAL[f"{kind}.usual"]):
+    for key in json.loads(str(of_kind(kind, "default_keys"))):
         del config["text_config"][key]
     (tmp_path / "config.json").write_text(json.dumps(config))
     less = resolved(tmp_path, {}).spec
     assert (less.stacks, less.shared) == (whole.stacks, whole.shared)
+
+
+# Kinds -> the family of their language model, where config.json may leave out everything.
+WITH_DEFAULTS = {
+    "aria": "aria",
+    "chameleon": "chameleon",
+    "fuyu": "persimmon",
+    "hy_v4_vl": "hy_v4_vl",
+    "kosmos2": "kosmos",
+    "kosmos2_5": "kosmos",
+    "mistral3_mistral4": "mistral4",
+    "mllama": "mllama",
+}
+
+
+@pytest.mark.parametrize(("kind", "family"), WITH_DEFAULTS.items())
+def test_keys_left_out_are_the_defaults_of_the_class(
+    tmp_path: Path, kind: str, family: str
+) -> None:
+    stored(kind, tmp_path)
+    held = {n: t.read() for n, t in open_checkpoint(tmp_path).tensors.items()}
+    more = {f"vit.{n}": np.ones(1, np.float32) for n in range(80)}  # no fewer tensors than layers
+    save_file(held | more, tmp_path / "model.safetensors")
+    usual = json.loads(str(of_kind(kind, "usual")))
+    config = json.loads((tmp_path / "config.json").read_text())
+    specs = []
+    for text in (usual, {"model_type": usual["model_type"]}):
+        inside = {"text_config": text} if "text_config" in config else text
+        whole = {"architectures": config["architectures"]} | inside
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        assert Path(family_of(open_files(tmp_path, {}))).stem == family
+        specs.append(resolved(tmp_path, {}).spec)
+    assert specs[0] == specs[1]
 
 
 def test_every_row_leads_to_a_family() -> None:

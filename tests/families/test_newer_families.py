@@ -149,7 +149,8 @@ def youtu(x: Floats, t: Tensors, i: int) -> Floats:
     return sandwiched(x, t, BEFORE, latent, gated)
 
 
-def latent(x: Floats, t: Tensors) -> Floats:
+def latent(x: Floats, t: Tensors, beta: float = 0.0) -> Floats:
+    """Queries are scaled by 1 + beta ln(1 + floor(position / 4))."""
     t = within(t, "self_attn.")
     small = rms_norm(dense(x, t, "q_a_proj"), t["q_a_layernorm.weight"], 1e-6)
     q, both = heads(dense(small, t, "q_b_proj"), HEADS), dense(x, t, "kv_a_proj_with_mqa")
@@ -159,6 +160,7 @@ def latent(x: Floats, t: Tensors) -> Floats:
     q = np.concatenate([q[..., :DIM], rotate(q[..., DIM:])], axis=-1)
     shared_key = np.repeat(rotate(both[:, None, 12:]), HEADS, axis=1)
     k, v = np.concatenate([kv[..., :DIM], shared_key], axis=-1), kv[..., DIM:]
+    q = q * (1 + beta * np.log1p(np.arange(len(x)) // 4))[:, None, None]
     scores = np.einsum("qhd,khd->hqk", q, k) * (DIM + 4) ** -0.5
     scores = np.where(mask(len(x), len(x)), scores, -np.inf)
     return dense(merged(np.einsum("hqk,khd->qhd", softmax(scores), v)), t, "o_proj")
@@ -327,6 +329,17 @@ CASES = {
             qk_rope_head_dim=4, v_head_dim=DIM, rope_interleave=True, tie_word_embeddings=False,
         ),
         without(LINE, "q_proj", "k_proj", "v_proj") | in_layers(latent_shapes), youtu,
+    ),
+    "mistral4": Case(
+        arch(
+            "Mistral4ForCausalLM", CONFIG, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=DIM,
+            qk_rope_head_dim=4, v_head_dim=DIM, first_k_dense_replace=2, rope_parameters={
+                "rope_type": "default", "rope_theta": 5000.0, "llama_4_scaling_beta": 0.5,
+                "original_max_position_embeddings": 4,
+            },
+        ),
+        without(LINE, "q_proj", "k_proj", "v_proj") | in_layers(latent_shapes),
+        plain(lambda x, t: latent(x, t, beta=0.5), gated),
     ),
 }  # fmt: skip
 

@@ -295,3 +295,13 @@ def test_lookup_in_nested_tables() -> None:
     for key in ("missing", "window", "rope.null", "rope.theta.x", "types.0"):
         with pytest.raises(MissingKey):
             lookup(key)
+
+
+def test_values_of_keys_that_match() -> None:
+    known = values(config={"ids": {"IMG1": 4, "a": 5, "IMG2": 2}, "n": 1})
+    assert known.value("matching($ids, 'IMG*')", "k") == [4, 2]
+    assert known.value("matching($ids, 'x*')", "k") == []
+    assert known.value("matching($none, '*') | 7", "k") == 7
+    for wrong in ("matching($n, '*')", "matching($ids, 1)"):
+        with pytest.raises(SpecError, match="matching takes a table and a pattern"):
+            known.value(wrong, "k")

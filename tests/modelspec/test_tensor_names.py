@@ -48,6 +48,13 @@ def test_dots_are_no_wildcards() -> None:
     assert tensor_map({"a.b": "c"}).source_of("axb.weight") is None
 
 
+def test_tensors_of_some_layers_are_ignored() -> None:
+    """Of layers that an expression has no number for nothing is."""
+    tensors = tensor_map({"ignore": ["h.{[1, 4][i]}.*", "h.{$absent[i]}.x", "*.bias", "{layers}"]})
+    assert tensors.ignore[:3] == ("h.1.*", "h.4.*", "*.bias")
+    assert tensors.ignore[3] == "6"
+
+
 def test_layers_may_share_tensors() -> None:
     tensors = tensor_map(
         {

@@ -29,8 +29,8 @@ from jinfer.sampling import penalties
 from jinfer.sampling.logits_processors import process
 from jinfer.sampling.logprobs import log_probabilities, log_probabilities_of
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
-from jinfer.sampling.sampler import NOT_FINITE, ends_sequence, filtered_logits, sample
-from jinfer.sampling.stages import STAGES
+from jinfer.sampling.sampler import ends_sequence, filtered_logits, sample
+from jinfer.sampling.stages import NOT_FINITE, STAGES
 from jinfer.sampling.step_extras import Extra, processors_of
 from jinfer.sampling.token_history import History
 
