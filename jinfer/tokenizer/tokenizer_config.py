@@ -109,7 +109,7 @@ class TokenizerConfig:
         path: tokenizer_config.json, for errors.
         values: tokenizer_config.json merged over special_tokens_map.json.
         added: tokens of added_tokens_decoder, added_tokens.json and additional_special_tokens.
-        named: tokens that have a name ("eos_token"), special whatever else is said of them.
+        named: tokens that have a name ("eos_token"), always special.
         generation: generation_config.json.
         model: config.json.
     """

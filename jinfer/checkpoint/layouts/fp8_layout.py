@@ -20,7 +20,7 @@ UNUSED_SCALES += ("output_scale", "scale_input", "scaled_fp8")
 UNUSED_SCALES += ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale")
 UNUSED_SCALES += ("k_proj.output_scale", "v_proj.output_scale", "input_global_scale")
 _INVERSE = "_scale_inv"
-_LEAVES = ("scale", "scales", "scale_weight")  # beside "weight"
+_LEAVES = ("scale", "scales", "scale_weight")  # siblings of "weight"
 _USUAL_BLOCK = (128, 128)
 _SAY_BLOCK = (
     'add quantization_config {"quant_method": "fp8", "weight_block_size": [rows, columns]} to '
@@ -101,7 +101,7 @@ def join_undescribed_fp8(table: TensorTable) -> None:
         module, _, leaf = name.rpartition(".")
         unknown = f"{module}." in modules and "scal" in leaf and name not in known
         if unknown and leaf not in UNUSED_SCALES:
-            reason = "is beside weights in FP8, and nothing says what for"
+            reason = "is next to weights in FP8, and nothing says what for"
             raise table.fail(
                 name, f"{reason}: add quantization_config to config.json, or {INSTEAD}"
             )
