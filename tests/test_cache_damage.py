@@ -111,4 +111,5 @@ def test_a_full_disk(full: Path, whole: tuple[Path, str]) -> None:
     found, errors = answers(started(full))
     assert found == whole[1]
     assert "Traceback" not in errors
-    assert 1 <= len(errors.splitlines()) <= 4, errors
+    # A line for each cache, and two for the one that JAX writes itself.
+    assert 1 <= len(errors.splitlines()) <= 5, errors
