@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.scheduling.block_pool import BlockPool, chain_hash
-from jinfer.engine.scheduling.state_pool import StatePool, Worth
+from jinfer.engine.scheduling.state_pool import RetentionPriority, StatePool
 from jinfer.ops.attention.kv_cache import BLOCK, STATE
 
 MIN_COPY_TOKENS = 8  # computing fewer tokens is faster than copying a block
@@ -52,7 +52,7 @@ class BlockTables:
     encoder: list[int] = field(default_factory=list)
     encoder_filled: bool = True
     state: int | None = None
-    borders: dict[int, Worth] = field(default_factory=dict)
+    borders: dict[int, RetentionPriority] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)
     adapter: AdapterUse | None = None
 
@@ -291,7 +291,7 @@ class BlockManager:
         block = self.states.allocate()
         if block is None:
             return []
-        self.states.keep(block, tables.digests, tokens, Worth.SHARED)
+        self.states.keep(block, tables.digests, tokens, RetentionPriority.SHARED)
         return [BlockCopy(STATE, tables.state, block)]
 
     def keep_state(self, tables: BlockTables, tokens: Sequence[int]) -> None:

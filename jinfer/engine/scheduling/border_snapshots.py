@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jinfer.engine.scheduling.block_manager import BlockCopy, BlockManager, BlockTables
 from jinfer.engine.scheduling.block_pool import chain_hash
-from jinfer.engine.scheduling.state_pool import Snapshot, StatePool, Worth
+from jinfer.engine.scheduling.state_pool import RetentionPriority, Snapshot, StatePool
 from jinfer.engine.scheduling.step_plan import StepPlan
 from jinfer.ops.attention.kv_cache import BLOCK
 
@@ -26,10 +26,10 @@ def plan_borders(
     if (states := blocks.states) is None or not states.most:
         return
     first, last = computed // BLOCK + 1, len(tokens) // BLOCK
-    chosen = dict.fromkeys(spread(first, last, states.share), Worth.PASSED)
-    chosen |= dict.fromkeys(((len(tokens) - 1) // BLOCK, last), Worth.ENDED)
-    chosen[_known_blocks(states, tokens, tables.seed)] = Worth.SHARED
-    tables.borders |= {border: worth for border, worth in chosen.items() if border >= first}
+    chosen = dict.fromkeys(spread(first, last, states.share), RetentionPriority.PASSED)
+    chosen |= dict.fromkeys(((len(tokens) - 1) // BLOCK, last), RetentionPriority.ENDED)
+    chosen[_known_blocks(states, tokens, tables.seed)] = RetentionPriority.SHARED
+    tables.borders |= {border: priority for border, priority in chosen.items() if border >= first}
 
 
 def spread(first: int, last: int, most: int) -> list[int]:

@@ -4,8 +4,8 @@ A state (conv, SSM, delta rule, ...) sums up all tokens of a sequence so far and
 each, so unlike a KV block it cannot be shared or cut. A sequence owns one block of the pool. A
 prefix is reused by copying a *snapshot*, the state after exactly that prefix, which was taken as a
 sequence came past or where it ended. Snapshots have the blocks that no sequence needs, up to a
-limit if there is one. Of the lowest `Worth` that has more than a quarter of them, the least
-recently used is evicted first (LRU).
+limit if there is one. Of the lowest `RetentionPriority` that has more than a quarter of them, the
+least recently used is evicted first (LRU).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinfer.ops.attention.kv_cache import BLOCK
 _SEEN = 1 << 16  # beginnings that are remembered
 
 
-class Worth(IntEnum):
+class RetentionPriority(IntEnum):
     """Why a snapshot is kept; the lower ones give way first."""
 
     PASSED = 0  # a prompt went on from here; others may part from it
@@ -55,8 +55,8 @@ class StatePool:
         self.count = count
         self.most = count if most is None else most
         self._free = list(range(count - 1, -1, -1))
-        # Of each worth by block, in LRU order.
-        self._kept = tuple(OrderedDict[int, Snapshot]() for _ in Worth)
+        # Of each priority by block, in LRU order.
+        self._kept = tuple(OrderedDict[int, Snapshot]() for _ in RetentionPriority)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._after: dict[bytes, dict[tuple[int, ...], int]] = {}
         self.on_full: OnBlock = ignore
@@ -126,7 +126,7 @@ class StatePool:
         return any(block in kept for kept in self._kept)
 
     def touch(self, block: int) -> None:
-        """Makes a snapshot the last one of its worth to be evicted."""
+        """Makes a snapshot the last one of its priority to be evicted."""
         for kept in self._kept:
             if block in kept:
                 kept.move_to_end(block)
@@ -171,20 +171,20 @@ class StatePool:
         """
         self.touch(snapshot)
         if (content := self.content(snapshot)) is not None and not content.tokens:
-            self._raise(snapshot, Worth.SHARED)
+            self._raise(snapshot, RetentionPriority.SHARED)
         return self.allocate()
 
-    def _raise(self, block: int, worth: Worth) -> None:
-        for kept in self._kept[:worth]:
+    def _raise(self, block: int, priority: RetentionPriority) -> None:
+        for kept in self._kept[:priority]:
             if block in kept:
-                self._kept[worth][block] = kept.pop(block)
+                self._kept[priority][block] = kept.pop(block)
 
     def keep(
         self,
         block: int,
         digests: Sequence[bytes],
         tokens: Sequence[int],
-        worth: Worth = Worth.ENDED,
+        priority: RetentionPriority = RetentionPriority.ENDED,
     ) -> None:
         """Turns a sequence's block into the snapshot after `tokens`.
 
@@ -192,19 +192,23 @@ class StatePool:
             digests: hashes of the prefixes that end with each whole block, the seed first.
         """
         whole = len(tokens) // BLOCK
-        self.keep_snapshot(block, Snapshot(digests[whole], tuple(tokens[whole * BLOCK :])), worth)
+        self.keep_snapshot(
+            block, Snapshot(digests[whole], tuple(tokens[whole * BLOCK :])), priority
+        )
 
-    def keep_snapshot(self, block: int, snapshot: Snapshot, worth: Worth = Worth.ENDED) -> bool:
+    def keep_snapshot(
+        self, block: int, snapshot: Snapshot, priority: RetentionPriority = RetentionPriority.ENDED
+    ) -> bool:
         """`keep` of a block for a snapshot; False, the block released, where there is one."""
         known = self._after.get(snapshot.before, {}).get(snapshot.tokens)
         if known is not None or not self.most:
             self.release(block)
             if known is not None:
-                self._raise(known, worth)
+                self._raise(known, priority)
             return False
         if self.snapshots == self.most:
             self.release(self._evict())
-        self._kept[worth][block] = snapshot
+        self._kept[priority][block] = snapshot
         self._after.setdefault(snapshot.before, {})[snapshot.tokens] = block
         if not snapshot.tokens:
             self.on_full(block, snapshot.before)

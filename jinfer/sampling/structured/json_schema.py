@@ -126,8 +126,8 @@ def _settle_names(schema: dict[str, Any]) -> None:
             f"json_schema: patternProperties has more than {MAX_PATTERNS} patterns"
         )
     names = property_names(part for _, part in parts)
-    for place, part in reversed(parts):  # inner ones first
-        without_empty_names(place, part, names)
+    for _, part in reversed(parts):  # inner ones first
+        without_empty_names(part, names)
     left = {name for _, part in parts for name in part.get("patternProperties", ())}
     if any(map(_merges, (part for _, part in parts))):
         refuse_few_names(left, names)

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jinfer.sampling.request_errors import ConstraintError
 
-# Short escapes alone: with \uXXXX a name could be written in a way that passes for another one.
+# Only short escapes: with \uXXXX an additional name could equal one of `properties`.
 ESCAPES = 'nrbtf\\"'
 
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -31,11 +31,10 @@ _QUOTE = ord('"')
 type Names = Mapping[bytes, str]
 
 
-def without_empty_names(place: str, part: dict[str, Any], names: Names) -> None:
+def without_empty_names(part: dict[str, Any], names: Names) -> None:
     """Turns the patterns of one object schema that match few names into `properties`.
 
     Args:
-        place: where the schema is, for errors.
         part: the schema, which is changed.
         names: every property name of the whole schema.
     """
