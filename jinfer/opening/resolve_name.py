@@ -17,13 +17,13 @@ _FILES = (".toml", ".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ck
 _CLOSE, _CLOSE_BEGINNING = 0.7, 0.85
 
 
-def full_source(source: str | Path, beside: Path) -> str:
+def full_source(source: str | Path, base: Path) -> str:
     """A source with the name of a model replaced by where that is; others as they are.
 
     Args:
         source: a file or a folder that exists counts before a name: of a specification that comes
             with jinfer, or `owner/name` on a hub.
-        beside: the folder that a relative path is relative to.
+        base: the folder that a relative path is relative to.
 
     Raises:
         SourceError: it is no place, and nearly a name or a file that there is.
@@ -33,7 +33,7 @@ def full_source(source: str | Path, beside: Path) -> str:
             f"{source!r} is no model; give a path, a name of jinfer list, or owner/name of a hub"
         )
     source = str(source)
-    if "://" in source or _exists(source, beside):
+    if "://" in source or _exists(source, base):
         return source
     known = {path.stem: path for path in specs_folder().glob("*.toml")}
     if source in known:
@@ -41,10 +41,10 @@ def full_source(source: str | Path, beside: Path) -> str:
     repository = _REPOSITORY.fullmatch(source)
     if repository and not source.lower().endswith(_FILES):
         # A folder of the owner's name is here: rather a slip in a path.
-        if not _exists(repository["owner"], beside):
+        if not _exists(repository["owner"], base):
             return f"hf://{source}"
     elif source and Path(source).name == source:
-        hint = _nearest(source, [*known, *names_in(beside)])
+        hint = _nearest(source, [*known, *names_in(base)])
         if not hint and not source.lower().endswith(_FILES):
             hint = "'jinfer list' shows models by name"
         if hint:
@@ -52,9 +52,9 @@ def full_source(source: str | Path, beside: Path) -> str:
     return source
 
 
-def _exists(source: str, beside: Path) -> bool:
+def _exists(source: str, base: Path) -> bool:
     try:
-        return (beside / Path(source).expanduser()).exists()
+        return (base / Path(source).expanduser()).exists()
     except (OSError, RuntimeError, ValueError):  # no path at all
         return False
 
