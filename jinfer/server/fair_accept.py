@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from jinfer.server.client_shares import Holder, Shares, client_address
 
-_ACCEPTED = 64  # connections that are taken out of a listener's queue in a round
-_TURNS = 16  # connections that are set up in a round
+_ACCEPTED = 256  # connections that are taken out of a listener's queue in a round
+_TURNS = 32  # connections that are set up in a round
 _PAUSE_SECONDS = 0.005  # between two rounds, so that a flood leaves time for what runs
 _NO_DESCRIPTOR_SECONDS = 0.1  # until the next attempt where there is no descriptor
 
