@@ -189,7 +189,7 @@ print(json.dumps([opened, seen]))
     ("how", "count"),
     [
         ("forget", 5),
-        pytest.param("forget", 10, marks=pytest.mark.soak),
+        pytest.param("forget", 20, marks=pytest.mark.soak),
         pytest.param("close", 10, marks=pytest.mark.soak),
     ],
 )
