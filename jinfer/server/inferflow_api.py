@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
+from jinfer.loader.chat_prompt import Conversation
 from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import (

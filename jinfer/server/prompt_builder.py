@@ -11,7 +11,7 @@ import orjson
 
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import CONTINUE, Conversation
+from jinfer.loader.chat_prompt import CONTINUE, Conversation
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request, unsupported_field
 from jinfer.server.ignored_fields import Ignore
 from jinfer.server.schemas.chat import ChatTemplateFields, Message, Tool, ToolCall

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jinfer.loader.config.unused_config import check_followed
+from jinfer.loader.model_files import ModelFiles
+from jinfer.loader.open_model import open_files
+from jinfer.loader.resolve_model import family_of, resolve_model
+from jinfer.loader.weights.tensor_mapping import find_origins
 from jinfer.modelspec.blocks import GatedMLPSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
-from jinfer.opening.model_files import ModelFiles
-from jinfer.opening.open_model import open_files
-from jinfer.opening.resolve_model import family_of, resolve_model
-from jinfer.opening.unused_config import check_followed
-from jinfer.weights.tensor_mapping import find_origins
 
 from .gguf_files import write_gguf
 from .gguf_headers import Header, headers

@@ -7,8 +7,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from jinfer.loader.chat_prompt import Conversation
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.http_errors import ApiError
 from jinfer.server.prompt_builder import template_messages
 from jinfer.server.schemas.chat import Message

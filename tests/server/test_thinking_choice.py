@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from jinfer.loader.chat_prompt import Conversation
+from jinfer.loader.sources import SourceError
 from jinfer.modelspec.model_spec import PromptSpec
-from jinfer.opening.chat_prompt import Conversation
-from jinfer.opening.sources import SourceError
 from jinfer.server.http_errors import ApiError
 from jinfer.server.request_body import validated
 from jinfer.server.schemas.chat import ChatRequest

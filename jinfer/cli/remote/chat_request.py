@@ -11,7 +11,7 @@ from typing import Any
 
 from jinfer.cli.remote.http_client import ServerConnection, dicts_in
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import Message
+from jinfer.loader.chat_prompt import Message
 from jinfer.progress import task
 
 CHAT = "/v1/chat/completions"
