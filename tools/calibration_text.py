@@ -6,8 +6,7 @@ import numpy as np
 
 from jinfer.engine.requests import RequestError
 from jinfer.loader.open_model import Opened
-from jinfer.loader.weights.calibration_texts import in_batches, with_firsts
-from jinfer.loader.weights.layer_forward import Texts
+from jinfer.loader.weights.layer_forward import Texts, in_batches, with_firsts
 
 LENGTH = 512  # tokens of a window
 

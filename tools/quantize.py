@@ -38,21 +38,27 @@ from jinfer.loader.open_model import open_files, open_model
 from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.sources import SourceError
 from jinfer.loader.weights.bit_budget import with_budget
-from jinfer.loader.weights.calibration_texts import default_texts
-from jinfer.loader.weights.choose_method import (
+from jinfer.loader.weights.layer_forward import default_texts
+from jinfer.loader.weights.layerwise_gptq import LayerwiseGPTQ
+from jinfer.loader.weights.native_parameters import packing, part_names, weight_settings
+from jinfer.loader.weights.plan_weights import (
     TOKENS,
+    WeightPlan,
     gptq_names,
     obstacle,
     with_gptq,
     without_gptq,
 )
-from jinfer.loader.weights.layerwise_gptq import LayerwiseGPTQ
-from jinfer.loader.weights.load_time import PER_BYTE, per_weight
-from jinfer.loader.weights.native_parameters import packing, part_names, weight_settings
-from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.read_parameter import read_parameter
 from jinfer.loader.weights.safetensors_writer import SHARD_BYTES, Writer
-from jinfer.loader.weights.storage_plan import choose_storages, stored_types, with_fp8, with_types
+from jinfer.loader.weights.storage_plan import (
+    PER_BYTE,
+    choose_storages,
+    per_weight,
+    stored_types,
+    with_fp8,
+    with_types,
+)
 from jinfer.loader.weights.tensor_mapping import Origin, find_origins, parameter_shapes
 from jinfer.modelspec.toml_tables import merge
 from jinfer.nn.abstract_model import build_abstract_model

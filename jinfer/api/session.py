@@ -56,8 +56,7 @@ from jinfer.engine.scheduling.cache_size import block_bytes, free_memory
 from jinfer.engine.search.search_driver import SearchDriver, make_driver
 from jinfer.engine.thread_pools import explain_shutdown
 from jinfer.loader.chat_prompt import CONTINUE, Message
-from jinfer.loader.describe import family, stored_as, title
-from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.open_model import Opened, family, open_model, stored_as, title
 from jinfer.loader.weights.model_size import count_text, sizes_of
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.loader.weights.quantized_cache import with_formats
@@ -96,7 +95,7 @@ class Session:
 
     Attributes:
         opened: the opened model, after loading without its checkpoint's tensors and metadata.
-        family, stored_as: of the model, in a word each (`jinfer.loader.describe`).
+        family, stored_as: of the model, in a word each (`jinfer.loader.open_model`).
         processors: the logits processors that requests have named.
         thread: runs its engine.
         load_seconds: time that loading the weights took.

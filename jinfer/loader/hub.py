@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.config.config_json import SourceError
 from jinfer.modelspec.spec_errors import nearest_hint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.spm"]

@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from jinfer.loader.local_weights import is_here
-from jinfer.loader.sources import SourceError
+from jinfer.loader.sources import SourceError, is_here
 from jinfer.loader.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve

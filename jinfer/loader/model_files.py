@@ -9,7 +9,7 @@ from typing import Any
 
 from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.multimodal import Multimodal
+from jinfer.loader.config.config_json import Multimodal
 from jinfer.loader.sources import locate
 from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value

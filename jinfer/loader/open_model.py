@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from jinfer.loader.adapters.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.loader.chat_prompt import Conversation
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.classification_config import ClassificationConfig, find_classification
-from jinfer.loader.config.compute_settings import (
-    activation_type,
-    compute_dtype,
-    context_length,
-    kv_cache_type,
-)
-from jinfer.loader.config.config_json import read_config
+from jinfer.loader.config.config_json import language_model, multimodal, quant_settings, read_config
 from jinfer.loader.config.generation_config import (
     check_defaults,
+    decoder_prefix,
+    end_ids,
     generation_config,
     generation_defaults,
 )
-from jinfer.loader.config.multimodal import language_model, multimodal
 from jinfer.loader.config.pooling_config import PoolingSpec, find_pooling
-from jinfer.loader.config.quantization_config import quant_settings
 from jinfer.loader.config.unused_config import check_followed
+from jinfer.loader.hub import repository
 from jinfer.loader.model_files import ModelFiles, read_spec_file, tokenizer_path
 from jinfer.loader.open_keywords import override_tables
 from jinfer.loader.resolve_model import resolve_model
-from jinfer.loader.resolve_name import full_source
-from jinfer.loader.sources import locate
-from jinfer.loader.special_ids import decoder_prefix, end_ids
-from jinfer.modelspec.cache_dtype import Kind
+from jinfer.loader.sources import full_source, locate
+from jinfer.modelspec.bounded_types import DEFAULT_CONTEXT
+from jinfer.modelspec.cache_dtype import Kind, parse_cache_dtype
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError
+from jinfer.modelspec.spec_files import read_toml
+from jinfer.ops.matmul.half_precision import reads_16_bit_weights
 from jinfer.quant.quantized_tensor import Activations
 from jinfer.template.thinking_marks import ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer, load_tokenizer
@@ -132,8 +132,8 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         dtype=compute_dtype(spec.dtype),
         activations=activation_type(spec),
         kv_cache=kv_cache_type(spec),
-        end_ids=end_ids(files, vocab, tokenizer, said),
-        decoder_prefix=decoder_prefix(files, vocab, said),
+        end_ids=end_ids(checkpoint, files.config, said, vocab, tokenizer),
+        decoder_prefix=decoder_prefix(checkpoint, files.config, said, vocab),
         adapters=adapters,
         thinking=thinking,
     )
@@ -159,3 +159,74 @@ def open_files(source: str | Path, overrides: Mapping[str, Any]) -> ModelFiles:
 
         checkpoint = decode_quantized(checkpoint, quant_settings(config, file.weights))
     return ModelFiles(**vars(file), checkpoint=checkpoint, config=config, multimodal=found)
+
+
+def title(opened: Opened) -> str:
+    """A model's name: its repository's, its specification's or its file's."""
+    path = Path(opened.spec.path)
+    return repository(path) or (path.stem if path.suffix == ".toml" else path.name)
+
+
+def family(opened: Opened) -> str:
+    """Where the specification, or a GGUF file, says it."""
+    path, named = Path(opened.spec.path), None
+    if path.suffix == ".toml":
+        named = read_toml(path).get("family")
+    return str(named or opened.checkpoint.metadata.get("general.architecture", ""))
+
+
+def stored_as(opened: Opened) -> str:
+    """How weights are kept: as asked, else as most of the file is."""
+    asked, sizes = opened.spec.quantization.weights, Counter[str]()
+    for tensor in opened.checkpoint.tensors.values():
+        sizes[tensor.type.lower()] += tensor.nbytes
+    return asked if asked.startswith("q") else next((t for t, _ in sizes.most_common(1)), asked)
+
+
+def context_length(spec: ModelSpec) -> int:
+    """Tokens that a sequence may have. Raises `SpecError`."""
+    trained, asked = spec.dims.get("context"), spec.engine.context
+    if asked and trained and asked > trained * spec.dynamic_factor:
+        raise SpecError(
+            spec.path,
+            "engine.context",
+            f"{asked} is above the {trained} tokens the model was made for; "
+            f"if its positions allow more, set dims.context too",
+        )
+    return asked or min(trained or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+
+
+def compute_dtype(name: str) -> str:
+    """The type of weights and computation, of a specification's `dtype`."""
+    if name != "auto":
+        return name
+    # XLA:CPU converts all weights of a one-row product in bfloat16 first.
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def activation_type(spec: ModelSpec) -> Activations:
+    """How products on a CPU round activations; who asks for float32 wants the numbers it gives."""
+    named = spec.quantization.activations
+    if named != "auto":
+        return named
+    return "float" if spec.dtype == "float32" else "int8"
+
+
+def adapter_dtype(spec: ModelSpec) -> str:
+    """The type of LoRA adapters in slots: `dtype` if it is named, else 16 bits on a CPU, too.
+
+    `engine.adapter_dtype` has the say if it is not "auto".
+    """
+    if spec.engine.adapter_dtype != "auto":
+        return spec.engine.adapter_dtype
+    half = spec.dtype == "auto" and reads_16_bit_weights()
+    return "float16" if half else compute_dtype(spec.dtype)
+
+
+def kv_cache_type(spec: ModelSpec) -> Kind:
+    """The type of the KV cache: `dtype` if it is named, else 16 bits on a CPU, too."""
+    named = spec.quantization.kv_cache
+    if named != "auto":
+        return parse_cache_dtype(named)
+    on_cpu = spec.dtype == "auto" and jax.default_backend() == "cpu"
+    return parse_cache_dtype("f16") if on_cpu else np.dtype(compute_dtype(spec.dtype))

@@ -14,7 +14,7 @@ from jax import Array
 from jinfer.engine.scheduling.cache_size import trim
 from jinfer.loader.weights.load_weights import load
 from jinfer.loader.weights.plan_weights import WeightPlan
-from jinfer.loader.weights.row_slices import RowSlice
+from jinfer.loader.weights.read_parameter import RowSlice
 from jinfer.ops.attention.kv_cache import nbytes
 from jinfer.ops.backend import target_platform
 from jinfer.parallel.device_groups import HOST_MEMORY

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jinfer.api.llm import LLM
-from jinfer.loader.describe import family, stored_as
-from jinfer.loader.open_model import Opened, open_model
+from jinfer.loader.open_model import Opened, family, open_model, stored_as
 from jinfer.loader.weights.model_size import sizes_of
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model
 from jinfer.ops.attention.kv_cache import nbytes

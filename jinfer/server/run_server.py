@@ -23,8 +23,7 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.loader.local_weights import check
-from jinfer.loader.sources import SourceError
+from jinfer.loader.sources import SourceError, check
 from jinfer.server import request_log
 from jinfer.server.app import build_app
 from jinfer.server.client_shares import most_connections, raise_descriptor_limit

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from jinfer import LLM
 from jinfer.loader.checkpoint import open_checkpoint
-from jinfer.loader.config.multimodal import language_model
+from jinfer.loader.config.config_json import language_model
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import family_of
 from jinfer.loader.weights.tensor_mapping import LoadError

@@ -9,7 +9,7 @@ import pytest
 
 from jinfer.cli.terminal.generate_flags import _text_or_file
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
-from jinfer.loader.checkpoint.strict_json import parse_object
+from jinfer.loader.checkpoint.mapped_file import parse_object
 from jinfer.loader.open_model import open_model
 from jinfer.modelspec.spec_files import read_toml
 from jinfer.server.auth import read_api_keys

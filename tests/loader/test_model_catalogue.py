@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from jinfer.generate import main
-from jinfer.loader.local_weights import is_here
 from jinfer.loader.model_catalogue import entries, table
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import resolve_model
+from jinfer.loader.sources import is_here
 from jinfer.loader.weights.model_size import WIDTHS, sizes_of
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, read_toml, specs_folder

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jinfer.loader.open_model import open_files
-from jinfer.loader.resolve_name import full_source
-from jinfer.loader.sources import SourceError, locate
+from jinfer.loader.sources import SourceError, full_source, locate
 from jinfer.modelspec.spec_files import specs_folder
 
 DEMO = "smollm2_135m_instruct"

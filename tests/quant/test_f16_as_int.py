@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jinfer.cpu import build_library, repack_gguf
 from jinfer.loader.checkpoint import Tensor
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.gguf_blocks import repacked_format, repacked_tensor
 from jinfer.modelspec.quant_format import F16_AS_INT, FORMATS
 from jinfer.quant import QuantizedTensor, f16_as_int

@@ -15,8 +15,7 @@ from jinfer.loader.adapters.adapter_terms import (
     read_pair,
     saved_tensors,
 )
-from jinfer.loader.adapters.expert_terms import merged_stacks
-from jinfer.loader.adapters.finite_sum import finite_sum, with_lengths
+from jinfer.loader.adapters.expert_terms import finite_sum, merged_stacks, with_lengths
 from jinfer.loader.adapters.lora_adapter import LoraAdapter, LoraModule
 from jinfer.loader.checkpoint import Checkpoint, Tensor
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 
 _CHUNK = 1 << 17  # values decoded at a time: float32 results and temporaries stay in the L2 cache
 

@@ -16,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt8
 
+
 _PIECE = 1 << 16  # weights dequantized at a time
 
 
@@ -124,3 +125,20 @@ def unpack_stream(words: np.ndarray, bits: int) -> UInt8[np.ndarray, "*rows code
             part = part | words[..., word + 1 :: bits][..., :size] << np.uint32(32 - low)
         columns[...] = part & mask
     return codes
+
+
+@dataclass(frozen=True)
+class ScaledValues:
+    """A matrix [*stack, outputs, inputs]: numbers, and a scale for each block of a row's inputs.
+
+    Attributes:
+        numbers: reads them, float8_e4m3fn [*stack, outputs, inputs].
+        scales: reads those of each row, float32 [*stack, outputs, ceil(inputs / block)].
+        block: inputs that share a scale.
+        blocks: of a row.
+    """
+
+    numbers: Callable[[], np.ndarray]
+    scales: Callable[[], Float[np.ndarray, "*stack outputs blocks"]]
+    block: int
+    blocks: int

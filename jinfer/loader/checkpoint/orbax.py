@@ -24,9 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jinfer.guard.safe_files import read_regular_file
-from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError, Tensor
-from jinfer.loader.checkpoint.dtypes import DTYPES
-from jinfer.loader.checkpoint.mapped_file import MappedFile, element_count
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES, CheckpointError, Tensor
+from jinfer.loader.checkpoint.mapped_file import (
+    MAX_JSON_BYTES,
+    MappedFile,
+    element_count,
+    parse_object,
+)
 from jinfer.loader.checkpoint.native_checkpoint import (
     AGAIN,
     FORMAT,
@@ -35,7 +39,6 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     check_version,
     parse_native,
 )
-from jinfer.loader.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
 
 if TYPE_CHECKING:
     import jax

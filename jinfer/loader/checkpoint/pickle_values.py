@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.mapped_file import MAX_DIMS
 
 

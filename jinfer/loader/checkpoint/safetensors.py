@@ -13,10 +13,21 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
-from jinfer.loader.checkpoint.dtypes import DTYPES, SUB_BYTE, is_bool
-from jinfer.loader.checkpoint.mapped_file import MappedFile, as_array, element_count
-from jinfer.loader.checkpoint.strict_json import MAX_JSON_BYTES, parse_object
+from jinfer.loader.checkpoint.checkpoint_reader import (
+    DTYPES,
+    SUB_BYTE,
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    is_bool,
+)
+from jinfer.loader.checkpoint.mapped_file import (
+    MAX_JSON_BYTES,
+    MappedFile,
+    as_array,
+    element_count,
+    parse_object,
+)
 
 # The package safetensors (0.8.0) does not serve: with numpy it fails on fp8, copies each tensor
 # into memory, and its errors name neither the file nor the tensor.

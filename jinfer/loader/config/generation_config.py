@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.config_json import read_json
-from jinfer.loader.config.source_errors import SourceError
-from jinfer.modelspec.spec_errors import SpecError, nearest_hint
+from jinfer.loader.config.config_json import SourceError, read_json
+from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.sampling.sampling_params import ALIASES, SamplingParams
+from jinfer.tokenizer import Tokenizer
+from jinfer.tokenizer.tokenizer_config import MAX_TOKENS
 
 FILE = "generation_config.json"
 KEY = "defaults"  # of `[generation]`: which defaults count beside its own
@@ -135,3 +136,62 @@ def check_defaults(values: Mapping[str, Any], path: str) -> None:
         SamplingParams.from_names(values)
     except (TypeError, ValueError) as error:
         raise SpecError(path, "generation", str(error)) from error
+
+
+def end_ids(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    vocab: int | None,
+    tokenizer: Tokenizer | None,
+) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the tokenizer and of the checkpoint.
+
+    Args:
+        config: config.json, or the metadata of a GGUF file.
+        generation: generation_config.json, which takes precedence over `config`.
+        vocab: size of the vocabulary; None if there is none.
+
+    Raises:
+        SourceError: a token that the vocabulary does not have.
+    """
+    key, size = "eos_token_id", MAX_TOKENS if vocab is None else vocab
+    listed = _ids(generation.get(key)) or _ids(config.get(key))
+    ends = dict.fromkeys((*(tokenizer.eos_ids if tokenizer else ()), *listed))
+    return tuple(id for id in ends if 0 <= id < size) or _checked_ids(checkpoint, config, size, key)
+
+
+def decoder_prefix(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    vocab: int | None,
+) -> tuple[int, ...]:
+    """Return the tokens that start the decoder of an encoder-decoder; see `end_ids`."""
+    size = MAX_TOKENS if vocab is None else vocab
+    return tuple(
+        id
+        for key in ("decoder_start_token_id", "forced_bos_token_id")
+        for id in _ids(generation.get(key)) or _checked_ids(checkpoint, config, size, key)
+    )
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the token ids in a JSON value: an id, a list of ids, or neither."""
+    listed = value if isinstance(value, list) else [value]
+    return tuple(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
+
+
+def _checked_ids(
+    checkpoint: Checkpoint, config: Mapping[str, Any], vocab: int, key: str
+) -> tuple[int, ...]:
+    """Return the token ids at a key of config.json or of GGUF metadata. Raises `SourceError`."""
+    architecture = config.get("general.architecture")
+    names = (key, f"tokenizer.ggml.{key}", f"{architecture}.{key}")  # GGUF has T5's under the last
+    ids = next((config[name] for name in names if name in config), None)
+    listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
+    for id in listed:
+        if type(id) is not int or not 0 <= id < vocab:
+            reason = f"{key} has {show_value(id)}, which is no id of a vocabulary of {vocab}"
+            raise SourceError(f"{checkpoint.path}: {reason}")
+    return tuple(listed)

@@ -6,6 +6,7 @@ The files are sentence-transformers' (modules.json and those it names, old and n
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +17,47 @@ import numpy as np
 
 from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
-from jinfer.loader.config.config_json import read_json, read_json_value
-from jinfer.loader.config.dense_activations import DENSE_ACTIVATIONS
-from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.config.config_json import SourceError, read_json, read_json_value
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805  # arXiv 1706.02515
+
+_erf = np.vectorize(math.erf, otypes=[float])
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.exp(-np.logaddexp(0, -x))
+
+
+def _elu(x: np.ndarray) -> np.ndarray:
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0)))
+
+
+def _softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, x)
+
+
+DENSE_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "ReLU6": lambda x: np.clip(x, 0, 6),
+    "LeakyReLU": lambda x: np.where(x > 0, x, 0.01 * x),
+    "ELU": _elu,
+    "SELU": lambda x: _SELU_SCALE * np.where(x > 0, x, _SELU_ALPHA * _elu(x)),
+    "GELU": lambda x: (0.5 * x * (1 + _erf(x / math.sqrt(2)))).astype(x.dtype),
+    "SiLU": lambda x: x * _sigmoid(x),
+    "Mish": lambda x: x * np.tanh(_softplus(x)),
+    "Sigmoid": _sigmoid,
+    "Softplus": _softplus,
+    "Softsign": lambda x: x / (1 + np.abs(x)),
+}
+
 
 Pooling = Literal["mean", "first", "last", "max", "mean_sqrt_len", "weighted_mean"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]

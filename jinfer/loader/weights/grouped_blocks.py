@@ -26,8 +26,7 @@ import jax
 import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
-from jinfer.loader.checkpoint.grouped_codes import GroupedCodes
-from jinfer.loader.checkpoint.scaled_values import ScaledValues
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues
 from jinfer.modelspec.quant_format import QuantFormat, Width
 from jinfer.quant.quantized_tensor import QuantizedTensor, empty_tensor, from_codes
 from jinfer.quant.reordered_tensor import ReorderedTensor

@@ -18,11 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.loader.weights.chunked_quantize import Watch
 from jinfer.loader.weights.layer_forward import LayerwiseForward, Leaves, Texts, Vectors
-from jinfer.loader.weights.load_time import PASSES, PER_PRODUCT, per_weight
 from jinfer.loader.weights.plan_weights import WeightPlan
-from jinfer.loader.weights.read_parameter import read_parameter, read_values, values_to_quantize
+from jinfer.loader.weights.read_parameter import (
+    Watch,
+    read_parameter,
+    read_values,
+    values_to_quantize,
+)
+from jinfer.loader.weights.storage_plan import PASSES, PER_PRODUCT, per_weight
 from jinfer.loader.weights.tensor_mapping import parameter_shapes
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.progress import Task, task

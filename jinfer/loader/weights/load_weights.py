@@ -10,15 +10,14 @@ import jax
 import numpy as np
 
 from jinfer.loader.checkpoint import Tensor
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.layouts.scaled_layout import FP8
-from jinfer.loader.weights.finite_check import count_nonfinite, nonfinite_tensor
 from jinfer.loader.weights.grouped_blocks import described
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.qk_equalization import equalized
 from jinfer.loader.weights.quantized_cache import cached
+from jinfer.loader.weights.read_parameter import Wanted, count_nonfinite, nonfinite_tensor
 from jinfer.loader.weights.read_weights import Put, on_device, read
-from jinfer.loader.weights.row_slices import Wanted
 from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.progress import line
 from jinfer.quant.scaled_tensor import ScaledTensor

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jinfer.loader.checkpoint import Checkpoint, CheckpointError, Tensor
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.native_checkpoint import AGAIN, NativeCheckpoint, PackedFormat
 from jinfer.loader.checkpoint.orbax import OrbaxCheckpoint, restored_tensors
 from jinfer.loader.weights.storage_plan import columns_here, in_stored_types

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jinfer.loader.weights.read_parameter import LARGE
-from jinfer.loader.weights.row_slices import RowSlice
+from jinfer.loader.weights.read_parameter import LARGE, RowSlice
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 from jinfer.quant.quantized_tensor import copy_to_huge_pages
 from jinfer.quant.scaled_tensor import ScaledTensor

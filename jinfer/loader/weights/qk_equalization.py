@@ -20,8 +20,8 @@ import numpy as np
 
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.power_scaling import Magnitude, PowerScale, magnitude
+from jinfer.loader.weights.read_parameter import Wanted
 from jinfer.loader.weights.read_weights import read
-from jinfer.loader.weights.row_slices import Wanted
 from jinfer.modelspec.blocks import (
     AttentionSpec,
     CrossAttentionSpec,

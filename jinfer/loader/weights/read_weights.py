@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.loader.weights.load_time import PER_BYTE, per_weight
 from jinfer.loader.weights.native_parameters import NativeOrigin, Source, batches
 from jinfer.loader.weights.plan_weights import WeightPlan
-from jinfer.loader.weights.read_parameter import LARGE, read_parameter
-from jinfer.loader.weights.row_slices import RowSlice, Wanted, row_slice
+from jinfer.loader.weights.read_parameter import LARGE, RowSlice, Wanted, read_parameter, row_slice
+from jinfer.loader.weights.storage_plan import PER_BYTE, per_weight
 from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.progress import task
 from jinfer.quant.calibration_stats import InputStats

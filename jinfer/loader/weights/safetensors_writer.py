@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.native_checkpoint import ALIGNMENT, PADDING, marks
 
 SHARD_BYTES = 4 << 30

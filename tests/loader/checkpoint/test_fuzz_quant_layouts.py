@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
+from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.checkpoint.layouts.quant_layouts import LAYOUTS, decode_quantized
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.loader.weights.grouped_blocks import grouped_format, grouped_tensor, kept_blocks
 from jinfer.quant.scaled_tensor import scaled_tensor
 

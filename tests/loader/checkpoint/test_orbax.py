@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jinfer import LLM
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.native_checkpoint import native_metadata
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api, restore
 from tests.loader.checkpoint.converting import GOLDENS, IDS, MODEL, SMALL, check_equal, leaves, load
@@ -94,7 +94,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jinfer.loader.checkpoint import open_checkpoint
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.orbax import restore
 
 mesh = jax.make_mesh((2, 2), ("x", "y"))
@@ -218,7 +218,7 @@ RESTORING = """
 import sys
 from pathlib import Path
 import jax
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.orbax import open_orbax, orbax_api, restore
 
 def peak():

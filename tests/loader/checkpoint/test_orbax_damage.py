@@ -13,7 +13,7 @@ import pytest
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.loader.checkpoint import CheckpointError, open_checkpoint
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, open_orbax, orbax_api
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights.plan_weights import plan_weights

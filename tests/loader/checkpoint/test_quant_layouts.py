@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jinfer.loader.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.loader.weights.grouped_blocks import grouped_format, grouped_tensor
 from jinfer.modelspec.quant_format import parse_format
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jinfer.loader.checkpoint import CheckpointError
+from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.loader.checkpoint.layouts.quant_layouts import decode_quantized
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 from tests.loader.checkpoint.test_scaled_layouts import Arrays, bytes_of, decoded, e4m3, stored
 
 E4M3 = ml_dtypes.float8_e4m3fn

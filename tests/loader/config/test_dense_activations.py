@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jinfer.loader.config.dense_activations import DENSE_ACTIVATIONS
+from jinfer.loader.config.pooling_config import DENSE_ACTIVATIONS
 
 X = [-8.0, -1.5, -0.2, 0.0, 0.4, 2.0, 7.0]
 TORCH = {

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from jinfer.loader.checkpoint import CheckpointError
 from jinfer.loader.checkpoint.layouts.quant_layouts import method_of
-from jinfer.loader.config.quantization_config import quant_settings
+from jinfer.loader.config.config_json import quant_settings
 from jinfer.loader.open_model import open_files
 from tests.loader.checkpoint.quantized_cases import CASES
 

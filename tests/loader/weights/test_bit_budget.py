@@ -12,13 +12,11 @@ import pytest
 
 from jinfer import LLM
 from jinfer.loader.open_model import open_model
-from jinfer.loader.weights import cache_folder
-from jinfer.loader.weights.bit_budget import with_budget
-from jinfer.loader.weights.choose_method import with_gptq
-from jinfer.loader.weights.divergence_cost import divergence_costs
-from jinfer.loader.weights.format_choice import choose
+from jinfer.loader.weights import quantized_cache
+from jinfer.loader.weights.bit_budget import divergence_costs, with_budget
 from jinfer.loader.weights.layer_forward import LayerwiseForward
-from jinfer.loader.weights.storage_plan import choose_storages
+from jinfer.loader.weights.plan_weights import with_gptq
+from jinfer.loader.weights.storage_plan import choose, choose_storages
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.quant import QuantizedTensor
 from jinfer.quant.calibration_stats import record_inputs
@@ -98,7 +96,7 @@ def keys(weights: str, **more: Any) -> dict[str, Any]:
 
 def test_the_plan_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     formats = ("q3_b64_nl", "q4_b64_nl", "q8_b64")
-    monkeypatch.setattr("jinfer.loader.weights.format_choice._FORMATS", formats)
+    monkeypatch.setattr("jinfer.loader.weights.storage_plan._FORMATS", formats)
     of = opened("llama2")
     rule = {"match": "decoder.0.attn.v", "weights": "q8"}
     spec = open_model(MODEL, keys("5 bits", rules=[rule])).spec
@@ -122,8 +120,8 @@ def test_models_with_a_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Entries of the cache are for one number of bits."""
     convert(str(MODEL), tmp_path / "out", keys("5 bits"), tokens=512)
     assert 4.7 < bits_per_weight(LLM(tmp_path / "out")) <= 5
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "kept")
-    monkeypatch.setattr("jinfer.loader.weights.choose_method.TOKENS", 256)
+    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "kept")
+    monkeypatch.setattr("jinfer.loader.weights.plan_weights.TOKENS", 256)
     for bits in (6, 4.5, 4.5):
         assert bits - 0.3 < bits_per_weight(LLM(MODEL, **keys(f"{bits} bits"))) <= bits
     assert len([each for each in (tmp_path / "kept").iterdir() if each.is_dir()]) == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer.loader.open_model import open_model
-from jinfer.loader.weights import chunked_quantize
+from jinfer.loader.weights import read_parameter
 from jinfer.loader.weights.read_parameter import quantized, read_values
 from jinfer.loader.weights.storage_plan import choose_storages
 from jinfer.loader.weights.tensor_mapping import find_origins, parameter_shapes
@@ -35,7 +35,7 @@ GOLDENS = Path(__file__).parents[2] / "goldens"
 def test_pieces_are_parts_of_the_whole(
     source: str, weights: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_quantize, "_PIECE", 1000)
+    monkeypatch.setattr(read_parameter, "PIECE", 1000)
     settings = {"weights": weights, "method": method, "threshold": 0}
     keys = {f"quantization.{key}": value for key, value in settings.items()}
     opened = open_model(GOLDENS / source, keys)

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jinfer import LLM
-from jinfer.loader.checkpoint.dtypes import DTYPES
-from jinfer.loader.weights.finite_check import count_nonfinite
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
+from jinfer.loader.weights.read_parameter import count_nonfinite
 from jinfer.loader.weights.tensor_mapping import LoadError
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

@@ -13,12 +13,10 @@ from jinfer import LLM
 from jinfer.engine.scheduling.cache_size import free_memory
 from jinfer.loader.open_model import open_model
 from jinfer.loader.weights import (
-    cache_folder,
-    calibration_texts,
-    choose_method,
+    layer_forward,
     layerwise_gptq,
-    load_time,
     quantized_cache,
+    storage_plan,
 )
 from jinfer.loader.weights.plan_weights import WeightPlan, plan_weights
 from jinfer.modelspec.spec_errors import SpecError
@@ -38,9 +36,9 @@ ONCE = "jinfer: weights are quantized with error feedback, once; they are kept i
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, and few tokens to read."""
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
     monkeypatch.setattr(
-        calibration_texts.generated_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
+        layer_forward.generated_texts, "__kwdefaults__", {"tokens": 512, "progress": False}
     )
     return tmp_path / "weights"
 
@@ -98,7 +96,7 @@ def test_what_cannot_be_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(choose_method, name, value)
+    monkeypatch.setattr(f"jinfer.loader.weights.plan_weights.{name}", value)
     found = LLM(source, quantization=FED)
     said = capsys.readouterr().err
     assert re.search(rf"^jinfer: .*{words}.*; weights are quantized without error feedback$", said)
@@ -113,7 +111,7 @@ def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     """What writes text in fewer than 8 bits, is not tiny, and is one process's."""
     small = leaves(MODEL, **Q3)
     assert not cache.exists()
-    monkeypatch.setattr(choose_method, "_FEWEST", 0)
+    monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
     fed_back = leaves(MODEL, **FED)
     check_equal(leaves(MODEL, **Q3), fed_back)
     assert len(list(cache.iterdir())) == 1
@@ -129,8 +127,8 @@ def test_whom_auto_gives_feedback(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_nobody_waits_long_unasked(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choose_method, "_FEWEST", 0)
-    monkeypatch.setitem(load_time.PER_WEIGHT, "feedback", 1.0)
+    monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
+    monkeypatch.setitem(storage_plan.PER_WEIGHT, "feedback", 1.0)
     check_equal(leaves(MODEL, **Q3), leaves(MODEL, **Q3, method="search"))
     said = capsys.readouterr().err
     assert re.fullmatch(
@@ -146,9 +144,9 @@ def test_nobody_waits_long_unasked(
 
 def test_no_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> Path:
-        raise cache_folder.NotCached("JINFER_CACHE is off")
+        raise quantized_cache.NotCached("JINFER_CACHE is off")
 
-    monkeypatch.setattr(cache_folder, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "_place", refuse)
     check_equal(leaves(MODEL, **FED), leaves(MODEL, **Q3))
     assert capsys.readouterr().err == (
         "jinfer: JINFER_CACHE is off; weights are quantized without error feedback\n"
@@ -173,7 +171,7 @@ def test_texts_that_a_model_writes() -> None:
     opened = open_model(MODEL, {"dtype": "float32", "quantization.weights": "q3"})
     model = build_abstract_model(opened.spec, "float32")
     of = plan(model, opened.checkpoint, opened.spec.tensors)
-    batches = [calibration_texts.generated_texts(of, 32, tokens=2048) for _ in range(2)]
+    batches = [layer_forward.generated_texts(of, 32, tokens=2048) for _ in range(2)]
     ids, again = (np.concatenate(each) for each in batches)
     assert ids.shape == (64, 32)
     np.testing.assert_array_equal(ids, again)
@@ -183,24 +181,24 @@ def test_texts_that_a_model_writes() -> None:
     llm = LLM(MODEL, dtype="float32")
     own = np.mean([each[1:].mean() for each in llm.score(ids.tolist())])
     chance = np.random.default_rng(1).integers(0, vocab, ids.shape)
-    long = calibration_texts.generated_texts(of, 128, tokens=1024)
+    long = layer_forward.generated_texts(of, 128, tokens=1024)
     assert [batch.shape for batch in long] == [(8, 128), (16, 1)]
     np.testing.assert_array_equal(long[1][:, 0], long[0].reshape(-1)[::64])
     assert own > 0.3 + np.mean([each[1:].mean() for each in llm.score(chance.tolist())])
 
 
 def test_who_writes_and_who_reads_tokens_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_texts, "generated_texts", lambda *_, **__: "own")
+    monkeypatch.setattr(layer_forward, "generated_texts", lambda *_, **__: "own")
     for name, writes in (("llama2", True), ("bert", False)):
         opened = open_model(GOLDENS / name, {"dtype": "float32"})
         model, spec = build_abstract_model(opened.spec, "float32"), opened.spec
         own = WeightPlan(model, spec, opened.checkpoint, {})
-        found: Any = calibration_texts.default_texts(own, tokens=2048)
+        found: Any = layer_forward.default_texts(own, tokens=2048)
         if writes:
             assert found == "own"
             headless = dataclasses.replace(spec, shared=spec.shared[:1])
             own = dataclasses.replace(own, spec=headless)
-            found = calibration_texts.default_texts(own, tokens=2048)
+            found = layer_forward.default_texts(own, tokens=2048)
         assert [len(batch) for batch in found] == [16, 16]
         assert max(batch.max() for batch in found) < spec.dims["vocab"]
 

@@ -10,10 +10,9 @@ import pytest
 
 from jinfer import LLM
 from jinfer.loader.open_model import Opened, open_model
-from jinfer.loader.weights.choose_method import with_gptq
 from jinfer.loader.weights.layer_forward import LayerwiseForward
 from jinfer.loader.weights.layerwise_gptq import LayerwiseGPTQ
-from jinfer.loader.weights.plan_weights import WeightPlan
+from jinfer.loader.weights.plan_weights import WeightPlan, with_gptq
 from jinfer.loader.weights.read_weights import read as read_all
 from jinfer.loader.weights.storage_plan import Storage, choose_storages
 from jinfer.nn.abstract_model import AbstractModel, build_abstract_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.weights import calibration_texts, layerwise_gptq, read_weights
+from jinfer.loader.weights import layer_forward, layerwise_gptq, read_weights
 from jinfer.progress import Task
 from tools import quantize
 from tools.quantize import convert
@@ -28,7 +28,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
         begun.append(one)
         yield one
 
-    for module in (read_weights, layerwise_gptq, calibration_texts, quantize):
+    for module in (read_weights, layerwise_gptq, layer_forward, quantize):
         monkeypatch.setattr(module, "task", task)
     return begun
 

@@ -11,7 +11,7 @@ import pytest
 
 from jinfer import LLM
 from jinfer.loader.open_model import open_model
-from jinfer.loader.weights import cache_folder, choose_method, load_time, quantized_cache
+from jinfer.loader.weights import quantized_cache, storage_plan
 from jinfer.loader.weights.load_weights import load
 from jinfer.loader.weights.plan_weights import plan_weights
 from jinfer.nn.abstract_model import build_abstract_model
@@ -26,7 +26,7 @@ ONCE = "jinfer: weights are quantized, once; they are kept in "
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's, for small models too."""
-    monkeypatch.setattr(cache_folder, "_place", lambda: tmp_path / "weights")
+    monkeypatch.setattr(quantized_cache, "_place", lambda: tmp_path / "weights")
     monkeypatch.setattr(quantized_cache, "_LEAST_WEIGHTS", 1)
     return tmp_path / "weights"
 
@@ -109,9 +109,9 @@ def test_one_of_several_processes_keeps_nothing(
 @pytest.mark.parametrize(
     ("refusal", "line"),
     [
-        (cache_folder.NotWanted("JINFER_CACHE is off"), ""),
+        (quantized_cache.NotWanted("JINFER_CACHE is off"), ""),
         (
-            cache_folder.NotCached("/x cannot be written to"),
+            quantized_cache.NotCached("/x cannot be written to"),
             "jinfer: /x cannot be written to; weights are quantized at each start\n",
         ),
     ],
@@ -126,7 +126,7 @@ def test_no_folder(
     def refuse() -> Path:
         raise refusal
 
-    monkeypatch.setattr(cache_folder, "_place", refuse)
+    monkeypatch.setattr(quantized_cache, "_place", refuse)
     check_equal(leaves(MODEL, **Q4), plainly(MODEL, **Q4))
     assert capsys.readouterr().err == line
 
@@ -152,8 +152,8 @@ def test_a_disk_that_fills_up(
 def test_where_feedback_would_take_too_long(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choose_method, "_FEWEST", 0)
-    monkeypatch.setitem(load_time.PER_WEIGHT, "feedback", 1.0)
+    monkeypatch.setattr("jinfer.loader.weights.plan_weights._FEWEST", 0)
+    monkeypatch.setitem(storage_plan.PER_WEIGHT, "feedback", 1.0)
     first = leaves(MODEL, **Q4 | {"method": "auto"})
     why, once = capsys.readouterr().err.splitlines()
     assert why.startswith("jinfer: error feedback would take some ")

@@ -12,7 +12,7 @@ import pytest
 from jinfer import LLM
 from jinfer.cpu.build_library import isa, lowered_isa
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.checkpoint.dtypes import DTYPES
+from jinfer.loader.checkpoint.checkpoint_reader import DTYPES
 from jinfer.loader.weights.read_weights import read
 from jinfer.loader.weights.storage_plan import stored_types, with_types
 from jinfer.loader.weights.tensor_mapping import find_origins

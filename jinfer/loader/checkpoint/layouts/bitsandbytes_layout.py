@@ -23,10 +23,10 @@ from jinfer.loader.checkpoint.grouped_codes import GroupedCodes
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 from jinfer.loader.checkpoint.layouts.scaled_layout import join_int8
 
 _KINDS = ("nf4", "fp4")

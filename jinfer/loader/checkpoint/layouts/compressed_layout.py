@@ -19,18 +19,24 @@ from typing import Any
 import numpy as np
 
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, group_count, unpack_stream
-from jinfer.loader.checkpoint.layouts.fp8_layout import UNUSED_SCALES, block_size
 from jinfer.loader.checkpoint.layouts.microscaling_layout import join_mxfp4, join_nvfp4
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     INDICES,
     WORDS,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
-from jinfer.loader.checkpoint.layouts.scaled_layout import FP8, Block, join_fp8, join_int8
+from jinfer.loader.checkpoint.layouts.scaled_layout import (
+    FP8,
+    UNUSED_SCALES,
+    Block,
+    block_size,
+    join_fp8,
+    join_int8,
+)
 
 _FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized")
 _FORMATS += ("naive-quantized",)

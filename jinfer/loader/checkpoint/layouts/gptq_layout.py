@@ -26,10 +26,10 @@ from jinfer.loader.checkpoint.layouts.module_tensors import (
     INDICES,
     WORDS,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 
 _BITS = (2, 3, 4, 8)
 _FORMATS = {"": 1, "gptq": 1, "gptq_v2": 0}  # what zero points lack in the file
@@ -146,3 +146,56 @@ def _drop_zero_biases(table: TensorTable) -> None:
         if all(bias.type in FLOATS and not bias.read().any() for bias in biases):
             for bias in biases:
                 table.take(bias.name)
+
+
+# Output j of a word is in nibble _AWQ_NIBBLES[j].
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_awq(table: TensorTable, settings: QuantSettings) -> None:
+    """Joins the tensors of each quantized module to its weight.
+
+    Raises:
+        CheckpointError: settings or tensors that cannot be read.
+    """
+    version = settings.text("version", "gemm")
+    if version != "gemm":
+        raise settings.refused(f"version {version[:40]!r}")
+    key = "bits" if settings.value("w_bit") is None else "w_bit"
+    settings.number(key, among=(4,))
+    key = "group_size" if settings.value("q_group_size") is None else "q_group_size"
+    group = settings.number(key, default=128)
+    for module in table.modules("qweight"):
+        _join_awq(module, group)
+
+
+def _join_awq(module: ModuleTensors, group: int) -> None:
+    qweight = module.need("qweight", WORDS, (None, None))
+    inputs, words = qweight.shape
+    scales = module.need("scales", FLOATS, (None, 8 * words))
+    groups = scales.shape[0]
+    qzeros = module.need("qzeros", WORDS, (groups, words))
+    group = group if group > 0 else max(1, inputs)
+    if group_count(inputs, group) != groups:
+        reason = f"has {groups} groups for {inputs} inputs, but group_size is {group}"
+        raise module.fail("scales", reason)
+    found = GroupedCodes(
+        (8 * words, inputs),
+        4,
+        group,
+        lambda: _unpack_awq(qweight.read()),
+        lambda: np.ascontiguousarray(as_float32(scales).T),
+        zeros=lambda: _unpack_awq(qzeros.read()).astype(np.float32),
+    )
+    module.join("AWQ 4 bits", (qweight, scales, qzeros), found)
+
+
+def _unpack_awq(words: np.ndarray) -> np.ndarray:
+    """I32 [rows, words] -> uint8 [8 words, rows]."""
+    columns = np.ascontiguousarray(words.T)
+    fields = columns.astype("<i4", copy=False).view(np.uint8).reshape(*columns.shape, 4)
+    codes = np.empty((columns.shape[0], 8, columns.shape[1]), np.uint8)
+    for output, nibble in enumerate(_AWQ_NIBBLES):
+        np.right_shift(fields[..., nibble // 2], 4 * (nibble % 2), out=codes[:, output])
+    codes &= np.uint8(15)
+    return codes.reshape(-1, columns.shape[1])

@@ -19,10 +19,10 @@ from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     INDICES,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
 
 _BITS = (2, 3, 4, 8)
 _NUMBERS = ("U8", "I8", "I16", "BOOL", *INDICES)

@@ -14,14 +14,14 @@ import ml_dtypes
 import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
-from jinfer.loader.checkpoint.grouped_codes import GroupedCodes
+from jinfer.loader.checkpoint.grouped_codes import GroupedCodes, ScaledValues, unpack_stream
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.scaled_values import ScaledValues
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign
 E2M1 = _MAGNITUDES + tuple(-value for value in _MAGNITUDES)
@@ -207,3 +207,49 @@ def powers(tensor: Tensor) -> np.ndarray:
 
 def _e4m3(tensor: Tensor) -> np.ndarray:
     return np.asarray(tensor.read()).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def read_mlx(table: TensorTable, settings: QuantSettings) -> None:
+    """Joins the tensors of each quantized module to its weight.
+
+    Raises:
+        CheckpointError: settings or tensors that cannot be read.
+    """
+    for module in table.modules("weight", ("U32",)):
+        own = settings
+        if isinstance(settings.value(module.prefix[:-1]), dict):
+            own = settings.inner(module.prefix[:-1]) or settings
+        mode = own.text("mode") or settings.text("mode", "affine")
+        if mode == "affine":
+            _join(module, own, settings)
+        elif mode in ("mxfp4", "nvfp4"):
+            join_microscaled(module, mode)
+        elif mode == "mxfp8":
+            join_mxfp8(module)
+        else:
+            raise own.refused(f"mode {mode[:40]!r}")
+
+
+def _join(module: ModuleTensors, own: QuantSettings, general: QuantSettings) -> None:
+    bits = own.number("bits", among=_BITS, default=general.number("bits", default=4))
+    group = own.number("group_size", default=general.number("group_size", default=64))
+    weight = module.need("weight", ("U32",))
+    *rows, words = weight.shape
+    inputs = words * 32 // bits
+    if len(rows) < 1 or group < 1 or words * 32 % bits or inputs % group:
+        reason = f"is {list(weight.shape)}, which are not whole groups of {group} with {bits} bits"
+        raise module.fail("weight", reason)
+    scales = module.need("scales", FLOATS, (*rows, inputs // group))
+    biases = module.need("biases", FLOATS, (*rows, inputs // group))
+    found = GroupedCodes(
+        (*rows, inputs),
+        bits,
+        group,
+        lambda: unpack_stream(np.asarray(weight.read()), bits),
+        partial(as_float32, scales),
+        biases=partial(as_float32, biases),
+    )
+    module.join(f"MLX {bits} bits", (weight, scales, biases), found)

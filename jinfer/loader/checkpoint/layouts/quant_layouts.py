@@ -6,23 +6,26 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint
-from jinfer.loader.checkpoint.layouts.awq_layout import read_awq
 from jinfer.loader.checkpoint.layouts.bitsandbytes_layout import read_bitsandbytes
 from jinfer.loader.checkpoint.layouts.compressed_layout import read_compressed
-from jinfer.loader.checkpoint.layouts.fp8_layout import (
+from jinfer.loader.checkpoint.layouts.gptq_layout import read_awq, read_gptq, read_gptq_modules
+from jinfer.loader.checkpoint.layouts.hqq_layout import read_hqq
+from jinfer.loader.checkpoint.layouts.microscaling_layout import (
+    join_blocks,
+    join_mxfp4,
+    join_nvfp4,
+    read_mlx,
+)
+from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings, TensorTable
+from jinfer.loader.checkpoint.layouts.scaled_layout import (
     UNUSED_SCALES,
+    is_quanto,
     join_all_fp8,
+    join_int8,
     join_undescribed_fp8,
     read_fp8,
+    read_quanto,
 )
-from jinfer.loader.checkpoint.layouts.gptq_layout import read_gptq, read_gptq_modules
-from jinfer.loader.checkpoint.layouts.hqq_layout import read_hqq
-from jinfer.loader.checkpoint.layouts.microscaling_layout import join_blocks, join_mxfp4, join_nvfp4
-from jinfer.loader.checkpoint.layouts.mlx_layout import read_mlx
-from jinfer.loader.checkpoint.layouts.module_tensors import TensorTable
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
-from jinfer.loader.checkpoint.layouts.quanto_layout import is_quanto, read_quanto
-from jinfer.loader.checkpoint.layouts.scaled_layout import join_int8
 from jinfer.loader.checkpoint.layouts.torchao_layout import read_torchao
 
 type Layout = Callable[[TensorTable, QuantSettings], None]

@@ -18,15 +18,14 @@ import numpy as np
 
 from jinfer.loader.checkpoint.checkpoint_reader import Tensor
 from jinfer.loader.checkpoint.grouped_codes import GroupedCodes
-from jinfer.loader.checkpoint.layouts.fp8_layout import join_all_fp8
 from jinfer.loader.checkpoint.layouts.module_tensors import (
     FLOATS,
     ModuleTensors,
+    QuantSettings,
     TensorTable,
     as_float32,
 )
-from jinfer.loader.checkpoint.layouts.quant_settings import QuantSettings
-from jinfer.loader.checkpoint.layouts.scaled_layout import join_int8
+from jinfer.loader.checkpoint.layouts.scaled_layout import join_all_fp8, join_int8
 
 _CODES = re.compile(r"(.+\.)_([A-Za-z]\w*)_qdata")
 _LONGEST = 1 << 16  # of a tensor's metadata

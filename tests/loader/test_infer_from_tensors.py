@@ -14,8 +14,7 @@ from jinfer import LLM
 from jinfer.loader.checkpoint import Tensor, open_checkpoint
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import resolve_model
-from jinfer.loader.weights.row_reader import same_values
-from jinfer.loader.weights.tensor_mapping import LoadError, find_origins
+from jinfer.loader.weights.tensor_mapping import LoadError, find_origins, same_values
 from jinfer.modelspec.blocks import SinusoidalPositionsSpec
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
@@ -26,7 +25,7 @@ from tools.quantize import convert
 
 from .loading import lazy
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 40, 7, 3]
 # Goldens whose heads are tied -> the embedding, and the head that their files could have.
 TIED = {
@@ -141,7 +140,7 @@ def stored(type: str, raw: np.ndarray, shape: tuple[int, ...]) -> Tensor:
 
 
 def test_tensors_of_a_type_are_compared_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.loader.weights.row_reader.PIECE", 64)
+    monkeypatch.setattr("jinfer.loader.weights.tensor_mapping.PIECE", 64)
     raw = np.random.default_rng(0).integers(0, 256, 40 * 18 * 2, dtype=np.uint8)
     one, other = (stored("Q4_0", raw.copy(), (40, 64)) for _ in range(2))
     assert same_values(one, other)
@@ -151,7 +150,7 @@ def test_tensors_of_a_type_are_compared_without_decoding(monkeypatch: pytest.Mon
 
 
 def test_tensors_of_different_types_are_compared_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jinfer.loader.weights.row_reader.PIECE", 64)
+    monkeypatch.setattr("jinfer.loader.weights.tensor_mapping.PIECE", 64)
     values = np.random.default_rng(0).normal(size=(40, 32)).astype(ml_dtypes.bfloat16)
     half = Tensor("half", (40, 32), "BF16", 2, lambda: values, never)
     wide = values.astype(np.float32)
