@@ -24,7 +24,7 @@ import numpy as np
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
-from jinfer.loader.adapters.adapter_files import adapter_files, merged_checkpoint
+from jinfer.loader.adapter_files import adapter_files, merged_checkpoint
 from jinfer.loader.checkpoint import CheckpointError
 from jinfer.loader.checkpoint.native_checkpoint import (
     NativeCheckpoint,
@@ -32,7 +32,8 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     native_metadata,
 )
 from jinfer.loader.checkpoint.orbax import orbax_api
-from jinfer.loader.config.unused_config import check_followed
+from jinfer.loader.checkpoint.safetensors import SHARD_BYTES, Writer
+from jinfer.loader.config.unused_config import check_unused
 from jinfer.loader.model_files import tokenizer_path
 from jinfer.loader.open_model import open_files, open_model
 from jinfer.loader.resolve_model import resolve_model
@@ -50,7 +51,6 @@ from jinfer.loader.weights.plan_weights import (
     without_gptq,
 )
 from jinfer.loader.weights.read_parameter import read_parameter
-from jinfer.loader.weights.safetensors_writer import SHARD_BYTES, Writer
 from jinfer.loader.weights.storage_plan import (
     PER_BYTE,
     choose_storages,
@@ -122,7 +122,7 @@ def convert(
         if layout is not None:
             check_layout(layout, files)
         spec, left = resolve_model(files, overrides)
-        check_followed(left, files.config, spec)
+        check_unused(left, files.config, spec)
         spec = replace(spec, quantization=exported_quantization(layout, spec.quantization))
         # Not this machine's choice of a type: the checkpoint's precision must not be lost.
         model = build_abstract_model(spec, "float32" if spec.dtype == "auto" else spec.dtype)

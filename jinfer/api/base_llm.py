@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinfer.api.prompt_inputs import Ids, Prompt
 from jinfer.engine.engine_stats import Stats
-from jinfer.loader.chat_prompt import Message
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 from jinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from jinfer.loader.sources import SourceError, is_here
+from jinfer.loader.sources import SourceError, is_local
 from jinfer.loader.weights.model_size import WIDTHS, Sizes, count_text, gib_text, sizes_of
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.resolve_spec import STACKS, CheckpointFacts, resolve
@@ -136,7 +136,7 @@ def table(folder: Path | None = None, text: str = "", *, memory: bool = False) -
 
 def _row(entry: Entry, beside: Path) -> tuple[str, ...]:
     memory = gib_text(entry.memory[WIDTHS.index(4)]) if entry.memory else "-"
-    here = "yes" if is_here(entry.source, beside) else ""
+    here = "yes" if is_local(entry.source, beside) else ""
     return (entry.name, _TYPES[entry.type], _count(entry), memory, here)
 
 

@@ -1,4 +1,4 @@
-"""Files of a model: its specification, and where that says its weights and tokenizer are."""
+"""Files of a model: its specification, its checkpoint and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import Any
 from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.config.config_json import Multimodal
-from jinfer.loader.sources import locate
+from jinfer.loader.sources import PLACES, locate
 from jinfer.modelspec.resolve_spec import STACKS
 from jinfer.modelspec.spec_errors import SpecError, show_value
 from jinfer.modelspec.spec_files import architecture_of, read_toml
 from jinfer.modelspec.toml_tables import check_text
 
-SPEC_FILE = "spec.toml"  # a folder that has one is that specification
-_PLACES = ("weights", "tokenizer")
+SPEC_FILE = "spec.toml"  # a folder with this file is opened by that specification
 
 
 @dataclass(frozen=True)
 class SpecFile:
-    """What the user points at, and its tables if that is a specification.
+    """A specification, or weights without a specification.
 
     Attributes:
-        path: a specification, or a checkpoint's folder or file.
-        own: the tables of a specification; empty for bare weights.
-        enclosed: the specification was found in a folder that the user named, which it must not
-            lead out of.
+        path: the specification, or the checkpoint's folder or file.
+        own: the tables of the specification; empty for weights without one.
+        enclosed: the specification is the spec.toml of a folder that the user named, and its paths
+            must stay in that folder.
         weights: the checkpoint's folder or file.
-        trust: whether the user trusts its author; None: nothing says so.
+        trust: whether the user trusts the author of the files; None: not specified.
     """
 
     path: Path
@@ -41,19 +40,19 @@ class SpecFile:
 
     @property
     def describes_model(self) -> bool:
-        """Whether the specification says how the model is built, or names a family."""
+        """Whether the specification defines the architecture or names a family."""
         return "family" in self.own or any(stack in self.own for stack in STACKS)
 
 
 @dataclass(frozen=True)
 class ModelFiles(SpecFile):
-    """A source with its checkpoint opened; how the model is built is not known yet.
+    """A specification with its checkpoint opened; the architecture is not resolved yet.
 
     Attributes:
         checkpoint: opened; no tensor has been read.
-        config: config.json, or the metadata of a file that carries its own; of a multimodal
-            model, what they say of its language model.
-        multimodal: what such a model has besides.
+        config: config.json, or the metadata of a file without one; of a multimodal model, the
+            configuration of its language model.
+        multimodal: the other parts of a multimodal model.
     """
 
     checkpoint: Checkpoint
@@ -62,7 +61,7 @@ class ModelFiles(SpecFile):
 
     @property
     def architectures(self) -> list[str]:
-        """The architectures that the checkpoint says it is of."""
+        """The architectures that the checkpoint names."""
         if self.checkpoint.format == "gguf":
             return [str(self.config.get("general.architecture", ""))]
         names, type_ = self.config.get("architectures"), self.config.get("model_type")
@@ -73,14 +72,14 @@ class ModelFiles(SpecFile):
 
 
 def read_spec_file(source: str, path: Path, overrides: Mapping[str, Any]) -> SpecFile:
-    """Reads a specification, or the `spec.toml` of a folder, and finds its weights.
+    """Read a specification, or the `spec.toml` of a folder, and find its weights.
 
     Args:
-        source: what the user points at, which is at `path`.
-        overrides: tables laid over the specification.
+        source: the user's source, which is located at `path`.
+        overrides: tables that take precedence over the specification.
 
     Raises:
-        SpecError, SourceError: it names no weights, or what is not there.
+        SpecError, SourceError: it names no weights, or weights that do not exist.
     """
     enclosed = path.is_dir() and path_exists(path / SPEC_FILE)
     path = path / SPEC_FILE if enclosed else path
@@ -91,20 +90,26 @@ def read_spec_file(source: str, path: Path, overrides: Mapping[str, Any]) -> Spe
             check_enclosed(path, "engine.cache_disk", engine.get("cache_disk"))
     weights = path
     if path.suffix == ".toml":
-        named = _location("weights", path, own, overrides, enclosed)
-        if named is None:
+        found = _location("weights", path, own, overrides, enclosed)
+        if found is None:
             reason = "is missing: which checkpoint? set it there or with --set weights=..."
             raise SpecError(path, "weights", reason)
-        weights = named
-    # A specification that came with the weights is not the user's word.
-    trust = _is_trusted(source, path, {} if enclosed else own, overrides)
+        weights = found
+    # A specification from the same folder as the weights does not speak for the user.
+    tables = (overrides,) if enclosed else (overrides, own)
+    trust = next((table["trust"] for table in tables if "trust" in table), None)
+    if trust is not None and not isinstance(trust, bool):
+        raise SpecError(path, "trust", f"{show_value(trust)} is not true or false")
+    sources = (source, *(str(table.get(key)) for table in tables for key in PLACES))
+    if trust is None and any(place.startswith("hf://") for place in sources):
+        trust = False  # files of a hub
     if "family" in overrides:
         own = {**own, "family": overrides["family"]}
     return SpecFile(path, own, enclosed, weights, trust)
 
 
 def tokenizer_path(files: ModelFiles, overrides: Mapping[str, Any]) -> Path:
-    """The folder or file where the tokenizer is looked for: a GGUF file carries its own."""
+    """Return the folder or file of the tokenizer; a GGUF file contains its own."""
     own = files.checkpoint.path if files.checkpoint.format == "gguf" else files.weights
     return _location("tokenizer", files.path, files.own, overrides, files.enclosed) or own
 
@@ -112,40 +117,26 @@ def tokenizer_path(files: ModelFiles, overrides: Mapping[str, Any]) -> Path:
 def _location(
     key: str, path: Path, own: Mapping[str, Any], overrides: Mapping[str, Any], enclosed: bool
 ) -> Path | None:
-    """Where `key` leads, if it is given.
+    """Return the file or folder that `key` of a specification names; None if there is no such key.
 
-    A path in a specification is relative to its file, one given by the user to where the user is.
-
-    Args:
-        enclosed: one in the specification must stay in its folder.
+    A path in a specification starts from its file; one that the user sets, from the current folder.
     """
-    table, beside = (overrides, Path.cwd()) if key in overrides else (own, path.parent)
+    table, base = (overrides, Path.cwd()) if key in overrides else (own, path.parent)
     if enclosed and table is own:
         check_enclosed(path, key, own.get(key))
-    return locate(check_text(table[key], path, key), beside) if key in table else None
+    return locate(check_text(table[key], path, key), base) if key in table else None
 
 
-def check_enclosed(path: Path, key: str, said: Any) -> None:
-    """Raises `SpecError` if a path in a file that nobody named leads out of the file's folder.
+def check_enclosed(path: Path, key: str, value: Any) -> None:
+    """Raise `SpecError` if a path in a file that the user did not name leads out of its folder.
 
-    Links are followed: download caches are made of them.
+    Links are followed, because download caches consist of links.
     """
-    text = str(said)
-    if said is not None and (
+    text = str(value)
+    if value is not None and (
         "://" in text or text[:1] in ("/", "~") or ".." in PurePath(text).parts or "\\" in text
     ):
         reason = (
-            f"{show_value(said)} leads out of the folder; give {path.name} itself if that is right"
+            f"{show_value(value)} leads out of the folder; give {path.name} itself if that is right"
         )
         raise SpecError(path, key, reason)
-
-
-def _is_trusted(
-    source: str, path: Path, own: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> bool | None:
-    """What the user says, or a specification of the user's; what a hub has is not trusted."""
-    said = overrides.get("trust", own.get("trust"))
-    if said is not None and not isinstance(said, bool):
-        raise SpecError(path, "trust", f"{show_value(said)} is not true or false")
-    places = (source, *(str(table.get(key)) for table in (own, overrides) for key in _PLACES))
-    return False if said is None and any(p.startswith("hf://") for p in places) else said

@@ -13,6 +13,7 @@ import numpy as np
 
 from jinfer.loader.checkpoint import Checkpoint, Tensor
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
+from jinfer.loader.config.classification_config import RANK
 from jinfer.loader.config.unused_config import consequences, unread
 from jinfer.loader.model_files import ModelFiles, check_enclosed
 from jinfer.loader.weights.tensor_mapping import PIECE, by_name, row_reader, same_values
@@ -24,8 +25,6 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import CLASSIFIES, find_family, format_table, with_families
 from jinfer.modelspec.spec_values import MissingKey, row_counter
 from jinfer.modelspec.tensor_names import TensorMap
-
-RANK = 4  # llama.cpp's pooling type of models that score pairs of texts
 
 
 def resolve_model(

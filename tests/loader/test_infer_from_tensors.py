@@ -20,10 +20,9 @@ from jinfer.modelspec.spec_errors import SpecError
 from jinfer.nn.abstract_model import build_abstract_model
 from jinfer.nn.positions import sinusoids
 from tests.families.gguf_files import write_gguf
+from tests.loader.weights.loading import lazy
 from tools.match_checkpoint import describe
 from tools.quantize import convert
-
-from .loading import lazy
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IDS = [5, 9, 2, 40, 7, 3]

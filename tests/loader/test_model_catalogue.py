@@ -8,7 +8,7 @@ from jinfer.generate import main
 from jinfer.loader.model_catalogue import entries, table
 from jinfer.loader.open_model import open_files
 from jinfer.loader.resolve_model import resolve_model
-from jinfer.loader.sources import is_here
+from jinfer.loader.sources import is_local
 from jinfer.loader.weights.model_size import WIDTHS, sizes_of
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, read_toml, specs_folder
@@ -56,13 +56,13 @@ def test_what_a_hub_has_given_is_here(tmp_path: Path, monkeypatch: pytest.Monkey
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
     (folder / "model.safetensors").symlink_to(folder / "not_fetched")
-    assert not is_here("hf://Qwen/Qwen3-8B", tmp_path)
+    assert not is_local("hf://Qwen/Qwen3-8B", tmp_path)
     (folder / "not_fetched").touch()
-    assert is_here("hf://Qwen/Qwen3-8B", tmp_path)
-    assert is_here("hf://Qwen/Qwen3-8B@main", tmp_path)
-    assert not is_here("hf://Qwen/Qwen3-8", tmp_path)
-    assert is_here("models--Qwen--Qwen3-8B", tmp_path)
-    assert not is_here("package://no_such_package/x.gguf", tmp_path)
+    assert is_local("hf://Qwen/Qwen3-8B", tmp_path)
+    assert is_local("hf://Qwen/Qwen3-8B@main", tmp_path)
+    assert not is_local("hf://Qwen/Qwen3-8", tmp_path)
+    assert is_local("models--Qwen--Qwen3-8B", tmp_path)
+    assert not is_local("package://no_such_package/x.gguf", tmp_path)
 
 
 def test_a_text_chooses_by_name_and_family(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from jinfer.loader.chat_prompt import Conversation
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.server.http_errors import ApiError
 from jinfer.server.prompt_builder import template_messages
 from jinfer.server.schemas.chat import Message
 from jinfer.server.tool_parsers.template_shape import convert_messages, detect_shape
 from jinfer.template import ChatTemplate
+from jinfer.template.chat_prompt import Conversation
 from tests.server.running import Running
 
 CHAT = "/v1/chat/completions"

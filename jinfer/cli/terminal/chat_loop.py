@@ -9,9 +9,9 @@ from typing import ClassVar
 from jinfer.cli.terminal import line_input
 from jinfer.cli.terminal.slash_commands import ALIASES, COMMANDS, Chat, run_command
 from jinfer.engine.requests import RequestError
-from jinfer.loader.chat_prompt import Message
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.sampling.sampling_params import SamplingParams
+from jinfer.template.chat_prompt import Message
 
 HINT = "/help lists commands, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 STOPPED = " [stopped]"

@@ -17,9 +17,9 @@ from jinfer.guard.sandboxed_process import SandboxError
 from jinfer.loader.adapters.peft_patterns import first_matches
 from jinfer.loader.checkpoint.checkpoint_reader import Checkpoint, CheckpointError, Tensor
 from jinfer.loader.checkpoint.gguf import open_gguf
+from jinfer.loader.checkpoint.mapped_file import parse_object
 from jinfer.loader.checkpoint.open import open_pickle
 from jinfer.loader.checkpoint.safetensors import open_safetensors
-from jinfer.loader.checkpoint.strict_json import parse_object
 
 if TYPE_CHECKING:
     from jaxtyping import Float

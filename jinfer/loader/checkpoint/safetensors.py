@@ -8,6 +8,8 @@ cover the rest of the file exactly, without holes or overlaps.
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +30,10 @@ from jinfer.loader.checkpoint.mapped_file import (
     element_count,
     parse_object,
 )
+from jinfer.loader.checkpoint.native_checkpoint import ALIGNMENT, PADDING, marks
 
-# The package safetensors (0.8.0) does not serve: with numpy it fails on fp8, copies each tensor
-# into memory, and its errors name neither the file nor the tensor.
+# Not the package's reader (0.8): it fails on FP8, copies each tensor, and its errors name neither the
+# file nor the tensor.
 _MAX_TENSORS = 1 << 17  # the largest known models have as many in all their shards together
 _PREFIX = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -142,3 +145,93 @@ def _read_values(
         reason = f"tensor {name[:200]!r}: BOOL has a byte that is neither 0 nor 1"
         raise CheckpointError(file.path, reason, start)
     return as_array(raw, DTYPES[kind], shape)
+
+
+SHARD_BYTES = 4 << 30
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Writer:
+    """Writes named arrays to `model.safetensors`, or to several files with an index."""
+
+    def __init__(
+        self, folder: Path, shard_bytes: int = SHARD_BYTES, *, native: bool = True
+    ) -> None:
+        """Memory holds at most `shard_bytes`, and the arrays that were added last.
+
+        Args:
+            native: write the files of a native checkpoint, whose arrays are aligned.
+        """
+        self._folder, self._shard_bytes, self._native = folder, shard_bytes, native
+        self._held: dict[str, np.ndarray] = {}
+        self._shards: list[list[str]] = []
+        self.nbytes = 0
+
+    def add(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Add arrays that must be in the same file."""
+        size = sum(array.nbytes for array in arrays.values())
+        held = sum(array.nbytes for array in self._held.values())
+        if self._held and size + held > self._shard_bytes:
+            self._flush(marks() if self._native else {"format": "pt"})
+        self._held |= arrays
+        self.nbytes += size
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Write the remaining arrays, and `metadata`."""
+        self._flush(metadata)
+        count = len(self._shards)
+        if count == 1:
+            self._shard(0).rename(self._folder / "model.safetensors")
+            return
+        names = dict[str, str]()
+        for i, shard in enumerate(self._shards):
+            name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._shard(i).rename(self._folder / name)
+            names |= dict.fromkeys(shard, name)
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": names}
+        path = self._folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+    def _shard(self, number: int) -> Path:
+        return self._folder / f"shard-{number}"
+
+    def _flush(self, metadata: Mapping[str, str]) -> None:
+        path = self._shard(len(self._shards))
+        if self._native:
+            write_aligned(path, self._held, metadata)
+        else:
+            from safetensors.numpy import save_file  # here, because readers do without
+
+            arrays = {name: np.ascontiguousarray(array) for name, array in self._held.items()}
+            save_file(arrays, path, dict(metadata))
+        self._shards.append(list(self._held))
+        self._held = {}
+
+
+def write_aligned(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write a file in which every array begins at a multiple of `ALIGNMENT`.
+
+    XLA takes over arrays of a memory map only if they are aligned, and the package safetensors
+    aligns to 8 bytes. The format allows no gaps, so the padding is tensors as well.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    gaps = {}
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        dtype = NAMES[array.dtype]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
+        if gap := -end % ALIGNMENT:
+            gaps[name] = gap
+            begin, end = end, end + gap
+            padding = {"dtype": "U8", "shape": [gap], "data_offsets": [begin, end]}
+            header[name + PADDING] = padding
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, array in arrays.items():
+            np.ascontiguousarray(array).tofile(file)
+            file.write(bytes(gaps.get(name, 0)))

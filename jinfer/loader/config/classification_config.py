@@ -14,13 +14,14 @@ import numpy as np
 
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.config.config_json import SourceError
-from jinfer.loader.resolve_model import RANK
 from jinfer.modelspec.classification_table import Activation, check_pair, class_count
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+RANK = 4  # llama.cpp's pooling type of models that score pairs of texts
 
 _PROBLEMS: dict[str, Activation] = {
     "regression": "identity",

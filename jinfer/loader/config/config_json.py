@@ -1,4 +1,4 @@
-"""config.json: reading it."""
+"""config.json: reading it, its quantization settings, and the part about a language model."""
 
 from __future__ import annotations
 
@@ -16,39 +16,47 @@ from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
 from jinfer.modelspec.spec_files import architecture_of, format_table
 
+MAX_CONFIG_BYTES = 64 << 20
+
+# Keys of config.json; a file of MLX may have the same table under "quantization" as well.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+# Files of older writers, and the quantization method of each.
+_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+_TIED = "tie_word_embeddings"
+
 
 class SourceError(ValueError):
-    """A source that leads nowhere: says what was looked for, and what to do."""
+    """A source, or a file of it, that cannot be used: the message says why and what to do."""
 
     def __init__(self, text: str) -> None:
         super().__init__(sanitized(text))
 
 
-MAX_CONFIG_BYTES = 64 << 20
-
-
-def read_config(weights: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The config.json beside a checkpoint, or the metadata of a file that carries its own.
+def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Read the config.json of a checkpoint, or return the metadata of a GGUF or llama2.c file.
 
     Args:
-        weights: the checkpoint's folder or file.
+        path: config.json, which need not exist.
 
     Raises:
         SourceError: it cannot be read.
     """
     if checkpoint.format in ("gguf", "llama2c"):
         return checkpoint.metadata
-    path = config_path(weights)
     return read_json(path) if path_exists(path) else {}
 
 
 def config_path(weights: Path) -> Path:
-    """Where the config.json of a checkpoint's folder or file is looked for."""
+    """Return the path of config.json for a checkpoint's folder or file."""
     return (weights if weights.is_dir() else weights.parent) / "config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises `SourceError`."""
+    """Read a JSON object. Raises `SourceError`."""
     table = read_json_value(path)
     if not isinstance(table, dict):
         raise SourceError(f"{path}: is not a JSON object")
@@ -56,7 +64,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """Reads a JSON file. Raises `SourceError`."""
+    """Read a JSON file. Raises `SourceError`."""
     try:
         return json.loads(read_downloaded(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except FileRefusedError as error:
@@ -65,59 +73,43 @@ def read_json_value(path: Path) -> Any:
         raise SourceError(f"{path}: cannot be read as JSON: {error}"[:300]) from None
 
 
-# Keys of config.json; "quantization" is MLX's, which may have its table twice.
-CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-# Files of older writers, and the method that they are of.
-_FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
-
-
-def quant_settings(config: Mapping[str, Any], weights: Path) -> QuantSettings | None:
-    """What a checkpoint says of its quantization; None if it says nothing.
+def quant_settings(config: Mapping[str, Any], path: Path) -> QuantSettings | None:
+    """Find a checkpoint's quantization settings; None if it is not quantized.
 
     Args:
         config: its config.json.
-        weights: its folder or file.
+        path: the path of config.json; older writers have another file in the same folder.
 
     Raises:
-        CheckpointError: it is no table.
-        SourceError: a file that cannot be read.
+        CheckpointError: the settings are not a table.
+        SourceError: a file cannot be read.
     """
-    path = config_path(weights)
-    for key in CONFIG_KEYS:
+    for key in QUANTIZATION_KEYS:
         table = config.get(key)
         if table is None:
             continue
         if not isinstance(table, Mapping):
             raise CheckpointError(path, f"{key} is not a table")
-        if key == "quantization" and "bits" not in table:
-            continue
-        return QuantSettings(table, path, key)
+        if key != "quantization" or "bits" in table:
+            return QuantSettings(table, path, key)
     for name, method in _FILES.items():
         file = path.parent / name
         if path_exists(file):
-            table = read_json(file)
-            said, inner = "", table.get("quantization")
-            if isinstance(inner, Mapping):
-                table, said = dict(inner), "quantization"
-            return QuantSettings({"quant_method": method, **table}, file, said)
+            table, key = read_json(file), ""
+            if isinstance(table.get("quantization"), Mapping):
+                table, key = dict(table["quantization"]), "quantization"
+            return QuantSettings({"quant_method": method, **table}, file, key)
     return None
-
-
-_TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
 class Multimodal:
-    """A multimodal model's language model.
+    """The language model in a multimodal checkpoint (vision-language models and others).
 
     Attributes:
         config: the language model's config.json.
-        prefixes: prefixes of its tensors' names -> what its family has instead.
-        without: the modules of the file that are not the language model's.
+        prefixes: prefix of its tensors' names -> the prefix that its family has instead.
+        without: the checkpoint's modules that do not belong to the language model.
     """
 
     config: Mapping[str, Any]
@@ -126,13 +118,13 @@ class Multimodal:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """A specification's `[tensors]`."""
-        names = [each for name in self.without for each in (name, f"model.{name}")]
+        """The table `[tensors]` of a specification."""
+        names = [full for name in self.without for full in (name, f"model.{name}")]
         patterns = [pattern for name in names for pattern in (name, f"{name}.*")]
         return {"prefix": dict(self.prefixes), "ignore": patterns}
 
     def leaves_out(self, checkpoint: Checkpoint) -> bool:
-        """Whether the file has what is not loaded."""
+        """Whether the checkpoint has modules that are not loaded."""
         prefixes = ("", *self.prefixes)
         starts = {(name, f"model.{name}") for name in self.without}
         bare = (name.removeprefix(p) for name in checkpoint.tensors for p in prefixes)
@@ -140,10 +132,10 @@ class Multimodal:
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json as its language model's.
+    """Return the configuration of the language model in a config.json.
 
-    What is for text alone has a table of its own, `text_config`, where a model also sees
-    images; there it counts before the rest, and what it leaves out is looked up in the rest.
+    Models that also read images have the language model's keys in a table `text_config`; these
+    take precedence over the keys outside it.
     """
     if (found := multimodal(config)) is not None:
         return found.config
@@ -151,15 +143,18 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(own, dict):
         return config
     kept = {key: config.get(key) for key in ("architectures", "model_type")}
-    return {**config, **_given(own), **kept}
+    return {**config, **_without_null(own), **kept}
 
 
-def _given(table: Mapping[str, Any]) -> dict[str, Any]:
+def _without_null(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
 def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
-    """What a config.json says of its language model; None: the model has nothing else."""
+    """Find the language model in a multimodal config.json; None if the model is not multimodal.
+
+    `specs/formats/multimodal.toml` lists, for each architecture, the modules to leave out.
+    """
     table = format_table("multimodal")
     names, type_ = config.get("architectures"), config.get("model_type")
     if not isinstance(names, list) or not names:
@@ -180,8 +175,8 @@ def multimodal(config: Mapping[str, Any]) -> Multimodal | None:
     name = table["text"].get(type_) or architecture_of(type_)
     defaults = {k: v for k, v in table["defaults"].get(type_, {}).items() if k not in own}
     outer = {key: value for key, value in config.items() if key != "auto_map"}
-    tied = [each[_TIED] for each in (config, own) if isinstance(each.get(_TIED), bool)]
-    text = defaults | outer | _given(own) | {"architectures": [name] if name else names}
-    # Of a head that is in the file nevertheless, the tensor decides.
+    tied = [c[_TIED] for c in (config, own) if isinstance(c.get(_TIED), bool)]
+    text = defaults | outer | _without_null(own) | {"architectures": [name] if name else names}
+    # If the checkpoint has a head all the same, its tensors decide.
     text |= {"model_type": type_, **row.get("keys", {}), **({_TIED: any(tied)} if tied else {})}
     return Multimodal(text, table["prefix"], tuple(row["without"]))

@@ -75,29 +75,29 @@ def _numbers(spec: ModelSpec) -> list[float]:
     return named + [float(text) for each in formulas for text in _NUMBER.findall(each.text)]
 
 
-def near(value: Any, other: Any) -> bool:
+def is_close(value: Any, other: Any) -> bool:
     """Whether numbers are equal but for rounding; other values, whether they are equal."""
     if isinstance(value, float) and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-6)  # GGUF has float32
     return bool(value == other)
 
 
-def usual(*values: Any) -> Rule:
+def no_effect(*values: Any) -> Rule:
     """Values that change nothing; what is off never does."""
     return lambda value, spec: not value or value in values
 
 
-def if_on(test: Callable[[ModelSpec], Any]) -> Rule:
+def if_true(test: Callable[[ModelSpec], Any]) -> Rule:
     """What a switch says if it is on."""
     return lambda value, spec: not value or bool(test(spec))
 
 
-def exactly_if(test: Callable[[ModelSpec], bool]) -> Rule:
+def equals(test: Callable[[ModelSpec], bool]) -> Rule:
     """What a switch says, on or off."""
     return lambda value, spec: bool(value) == test(spec)
 
 
-def of_some_rope(test: Callable[[Any, RopeSpec], bool]) -> Rule:
+def any_rope(test: Callable[[Any, RopeSpec], bool]) -> Rule:
     """What a value says of rotary positions, if there are any."""
 
     def rule(value: Any, spec: ModelSpec) -> bool:
@@ -111,35 +111,35 @@ def is_factor(value: Any, spec: ModelSpec) -> bool:
     """Whether a number is 1 or off, or formulas multiply by it, or divide."""
     if not value or value == 1:
         return True
-    return any(near(float(value), n) or near(1 / float(value), n) for n in _numbers(spec))
+    return any(is_close(float(value), n) or is_close(1 / float(value), n) for n in _numbers(spec))
 
 
-def bounds(value: Any, spec: ModelSpec) -> bool:
+def is_softcap(value: Any, spec: ModelSpec) -> bool:
     """Whether scores or logits are bounded by it, by an attention or in a formula."""
     known = [*values_of(spec, "softcap"), *_numbers(spec)]
-    return not value or any(near(float(value), each) for each in known if each is not None)
+    return not value or any(is_close(float(value), each) for each in known if each is not None)
 
 
-def is_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
+def has_value(*names: str, of: type | tuple[type, ...] = object) -> Rule:
     """A value that a block of the model has in one of these fields, or no block has them at all."""
 
     def rule(value: Any, spec: ModelSpec) -> bool:
         built = values_of(spec, *names, of=of)
-        return (of is not object and not built) or any(near(value, each) for each in built)
+        return (of is not object and not built) or any(is_close(value, each) for each in built)
 
     return rule
 
 
-def off_or_built(*names: str, of: type | tuple[type, ...] = object) -> Rule:
+def unset_or_value(*names: str, of: type | tuple[type, ...] = object) -> Rule:
     """Nothing, or a value that a block of the model has in one of these fields."""
     return lambda value, spec: (
-        not value or any(near(value, each) for each in values_of(spec, *names, of=of))
+        not value or any(is_close(value, each) for each in values_of(spec, *names, of=of))
     )
 
 
-def has(field: str) -> Rule:
+def has_attention(field: str) -> Rule:
     """Off, or an attention of the model has something in this field."""
-    return if_on(lambda spec: values_of(spec, field) - {None, False})
+    return if_true(lambda spec: values_of(spec, field) - {None, False})
 
 
 def same_activation(value: Any, spec: ModelSpec) -> bool:
@@ -172,7 +172,7 @@ def _attentions(spec: ModelSpec) -> list[AttentionSpec | None]:
     return found
 
 
-def _chosen(spec: ModelSpec) -> list[int | None]:
+def _indexer_top_k(spec: ModelSpec) -> list[int | None]:
     """How many keys an indexer chooses in each layer; None without one."""
     found = []
     for layer in layers_of(spec):
@@ -181,13 +181,13 @@ def _chosen(spec: ModelSpec) -> list[int | None]:
     return found
 
 
-def same_chosen(value: Any, spec: ModelSpec) -> bool:
+def same_indexer_top_k(value: Any, spec: ModelSpec) -> bool:
     """Whether that many keys are chosen for each query, or no text is longer."""
     reach = spec.dims.get("context")
-    return (reach is not None and value >= reach) or set(_chosen(spec)) == {value}
+    return (reach is not None and value >= reach) or set(_indexer_top_k(spec)) == {value}
 
 
-def same_choosing(value: Any, spec: ModelSpec) -> bool:
+def same_shared_indexers(value: Any, spec: ModelSpec) -> bool:
     """Whether those layers use keys chosen in others that a list of words, or a string, says do.
 
     Or, of how often a layer chooses, whether some do not.
@@ -223,7 +223,7 @@ def same_layers(value: Any, spec: ModelSpec) -> bool:
     if value and all(isinstance(each, list) and len(each) == 2 for each in value):
         value = [word for words, times in value for word in words * min(times, len(built))]
     if not _INDEXED.isdisjoint(each for each in value if isinstance(each, str)):
-        return [each in _INDEXED for each in value] == [bool(k) for k in _chosen(spec)]
+        return [each in _INDEXED for each in value] == [bool(k) for k in _indexer_top_k(spec)]
     said = [_WINDOWED.get(each, each) if isinstance(each, str) else each for each in value]
     said = [None if isinstance(each, str) and each in _NO_ATTENTION else each for each in said]
     if not any(said) and None not in said:
@@ -263,7 +263,7 @@ def same_stretch(field: str) -> Rule:
 
     def rule(value: Any, spec: ModelSpec) -> bool:
         built = [getattr(rope.scaling, field) for rope in _ropes(spec) if rope.scaling]
-        return not built or any(near(value, each) for each in built)
+        return not built or any(is_close(value, each) for each in built)
 
     return rule
 
@@ -293,7 +293,7 @@ def same_share(value: Any, spec: ModelSpec) -> bool:
         (usual and value is not False)
         or not (attentions or _ropes(spec))
         or any(int(size * value) == dim for dim, size in shares)
-        or any(near(value, each.partial_rotary_factor) for each in scalings)
+        or any(is_close(value, each.partial_rotary_factor) for each in scalings)
     )
 
 
@@ -302,7 +302,9 @@ def usual_query_scale(value: Any, spec: ModelSpec) -> bool:
     if value == spec.dims.get("head_dim"):
         return True
     is_size = isinstance(value, int | float) and 0 < value < 1e30
-    return is_size and any(near(value**-0.5, scale) for scale in values_of(spec, "scale") if scale)
+    return is_size and any(
+        is_close(value**-0.5, scale) for scale in values_of(spec, "scale") if scale
+    )
 
 
 def same_scale(value: Any, spec: ModelSpec) -> bool:
@@ -312,10 +314,10 @@ def same_scale(value: Any, spec: ModelSpec) -> bool:
     kinds = (AttentionSpec, LatentAttentionSpec)
     if not any(isinstance(block, kinds) for block in _blocks(spec)):
         return True
-    return any(near(float(value), usual if each is None else each) for each in scales)
+    return any(is_close(float(value), usual if each is None else each) for each in scales)
 
 
-def both_ways(value: Any, spec: ModelSpec) -> bool:
+def has_both_distances(value: Any, spec: ModelSpec) -> bool:
     """DeBERTa's kinds of distances: a list, or words between bars; both are built."""
     words = value.split("|") if isinstance(value, str) else value
     return isinstance(words, list) and sorted(map(str, words)) == ["c2p", "p2c"]
@@ -330,13 +332,13 @@ def is_parallel(spec: ModelSpec) -> bool:
     """Whether a line of a layer's formula calls an attention and a feed-forward."""
     return any(
         {"attention", "feed"}
-        <= {_sort(dict(layer.modules).get(name)) for name in _NAME.findall(line)}
+        <= {_branch_kind(dict(layer.modules).get(name)) for name in _NAME.findall(line)}
         for layer in layers_of(spec)
         for line in layer.wiring.text.splitlines()
     )
 
 
-def _sort(block: Block | None) -> str:
+def _branch_kind(block: Block | None) -> str:
     feed = isinstance(block, MLPSpec | GatedMLPSpec | MoESpec)
     return "feed" if feed else "attention" if isinstance(block, AttentionSpec) else ""
 
@@ -369,7 +371,7 @@ def has_positions(kind: type) -> Callable[[ModelSpec], bool]:
 
 
 # Scores are divided by the root of a head's size.
-scaled_scores = exactly_if(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
+scaled_scores = equals(lambda spec: values_of(spec, "scale", of=AttentionSpec) != {1.0})
 
 
 # Tokens see those before them only; those after them too.
@@ -378,8 +380,8 @@ def _is_causal(spec: ModelSpec) -> bool:
     return spec.decoder is not None or values_of(spec, "causal", of=AttentionSpec) == {True}
 
 
-causal = if_on(_is_causal)
-not_causal = if_on(lambda spec: not _is_causal(spec))
+causal = if_true(_is_causal)
+not_causal = if_true(lambda spec: not _is_causal(spec))
 
 
 def same_scoring(value: Any, spec: ModelSpec) -> bool:
@@ -412,14 +414,14 @@ def _dense(spec: ModelSpec) -> list[bool]:
     return [] if all(dense) else dense
 
 
-def first_dense(value: Any, spec: ModelSpec) -> bool:
+def same_dense_prefix(value: Any, spec: ModelSpec) -> bool:
     """Whether that many layers at the beginning have no experts, and no more."""
     dense = _dense(spec)
     first = dense.index(False) if dense else 0
     return not dense or min(value, len(dense)) == first
 
 
-def every_dense(value: Any, spec: ModelSpec) -> bool:
+def same_moe_period(value: Any, spec: ModelSpec) -> bool:
     """Whether experts are in every so-and-so-many-th layer, or in those that a list says.
 
     The list has 0 or "dense" for layers without.
@@ -431,7 +433,7 @@ def every_dense(value: Any, spec: ModelSpec) -> bool:
     return value in (0, 1) or len({i % value for i in sparse}) <= 1
 
 
-def these_dense(value: Any, spec: ModelSpec) -> bool:
+def same_dense_layers(value: Any, spec: ModelSpec) -> bool:
     """Whether the layers of those numbers have no experts."""
     dense = _dense(spec)
     return not dense or not value or all(i < len(dense) and dense[i] for i in value)

@@ -1,8 +1,8 @@
-"""generation_config.json and GGUF's keys: a checkpoint's defaults of sampling parameters."""
+"""generation_config.json and GGUF metadata: default sampling parameters and special tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from jinfer.tokenizer import Tokenizer
 from jinfer.tokenizer.tokenizer_config import MAX_TOKENS
 
 FILE = "generation_config.json"
-KEY = "defaults"  # of `[generation]`: which defaults count beside its own
+KEY = "defaults"  # of `[generation]`: whether the defaults of the checkpoint apply
 _CHOICES = ("checkpoint", "none")
 
-# The file's words -> those of `SamplingParams`, as far as it has them.
-_DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+# Keys of generation_config.json -> fields of `SamplingParams`. The first only with do_sample.
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
 _ALWAYS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -28,7 +28,7 @@ _ALWAYS = {
     "bad_words_ids": "bad_words_ids",
     "suppress_tokens": "banned_token_ids",
 }
-# What llama.cpp reads where its user says nothing.
+# Keys of GGUF metadata, which llama.cpp reads as defaults.
 _GGUF = {
     f"general.sampling.{key}": name
     for key, name in {
@@ -46,77 +46,78 @@ _GGUF = {
         "mirostat_eta": "mirostat_eta",
     }.items()
 }
-_LAST_N = 64  # tokens that llama.cpp's penalty looks at
+_LAST_N = 64  # tokens that the penalty of llama.cpp considers
 
 
-def generation_config(checkpoint: Checkpoint) -> tuple[Path, dict[str, Any]]:
-    """Where generation_config.json would be, and what it says; nothing where there is none.
+def generation_config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], Path]:
+    """Read generation_config.json, or the corresponding keys of GGUF metadata.
 
-    Files that carry their own metadata have none: of a GGUF file its own keys, of llama2.c's none.
+    Returns:
+        Its keys, none if there is no such file, and the file's path.
 
     Raises:
         SourceError: it cannot be read.
     """
     if checkpoint.format == "gguf":
         metadata = checkpoint.metadata
-        return checkpoint.path, {key: metadata[key] for key in _GGUF if key in metadata}
+        return {key: metadata[key] for key in _GGUF if key in metadata}, checkpoint.path
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     path = folder / FILE
-    own = checkpoint.format == "llama2c" or not path.is_file()
-    return path, {} if own else read_json(path)
+    missing = checkpoint.format == "llama2c" or not path.is_file()
+    return {} if missing else read_json(path), path
 
 
 def generation_defaults(
-    own: Mapping[str, Any], said: Mapping[str, Any], path: Path, spec: str
+    own: Mapping[str, Any], config: Mapping[str, Any], path: Path, spec: str
 ) -> dict[str, Any]:
-    """Values of `SamplingParams` that hold where a request says nothing.
+    """Return the values of `SamplingParams` that apply where a request has none.
 
     Args:
-        own: `[generation]`, which wins; with `defaults = "none"` it is all there is.
-        said: what generation_config.json says, or a GGUF file.
+        own: `[generation]`, which takes precedence; with `defaults = "none"` it is used alone.
+        config: generation_config.json, or metadata of a GGUF file.
         path: that file, for errors.
         spec: the specification's file, for errors.
 
     Raises:
-        SourceError: a value of the file that cannot be.
-        SpecError: `[generation]` asks for defaults that are not known.
+        SourceError: the file has an invalid value.
+        SpecError: `[generation]` has an invalid value of `defaults`.
     """
-    given = {name: value for name, value in own.items() if name != KEY}
+    values = {name: value for name, value in own.items() if name != KEY}
     choice = own.get(KEY, _CHOICES[0])
     if choice not in _CHOICES:
         allowed = ", ".join(_CHOICES)
         raise SpecError(spec, f"generation.{KEY}", f"{choice!r} is not known; allowed: {allowed}")
-    return given if choice == "none" else {**_file_defaults(said, path), **given}
+    return values if choice == "none" else {**_file_defaults(config, path), **values}
 
 
-def _file_defaults(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the file says, in our words: filters count only where it says to draw."""
-    draws = said.get("do_sample") is True
+def _file_defaults(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Translate the file's keys; filters such as top_k apply only with `do_sample`."""
+    samples = config.get("do_sample") is True
     known = {field.name for field in fields(SamplingParams)}
     found: dict[str, Any] = {}
-    for key, name in {**(_DRAWING if draws else {}), **_ALWAYS, **_GGUF}.items():
-        value = said.get(key)
+    for key, name in {**(_SAMPLING if samples else {}), **_ALWAYS, **_GGUF}.items():
+        value = config.get(key)
         if value is None or name not in known:
             continue
-        if name == "top_k" and value == -1:  # all
+        if name == "top_k" and value == -1:  # no limit
             continue
         if key in _GGUF:
-            value = _of_llama_cpp(name, value)
+            value = _from_llama_cpp(name, value)
         try:
             SamplingParams(**{name: value})
         except (TypeError, ValueError) as error:
-            off = f'mend it, or set generation.{KEY} = "none"'
-            raise SourceError(f"{path}: {key}: {error}; {off}") from error
+            advice = f'mend it, or set generation.{KEY} = "none"'
+            raise SourceError(f"{path}: {key}: {error}; {advice}") from error
         found[name] = value
-    if found.get("repetition_penalty", 1) != 1 and said.keys() & _GGUF.keys():
+    if found.get("repetition_penalty", 1) != 1 and config.keys() & _GGUF.keys():
         found.setdefault("penalty_last_n", _LAST_N)
-    if draws:
+    if samples:
         found.setdefault("temperature", 1.0)
     return found
 
 
-def _of_llama_cpp(name: str, value: Any) -> Any:
-    """A value as llama.cpp means it; one of another type as it is."""
+def _from_llama_cpp(name: str, value: Any) -> Any:
+    """Convert a value with llama.cpp's meaning; a value of an unexpected type is unchanged."""
     if name == "samplers" and isinstance(value, str):
         return tuple(value.split(";"))
     if name in ("temperature", "top_k") and type(value) in (int, float):
@@ -125,13 +126,12 @@ def _of_llama_cpp(name: str, value: Any) -> Any:
 
 
 def check_defaults(values: Mapping[str, Any], path: str) -> None:
-    """Raises `SpecError` unless these are sampling parameters."""
+    """Raise `SpecError` unless these are valid sampling parameters."""
     allowed = [field.name for field in fields(SamplingParams)]
     for name in values:
         if name not in allowed and name not in ALIASES:
-            raise SpecError(
-                path, f"generation.{name}", f"unknown key; {nearest_hint(name, allowed)}"
-            )
+            hint = nearest_hint(name, allowed)
+            raise SpecError(path, f"generation.{name}", f"unknown key; {hint}")
     try:
         SamplingParams.from_names(values)
     except (TypeError, ValueError) as error:
@@ -139,40 +139,35 @@ def check_defaults(values: Mapping[str, Any], path: str) -> None:
 
 
 def end_ids(
-    checkpoint: Checkpoint,
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    vocab: int | None,
-    tokenizer: Tokenizer | None,
+    configs: Sequence[Mapping[str, Any]], vocab: int | None, tokenizer: Tokenizer | None, path: Path
 ) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the tokenizer and of the checkpoint.
 
     Args:
-        config: config.json, or the metadata of a GGUF file.
-        generation: generation_config.json, which takes precedence over `config`.
-        vocab: size of the vocabulary; None if there is none.
+        configs: generation_config.json, then config.json or GGUF metadata; the first with such a
+            key applies.
+        vocab: size of the vocabulary; None: unknown.
+        path: the checkpoint, for errors.
 
     Raises:
-        SourceError: a token that the vocabulary does not have.
+        SourceError: a token that is not in the vocabulary.
     """
     key, size = "eos_token_id", MAX_TOKENS if vocab is None else vocab
-    listed = _ids(generation.get(key)) or _ids(config.get(key))
+    listed = next((ids for config in configs if (ids := _ids(config.get(key)))), ())
     ends = dict.fromkeys((*(tokenizer.eos_ids if tokenizer else ()), *listed))
-    return tuple(id for id in ends if 0 <= id < size) or _checked_ids(checkpoint, config, size, key)
+    return tuple(id for id in ends if 0 <= id < size) or _checked_ids(configs[-1], size, key, path)
 
 
 def decoder_prefix(
-    checkpoint: Checkpoint,
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    vocab: int | None,
+    configs: Sequence[Mapping[str, Any]], vocab: int | None, path: Path
 ) -> tuple[int, ...]:
-    """Return the tokens that start the decoder of an encoder-decoder; see `end_ids`."""
+    """Return the tokens that the decoder of an encoder-decoder starts with; see `end_ids`."""
+    generation, config = configs
     size = MAX_TOKENS if vocab is None else vocab
     return tuple(
         id
         for key in ("decoder_start_token_id", "forced_bos_token_id")
-        for id in _ids(generation.get(key)) or _checked_ids(checkpoint, config, size, key)
+        for id in _ids(generation.get(key)) or _checked_ids(config, size, key, path)
     )
 
 
@@ -182,16 +177,14 @@ def _ids(value: Any) -> tuple[int, ...]:
     return tuple(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
 
 
-def _checked_ids(
-    checkpoint: Checkpoint, config: Mapping[str, Any], vocab: int, key: str
-) -> tuple[int, ...]:
+def _checked_ids(config: Mapping[str, Any], vocab: int, key: str, path: Path) -> tuple[int, ...]:
     """Return the token ids at a key of config.json or of GGUF metadata. Raises `SourceError`."""
     architecture = config.get("general.architecture")
-    names = (key, f"tokenizer.ggml.{key}", f"{architecture}.{key}")  # GGUF has T5's under the last
+    names = (key, f"tokenizer.ggml.{key}", f"{architecture}.{key}")  # the last: T5 in GGUF
     ids = next((config[name] for name in names if name in config), None)
     listed = [id for id in (ids if isinstance(ids, list) else [ids]) if id is not None]
     for id in listed:
         if type(id) is not int or not 0 <= id < vocab:
             reason = f"{key} has {show_value(id)}, which is no id of a vocabulary of {vocab}"
-            raise SourceError(f"{checkpoint.path}: {reason}")
+            raise SourceError(f"{path}: {reason}")
     return tuple(listed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from jinfer.loader.config import config_key_rules as rules
-from jinfer.loader.config.config_json import CONFIG_KEYS
+from jinfer.loader.config.config_json import QUANTIZATION_KEYS
 from jinfer.loader.config.config_key_rules import Rule
 from jinfer.modelspec.blocks import (
     AlibiSpec,
@@ -20,44 +20,44 @@ from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, show_value
 
 WINDOW = ("attention reaches only so far back", rules.same_window)
-EPS = ("the small number that norms add", rules.is_built("eps"))
+EPS = ("the small number that norms add", rules.has_value("eps"))
 THETA = (
     "how fast rotary positions turn",
-    rules.of_some_rope(lambda value, rope: rules.near(value, rope.theta)),
+    rules.any_rope(lambda value, rope: rules.is_close(value, rope.theta)),
 )
 SCALING = ("rotary positions are stretched", rules.same_scaling)
 SHARE = ("only a part of each head is rotated", rules.same_share)
 DIM = (
     "only a part of each head is rotated",
-    rules.of_some_rope(lambda value, rope: value == rope.dim),
+    rules.any_rope(lambda value, rope: value == rope.dim),
 )
 PAIRS = (
     "which dimensions are rotated together",
-    rules.of_some_rope(lambda value, rope: bool(value) == (rope.pairs == "adjacent")),
+    rules.any_rope(lambda value, rope: bool(value) == (rope.pairs == "adjacent")),
 )
 ACTIVATION = ("the activation function", rules.same_activation)
-SOFTCAP = ("it bounds scores or logits", rules.bounds)
+SOFTCAP = ("it bounds scores or logits", rules.is_softcap)
 FACTOR = ("numbers are multiplied by it", rules.is_factor)
 SCALE = ("scores are multiplied by it", rules.same_scale)
-QK_NORM = ("queries and keys are normed", rules.has("qk_norm"))
-TEMPERATURE = ("queries are scaled by their positions", rules.has("temperature"))
-ALIBI = ("attention has linear biases", rules.exactly_if(rules.has_positions(AlibiSpec)))
-CLIP = ("queries, keys and values are clipped", rules.off_or_built("clip"))
+QK_NORM = ("queries and keys are normed", rules.has_attention("qk_norm"))
+TEMPERATURE = ("queries are scaled by their positions", rules.has_attention("temperature"))
+ALIBI = ("attention has linear biases", rules.equals(rules.has_positions(AlibiSpec)))
+CLIP = ("queries, keys and values are clipped", rules.unset_or_value("clip"))
 POSITIONS = ("another kind of positions", rules.same_positions)
-XPOS = ("positions are scaled", rules.usual(1))
+XPOS = ("positions are scaled", rules.no_effect(1))
 LAYERS = ("layers differ from each other", rules.same_layers)
-SIDE = ("attention and feed-forward stand side by side", rules.if_on(rules.is_parallel))
+SIDE = ("attention and feed-forward stand side by side", rules.if_true(rules.is_parallel))
 CAUSAL = ("tokens see only those before them", rules.causal)
 BEFORE = ("norms stand before or after the branches", rules.norm_before)
 _DENSE = "some layers have no experts"
 _CHOICE = "how experts are chosen and weighed"
-RENORM = (_CHOICE, rules.is_built("renormalize", of=MoESpec))
-GROUPS = (_CHOICE, rules.is_built("groups", of=MoESpec))
-CHOSEN = (_CHOICE, rules.is_built("top_k_groups", of=MoESpec))
-WEIGHT = (_CHOICE, rules.is_built("scale", of=MoESpec))
-SHARED = ("layers use what others computed", rules.usual())
-CHOSEN_KEYS = ("each query attends to keys that an indexer chooses", rules.same_chosen)
-CLAMP = ("the gated unit is clamped", rules.is_built("limit", "alpha"))
+RENORM = (_CHOICE, rules.has_value("renormalize", of=MoESpec))
+GROUPS = (_CHOICE, rules.has_value("groups", of=MoESpec))
+CHOSEN = (_CHOICE, rules.has_value("top_k_groups", of=MoESpec))
+WEIGHT = (_CHOICE, rules.has_value("scale", of=MoESpec))
+SHARED = ("layers use what others computed", rules.no_effect())
+CHOSEN_KEYS = ("each query attends to keys that an indexer chooses", rules.same_indexer_top_k)
+CLAMP = ("the gated unit is clamped", rules.has_value("limit", "alpha"))
 
 
 def _all(known: tuple[str, Rule], *keys: str) -> dict[str, tuple[str, Rule]]:
@@ -97,11 +97,14 @@ KNOWN: dict[str, tuple[str, Rule]] = {
         "logits are divided by hidden / it",
         lambda value, spec: bool(value == spec.dims.get("hidden")),
     ),
-    "scale_embedding": ("embeddings are scaled", rules.usual()),
+    "scale_embedding": ("embeddings are scaled", rules.no_effect()),
     **_all(SCALE, "attention_multiplier", "attention.scale", "attn_config.softmax_scale"),
     "query_pre_attn_scalar": ("scores are divided by its root", rules.usual_query_scale),
     "scale_attn_weights": ("scores are scaled", rules.scaled_scores),
-    "scale_attn_by_inverse_layer_idx": ("scores are divided by the layer's number", rules.usual()),
+    "scale_attn_by_inverse_layer_idx": (
+        "scores are divided by the layer's number",
+        rules.no_effect(),
+    ),
     **_all(QK_NORM, "use_qk_norm", "qk_layernorm", "use_qk_layernorm", "qk_norm"),
     **_all(QK_NORM, "attn_config.qk_ln"),
     **_all(ALIBI, "alibi", "use_alibi", "attention.max_alibi_bias", "attn_config.alibi"),
@@ -113,10 +116,13 @@ KNOWN: dict[str, tuple[str, Rule]] = {
         *("no_rope_layers", "attention.rope_pattern"),
     ),
     **_all(SIDE, "parallel_attn", "use_parallel_residual", "parallel_block"),
-    "apply_residual_connection_post_layernorm": ("residuals start after the norm", rules.usual()),
+    "apply_residual_connection_post_layernorm": (
+        "residuals start after the norm",
+        rules.no_effect(),
+    ),
     **_all(BEFORE, "normalize_before", "do_layer_norm_before", "prenorm"),
     "position_embedding_type": POSITIONS,
-    "attn_config.rope": ("positions are rotated", rules.if_on(rules.has_positions(RopeSpec))),
+    "attn_config.rope": ("positions are rotated", rules.if_true(rules.has_positions(RopeSpec))),
     **_all(XPOS, "rotary_emb_scale_base", "rotary_scaling_factor"),
     **_all(CAUSAL, "is_decoder", "causal"),
     **_all(
@@ -124,18 +130,18 @@ KNOWN: dict[str, tuple[str, Rule]] = {
         "attention.causal",
         "is_causal",
     ),
-    "rotary_value": ("values are rotated as well", rules.usual()),
+    "rotary_value": ("values are rotated as well", rules.no_effect()),
     "use_bidirectional_attention": (
         "tokens see those after them",
         lambda value, spec: value == "vision" or rules.not_causal(value, spec),  # of images alone
     ),
-    "attn_config.prefix_lm": ("tokens see those after them", rules.usual()),
+    "attn_config.prefix_lm": ("tokens see those after them", rules.no_effect()),
     "relative_attention": (
         "attention has vectors of distances",
-        rules.exactly_if(rules.has_positions(DisentangledSpec)),
+        rules.equals(rules.has_positions(DisentangledSpec)),
     ),
-    "pos_att_type": ("which vectors of distances there are", rules.both_ways),
-    "norm_rel_ebd": ("vectors of distances are normed", rules.usual("layer_norm")),
+    "pos_att_type": ("which vectors of distances there are", rules.has_both_distances),
+    "norm_rel_ebd": ("vectors of distances are normed", rules.no_effect("layer_norm")),
     **_all(RENORM, "norm_topk_prob", "expert_weights_norm"),
     **_all(WEIGHT, "routed_scaling_factor", "expert_weights_scale"),
     **_all(GROUPS, "n_group", "expert_group_count"),
@@ -143,39 +149,39 @@ KNOWN: dict[str, tuple[str, Rule]] = {
     "moe_router_use_sigmoid": (_CHOICE, rules.sigmoid_scoring),
     **_all((_CHOICE, rules.same_scoring), "scoring_func", "expert_gating_func"),
     "topk_method": (_CHOICE, rules.same_choice),
-    **_all((_DENSE, rules.first_dense), "first_k_dense_replace"),
-    **_all((_DENSE, rules.first_dense), "leading_dense_block_count"),
-    **_all((_DENSE, rules.every_dense), "moe_layer_freq", "decoder_sparse_step"),
-    **_all((_DENSE, rules.every_dense), "moe_every_n_layers", "mlp_layer_types"),
-    "mlp_only_layers": (_DENSE, rules.these_dense),
+    **_all((_DENSE, rules.same_dense_prefix), "first_k_dense_replace"),
+    **_all((_DENSE, rules.same_dense_prefix), "leading_dense_block_count"),
+    **_all((_DENSE, rules.same_moe_period), "moe_layer_freq", "decoder_sparse_step"),
+    **_all((_DENSE, rules.same_moe_period), "moe_every_n_layers", "mlp_layer_types"),
+    "mlp_only_layers": (_DENSE, rules.same_dense_layers),
     **_all(CLAMP, "swiglu_limit", "swiglu_alpha"),
     **_all(("another kind of norm", rules.same_norm), "norm_type", "use_rms_norm"),
     "attention_chunk_size": (
         "attention sees only its own piece of the text",
-        rules.off_or_built("chunk"),
+        rules.unset_or_value("chunk"),
     ),
     **_all(TEMPERATURE, "attn_temperature_tuning", "attention.temperature_scale"),
     "ssm.dt_b_c_rms": (
         "inputs of the state space are normed",
-        rules.if_on(lambda spec: False in rules.values_of(spec, "weight", of=RMSNormSpec)),
+        rules.if_true(lambda spec: False in rules.values_of(spec, "weight", of=RMSNormSpec)),
     ),
-    "use_long_context": ("positions are stretched", rules.usual()),
-    "layer_rope_theta": ("each layer has a theta", rules.usual()),
+    "use_long_context": ("positions are stretched", rules.no_effect()),
+    "layer_rope_theta": ("each layer has a theta", rules.no_effect()),
     "attention_value_scale": FACTOR,
     "time_step_limit": ("time steps of a state space are bounded", rules.unbounded_steps),
     "moe_norm_min": (_CHOICE, lambda value, spec: value <= 1e-9),
-    "moe_latent_size": ("experts have a width of their own", rules.usual()),
-    "slow_but_exact": ("outputs have no bias", rules.usual()),
-    "use_attention_gate": ("attention has gates", rules.exactly_if(rules.is_gated)),
+    "moe_latent_size": ("experts have a width of their own", rules.no_effect()),
+    "slow_but_exact": ("outputs have no bias", rules.no_effect()),
+    "use_attention_gate": ("attention has gates", rules.equals(rules.is_gated)),
     **_all(SHARED, "num_kv_shared_layers", "hidden_size_per_layer_input"),
     **_all(CHOSEN_KEYS, "index_topk", "attention.indexer.top_k"),
     "indexer_rope_interleave": PAIRS,
     **_all(
-        ("layers use the keys chosen in others", rules.same_choosing),
+        ("layers use the keys chosen in others", rules.same_shared_indexers),
         *("indexer_types", "index_topk_pattern", "index_topk_freq"),
     ),
-    **_all(("layers use the weights of others", rules.usual(1)), "num_hidden_groups"),
-    "inner_group_num": ("a layer has several attentions", rules.usual(1)),
+    **_all(("layers use the weights of others", rules.no_effect(1)), "num_hidden_groups"),
+    "inner_group_num": ("a layer has several attentions", rules.no_effect(1)),
     "share_encoder_decoder_embeddings": (
         "the stacks have embeddings of their own",
         lambda value, spec: bool(value),
@@ -187,7 +193,7 @@ _log = logging.getLogger("jinfer")
 
 # Read by others than specifications.
 _ELSEWHERE = frozenset(
-    {"architectures", "text_config", "eos_token_id", *CONFIG_KEYS}
+    {"architectures", "text_config", "eos_token_id", *QUANTIZATION_KEYS}
     | {"decoder_start_token_id", "forced_bos_token_id", "general", "tokenizer", "split"}
 )
 
@@ -264,7 +270,7 @@ def _known(key: str, config: Mapping[str, Any]) -> tuple[str, Rule] | None:
     return known
 
 
-def check_followed(keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec) -> None:
+def check_unused(keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec) -> None:
     """Refuses a checkpoint with keys that change the computation and that nothing follows.
 
     Raises:

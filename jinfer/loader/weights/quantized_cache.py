@@ -31,6 +31,7 @@ from jinfer.loader.checkpoint.native_checkpoint import (
     PackedFormat,
     native_metadata,
 )
+from jinfer.loader.checkpoint.safetensors import Writer
 from jinfer.loader.weights.native_parameters import packing, part_names, weight_settings
 from jinfer.loader.weights.plan_weights import (
     TOKENS,
@@ -41,7 +42,6 @@ from jinfer.loader.weights.plan_weights import (
     without_gptq,
 )
 from jinfer.loader.weights.read_weights import read
-from jinfer.loader.weights.safetensors_writer import Writer
 from jinfer.loader.weights.tensor_mapping import parameter_shapes
 from jinfer.progress import line
 from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor

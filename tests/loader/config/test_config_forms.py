@@ -18,10 +18,9 @@ from jinfer.loader.open_model import open_model
 from jinfer.modelspec.config_lookup import lookup_in
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import families, format_table, read_toml
+from tests.loader.resolving import resolved
 from tests.modelspec.cases import MADE_UP
 from tests.modelspec.helpers import facts, resolved_family
-
-from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 PROBES = sorted(path.name for path in GOLDENS.glob("probe_*"))

@@ -15,8 +15,7 @@ from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.config.pooling_config import POOLINGS, PoolingSpec, find_pooling, pool
 from jinfer.loader.sources import SourceError
 from tests.families.gguf_files import write_gguf
-
-from .resolving import resolved
+from tests.loader.resolving import resolved
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 GOLDEN = GOLDENS / "minilm"

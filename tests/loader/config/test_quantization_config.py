@@ -41,9 +41,9 @@ def test_method(
         (tmp_path / name).write_text(json.dumps(table))
     if method is CheckpointError:
         with pytest.raises(CheckpointError, match="is not a table"):
-            quant_settings(config, tmp_path)
+            quant_settings(config, tmp_path / "config.json")
         return
-    settings = quant_settings(config, tmp_path)
+    settings = quant_settings(config, tmp_path / "config.json")
     assert (settings and method_of(settings)) == method
 
 

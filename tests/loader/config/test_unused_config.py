@@ -14,10 +14,9 @@ from jinfer.modelspec.spec_errors import SpecError, show_value
 from tests.families.gguf_files import write_gguf
 from tests.families.test_scaled_families import LATENT, latent_shapes
 from tests.families.tiny import random_tensors, write
+from tests.loader.resolving import resolved
 from tools.inspect import main
 from tools.match_checkpoint import describe
-
-from .resolving import resolved
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 NAMES = sorted(

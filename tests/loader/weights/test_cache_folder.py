@@ -10,6 +10,7 @@ import pytest
 
 from jinfer.loader.checkpoint import open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import native_metadata
+from jinfer.loader.checkpoint.safetensors import Writer
 from jinfer.loader.weights import quantized_cache
 from jinfer.loader.weights.quantized_cache import (
     NotCached,
@@ -19,7 +20,6 @@ from jinfer.loader.weights.quantized_cache import (
     cache_root,
     find_entry,
 )
-from jinfer.loader.weights.safetensors_writer import Writer
 
 SOURCE = Path(__file__).parents[2] / "goldens" / "llama2"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.chat_prompt import Conversation
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_files import with_families
 from jinfer.template import TemplateError
+from jinfer.template.chat_prompt import Conversation
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -1,4 +1,4 @@
-"""Adapter files: where the LoRA adapters are that a specification names."""
+"""Adapter files: the LoRA adapters that a specification names, and the files that they lead to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from jinfer.nn.abstract_model import AbstractModel
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """A LoRA adapter that is loaded with a model, and where it is."""
+    """A LoRA adapter that is loaded with a model.
+
+    Attributes:
+        spec: its entry in the specification.
+        path: its folder or file.
+    """
 
     spec: AdapterSpec
     path: Path
@@ -28,37 +33,37 @@ class AdapterFile:
 def adapter_files(
     spec: ModelSpec, files: ModelFiles, overrides: Mapping[str, Any]
 ) -> tuple[AdapterFile, ...]:
-    """The adapters of a specification. Paths are relative to its file, the user's to the user.
+    """Find the adapters of a specification.
+
+    A path in a specification starts from its file; one that the user sets, from the current folder.
 
     Raises:
-        SourceError, SpecError: there is nothing there.
+        SourceError, SpecError: an adapter does not exist.
     """
-    found, asked = [], overrides.get("adapters", {})
-    for each in spec.adapters:
-        if each.name in asked:
-            beside = Path.cwd()
-        else:
-            beside = files.path if files.path.is_dir() else files.path.parent
-            if files.enclosed:
-                check_enclosed(files.path, f"adapters.{each.name}", each.source)
-        found.append(AdapterFile(each, locate(each.source, beside)))
+    found, own = [], files.path if files.path.is_dir() else files.path.parent
+    for adapter in spec.adapters:
+        base = Path.cwd() if adapter.name in overrides.get("adapters", {}) else own
+        if files.enclosed and base is own:
+            check_enclosed(files.path, f"adapters.{adapter.name}", adapter.source)
+        found.append(AdapterFile(adapter, locate(adapter.source, base)))
     return tuple(found)
 
 
 def with_own_heads(
     spec: ModelSpec, checkpoint: Checkpoint, adapters: Iterable[AdapterFile]
 ) -> tuple[ModelSpec, Checkpoint]:
-    """The model with a head that is not tied, if an adapter that is merged changes the head.
+    """Untie the model's head if an adapter that is merged changes the head.
 
     Raises:
         CheckpointError: an adapter is damaged.
     """
-    for each in adapters if not isinstance(checkpoint, NativeCheckpoint) else ():
-        if each.spec.merge:
+    for adapter in adapters if not isinstance(checkpoint, NativeCheckpoint) else ():
+        if adapter.spec.merge:
+            # Imported here, because most models have no adapters.
             from jinfer.loader.adapters.lora_adapter import open_adapter
             from jinfer.loader.adapters.merged_adapter import with_own_head
 
-            spec, checkpoint = with_own_head(spec, checkpoint, open_adapter(each.path))
+            spec, checkpoint = with_own_head(spec, checkpoint, open_adapter(adapter.path))
     return spec, checkpoint
 
 
@@ -68,16 +73,15 @@ def merged_checkpoint(
     model: AbstractModel,
     tensors: TensorMap,
 ) -> Checkpoint:
-    """The checkpoint with those of a specification's adapters in its tensors that it merges.
+    """Add the adapters with `merge = true` to the tensors of a checkpoint.
 
     Raises:
-        CheckpointError, LoadError: an adapter is damaged, or of another model.
+        CheckpointError, LoadError: an adapter is damaged, or belongs to another model.
     """
-    for each in adapters:
-        if each.spec.merge:
-            # Imported here, because most models have none.
+    for adapter in adapters:
+        if adapter.spec.merge:
             from jinfer.loader.adapters.lora_adapter import open_adapter
             from jinfer.loader.adapters.merged_adapter import merged
 
-            checkpoint = merged(checkpoint, open_adapter(each.path), model, tensors)
+            checkpoint = merged(checkpoint, open_adapter(adapter.path), model, tensors)
     return checkpoint

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.chat_prompt import Conversation
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.modelspec.resolve_spec import CheckpointFacts, resolve
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.modelspec.spec_files import with_families
 from jinfer.template import PromptTemplate, TemplateError
+from jinfer.template.chat_prompt import Conversation
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from jinfer.tokenizer.tokenizer_base import MARK
 
