@@ -141,6 +141,9 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         _log.warning("%s: reads text alone: images and sounds are left out", spec.path)
     adapters = adapter_files(spec, files, tables)
     spec, checkpoint = with_own_heads(spec, files.checkpoint, adapters)
+    generation = generation_config(checkpoint)
+    defaults = generation_defaults(spec.generation, *generation, spec.path)
+    check_defaults(defaults, spec.path)
     folder, vocab = tokenizer_path(files, tables), spec.dims.get("vocab")
     inside = checkpoint.format == "gguf" and folder == checkpoint.path
     metadata = checkpoint.metadata if inside else None
@@ -149,9 +152,6 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
     thinking = None
     if tokenizer is not None:
         thinking = thinking_marks(conversation.jinja or "", tokenizer, spec.prompt.reasoning)
-    generation = generation_config(checkpoint)
-    defaults = generation_defaults(spec.generation, *generation, spec.path)
-    check_defaults(defaults, spec.path)
     if thinking is None:  # the budget may be a default for several models
         defaults.pop("thinking_token_budget", None)
     configs = (generation[0], files.config)

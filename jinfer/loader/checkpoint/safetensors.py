@@ -32,8 +32,8 @@ from jinfer.loader.checkpoint.mapped_file import (
 )
 from jinfer.loader.checkpoint.native_checkpoint import ALIGNMENT, PADDING, marks
 
-# Not the package's reader (0.8): it fails on FP8, copies each tensor, and its errors name neither the
-# file nor the tensor.
+# Not the package's reader (0.8): it fails on FP8, copies each tensor, and its errors name neither
+# the file nor the tensor.
 _MAX_TENSORS = 1 << 17  # the largest known models have as many in all their shards together
 _PREFIX = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
