@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any
 
-import jax
 import numpy as np
 
 from jinfer.loader.checkpoint import Tensor
@@ -16,7 +15,7 @@ from jinfer.loader.weights.grouped_blocks import described
 from jinfer.loader.weights.plan_weights import WeightPlan
 from jinfer.loader.weights.qk_equalization import equalized
 from jinfer.loader.weights.quantized_cache import cached
-from jinfer.loader.weights.read_parameter import Wanted, count_nonfinite, nonfinite_tensor
+from jinfer.loader.weights.read_parameter import Wanted, nonfinite_tensor
 from jinfer.loader.weights.read_weights import Put, on_device, read
 from jinfer.loader.weights.tensor_mapping import Origin
 from jinfer.progress import line
@@ -44,17 +43,12 @@ def load(
         LoadError: a tensor does not fit.
         CheckpointError: the checkpoint is damaged.
     """
-    tell_losses(plan)
+    report_rounding(plan)
     plan = cached(plan, progress=progress)
     plan = equalized(plan, wanted, progress=progress)
-    found = set[str]()
-
-    def look(name: str, values: Any) -> None:
-        if any(map(count_nonfinite, jax.tree.leaves(values))):
-            found.add(name)
-
-    parameters = read(plan, put, wanted, look=look, progress=progress)
-    tell_nonfinite(plan, found)
+    nonfinite = set[str]()
+    parameters = read(plan, put, wanted, nonfinite=nonfinite, progress=progress)
+    report_nonfinite(plan, nonfinite)
     return parameters
 
 
@@ -64,7 +58,7 @@ def _largest(file: Tensor) -> float:
     return float(np.nanmax(np.abs(found), initial=0.0))
 
 
-def tell_losses(plan: WeightPlan) -> None:
+def report_rounding(plan: WeightPlan) -> None:
     """Says on standard error which weights of a quantized checkpoint are rounded, or decoded.
 
     Also which are cast from FP8 without scales: that may be meant, or scales may be lost.
@@ -100,7 +94,7 @@ def tell_losses(plan: WeightPlan) -> None:
         )
 
 
-def tell_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
+def report_nonfinite(plan: WeightPlan, found: Collection[str]) -> None:
     """Says on standard error which tensors have numbers that are not finite.
 
     It is no error: a row of a table may be of a token that never comes, and an attention sink or

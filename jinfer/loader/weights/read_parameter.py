@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -98,34 +99,46 @@ def read_parameter(
     watch: Watch | None = None,
     *,
     shapes: Shapes | None = None,
+    on_nonfinite: Callable[[], object] | None = None,
 ) -> Any:
-    """A parameter as it is stored, in NumPy's arrays.
+    """Read a parameter as it is stored, in NumPy's arrays.
 
     Args:
-        storage: None: it is not quantized.
+        storage: how it is quantized; None: it is not.
         inputs, watch: as for `quantized`.
-        shapes: of all parameters, where that of this one is not the model's.
+        shapes: of all parameters, if the shape of this parameter is not the model's.
+        on_nonfinite: called if a number is NaN or infinite, perhaps several times.
     """
     shapes = parameter_shapes(model) if shapes is None else shapes
     if storage is None:
         parameter = model.parameters[model.names.index(origin.parameter)]
         if isinstance(parameter, ScaledTensor):
-            return read_scaled(origin, shapes)
+            return reported(read_scaled(origin, shapes), on_nonfinite)
         dtype = parameter.dtype
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found later
-            values = np.ascontiguousarray(read_values(model, origin, shapes, dtype), dtype)
-        return copy_to_huge_pages(values) if values.nbytes >= LARGE else values
+        values = read_values(model, origin, shapes, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities are found by the check
+            if values.size * dtype.itemsize < LARGE:
+                return reported(np.ascontiguousarray(values, dtype), on_nonfinite)
+            check = partial(reported, report=on_nonfinite) if on_nonfinite else None
+            return copy_to_huge_pages(values, dtype, check)
     if storage.as_in_file:
-        return storage.read(origin, shapes)
-    return quantized(model, origin, shapes, storage, inputs, watch)
+        return reported(storage.read(origin, shapes), on_nonfinite)
+    return reported(quantized(model, origin, shapes, storage, inputs, watch), on_nonfinite)
+
+
+def reported(values: Any, report: Callable[[], object] | None) -> Any:
+    """Return an array or a quantized parameter; call `report` if a number of it is not finite."""
+    if report is not None and any(map(count_nonfinite, jax.tree.leaves(values))):
+        report()
+    return values
 
 
 def read_scaled(origin: Origin, shapes: Shapes) -> ScaledTensor:
-    """A matrix in FP8 as the checkpoint has it, in NumPy's arrays. Raises `CheckpointError`."""
+    """Read a matrix in FP8 with its scales, in NumPy arrays. Raises `CheckpointError`."""
     rows = origin.rows(shapes)
     parts = [(file.scaled.numbers(), file.scaled.scales()) for file in origin.files if file.scaled]
-    each = [part if rows is None else part[..., rows, :] for pair in parts for part in pair]
-    numbers, scales = each[::2], each[1::2]
+    arrays = [part if rows is None else part[..., rows, :] for pair in parts for part in pair]
+    numbers, scales = arrays[::2], arrays[1::2]
     whole = (np.stack(part) if origin.stacked else part[0] for part in (numbers, scales))
     return jax.tree.map(copy_to_huge_pages, scaled_tensor(*whole))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,7 +14,14 @@ import numpy as np
 
 from jinfer.loader.weights.native_parameters import NativeOrigin, Source, batches
 from jinfer.loader.weights.plan_weights import WeightPlan
-from jinfer.loader.weights.read_parameter import LARGE, RowSlice, Wanted, read_parameter, row_slice
+from jinfer.loader.weights.read_parameter import (
+    LARGE,
+    RowSlice,
+    Wanted,
+    read_parameter,
+    reported,
+    row_slice,
+)
 from jinfer.loader.weights.storage_plan import PER_BYTE, per_weight
 from jinfer.loader.weights.tensor_mapping import Origin, parameter_shapes
 from jinfer.progress import task
@@ -33,7 +41,7 @@ def read(
     put: Put = on_device,
     wanted: Wanted | None = None,
     *,
-    look: Callable[[str, Any], None] | None = None,
+    nonfinite: set[str] | None = None,
     progress: bool = False,
 ) -> tuple[Any, ...]:
     """Reads the parameters of a plan, in the order of its model's names; see `load`.
@@ -44,8 +52,8 @@ def read(
         put: is given each parameter once, by any thread.
         wanted: the parameters that are read, and the rows of them that are enough, which `put` is
             then given as `RowSlice`; None: all.
-        look: is shown each parameter in NumPy's arrays, by any thread; of native checkpoints only
-            what is no matrix, because matrices are mapped and not read yet.
+        nonfinite: receives the names of parameters with NaN or infinite numbers. Matrices of native
+            checkpoints are not checked, because they are mapped and not read yet.
         progress: show a bar even where standard error is no terminal.
 
     Returns:
@@ -58,45 +66,46 @@ def read(
     model, shapes = plan.plain, parameter_shapes(plan.plain)
     listed = [name for name in model.names if wanted is None or name in wanted]
     firsts = dict.fromkeys(plan.same[name] for name in listed)
-    names = dict[str, list[str]]()  # all those of each array
+    aliases = dict[str, list[str]]()  # all names of each array
     for name in model.names:
-        names.setdefault(plan.same[name], []).append(name)
+        aliases.setdefault(plan.same[name], []).append(name)
     rates = {name: per_weight(plan.storages.get(name)) for name in firsts}
     quantizes = any(rates.values())
 
-    def reading(name: str) -> float:
+    def read_time(name: str) -> float:
         return plan.origins[name].nbytes * (PER_BYTE if quantizes else 1)
 
-    total = sum(reading(name) + rates[name] * prod(shapes[name]) for name in firsts)
-    # A CPU takes arrays over where they are, which is quicker for all at once.
+    total = sum(read_time(name) + rates[name] * prod(shapes[name]) for name in firsts)
+    # A CPU takes over arrays without a copy, which is faster for all arrays at once.
     together = put is on_device and jax.default_backend() == "cpu"
 
-    def one(name: str, origin: Source) -> Any:
+    def load(name: str, origin: Source) -> Any:
         def watch(_: Any, piece: np.ndarray, __: InputStats | None) -> None:
             bar.update(rates[name] * piece.size)
 
-        alone = rows = None
+        report = None if nonfinite is None else partial(nonfinite.add, name)
         if isinstance(origin, NativeOrigin):
             values = origin.read()
-            seen = getattr(values, "nbytes", 0) < LARGE
+            if getattr(values, "nbytes", 0) < LARGE:
+                reported(values, report)
         else:
-            storage, rows = plan.storages.get(name), _rows(names[name], wanted)
-            alone = row_slice(origin, shapes, storage, rows)
-            own, sizes = alone or (origin, shapes)
-            values, seen = read_parameter(model, own, storage, watch=watch, shapes=sizes), True
-        if look is not None and seen:
-            look(name, values)
-        if alone is not None and rows is not None:
-            values = RowSlice(values, rows.start)
+            storage, rows = plan.storages.get(name), _rows(aliases[name], wanted)
+            sliced = row_slice(origin, shapes, storage, rows)
+            own, sizes = sliced or (origin, shapes)
+            values = read_parameter(
+                model, own, storage, watch=watch, shapes=sizes, on_nonfinite=report
+            )
+            if sliced is not None and rows is not None:
+                values = RowSlice(values, rows.start)
         if name in plan.scales:
             values = plan.scales[name].of(values)
-        result = values if together else put(names[name], values)
+        result = values if together else put(aliases[name], values)
         if isinstance(origin, Origin):
             origin.release()
-        bar.update(reading(name))
+        bar.update(read_time(name))
         return result
 
-    # Tables first: what they need for a moment is most, and then there is most room.
+    # Tables first: they need the most memory for a moment, and most memory is free then.
     roles = dict(zip(model.names, model.roles, strict=True))
     order = sorted(firsts, key=lambda name: roles[name] not in ("table", "head"))
     loading = task("loading", total, unit="B", shown=progress and total > 0)
@@ -105,7 +114,7 @@ def read(
     results = dict[str, Any]()
     with loading as bar, ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for batch in batches(plan.checkpoint, {name: plan.origins[name] for name in order}):
-            results |= zip(batch, pool.map(one, batch, batch.values()), strict=True)
+            results |= zip(batch, pool.map(load, batch, batch.values()), strict=True)
     if together:
         results = on_device(order, results)
     return tuple(results[plan.same[name]] for name in listed)
