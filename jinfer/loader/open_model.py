@@ -26,10 +26,9 @@ from jinfer.loader.config.config_json import (
 )
 from jinfer.loader.config.generation_config import (
     check_defaults,
-    decoder_prefix,
-    end_ids,
     generation_config,
     generation_defaults,
+    special_ids,
 )
 from jinfer.loader.config.pooling_config import PoolingSpec, find_pooling
 from jinfer.loader.config.unused_config import check_unused
@@ -141,8 +140,8 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         _log.warning("%s: reads text alone: images and sounds are left out", spec.path)
     adapters = adapter_files(spec, files, tables)
     spec, checkpoint = with_own_heads(spec, files.checkpoint, adapters)
-    generation = generation_config(checkpoint)
-    defaults = generation_defaults(spec.generation, *generation, spec.path)
+    generation, path = generation_config(checkpoint)
+    defaults = generation_defaults(spec.generation, generation, path, spec.path)
     check_defaults(defaults, spec.path)
     folder, vocab = tokenizer_path(files, tables), spec.dims.get("vocab")
     inside = checkpoint.format == "gguf" and folder == checkpoint.path
@@ -154,7 +153,7 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         thinking = thinking_marks(conversation.jinja or "", tokenizer, spec.prompt.reasoning)
     if thinking is None:  # the budget may be a default for several models
         defaults.pop("thinking_token_budget", None)
-    configs = (generation[0], files.config)
+    ends, starts = special_ids(generation, files.config, vocab, tokenizer, checkpoint.path)
     return Opened(
         spec=spec,
         checkpoint=checkpoint,
@@ -167,8 +166,8 @@ def open_model(source: str | Path, overrides: Mapping[str, Any], *, alone: bool 
         dtype=compute_dtype(spec.dtype),
         activations=activation_type(spec),
         kv_cache=kv_cache_type(spec),
-        end_ids=end_ids(configs, vocab, tokenizer, checkpoint.path),
-        decoder_prefix=decoder_prefix(configs, vocab, checkpoint.path),
+        end_ids=ends,
+        decoder_prefix=starts,
         adapters=adapters,
         thinking=thinking,
     )

@@ -1,4 +1,8 @@
-"""Resolving a model: from a specification or family, and a checkpoint's config, to a ModelSpec."""
+"""Resolving a model: a specification or a family, and a checkpoint, become a ModelSpec.
+
+A specification describes all checkpoints of a family. The tensors of a checkpoint decide whether its
+head is tied, and whether its positions are learned or sinusoids.
+"""
 
 from __future__ import annotations
 
@@ -30,46 +34,50 @@ from jinfer.modelspec.tensor_names import TensorMap
 def resolve_model(
     files: ModelFiles, overrides: Mapping[str, Any]
 ) -> tuple[ModelSpec, dict[str, Any]]:
-    """How a model is built, and the keys of its config.json that nothing looked up, with values.
+    """Return how a model is built, and the keys of its config.json that nothing read, with values.
 
-    What a specification or the user replaces in a family was looked up by their choice.
+    A key that the family reads counts as read even if the specification or the user replaces what
+    the family makes of it.
 
     Args:
-        overrides: tables laid over the specification.
+        overrides: tables that take precedence over the specification.
 
     Raises:
         SpecError, CheckpointError: one line with the file and what to do.
     """
-    looked_up = set[str]()
-    facts, families = _facts(files, looked_up), _families(files)
+    looked_up, path = set[str](), str(files.path)
+    facts = _facts(files, looked_up)
+    families = _families(files, facts)
     tables, base = [*families, overrides], format_table(files.checkpoint.format)
     if files.multimodal is not None:
         base = {**base, "tensors": files.multimodal.tensors}
     if _classifies(files, facts, families):
         tables.insert(1, format_table("classifier"))
-    spec = resolve(tables, str(files.path), facts, base)
-    if absent := missing_heads(spec, files.checkpoint):
+    spec = resolve(tables, path, facts, base)
+    stored = _Stored(files.checkpoint, spec.tensors, by_name(files.checkpoint, spec.tensors))
+    if absent := _missing_heads(spec, stored):
         tables.append({"modules": {name: {"when": False} for name in absent}})
-        spec = resolve(tables, str(files.path), facts, base)
-    spec = infer_from_tensors(spec, files.checkpoint)
+        spec = resolve(tables, path, facts, base)
+    spec = _infer_from_tensors(spec, stored)
     unused = unread(files.config, looked_up)
     if consequences(unused, files.config, spec):
         for replaced in filter(None, (families[:-1], families)):
-            with suppress(SpecError):  # it may need what is laid over it
-                resolve(replaced, str(files.path), facts, base)
+            with suppress(SpecError):  # it may be incomplete without the tables laid over it
+                resolve(replaced, path, facts, base)
         unused = unread(files.config, looked_up)
     return spec, unused
 
 
 def family_of(files: ModelFiles) -> str:
-    """The family that matches a checkpoint. Raises `SpecError` if none does, or several."""
+    """Return the family that matches a checkpoint. Raises `SpecError` if none or several match."""
     return str(find_family(_facts(files, set()), files.architectures, files.path))
 
 
-def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
-    """The specification's tables from the most general, or those of the family that matches."""
-    if not files.describes_model:  # a family that is found is one of jinfer's own
-        return [*with_families({**files.own, "family": family_of(files)}, files.path)]
+def _families(files: ModelFiles, facts: CheckpointFacts) -> list[Mapping[str, Any]]:
+    """Return the specification's tables, the most general first, or the matching family's."""
+    if not files.describes_model:  # the family that matches comes with jinfer
+        family = str(find_family(facts, files.architectures, files.path))
+        return [*with_families({**files.own, "family": family}, files.path)]
     tables = with_families(dict(files.own), files.path)
     for table in tables if files.enclosed else ():
         check_enclosed(files.path, "family", table.get("family"))
@@ -79,7 +87,7 @@ def _families(files: ModelFiles) -> list[Mapping[str, Any]]:
 def _classifies(
     files: ModelFiles, facts: CheckpointFacts, families: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Whether it is a decoder with a head for classes, of which its family says nothing."""
+    """Whether it is a decoder with a classification head that its family does not describe."""
     if any("encoder" in table or "classes" in table.get("decoder", {}) for table in families):
         return False
     if files.checkpoint.format == "gguf":
@@ -89,7 +97,11 @@ def _classifies(
 
 
 def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
-    """What a checkpoint says of itself; the keys that are looked up go to `looked_up`."""
+    """Return functions that look up a checkpoint's config keys and tensors.
+
+    Args:
+        looked_up: receives the config keys that are looked up.
+    """
     checkpoint, config = files.checkpoint, files.config
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     for prefix, usual in files.multimodal.prefixes.items() if files.multimodal else ():
@@ -101,8 +113,8 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
         return pattern in shapes or any(fnmatchcase(name, pattern) for name in shapes)
 
     if checkpoint.format != "gguf":
-        source = "config.json" if checkpoint.format != "llama2c" else files.weights.name
-        return CheckpointFacts(checkpoint.format, lookup_in(config, looked_up), has, source, rows)
+        file = "config.json" if checkpoint.format != "llama2c" else files.weights.name
+        return CheckpointFacts(checkpoint.format, lookup_in(config, looked_up), has, file, rows)
     architecture = config.get("general.architecture", "")
 
     def lookup(key: str) -> Any:
@@ -116,13 +128,13 @@ def _facts(files: ModelFiles, looked_up: set[str]) -> CheckpointFacts:
 
 
 def without_infinity(value: Any) -> Any:
-    """A value of GGUF's metadata; in a list, a layer that has no number has none."""
+    """Replace infinity by None in a list of GGUF metadata: such layers have no value."""
     if not isinstance(value, list):
         return value
-    return [None if isinstance(each, float) and not isfinite(each) else each for each in value]
+    return [None if isinstance(v, float) and not isfinite(v) else v for v in value]
 
 
-# How far off a stored sine may be: some were computed with angles in float32, and then rounded.
+# The error of a stored sine: some were computed with angles in float32, and then rounded.
 _ROUNDING = {"F64": 1e-4, "F32": 1e-4, "F16": 1e-3, "BF16": 4e-3}
 
 _MAX_SHARED_LAYERS = 64
@@ -130,56 +142,13 @@ _MAX_SHARED_LAYERS = 64
 type _Modules = tuple[tuple[str, Block], ...]
 
 
-def infer_from_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """The specification as this checkpoint's tensors decide.
-
-    Of a native checkpoint, what was found when it was converted: its source cannot be read, but
-    a head that is not tied, or a table that is not the sinusoids, is among its parameters.
-
-    Raises:
-        SpecError: the file cannot have so many layers, or so many positions.
-        CheckpointError: the checkpoint is broken.
-    """
-    _check_layers(spec, checkpoint)
-    stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
-
-    def settled(prefix: str, modules: _Modules) -> _Modules:
-        return tuple((n, _settled(b, f"{prefix}{n}.weight", stored, spec)) for n, b in modules)
-
-    stacks = (replace(s, modules=settled(f"{s.name}.", s.modules)) for s in spec.stacks)
-    return replace(spec, shared=settled("", spec.shared), stacks=tuple(stacks))
-
-
-def missing_heads(spec: ModelSpec, checkpoint: Checkpoint) -> list[str]:
-    """The shared vocabulary heads, not tied, of which the checkpoint has no tensor.
-
-    Embedders are published so: the model of transformers that has no head, whatever `architectures`
-    of config.json says. A head that drafts for another model has that model's instead.
-    """
-    if spec.follows is not None:
-        return []
-    stored = _Stored(checkpoint, spec.tensors, by_name(checkpoint, spec.tensors))
-    heads = (n for n, block in spec.shared if isinstance(block, HeadSpec) and not block.tied)
-    return [name for name in heads if stored.find(f"{name}.weight") is None]
-
-
-def _check_layers(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Refuses layers that the file cannot have, before they take time and memory.
-
-    A layer has a tensor of its own, but for models whose layers share theirs.
-    """
-    layers, tensors = sum(len(stack.layers) for stack in spec.stacks), len(checkpoint.tensors)
-    if layers > max(_MAX_SHARED_LAYERS, tensors):
-        reason = f"is {layers} in all, but {checkpoint.path.name} has only {tensors} tensors"
-        raise SpecError(spec.path, "dims.layers", reason)
-
-
 @dataclass(frozen=True)
 class _Stored:
-    """What a checkpoint has.
+    """The tensors of a checkpoint.
 
     Attributes:
-        files: its tensors by the names that `tensors` knows.
+        tensors: maps parameters to names of tensors.
+        files: the checkpoint's tensors by these names.
     """
 
     checkpoint: Checkpoint
@@ -187,11 +156,11 @@ class _Stored:
     files: Mapping[str, Tensor]
 
     @property
-    def is_converted(self) -> bool:
+    def is_native(self) -> bool:
         return isinstance(self.checkpoint, NativeCheckpoint)
 
     def find(self, parameter: str) -> Tensor | None:
-        """A tensor that is the parameter's, or of a native checkpoint an array of it."""
+        """Return a tensor of a parameter; of a native checkpoint, an array of it."""
         if isinstance(self.checkpoint, NativeCheckpoint):
             parts = self.checkpoint.parts
             names = (parameter, *(name for name in parts if name.startswith(f"{parameter}.")))
@@ -201,27 +170,62 @@ class _Stored:
         return next((self.files[name] for name in known if name in self.files), None)
 
 
-def _settled(block: Block, parameter: str, stored: _Stored, spec: ModelSpec) -> Block:
+def _infer_from_tensors(spec: ModelSpec, stored: _Stored) -> ModelSpec:
+    """Adapt a specification to a checkpoint's tensors.
+
+    The tensors of a native checkpoint cannot be compared, but a head that is not tied and positions
+    that are not sinusoids are among its parameters.
+
+    Raises:
+        SpecError: the file cannot have so many layers or positions.
+        CheckpointError: the checkpoint is damaged.
+    """
+    layers, count = sum(len(stack.layers) for stack in spec.stacks), len(stored.checkpoint.tensors)
+    # Layers that share no tensors have a tensor each. More would only take time and memory.
+    if layers > max(_MAX_SHARED_LAYERS, count):
+        reason = f"is {layers} in all, but {stored.checkpoint.path.name} has only {count} tensors"
+        raise SpecError(spec.path, "dims.layers", reason)
+
+    def adapted(prefix: str, modules: _Modules) -> _Modules:
+        return tuple((n, _adapted(b, f"{prefix}{n}.weight", stored, spec)) for n, b in modules)
+
+    stacks = (replace(s, modules=adapted(f"{s.name}.", s.modules)) for s in spec.stacks)
+    return replace(spec, shared=adapted("", spec.shared), stacks=tuple(stacks))
+
+
+def _missing_heads(spec: ModelSpec, stored: _Stored) -> list[str]:
+    """Return the vocabulary heads, shared and not tied, that the checkpoint has no tensor of.
+
+    Embedding models are published without a head, even if `architectures` names a model with a
+    head. A head that drafts for another model uses that model's.
+    """
+    if spec.follows is not None:
+        return []
+    heads = (n for n, block in spec.shared if isinstance(block, HeadSpec) and not block.tied)
+    return [name for name in heads if stored.find(f"{name}.weight") is None]
+
+
+def _adapted(block: Block, parameter: str, stored: _Stored, spec: ModelSpec) -> Block:
     if isinstance(block, HeadSpec) and block.tied:
-        own = stored.find(parameter)
-        return block if own is None else replace(block, tied=_is_copy(own, stored))
+        head = stored.find(parameter)
+        return block if head is None else replace(block, tied=_is_copy(head, stored))
     if isinstance(block, SinusoidalPositionsSpec):
-        own = stored.find(parameter)
-        if own is not None and (stored.is_converted or not _are_sinusoids(own, block)):
-            return _learned(own, block, spec)
+        table = stored.find(parameter)
+        if table is not None and (stored.is_native or not _are_sinusoids(table, block)):
+            return _learned(table, block, spec)
     return block
 
 
 def _is_copy(head: Tensor, stored: _Stored) -> bool:
-    """Whether a head is the embedding once more."""
-    embed = None if stored.is_converted else stored.find("embed.weight")
+    """Whether a stored head is a copy of the embedding."""
+    embed = None if stored.is_native else stored.find("embed.weight")
     return embed is not None and (head is embed or same_values(head, embed))
 
 
 def _learned(
     table: Tensor, block: SinusoidalPositionsSpec, spec: ModelSpec
 ) -> LearnedPositionsSpec:
-    """The positions that a table has."""
+    """Return learned positions of the size of a stored table."""
     size = (table.shape or (0,))[0] - block.offset
     if spec.dims.get("context", 1) > size:
         reason = f"is {spec.dims.get('context', 1)}, but {table.name} has {size} positions"
@@ -232,15 +236,15 @@ def _learned(
 
 
 def _are_sinusoids(table: Tensor, block: SinusoidalPositionsSpec) -> bool:
-    """Whether a stored table says no more than the formula, but for rounding.
+    """Whether a stored table equals the formula except for rounding.
 
-    Rows before `offset` are of no position.
+    Rows before `offset` belong to no position.
     """
     if len(table.shape) != 2 or table.shape[1] != block.width:
         return False
     if table.type not in _ROUNDING:
         return False
-    # Here: it brings Flax along, which few checkpoints need.
+    # Imported here: it imports Flax, and few checkpoints need it.
     from jinfer.nn.positions import sinusoids
 
     read, height = row_reader(table), max(1, PIECE // block.width)

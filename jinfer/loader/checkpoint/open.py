@@ -133,7 +133,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             return open_index(folder / index, reader)
         for pattern in patterns:
             if found := _choose(folder, names, pattern):
-                return open_shards(folder, found, reader)
+                return _merge(folder, [reader(file) for file in found])
     return _open_single(folder, names)
 
 
@@ -225,17 +225,6 @@ def open_index(index: Path, reader: Callable[[Path], Checkpoint]) -> Checkpoint:
         for name, shard in shards.items()
     }
     return _merge(folder, [replace(shard, tensors=kept[name]) for name, shard in shards.items()])
-
-
-def open_shards(
-    folder: Path, files: Sequence[Path], reader: Callable[[Path], Checkpoint]
-) -> Checkpoint:
-    """Opens one file, or all files of a set without an index, as one checkpoint.
-
-    Raises:
-        CheckpointError: a file that cannot be opened, a tensor in two shards.
-    """
-    return _merge(folder, [reader(file) for file in files])
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

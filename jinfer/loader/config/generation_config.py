@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -138,36 +138,38 @@ def check_defaults(values: Mapping[str, Any], path: str) -> None:
         raise SpecError(path, "generation", str(error)) from error
 
 
-def end_ids(
-    configs: Sequence[Mapping[str, Any]], vocab: int | None, tokenizer: Tokenizer | None, path: Path
-) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of the checkpoint.
+def special_ids(
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    vocab: int | None,
+    tokenizer: Tokenizer | None,
+    path: Path,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the end-of-sequence tokens, and the tokens that a decoder starts with.
+
+    The second applies to encoder-decoders.
 
     Args:
-        configs: generation_config.json, then config.json or GGUF metadata; the first with such a
-            key applies.
+        generation: generation_config.json, which takes precedence over `config`.
+        config: config.json, or GGUF metadata.
         vocab: size of the vocabulary; None: unknown.
         path: the checkpoint, for errors.
 
     Raises:
         SourceError: a token that is not in the vocabulary.
     """
-    key, size = "eos_token_id", MAX_TOKENS if vocab is None else vocab
-    listed = next((ids for config in configs if (ids := _ids(config.get(key)))), ())
-    ends = dict.fromkeys((*(tokenizer.eos_ids if tokenizer else ()), *listed))
-    return tuple(id for id in ends if 0 <= id < size) or _checked_ids(configs[-1], size, key, path)
-
-
-def decoder_prefix(
-    configs: Sequence[Mapping[str, Any]], vocab: int | None, path: Path
-) -> tuple[int, ...]:
-    """Return the tokens that the decoder of an encoder-decoder starts with; see `end_ids`."""
-    generation, config = configs
     size = MAX_TOKENS if vocab is None else vocab
-    return tuple(
-        id
-        for key in ("decoder_start_token_id", "forced_bos_token_id")
-        for id in _ids(generation.get(key)) or _checked_ids(config, size, key, path)
+
+    def checked(key: str) -> tuple[int, ...]:
+        return _checked_ids(config, size, key, path)
+
+    key = "eos_token_id"
+    listed = _ids(generation.get(key)) or _ids(config.get(key))
+    ends = dict.fromkeys((*(tokenizer.eos_ids if tokenizer else ()), *listed))
+    starts = ("decoder_start_token_id", "forced_bos_token_id")
+    return (
+        tuple(id for id in ends if 0 <= id < size) or checked(key),
+        tuple(id for key in starts for id in _ids(generation.get(key)) or checked(key)),
     )
 
 
