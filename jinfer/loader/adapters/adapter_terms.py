@@ -50,7 +50,7 @@ class AdapterTerm:
 
 
 def check_names(adapter: LoraAdapter, format: str) -> None:
-    """Raises `LoadError` if the model's file has other names, and other orders of rows."""
+    """Raise `LoadError` if the model's file has other names, and other orders of rows."""
     if (adapter.format == "gguf") != (format == "gguf"):
         own, other = ("GGUF", "Hugging Face's") if format == "gguf" else ("Hugging Face's", "GGUF")
         raise LoadError(
@@ -108,7 +108,7 @@ def adapter_terms(
 def _check_there(
     adapter: LoraAdapter, files: Mapping[str, Tensor], model: AbstractModel, tensors: TensorMap
 ) -> None:
-    """Raises `LoadError` if a tensor, by all names of it, is none of the model's."""
+    """Raise `LoadError` if a tensor, by all names of it, is none of the model's."""
     places = (tensors.source_of(name) for name in (*model.names, "logits.weight"))
     choices = (choice for place in places if place for choice in place.candidates())
     known = {name for choice in choices for name in choice.names}

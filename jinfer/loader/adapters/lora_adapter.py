@@ -138,7 +138,7 @@ class LoraAdapter:
 
 
 def open_adapter(path: Path) -> LoraAdapter:
-    """Opens an adapter: PEFT's folder or a file in it, or a GGUF file.
+    """Open an adapter: PEFT's folder or a file in it, or a GGUF file.
 
     Raises:
         CheckpointError: it is none, is damaged, or asks for what is not supported.

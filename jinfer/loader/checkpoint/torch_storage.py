@@ -247,7 +247,7 @@ class Archive:
 
 
 def read_archive(file: MappedFile) -> Archive:
-    """Checks a zip archive and finds its parts.
+    """Check a zip archive and finds its parts.
 
     Raises:
         CheckpointError: a damaged archive, or one that torch.save did not make.

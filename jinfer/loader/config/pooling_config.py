@@ -160,7 +160,7 @@ class PoolingSpec:
 
 
 def find_pooling(spec: ModelSpec, checkpoint: Checkpoint, config: Mapping[str, Any]) -> PoolingSpec:
-    """Reads what stands in a GGUF file, and in modules.json beside the weights.
+    """Read what stands in a GGUF file, and in modules.json beside the weights.
 
     Raises:
         SourceError: a file asks for something that is not known.

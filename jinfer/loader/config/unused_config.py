@@ -271,7 +271,7 @@ def _known(key: str, config: Mapping[str, Any]) -> tuple[str, Rule] | None:
 
 
 def check_unused(keys: Mapping[str, Any], config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Refuses a checkpoint with keys that change the computation and that nothing follows.
+    """Refuse a checkpoint with keys that change the computation and that nothing follows.
 
     Raises:
         SpecError: names them, unless `trust_config` is "warn".

@@ -93,7 +93,7 @@ def repacked_tensor(
     columns: int | None = None,
     halves: bool = False,
 ) -> QuantizedTensor | None:
-    """Reads matrices as they are stored, with a few MB of memory beyond the result.
+    """Read matrices as they are stored, with a few MB of memory beyond the result.
 
     Args:
         tensors: a matrix [outputs, inputs] or a stack of them; or several tensors of one shape,
@@ -133,7 +133,7 @@ def repack(
     target: QuantizedTensor,
     rows: slice | Int[np.ndarray, " outputs"] | None = None,
 ) -> None:
-    """Fills a matrix with stored blocks.
+    """Fill a matrix with stored blocks.
 
     Args:
         type_name: a supported type, such as "Q4_1".
@@ -161,7 +161,7 @@ def repack(
 def _repack(
     kind: _BlockLayout, blocks: np.ndarray, begin: int, count: int, target: QuantizedTensor
 ) -> None:
-    """Fills `count` rows from row `begin`: the reference for the compiled code."""
+    """Fill `count` rows from row `begin`: the reference for the compiled code."""
     words = kind.words(blocks)
     scales = kind.scales(blocks).reshape(count, -1, kind.format.numbers)
     steps = None

@@ -100,7 +100,7 @@ def grouped_tensor(
     rows: Int[np.ndarray, " outputs"] | None,
     columns: int | None,
 ) -> QuantizedTensor | ReorderedTensor:
-    """Reads matrices with their codes as stored.
+    """Read matrices with their codes as stored.
 
     Args:
         files: for which `grouped_format` gives `kept`.
@@ -245,7 +245,7 @@ def _codebook(values: tuple[float, ...]) -> _Codebook | None:
 
 @_any_value
 def _exact(codes: GroupedCodes, format: QuantFormat) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scales and bases before rounding, float32 [*stack, outputs, groups]."""
+    """Scale and bases before rounding, float32 [*stack, outputs, groups]."""
     scales = codes.scales()
     if format.codebook is not None and codes.values is not None:
         book = _codebook(codes.values)

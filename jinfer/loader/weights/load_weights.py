@@ -29,7 +29,7 @@ def load(
     *,
     progress: bool = False,
 ) -> tuple[Any, ...]:
-    """Loads the parameters of a model, in the order of its names.
+    """Load the parameters of a model, in the order of its names.
 
     Args:
         put: places a parameter on its devices.

@@ -129,7 +129,7 @@ def native_origins(
 
 
 def _check_settings(spec: ModelSpec, checkpoint: NativeCheckpoint) -> None:
-    """Raises `SpecError` if weights are asked for that the checkpoint does not have."""
+    """Raise `SpecError` if weights are asked for that the checkpoint does not have."""
     usual = weight_settings(QuantizationSpec())
     for key, value in weight_settings(spec.quantization).items():
         made = checkpoint.settings.get(key, usual[key])

@@ -223,7 +223,7 @@ def plan_weights(
     kv_cache: Kind | None = None,
     free_memory: Callable[[], int] | None = None,
 ) -> WeightPlan:
-    """Plans a model's weights.
+    """Plan a model's weights.
 
     Args:
         model: as `build` gives it, all its parameters plain.

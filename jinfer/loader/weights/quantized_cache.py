@@ -128,14 +128,14 @@ def entry_key(plan: WeightPlan, version: int | str) -> str:
 
 
 def _write(plan: WeightPlan, folder: Path, progress: bool) -> None:
-    """Quantizes each parameter by itself."""
+    """Quantize each parameter by itself."""
     writer = EntryWriter(plan, folder)
     read(plan, lambda names, values: writer.add(names[0], values), progress=progress)
     writer.finish()
 
 
 def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
-    """Quantizes layer by layer."""
+    """Quantize layer by layer."""
     # Here: weights that are cached already need none of it.
     from jinfer.loader.weights.bit_budget import with_budget
     from jinfer.loader.weights.layer_forward import default_texts
@@ -149,7 +149,7 @@ def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
 
 
 def _check_gptq(plan: WeightPlan) -> None:
-    """Raises `NotCached` where GPTQ cannot be."""
+    """Raise `NotCached` where GPTQ cannot be."""
     free = sys.maxsize if plan.free_memory is None else plan.free_memory()
     reason = obstacle(plan.plain, plan.spec, plan.storages, TOKENS, free)
     if reason is not None:
@@ -164,7 +164,7 @@ class EntryWriter:
         self._writer, self._lock = Writer(folder, _SHARD_BYTES), threading.Lock()
 
     def add(self, name: str, tensor: Any) -> None:
-        """Adds a parameter of NumPy's arrays; from any thread."""
+        """Add a parameter of NumPy's arrays; from any thread."""
         arrays = {part: np.asarray(array) for part, array in part_names(name, tensor)}
         with self._lock:
             self._writer.add(arrays)
@@ -172,7 +172,7 @@ class EntryWriter:
                 self._packed[name] = packing(tensor)
 
     def finish(self) -> None:
-        """Writes what is left."""
+        """Write what is left."""
         plan = self._plan
         # The specification is at hand whenever this is read, so nothing of the source is needed.
         source = replace(plan.checkpoint, tensors={}, metadata={})
@@ -326,7 +326,7 @@ def _unfinished(parent: Path) -> Iterator[Path]:
 
 
 def _make_room(parent: Path, nbytes: int) -> None:
-    """Removes the entries used least recently until a new one fits."""
+    """Remove the entries used least recently until a new one fits."""
     entries = sorted(
         (path for path in parent.iterdir() if not path.name.startswith(_UNFINISHED)),
         key=lambda path: path.stat().st_mtime,

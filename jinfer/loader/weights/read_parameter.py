@@ -240,7 +240,7 @@ def nonfinite_tensor(origin: Origin) -> str:
 
 
 def refuse_nonfinite(origin: Origin, values: np.ndarray) -> None:
-    """Raises `LoadError` if values that are to be quantized are not finite: codes have no NaN."""
+    """Raise `LoadError` if values that are to be quantized are not finite: codes have no NaN."""
     if count_nonfinite(values):
         raise LoadError(
             f"{origin.path}: {nonfinite_tensor(origin)}, which cannot be quantized: get the file "

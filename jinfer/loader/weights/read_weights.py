@@ -32,7 +32,7 @@ type Put = Callable[[Sequence[str], Any], Any]
 
 
 def on_device(names: Sequence[str], values: Any) -> Any:
-    """Puts a parameter on the first device."""
+    """Put a parameter on the first device."""
     return jax.block_until_ready(jax.device_put(values))
 
 
@@ -44,7 +44,7 @@ def read(
     nonfinite: set[str] | None = None,
     progress: bool = False,
 ) -> tuple[Any, ...]:
-    """Reads the parameters of a plan, in the order of its model's names; see `load`.
+    """Read the parameters of a plan, in the order of its model's names; see `load`.
 
     Beyond the result, memory holds one decoded tensor per thread at a time.
 

@@ -59,7 +59,7 @@ class Origin:
         return sum(file.nbytes for file in self.files) // max(1, len(self.place.parts))
 
     def release(self) -> None:
-        """Lets the operating system take back the memory of the tensors' pages."""
+        """Let the operating system take back the memory of the tensors' pages."""
         for file in self.files:
             for part in file.sources or (file,):
                 release(part.raw())
@@ -112,7 +112,7 @@ class Origin:
         return self.part(file, numbers, shapes).reshape(-1)
 
     def check(self, shapes: Shapes) -> None:
-        """Raises `LoadError` if a tensor cannot be read, or has another shape than is said."""
+        """Raise `LoadError` if a tensor cannot be read, or has another shape than is said."""
         for file in self.files:
             if file.unreadable:
                 raise LoadError(
@@ -273,7 +273,7 @@ def find_origin(
     files: Mapping[str, Tensor],
     checkpoint: Checkpoint,
 ) -> Origin:
-    """Finds the tensors of a parameter.
+    """Find the tensors of a parameter.
 
     Args:
         tensors: the checkpoint's names for the parameters.

@@ -247,9 +247,9 @@ def test_tensors_that_do_not_fit(
     [
         ({"quant_method": "vptq"}, "quantized by vptq, which"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "says version 'gemv', which"),
-        ({"quant_method": "awq", "bits": 3}, "quantization_config.bits is '3', but 4 is wanted"),
+        ({"quant_method": "awq", "bits": 3}, "quantization_config.bits is '3', expected 4"),
         ({"quant_method": "gptq"}, "quantization_config.bits is missing"),
-        ({"quant_method": "gptq", "bits": True}, "bits is 'True', but 2 or 3 or 4 or 8 is wanted"),
+        ({"quant_method": "gptq", "bits": True}, "bits is 'True', expected 2 or 3 or 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0, but a size or -1"),
         ({"quant_method": "gptq", "bits": 4, "sym": 1}, "sym is not true or false"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
