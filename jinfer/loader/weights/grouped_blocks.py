@@ -1,18 +1,18 @@
 """Grouped codes of quantized checkpoints (GPTQ, AWQ, MLX, ...) kept in their bits, as blocks.
 
-A group of 32, 64 or 128 inputs is a block, a wider one several with equal numbers. With fp16 block
-numbers
+A group of 32, 64 or 128 inputs is a block; a wider group is several blocks with equal numbers. With
+fp16 block numbers
 
-    scale * (q - zero)   symmetric where zero is half of the levels: without loss for fp16 scales
-    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with one
-                         more bit, of codes q - zero: without loss
+    scale * (q - zero)   symmetric if zero is half of the levels: without loss for fp16 scales
+    scale * (q - zero)   else affine, base = -scale * zero: rounded to fp16; or symmetric with a
+                         bit more, of codes q - zero: without loss
     scale * q + bias     affine, without loss for fp16 numbers
     scale * values[q]    a codebook: the values times a factor, rounded to integers; blocks of 16
                          with two-level scales (`two_level_scales`)
 
-Reordered inputs are sorted by their groups, and the order is kept (`ReorderedTensor`). What is lost
-is measured in steps, the distance between two levels; where that is too much, or groups are of
-other sizes, weights are decoded instead.
+Reordered inputs are sorted by their groups, and the order is stored (`ReorderedTensor`). The loss
+is measured in steps, the distance between two levels. If it is too large, or groups have other
+sizes, weights are decoded instead.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _any_value = np.errstate(all="ignore")  # NaN and infinity are values like other
 
 @dataclass(frozen=True)
 class GroupedFormat:
-    """What grouped codes become.
+    """How grouped codes are stored.
 
     Attributes:
-        format: of the blocks.
-        lost: how far off a weight may be, in steps, because numbers are rounded to fp16.
-        reordered: whether inputs are sorted by their groups, and their order is kept.
+        format: format of the blocks.
+        lost: maximum error of a weight, in steps, because numbers are rounded to fp16.
+        reordered: whether inputs are sorted by their groups, and their order is stored.
     """
 
     format: QuantFormat
@@ -59,12 +59,12 @@ class GroupedFormat:
 
 
 def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None:
-    """What tensors of one parameter become; None if their numbers have to be decoded.
+    """Choose the format for the tensors of a parameter; None if they have to be decoded.
 
     Reads the scales.
 
     Args:
-        exact: only without loss, which may take a bit more for each weight.
+        exact: allow no loss, which may take a bit more for each weight.
 
     Raises:
         CheckpointError: the file is broken.
@@ -81,7 +81,7 @@ def grouped_format(files: Sequence[Tensor], exact: bool) -> GroupedFormat | None
 
 
 def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
-    """Blocks of a row where a checkpoint's matrix can be a `ScaledTensor`, else None."""
+    """Return the blocks of a row if a matrix can be a `ScaledTensor`, else None."""
     if values is None or values.blocks < 1:
         return None
     fits = values.blocks == 1 or block_of(inputs, values.blocks) == values.block
@@ -89,7 +89,7 @@ def kept_blocks(values: ScaledValues | None, inputs: int) -> int | None:
 
 
 def described(format: QuantFormat) -> str:
-    """A format's name, for people: of a codebook, that it is one."""
+    """Return a format's name for messages, which mentions a codebook."""
     return f"{format.name} of a table" if format.codebook is not None else format.name
 
 
@@ -100,12 +100,12 @@ def grouped_tensor(
     rows: Int[np.ndarray, " outputs"] | None,
     columns: int | None,
 ) -> QuantizedTensor | ReorderedTensor:
-    """Read matrices with their codes as stored.
+    """Read matrices with the stored codes.
 
     Args:
-        files: for which `grouped_format` gives `kept`.
-        stacked: they are stacked along a new first axis; else there is one.
-        rows: those of each matrix to take, in this order; None: all.
+        files: tensors for which `grouped_format` returns `kept`.
+        stacked: stack them along a new first axis; else there is a single tensor.
+        rows: rows of each matrix to read, in this order; None: all.
         columns: see `from_codes`.
 
     Returns:
@@ -196,14 +196,14 @@ def _sorted_inputs(codes: GroupedCodes) -> Int[np.ndarray, " inputs"]:
 
 
 def _is_regular(codes: GroupedCodes) -> bool:
-    """Whether all groups have as many inputs, but for the last one."""
+    """Whether all groups but the last have the same size."""
     if codes.order is None:
         return True
     return np.array_equal(np.sort(codes.order()), np.arange(codes.shape[-1]) // codes.group)
 
 
 def _is_wider(codes: GroupedCodes, format: QuantFormat) -> bool:
-    """Whether the format has zero points in its codes, with one more bit."""
+    """Whether the format includes zero points in its codes, which have a bit more."""
     return codes.zeros is not None and format.symmetric
 
 
@@ -213,9 +213,9 @@ class _Codebook:
 
     Attributes:
         integers: the values times the factor, rounded.
-        factor: of the values.
+        factor: factor of the values.
         step: the least distance of two values, times the factor.
-        lost: of it, by rounding.
+        lost: maximum rounding error, in steps.
     """
 
     integers: tuple[int, ...]
@@ -232,7 +232,7 @@ def _codebook(values: tuple[float, ...]) -> _Codebook | None:
     if not np.isfinite(exact).all() or len(distinct) < 2:
         return None
     largest, step = np.abs(exact).max(), np.diff(distinct).min()
-    # Small ones first: integers may be exact, as those of E2M1 are.
+    # Small factors first: the integers may be exact, as for E2M1.
     factors = [1.0, 2.0, *(np.arange(0.5 * _MOST_VALUE, _MOST_VALUE, 0.05) / largest)]
     found = None
     for factor in factors:
@@ -271,15 +271,15 @@ def _numbers(
 
 
 def _unit(codes: GroupedCodes) -> np.ndarray:
-    """What scales before rounding are floats of few bits times."""
+    """Return the factor of the scales, which divided by it have few bits."""
     return np.ones((1, 1), np.float32) if codes.unit is None else codes.unit()
 
 
 @_any_value
 def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
-    """How far off a weight may be, in steps; infinite where it is not known.
+    """Return the maximum error of a weight, in steps; infinity if it is unknown.
 
-    With two-level scales, in the largest step of 256 weights.
+    With two-level scales a step is the largest of 256 weights.
     """
     scales, bases = _exact(codes, format)
     if format.two_level:
@@ -308,7 +308,7 @@ def _lost(codes: GroupedCodes, format: QuantFormat) -> float:
 
 
 def _largest(format: QuantFormat) -> int:
-    """What a scale is multiplied by at most."""
+    """Return the largest factor of a scale."""
     if format.codebook is not None:
         return max(abs(value) for value in format.codebook)
     return format.zero if format.symmetric else format.levels - 1

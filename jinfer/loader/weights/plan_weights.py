@@ -1,4 +1,4 @@
-"""The plan of a model's weights: where each parameter comes from, and how it is stored."""
+"""Plan of the weights: the origin of each parameter, and the format in which it is stored."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from jinfer.ops.attention.kv_cache import STATE
 from jinfer.ops.thread_limit import cores
 from jinfer.quant.quantized_tensor import Activations
 
-# Of calibration texts.
-TOKENS = 1 << 13  # that the model reads
-LENGTH = 256  # of a generated text
+# Numbers of calibration texts.
+TOKENS = 1 << 13  # tokens that the model reads
+LENGTH = 256  # tokens of a generated text
 AT_ONCE = 32  # texts that are generated together
 
-MOST_SECONDS = 300.0  # that nobody has asked for
+MOST_SECONDS = 300.0  # limit of "auto"
 _MOST_LEVELS = 64  # above, a search loses next to nothing
 _FEWEST = 1 << 20  # weights for which feedback is worth compiling its programs
-_CORES = 16  # that help
+_CORES = 16  # more do not help
 
 
 def with_gptq(
@@ -42,11 +42,11 @@ def with_gptq(
     origins: Mapping[str, Origin],
     storages: Mapping[str, Storage],
 ) -> dict[str, Storage]:
-    """The storages with error feedback wherever the specification wants it.
+    """Choose GPTQ (error feedback) for the parameters that the specification allows.
 
-    What is looked up and not multiplied has no error to feed back, nor has a matrix that layers
-    share one input. "auto" wants it below 8 bits, for models that write text, are no toys, and are
-    one process's.
+    GPTQ does not apply to tables that are looked up, nor to a matrix that layers share. "auto"
+    chooses it below 8 bits, for models that generate text, are not tiny, and run in a single
+    process.
     """
     method = spec.quantization.method
     if method not in ("auto", "feedback"):
@@ -78,14 +78,14 @@ def with_gptq(
 
 
 def _is_entangled(model: AbstractModel) -> bool:
-    """Whether its layers cannot be computed one by one, from hidden states alone."""
+    """Whether its layers depend on more than the hidden states of the layer before."""
     states = any(shape.group == STATE for shape in model.caches.values())
     stacks = model.modules.spec.stacks
     return states or any(stack.carried or shared_keys(stack.layers) for stack in stacks)
 
 
 def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
-    """The storages without error feedback."""
+    """Replace GPTQ by a search."""
     return {
         name: replace(each, method="search") if each.method == "feedback" else each
         for name, each in storages.items()
@@ -93,17 +93,17 @@ def without_gptq(storages: Mapping[str, Storage]) -> dict[str, Storage]:
 
 
 def gptq_names(storages: Mapping[str, Storage]) -> list[str]:
-    """The parameters that are quantized with error feedback."""
+    """Return the parameters that GPTQ quantizes."""
     return [name for name, each in storages.items() if each.method == "feedback"]
 
 
 def obstacle(
     model: AbstractModel, spec: ModelSpec, storages: Mapping[str, Storage], tokens: int, free: int
 ) -> str | None:
-    """Why error feedback cannot be, or had better not be computed; None where it can.
+    """Return the reason why GPTQ cannot or should not be used; None if it can.
 
     Args:
-        tokens: that the model is to read.
+        tokens: calibration tokens.
         free: bytes of memory.
     """
     if len(spec.stacks) != 1:
@@ -125,17 +125,17 @@ def obstacle(
 
 
 def _seconds(model: AbstractModel, names: list[str], tokens: int) -> float:
-    """About how long it takes here."""
+    """Estimate the seconds that GPTQ takes on this machine."""
     shapes = parameter_shapes(model)
     fed = sum(prod(shapes[name]) for name in names)
     return fed * (PER_WEIGHT["feedback"] + PER_PRODUCT * tokens) / min(cores(), _CORES)
 
 
 def _memory(model: AbstractModel, names: list[str], tokens: int) -> int:
-    """Bytes, about: while the model writes, and while its layers are quantized.
+    """Estimate the bytes of memory for generating texts, and for quantizing layers.
 
-    The latter are the largest layer three times, its inputs' products, a factor of the largest of
-    them for each of four threads, and the vectors between two layers.
+    The latter is three times the largest layer, the products of its inputs, a factor of the largest
+    of these for each of four threads, and the vectors between two layers.
     """
     shapes = parameter_shapes(model)
     weights = sum(map(prod, shapes.values()))
@@ -158,7 +158,7 @@ def same_arrays(
     origins: Mapping[str, Source],
     storages: Mapping[str, Storage],
 ) -> dict[str, str]:
-    """Name of each parameter -> that of the first one which is the same array."""
+    """Map the name of each parameter to the first parameter that is the same array."""
     shapes = parameter_shapes(model)
     dtypes = dict(zip(model.names, (p.dtype for p in model.parameters), strict=True))
     sources = {
@@ -171,18 +171,19 @@ def same_arrays(
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All that `load` needs to know of a model's weights; nothing of them has been read yet.
+    """The origins and formats of a model's weights, none of which has been read yet.
 
     Attributes:
-        plain: the model with its parameters as they are if none is quantized.
-        spec, checkpoint: what the model is built by, and what it is loaded from.
-        origins: name of each parameter -> where it comes from.
-        storages: name of each parameter to be quantized -> its format and method; of a native
-            checkpoint none, as its parameters are stored as they are to be.
-        activations: of products with quantized weights on a CPU.
-        kv_cache: the type of the KV cache, where queries and keys may be equalized for it.
-        free_memory: gives the bytes that are free for GPTQ; None: there is no bound.
-        scales: name of each parameter to be scaled when it is loaded -> by what.
+        plain: the model with plain parameters.
+        spec: its specification.
+        checkpoint: its tensors.
+        origins: name of each parameter -> its tensors.
+        storages: name of each parameter to be quantized -> its format and method; empty for a
+            native checkpoint, which stores the final format.
+        activations: how products with quantized weights round activations on a CPU.
+        kv_cache: the type of the KV cache, for which queries and keys may be equalized.
+        free_memory: returns the bytes that GPTQ may use; None: no limit.
+        scales: name of each parameter to be scaled on loading -> its scale.
     """
 
     plain: AbstractModel
@@ -197,7 +198,7 @@ class WeightPlan:
 
     @cached_property
     def model(self) -> AbstractModel:
-        """The model with its parameters as they will be loaded."""
+        """The model with its parameters in their final formats."""
 
         def loaded(name: str, parameter: Any) -> Any:
             origin, storage = self.origins[name], self.storages.get(name)
@@ -210,7 +211,7 @@ class WeightPlan:
 
     @cached_property
     def same(self) -> dict[str, str]:
-        """Name of each parameter -> that of the first one which is the same array."""
+        """Map the name of each parameter to the first parameter that is the same array."""
         return same_arrays(self.plain, self.origins, self.storages)
 
 
@@ -226,7 +227,7 @@ def plan_weights(
     """Plan a model's weights.
 
     Args:
-        model: as `build` gives it, all its parameters plain.
+        model: a model whose parameters are all plain.
         spec, checkpoint, activations, kv_cache, free_memory: as in `WeightPlan`.
 
     Raises:
@@ -246,6 +247,6 @@ def plan_weights(
 
 
 def native_plan(plan: WeightPlan, checkpoint: NativeCheckpoint) -> WeightPlan:
-    """The same weights, read from a native checkpoint. Raises as `plan_weights`."""
+    """Plan the same weights for a native checkpoint. Raises as `plan_weights`."""
     plain, origins = native_origins(plan.plain, plan.spec, checkpoint, plan.activations)
     return replace(plan, plain=plain, checkpoint=checkpoint, origins=origins, storages={})

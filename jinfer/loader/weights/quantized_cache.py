@@ -1,6 +1,8 @@
-"""Cache of quantized weights: what takes long to quantize is written once, and mapped from then on.
+"""Cache of quantized weights: weights that take long to quantize are written once and then mapped.
 
-An entry is a native checkpoint, so that whoever reads weights sees only checkpoints.
+An entry is a folder with a native checkpoint, so that readers of weights see only checkpoints. Its
+name is a digest of everything that its numbers depend on, and it gets this name when it is
+complete. A digest of its files' sizes, and of a part of every megabyte, shows damage.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ from jinfer.quant import OutlierTensor, QuantizedTensor, ReorderedTensor
 # Change where the same weights would get other codes.
 _SEARCH_VERSION, _GPTQ_VERSION = "search 1", 2
 _LEAST_WEIGHTS = 1 << 26  # quantized weights that are worth an entry: some seconds of two cores
-_SHARD_BYTES = 1 << 30  # of a file, which memory holds until it is written
+_SHARD_BYTES = 1 << 30  # bytes of a file, which are in memory until it is written
 
 
 def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
-    """The plan over a native checkpoint of the cache, which is written now if there is none yet.
+    """Plan the same weights from an entry of the cache, which is written now if it does not exist.
 
-    Where GPTQ cannot be, weights are quantized by a search. Plans that take little time to
-    quantize, or cannot be cached, are given back; a line on standard error says why.
+    If GPTQ is impossible, weights are quantized by a search. Plans that take little time to
+    quantize, or cannot be cached, are returned; a line on standard error gives the reason.
     """
     if gptq_names(plan.storages):
         try:
@@ -76,23 +78,23 @@ def cached(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
 
 
 def with_formats(plan: WeightPlan, *, progress: bool = False) -> WeightPlan:
-    """The plan, with the formats of its weights where they share a number of bits.
+    """Return the plan with the formats of its weights, if they share a number of bits.
 
-    The formats are found with the codes, and programs are compiled for formats: so weights are
-    quantized before anything else is made of such a plan.
+    Formats are found together with codes, and programs are compiled for formats: so such weights
+    are quantized first.
     """
     return plan if plan.spec.quantization.budget is None else cached(plan, progress=progress)
 
 
 def _takes_long(plan: WeightPlan) -> bool:
-    """Whether quantizing does, and this process reads all weights."""
+    """Whether quantizing takes long, and this process reads all weights."""
     shapes = parameter_shapes(plan.plain)
     count = sum(prod(shapes[name]) for name, each in plan.storages.items() if not each.as_in_file)
     return count >= _LEAST_WEIGHTS and jax.process_count() == 1
 
 
 def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
-    """The native checkpoint of a plan. Raises `NotCached` where there can be none."""
+    """Return the native checkpoint of a plan. Raises `NotCached` if that is impossible."""
     folder, gptq = cache_root(), bool(gptq_names(plan.storages))
     key = entry_key(plan, _GPTQ_VERSION if gptq else _SEARCH_VERSION)
     entry = find_entry(folder, key)
@@ -109,10 +111,10 @@ def _entry(plan: WeightPlan, progress: bool) -> NativeCheckpoint:
 
 
 def entry_key(plan: WeightPlan, version: int | str) -> str:
-    """The name of a plan's entry.
+    """Return the name of a plan's entry.
 
     Args:
-        version: of the code that finds the numbers.
+        version: version of the quantizer.
     """
     spec = plan.spec
     types = [str(parameter.dtype) for parameter in plan.plain.parameters]
@@ -149,7 +151,7 @@ def _write_gptq(plan: WeightPlan, folder: Path, progress: bool) -> None:
 
 
 def _check_gptq(plan: WeightPlan) -> None:
-    """Raise `NotCached` where GPTQ cannot be."""
+    """Raise `NotCached` if GPTQ is impossible."""
     free = sys.maxsize if plan.free_memory is None else plan.free_memory()
     reason = obstacle(plan.plain, plan.spec, plan.storages, TOKENS, free)
     if reason is not None:
@@ -164,7 +166,7 @@ class EntryWriter:
         self._writer, self._lock = Writer(folder, _SHARD_BYTES), threading.Lock()
 
     def add(self, name: str, tensor: Any) -> None:
-        """Add a parameter of NumPy's arrays; from any thread."""
+        """Add a parameter of NumPy arrays; may be called by any thread."""
         arrays = {part: np.asarray(array) for part, array in part_names(name, tensor)}
         with self._lock:
             self._writer.add(arrays)
@@ -172,7 +174,7 @@ class EntryWriter:
                 self._packed[name] = packing(tensor)
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining arrays and the metadata."""
         plan = self._plan
         # The specification is at hand whenever this is read, so nothing of the source is needed.
         source = replace(plan.checkpoint, tensors={}, metadata={})
@@ -185,37 +187,36 @@ def _say(text: str) -> None:
     line(f"jinfer: {text}")
 
 
-MOST_BYTES = 64 << 30  # of all entries; those that were used least recently go first
+MAX_BYTES = 64 << 30  # bytes of all entries; the least recently used are removed first
 _ROOM = 1 << 30  # bytes that an entry leaves free on the disk
 _MARK = "sampled"
 _UNFINISHED = "making-"
-_STALE = 24 * 3600.0  # seconds after which one of these was left by a process that was killed
+_STALE = 24 * 3600.0  # seconds after which such a folder was left by a killed process
 _EVERY, _SAMPLE = 1 << 20, 1 << 12
 _SHARD = re.compile(r"(.*)-\d+-of-\d+(\.\w+)")
 
 
 class NotCached(Exception):
-    """Why there can be no entry, in a few words."""
+    """The reason why weights cannot be cached."""
 
 
 class NotWanted(NotCached):
-    """The user wants none."""
+    """The user has turned the cache off."""
 
 
 def cache_key(checkpoint: Checkpoint, *depends: Any) -> str:
-    """The name of an entry.
+    """Return the name of an entry.
 
     Args:
-        depends: all that its numbers depend on beside the checkpoint's files, each of which has a
-            `repr` that says all of it.
+        depends: everything else that its numbers depend on, as values with a complete `repr`.
     """
-    said: list[Any] = [_identity(path) for path in _files(checkpoint.path)]
-    said += checkpoint.merged
-    return hashlib.sha256(repr((said, depends)).encode()).hexdigest()[:40]
+    files: list[Any] = [_identity(path) for path in _files(checkpoint.path)]
+    files += checkpoint.merged
+    return hashlib.sha256(repr((files, depends)).encode()).hexdigest()[:40]
 
 
 def _files(path: Path) -> list[Path]:
-    """The files that a checkpoint may have been read from."""
+    """Return the files that a checkpoint may have been read from."""
     if path.is_dir():
         return sorted(each for each in path.iterdir() if each.is_file())
     if path.name.endswith(".index.json"):
@@ -231,10 +232,10 @@ def _identity(path: Path) -> tuple[Any, ...]:
 
 
 def cache_root() -> Path:
-    """Where entries are: $JINFER_CACHE or the user's cache folder, and in it "weights".
+    """Return the folder of all entries: "weights" in $JINFER_CACHE or the user's cache folder.
 
     Raises:
-        NotCached: there is no such folder that is the user's alone and can be written to.
+        NotCached: the folder does not belong to the user, or cannot be written.
     """
     path = _place()
     try:
@@ -266,7 +267,7 @@ def _place() -> Path:
 
 
 def find_entry(parent: Path, key: str) -> NativeCheckpoint | None:
-    """An entry, if there is one that is whole; one that is not is removed."""
+    """Return an entry, if it exists; remove it if it is damaged."""
     entry = parent / key
     if not entry.is_dir():
         return None
@@ -326,7 +327,7 @@ def _unfinished(parent: Path) -> Iterator[Path]:
 
 
 def _make_room(parent: Path, nbytes: int) -> None:
-    """Remove the entries used least recently until a new one fits."""
+    """Remove the least recently used entries until a new entry fits."""
     entries = sorted(
         (path for path in parent.iterdir() if not path.name.startswith(_UNFINISHED)),
         key=lambda path: path.stat().st_mtime,
@@ -335,11 +336,11 @@ def _make_room(parent: Path, nbytes: int) -> None:
     total = sum(sizes)
     for path, size in zip(entries, sizes, strict=True):
         free = shutil.disk_usage(parent).free
-        if total + nbytes <= MOST_BYTES and free >= nbytes + _ROOM:
+        if total + nbytes <= MAX_BYTES and free >= nbytes + _ROOM:
             break
         _remove(path)
         total -= size
-    if nbytes > MOST_BYTES or shutil.disk_usage(parent).free < nbytes + _ROOM:
+    if nbytes > MAX_BYTES or shutil.disk_usage(parent).free < nbytes + _ROOM:
         raise NotCached(f"{parent} has no room for {nbytes / 2**30:.1f} GiB")
 
 

@@ -93,7 +93,7 @@ def test_the_least_recently_used_make_room(tmp_path: Path, monkeypatch: pytest.M
         then = path.stat().st_mtime - age
         os.utime(path, (then, then))
     assert find_entry(tmp_path, "a") is not None  # used just now
-    monkeypatch.setattr(quantized_cache, "MOST_BYTES", 3 * size + size // 2)
+    monkeypatch.setattr(quantized_cache, "MAX_BYTES", 3 * size + size // 2)
     add_entry(tmp_path, "d", size, write)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c", "d"]
     with pytest.raises(NotCached, match=r"has no room for 1024\.0 GiB"):
