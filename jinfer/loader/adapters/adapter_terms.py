@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 _MERGE = "can only be merged into the weights: set merge = true"
-_MOST_CODE = 127  # of int8, either sign
+_MOST_CODE = 127  # largest int8 code, of either sign
 
 
 @dataclass(frozen=True)
 class AdapterTerm:
-    """The low-rank term b @ a of one projection; b has the adapter's factor in it.
+    """The low-rank term b @ a of a projection; b includes the adapter's factor.
 
-    Those of experts' projections have an axis of the experts before.
+    Terms of experts' projections have a first axis of experts.
 
     Attributes:
-        magnitude: DoRA's lengths of rows; None: an ordinary LoRA.
+        magnitude: DoRA's lengths of rows; None: a LoRA without them.
         norms: the terms of `jinfer.ops.matmul.dora`, once the weight is known.
     """
 
@@ -153,7 +153,7 @@ def named_modules(adapter: LoraAdapter, tensors: TensorMap) -> dict[str, Tensor]
 
 
 def saved_tensors(adapter: LoraAdapter, tensors: TensorMap, name: str = "") -> dict[str, Tensor]:
-    """What replaces a model's tensors, or the one of a name, by all names of it."""
+    """Return the adapter's tensors that replace the model's, by all names, or those of a name."""
     saved = {n: replace(t, name=n) for n, t in adapter.saved.items() if name in ("", n)}
     return by_name(Checkpoint(adapter.path, "safetensors", saved, {}), tensors)
 
@@ -316,7 +316,7 @@ def stacked(
 
 
 def _too_large(term: AdapterTerm, dtype: np.dtype) -> str:
-    """What is wrong with a term that is not finite in a parameter's type, and what to do."""
+    """Return the error for a term that is not finite in a parameter's type."""
     if np.isfinite(term.a).all() and np.isfinite(term.b).all():
         helps = 'set engine.adapter_dtype = "int8", which has scales in float32, or dtype'
         return f'has numbers that are too large for {dtype}; {helps} = "float32"'
@@ -324,7 +324,7 @@ def _too_large(term: AdapterTerm, dtype: np.dtype) -> str:
 
 
 def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
-    """What a parameter has of a term: [*experts, rank, ..] of a matrix, [*experts, 2, rank]."""
+    """Return the part of a term for a parameter: [*experts, rank, ..], or [*experts, 2, rank]."""
     a, b = term.a, term.b.swapaxes(-1, -2)
     if leaf == LORA_FACTORS:
         return np.stack([_factors(a), _factors(b)], axis=-2)
@@ -339,5 +339,5 @@ def _of_leaf(term: AdapterTerm, leaf: str, dtype: np.dtype) -> np.ndarray:
 
 
 def _factors(matrix: Float[np.ndarray, "*rows size"]) -> Float[np.ndarray, " *rows"]:
-    """What the codes of each row are multiplied by, so that its largest number is the last one."""
+    """Return the factor of the codes of each row, whose largest number becomes the last code."""
     return np.abs(matrix).max(axis=-1) / np.float32(_MOST_CODE)

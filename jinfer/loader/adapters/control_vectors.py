@@ -1,7 +1,7 @@
-"""Control vectors: steering vectors of llama.cpp's kind, a direction for each layer in a GGUF file.
+"""Control vectors: steering vectors in a GGUF file, a direction for each layer (llama.cpp).
 
 `direction.N` [hidden] is added to the residual stream after layer N; llama.cpp counts layers from
-0 here, and has no direction for that one. Its loader reads nothing else of the file.
+0 here, and has no direction for layer 0. Its loader reads nothing else of the file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def read_control_vector(
     layers: tuple[int, int] | None = None,
     tokens: Range | slice = "all",
 ) -> list[Steer]:
-    """The steering vectors of a control vector: one for each layer.
+    """Read the steering vectors of a control vector, a vector for each layer.
 
     Args:
         path: a GGUF file.
-        scale: what they are multiplied by (llama.cpp: --control-vector-scaled).
-        layers: the first and the last layer that gets its vector; None: all that the file has
+        scale: a factor (llama.cpp: --control-vector-scaled).
+        layers: the first and the last layer to steer; None: all layers of the file
             (llama.cpp: --control-vector-layer-range).
-        tokens: at which tokens, as of `Edit`.
+        tokens: the tokens to steer, see `Edit`.
 
     Raises:
         CheckpointError: the file is damaged, or no control vector.

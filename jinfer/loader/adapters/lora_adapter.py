@@ -55,16 +55,17 @@ _PLAIN_KEYS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The low-rank term of one matrix, or of those of all experts: scale * b @ a.
+    """The low-rank term of a matrix, or of the matrices of all experts: scale * b @ a.
 
     Attributes:
-        a: [rank, inputs]; of experts [experts * rank, inputs], or [experts, rank, inputs].
-        b: [outputs, rank]; of experts [outputs, rank * experts], or [experts, outputs, rank].
-        scale: what it is multiplied by.
-        magnitude: DoRA's lengths of rows [outputs]; None: an ordinary LoRA.
-        experts: how many there are; 0: it is of one matrix.
-        by_axes: whether its "inputs" are the first of the two axes that the model's file has, as
-            older versions of PEFT wrote experts' terms, instead of the matrices' inputs.
+        a: [rank, inputs]; for experts [experts * rank, inputs], or [experts, rank, inputs].
+        b: [outputs, rank]; for experts [outputs, rank * experts], or [experts, outputs, rank].
+        scale: a factor.
+        magnitude: DoRA's lengths of rows [outputs]; None: a LoRA without them.
+        experts: number of experts; 0: the term belongs to a single matrix.
+        by_axes: whether "inputs" means the first of the two axes in the model's file, as in
+            experts'
+            terms of older versions of PEFT, instead of the matrices' inputs.
     """
 
     a: Tensor
@@ -105,13 +106,13 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter; its matrices are read when asked for.
+    """A LoRA adapter, whose matrices are read lazily.
 
     Attributes:
         path: its file, for errors.
-        format: whose names its modules have: those of a model's Hugging Face or GGUF file.
+        format: the names of its modules: those of a model's Hugging Face or GGUF file.
         modules: name of a module in the model's file -> its term.
-        saved: name of a tensor in the model's file -> what stands in its place (`modules_to_save`).
+        saved: name of a tensor in the model's file -> its replacement (`modules_to_save`).
         digest: hash of its contents.
     """
 
@@ -141,7 +142,7 @@ def open_adapter(path: Path) -> LoraAdapter:
     """Open an adapter: PEFT's folder or a file in it, or a GGUF file.
 
     Raises:
-        CheckpointError: it is none, is damaged, or asks for what is not supported.
+        CheckpointError: it is no adapter, is damaged, or uses an unsupported feature.
     """
     if path.is_file() and path.suffix == ".gguf":
         return _with_digest(_open_gguf(path))
@@ -320,7 +321,7 @@ def _checked_pair(
 
 
 _WRAPPER = ".base_layer"
-_ORDER = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # as transformers defines them
+_ORDER = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")  # the definitions of transformers
 # From this version on A has the inputs and B the outputs; before, A had the first of the two axes.
 _BY_INPUTS = (0, 19)
 
@@ -328,10 +329,10 @@ type Pair = Mapping[str, Tensor]
 
 
 def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters that `target_parameters` names, but for whole modules' ("q_proj.weight").
+    """Return the parameters in `target_parameters`, except whole modules ("q_proj.weight").
 
     Raises:
-        CheckpointError: one is none of an expert stack.
+        CheckpointError: a parameter belongs to no expert stack.
     """
     given = config.get("target_parameters") or []
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
@@ -344,7 +345,7 @@ def read_targets(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def has_inputs_first(config: Mapping[str, Any]) -> bool:
-    """Whether a stack's A has the axis of the inputs, whatever the order of its axes is."""
+    """Whether a stack's A has the axis of the inputs, in any order of its axes."""
     numbers = str(config.get("peft_version") or "0").split(".")[:2]
     return tuple(int(n) if n.isdecimal() else 0 for n in numbers) >= _BY_INPUTS
 
