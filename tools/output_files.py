@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 
 _FLAGS = ("json", "svg", "html", "draft")  # that name a file to write
 _STDOUT = "-"

@@ -24,7 +24,6 @@ import numpy as np
 from jinfer.cli.prog_name import prog_of_module
 from jinfer.cli.terminal.argument_parser import CliParser
 from jinfer.engine.scheduling.cache_size import free_memory
-from jinfer.loader.adapter_files import adapter_files, merged_checkpoint
 from jinfer.loader.checkpoint import CheckpointError
 from jinfer.loader.checkpoint.native_checkpoint import (
     NativeCheckpoint,
@@ -33,11 +32,11 @@ from jinfer.loader.checkpoint.native_checkpoint import (
 )
 from jinfer.loader.checkpoint.orbax import orbax_api
 from jinfer.loader.checkpoint.safetensors import SHARD_BYTES, Writer
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.config.unused_config import check_unused
-from jinfer.loader.model_files import tokenizer_path
+from jinfer.loader.model_files import adapter_files, merged_checkpoint, tokenizer_path
 from jinfer.loader.open_model import open_files, open_model
 from jinfer.loader.resolve_model import resolve_model
-from jinfer.loader.sources import SourceError
 from jinfer.loader.weights.bit_budget import with_budget
 from jinfer.loader.weights.layer_forward import default_texts
 from jinfer.loader.weights.layerwise_gptq import LayerwiseGPTQ

@@ -15,9 +15,9 @@ import numpy as np
 from jinfer.loader.checkpoint.orbax import DESCRIPTION, FOLDER, describe_file, orbax_api
 from jinfer.loader.checkpoint.safetensors import NAMES, SHARD_BYTES, Writer
 from jinfer.loader.config.config_json import read_json_value
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.model_files import SPEC_FILE, ModelFiles
 from jinfer.loader.resolve_model import family_of
-from jinfer.loader.sources import SourceError
 from jinfer.modelspec.spec_files import families, with_families
 from jinfer.modelspec.toml_tables import merge
 

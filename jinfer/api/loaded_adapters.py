@@ -18,7 +18,7 @@ from jinfer.engine.adapter_use import AdapterUse
 from jinfer.engine.engine import Engine
 from jinfer.engine.engine_thread import EngineThread
 from jinfer.engine.requests import EngineError, RequestError
-from jinfer.loader.adapter_files import merged_checkpoint
+from jinfer.loader.model_files import merged_checkpoint
 from jinfer.loader.open_model import Opened, adapter_dtype
 from jinfer.loader.sources import locate
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value

@@ -3,7 +3,7 @@
 from jinfer.engine.requests import EngineError, RequestError
 from jinfer.guard.process_limits import ProcessLimitError
 from jinfer.loader.checkpoint import CheckpointError
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.weights.tensor_mapping import LoadError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.ops.disable_kernels import SwitchError

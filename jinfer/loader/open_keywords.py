@@ -30,7 +30,7 @@ _DEVICE = (
 _MAPPED = "weights are always mapped from their file"
 _OWN = "it is chosen for the device by itself"
 
-# vLLM's, llama.cpp's and transformers' names: the key here, or a sentence.
+# Names of vLLM, llama.cpp and transformers -> the key of a specification, or advice.
 FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(
         ("n_ctx", "ctx_size", "num_ctx", "max_model_len", "max_seq_len", "max_seq_length"),
@@ -80,7 +80,7 @@ FOREIGN: Mapping[str, str] = {
 }
 
 
-# Of tables that other engines have as one value, the key of that value.
+# Tables that are a single value in other engines -> the key of that value.
 _MAIN: Mapping[str, str] = {
     "quantization": "quantization.weights",
     "speculation": "speculation.draft",
@@ -91,10 +91,10 @@ _MAIN: Mapping[str, str] = {
 
 
 def override_tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the user sets (dotted names), as tables to be laid over a specification.
+    """Convert dotted keys that the user sets to tables that take precedence over a specification.
 
     Raises:
-        RequestError, SpecError: a key that there is not.
+        RequestError, SpecError: an unknown key.
     """
     check_keywords(overrides)
     tables: dict[str, Any] = {}
@@ -103,17 +103,17 @@ def override_tables(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def check_keywords(given: Mapping[str, Any]) -> None:
-    """Leads from names that no specification has to those that stand for them.
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse names that a specification does not have, and suggest the key that replaces them.
 
     Args:
-        given: keys of a specification, dotted or not, and their values.
+        keywords: keys of a specification, dotted or not, and their values.
 
     Raises:
-        RequestError: one is another engine's, a key without its table, a table without a key, or a
-            request's parameter.
+        RequestError: another engine's name, a key without its table, a table without a key, or a
+            parameter of requests.
     """
-    for key, value in given.items():
+    for key, value in keywords.items():
         if key in _MAIN and isinstance(value, str | int | float):
             call = f"LLM(source, **{{{_MAIN[key]!r}: {value!r}}})"
             raise RequestError(f"{key} is a table; this may be {_MAIN[key]}: {call}")
@@ -129,7 +129,7 @@ def check_keywords(given: Mapping[str, Any]) -> None:
                 f"generation.{name} is its default"
             )
         if not found:
-            continue  # what resolves specifications says what is allowed
+            continue  # resolving the specification reports unknown keys
         if " " not in found:
             simple = isinstance(value, int | float | str) and found == "engine.context"
             shown = repr(value)[:40] if simple else "..."

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jinfer.loader.adapter_files import AdapterFile, adapter_files, with_own_heads
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
 from jinfer.loader.checkpoint.native_checkpoint import NativeCheckpoint
 from jinfer.loader.config.classification_config import ClassificationConfig, find_classification
@@ -33,7 +32,14 @@ from jinfer.loader.config.generation_config import (
 from jinfer.loader.config.pooling_config import PoolingSpec, find_pooling
 from jinfer.loader.config.unused_config import check_unused
 from jinfer.loader.hub import repository
-from jinfer.loader.model_files import ModelFiles, read_spec_file, tokenizer_path
+from jinfer.loader.model_files import (
+    AdapterFile,
+    ModelFiles,
+    adapter_files,
+    read_spec_file,
+    tokenizer_path,
+    with_own_heads,
+)
 from jinfer.loader.open_keywords import override_tables
 from jinfer.loader.resolve_model import resolve_model
 from jinfer.loader.sources import full_source, locate

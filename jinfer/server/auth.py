@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.server.http_errors import ApiError
 
 

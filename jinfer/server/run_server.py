@@ -23,7 +23,8 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.loader.sources import SourceError, check_places
+from jinfer.loader.config.source_errors import SourceError
+from jinfer.loader.sources import check_places
 from jinfer.server import request_log
 from jinfer.server.app import build_app
 from jinfer.server.client_shares import most_connections, raise_descriptor_limit

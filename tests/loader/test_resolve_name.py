@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.loader.open_model import open_files
-from jinfer.loader.sources import SourceError, full_source, locate
+from jinfer.loader.sources import full_source, locate
 from jinfer.modelspec.spec_files import specs_folder
 
 DEMO = "smollm2_135m_instruct"

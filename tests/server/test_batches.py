@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.server.batch_lines import (
     PRIORITY,
     BatchErrors,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError
 from jinfer.server.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, parse_options, server_settings_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.loader.sources import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.model_spec import PromptSpec
 from jinfer.server.http_errors import ApiError
 from jinfer.server.request_body import validated

@@ -111,7 +111,7 @@ def _names(place: TensorSource | None) -> list[str]:
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
-    """Transpose a quantized matrix to inputs first, the order of plain matrices; codes have outputs first."""
+    """Transpose a quantized matrix: codes have outputs first, plain matrices here inputs."""
     if tensor.codes is None:
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], read=lambda: tensor.read().T, codes=None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.config_json import SourceError
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.classification_table import Activation, check_pair, class_count
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value

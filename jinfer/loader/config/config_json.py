@@ -10,10 +10,10 @@ from typing import Any
 
 from jinfer.guard.download_check import read_downloaded
 from jinfer.guard.safe_files import FileRefusedError, path_exists
-from jinfer.guard.sanitize import sanitized
 from jinfer.loader.checkpoint import Checkpoint
 from jinfer.loader.checkpoint.checkpoint_reader import CheckpointError
 from jinfer.loader.checkpoint.layouts.module_tensors import QuantSettings
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_files import architecture_of, format_table
 
 MAX_CONFIG_BYTES = 64 << 20
@@ -27,13 +27,6 @@ _FILES = {
     "hf_quant_config.json": "modelopt",
 }
 _TIED = "tie_word_embeddings"
-
-
-class SourceError(ValueError):
-    """A source, or a file of it, that cannot be used: the message says why and what to do."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(sanitized(text))
 
 
 def read_config(path: Path, checkpoint: Checkpoint) -> Mapping[str, Any]:

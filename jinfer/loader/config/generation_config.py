@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jinfer.loader.checkpoint import Checkpoint
-from jinfer.loader.config.config_json import SourceError, read_json
+from jinfer.loader.config.config_json import read_json
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.spec_errors import SpecError, nearest_hint, show_value
 from jinfer.sampling.sampling_params import ALIASES, SamplingParams
 from jinfer.tokenizer import Tokenizer

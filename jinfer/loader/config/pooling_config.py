@@ -17,7 +17,8 @@ import numpy as np
 
 from jinfer.guard.safe_files import path_exists
 from jinfer.loader.checkpoint import Checkpoint, open_checkpoint
-from jinfer.loader.config.config_json import SourceError, read_json, read_json_value
+from jinfer.loader.config.config_json import read_json, read_json_value
+from jinfer.loader.config.source_errors import SourceError
 from jinfer.modelspec.model_spec import ModelSpec
 from jinfer.modelspec.spec_errors import nearest_hint, show_value
 
