@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.server.http_errors import ApiError
 
 

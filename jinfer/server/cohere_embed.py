@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jinfer.api import text_embeddings
-from jinfer.opening.pooling_config import Vectors
+from jinfer.loader.config.pooling_config import Vectors
 from jinfer.server.embeddings import Embedder, coded_vector, embedder_of, truncate_vectors
 from jinfer.server.http_errors import invalid_request
 from jinfer.server.http_responses import HttpResponse, dumps

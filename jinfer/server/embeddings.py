@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from jinfer.api import text_embeddings
 from jinfer.engine.requests import RequestError
-from jinfer.opening.pooling_config import PoolingSpec, Vectors, cut
+from jinfer.loader.config.pooling_config import PoolingSpec, Vectors, cut
 from jinfer.server.http_errors import (
     ApiError,
     as_api_error,

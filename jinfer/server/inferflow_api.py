@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-from jinfer.opening.chat_prompt import Conversation
 from jinfer.server.field_checks import NO_CAPTURE, check_stream, reject_fields
 from jinfer.server.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http_responses import (
@@ -23,6 +22,7 @@ from jinfer.server.schemas.llamacpp_api import InferflowRequest
 from jinfer.server.schemas.sampling_fields import SamplingFields
 from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
+from jinfer.template.chat_prompt import Conversation
 
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN

@@ -11,7 +11,7 @@ import numpy as np
 
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.embeddings import (
     Embedder,
     coded_vector,

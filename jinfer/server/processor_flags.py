@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 
 _NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
 

@@ -11,7 +11,6 @@ import orjson
 
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
-from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request, unsupported_field
 from jinfer.server.ignored_fields import Ignore
 from jinfer.server.schemas.chat import ChatTemplateFields, Message, Tool, ToolCall
@@ -21,6 +20,7 @@ from jinfer.server.thinking_choice import choose_thinking
 from jinfer.server.tool_parsers.parser_registry import tool_call_format
 from jinfer.server.tool_parsers.prompted_tools import IN_SYSTEM, tools_as_text, tools_in_system
 from jinfer.server.tool_parsers.template_shape import accepts_system, convert_messages, detect_shape
+from jinfer.template.chat_prompt import CONTINUE, Conversation
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

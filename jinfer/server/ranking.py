@@ -13,7 +13,7 @@ import numpy as np
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify, tokenize_pair
 from jinfer.api.session import Session
-from jinfer.opening.classification_config import ClassificationConfig
+from jinfer.loader.config.classification_config import ClassificationConfig
 from jinfer.server.embeddings import Embedder, either_field, embedder_of, usage_of
 from jinfer.server.http_errors import invalid_request, unsupported_field
 from jinfer.server.http_responses import HttpResponse

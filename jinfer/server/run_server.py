@@ -23,8 +23,7 @@ from typing import Any
 import uvicorn
 
 from jinfer import progress
-from jinfer.opening.local_weights import check
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError, check_places
 from jinfer.server import request_log
 from jinfer.server.app import build_app
 from jinfer.server.client_shares import most_connections, raise_descriptor_limit
@@ -65,7 +64,7 @@ def serve(flags: Mapping[str, Any]) -> int:
 
     _check_tls(flags)
     for one in sources:  # fails before the first model is loaded
-        check(one.path, one.overrides)
+        check_places(one.path, one.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(

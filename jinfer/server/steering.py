@@ -8,6 +8,7 @@ from typing import Any
 from jinfer.api.activation_checks import check_steering
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
+from jinfer.loader.adapters.control_vectors import read_control_vector
 from jinfer.sampling.activation_edits import Steer
 from jinfer.server.activation_arrays import read_array
 from jinfer.server.http_errors import ApiError, as_api_error, invalid_request
@@ -16,7 +17,6 @@ from jinfer.server.request_activations import OFF
 from jinfer.server.schemas.activations import KeepSteering
 from jinfer.server.served_model import ServedModel
 from jinfer.server.service import RequestContext
-from jinfer.weights.control_vectors import read_control_vector
 
 
 async def list_steering(call: RequestContext[Any]) -> HttpResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.server.batch_store import BatchStore
 from jinfer.server.file_store import FileStore
 from jinfer.server.response_store import ResponseStore

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from jinfer.opening.sources import SourceError
+from jinfer.loader.sources import SourceError
 from jinfer.server.batch_lines import (
     PRIORITY,
     BatchErrors,

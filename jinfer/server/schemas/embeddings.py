@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jinfer.opening.pooling_config import Pooling
+from jinfer.loader.config.pooling_config import Pooling
 from jinfer.server.schemas.schema_base import MixedPrompts, RequestModel, ResponseModel
 
 
