@@ -78,7 +78,6 @@ LONG_MODULES: dict[str, str] = {}  # path -> why it is better whole
 MAX_FLOORS = 12
 # Folders in which a file of the same name has the same subject.
 MIRRORS = [
-    {"jinfer/server", "jinfer/server/schemas"},
     {"kernels_pallas/attention", "kernels_pallas/matmul"},  # triton, mosaic, grid
     {"jinfer/ops", "kernels_pallas"},
     {"jinfer/ops/attention", "kernels_pallas/attention"},

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,19 +19,50 @@ from starlette.types import ASGIApp
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.distributed.current_group import current_group
-from jinfer.server import ignored_fields
-from jinfer.server.batch_runner import BatchRunner
-from jinfer.server.endpoint import Endpoint, EndpointApp
-from jinfer.server.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
-from jinfer.server.http_responses import dumps
-from jinfer.server.metrics import Metrics
-from jinfer.server.middleware import RequestMiddleware
-from jinfer.server.model_manager import ModelManager
-from jinfer.server.model_registry import ModelRegistry
+from jinfer.opening.sources import SourceError
+from jinfer.server.core.endpoint import Endpoint, EndpointApp
+from jinfer.server.core.service import Service
+from jinfer.server.http import ignored_fields
+from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat, process_lost
+from jinfer.server.http.http_responses import dumps
+from jinfer.server.http.metrics import Metrics
+from jinfer.server.http.middleware import RequestMiddleware
+from jinfer.server.http.server_settings import ServerSettings
+from jinfer.server.models.model_manager import ModelManager
+from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.openai.batch_runner import BatchRunner
 from jinfer.server.routes import ENDPOINTS, PAGE
-from jinfer.server.server_settings import ServerSettings
-from jinfer.server.service import Service
-from jinfer.server.stores import open_stores
+from jinfer.server.stores.batch_store import BatchStore
+from jinfer.server.stores.file_store import FileStore
+from jinfer.server.stores.response_store import ResponseStore
+
+
+def open_stores(settings: ServerSettings) -> dict[str, Any]:
+    """The stores, as fields of `Service`.
+
+    Raises:
+        SourceError: a folder that cannot be used, or that another server uses.
+    """
+    responses = settings.responses_dir
+    try:
+        stores: dict[str, Any] = {
+            "responses": ResponseStore(
+                None if responses is None else Path(responses),
+                settings.max_responses,
+                settings.responses_bytes,
+                settings.responses_seconds,
+            )
+        }
+    except OSError as error:
+        raise SourceError(f"--responses-dir {responses}: {error}") from None
+    if settings.files_dir is not None:
+        try:
+            stores["files"] = FileStore(Path(settings.files_dir), settings.max_files)
+            stores["batches"] = BatchStore(stores["files"])
+        except OSError as error:
+            raise SourceError(f"--files-dir {settings.files_dir}: {error}") from None
+    return stores
+
 
 _NOTIFY_SECONDS, _FLUSH_SECONDS = 1.0, 0.02  # for all clients; for what one was sent
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}

@@ -38,7 +38,7 @@ def main() -> int:
     # Beside the streams of other models: see `jinfer.runtime.thread_priority`.
     with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
         thread.submit(_import).result()
-    from jinfer.server import request_log
+    from jinfer.server.http import request_log
 
     log = request_log.set_up_logging(**asked["settings"]["log"])
     # That it was loaded is said by its server.
@@ -65,8 +65,8 @@ def _import() -> None:
 def _describe(asked: dict[str, Any], said: Any) -> None:
     """Says what there is to say of a model without its weights."""
     from jinfer.api.user_errors import USER_ERRORS
-    from jinfer.server.ollama_models import describe
-    from jinfer.server.server_settings import ModelSource
+    from jinfer.server.http.server_settings import ModelSource
+    from jinfer.server.ollama.ollama_models import describe
 
     try:
         text, details = describe(ModelSource(**asked["source"]))
@@ -84,11 +84,11 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
 
     from jinfer import progress
     from jinfer.server.app import build_app
-    from jinfer.server.model_registry import ModelRegistry
-    from jinfer.server.processor_flags import named_functions
+    from jinfer.server.core.service import Service
+    from jinfer.server.http.server_settings import ModelSource, ServerSettings
+    from jinfer.server.models.model_registry import ModelRegistry
     from jinfer.server.run_server import http_protocol
-    from jinfer.server.server_settings import ModelSource, ServerSettings
-    from jinfer.server.service import Service
+    from jinfer.server.serve_flags import named_functions
 
     progress.show(False)
     source, processors = ModelSource(**asked["source"]), named_functions(asked["processors"])

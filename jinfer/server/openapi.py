@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jinfer.server.endpoint import EmptyBody, Endpoint
-from jinfer.server.query_params import QUERY_PARAMETERS
+from jinfer.server.core.endpoint import EmptyBody, Endpoint
+from jinfer.server.http.query_params import QUERY_PARAMETERS
 from jinfer.version import __version__
 
 _REF = "#/components/schemas/{model}"

@@ -5,53 +5,49 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jinfer.server import (
+from jinfer.server import openapi
+from jinfer.server.anthropic import messages
+from jinfer.server.anthropic.message_schemas import MessageObject, TokenCount
+from jinfer.server.anthropic.messages import ANTHROPIC_ERRORS
+from jinfer.server.core import activation_schemas as activations
+from jinfer.server.core import info
+from jinfer.server.core import info as about
+from jinfer.server.core.chat_schemas import ChatResponse
+from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_responses import NDJSON_MEDIA_TYPE, SSE_MEDIA_TYPE, HttpResponse
+from jinfer.server.inferflow import inferflow_api
+from jinfer.server.llamacpp import llamacpp_completion as infill
+from jinfer.server.llamacpp import llamacpp_completion as llamacpp_api
+from jinfer.server.llamacpp import model_routes, stream_routes
+from jinfer.server.llamacpp import model_routes as residency
+from jinfer.server.llamacpp.llamacpp_completion import InferflowResponse, LlamaResponse
+from jinfer.server.llamacpp.slots import SlotChange, slot_action
+from jinfer.server.ollama import ollama_api, ollama_models
+from jinfer.server.ollama import ollama_api as ollama_embeddings
+from jinfer.server.ollama import ollama_schemas as ollama
+from jinfer.server.openai import embeddings
+from jinfer.server.openai import embeddings as vectors
+from jinfer.server.openai import openai_routes as file_routes
+from jinfer.server.openai import openai_routes as response_routes
+from jinfer.server.openai.chat import chat
+from jinfer.server.openai.completions import CompletionResponse, completions
+from jinfer.server.page import static_files
+from jinfer.server.vllm import (
     adapters,
     batched_chat,
     cohere_embed,
-    embeddings,
-    file_routes,
-    inferflow_api,
-    infill,
-    info,
     invocations,
-    llamacpp_api,
-    messages,
-    model_routes,
-    ollama_api,
-    ollama_embeddings,
-    ollama_models,
-    openapi,
-    pooling_routes,
     ranking,
-    response_routes,
     steering,
-    stream_routes,
     tokenize,
 )
-from jinfer.server.anthropic_errors import ANTHROPIC_ERRORS
-from jinfer.server.chat import chat
-from jinfer.server.completions import completions
-from jinfer.server.endpoint import Endpoint
-from jinfer.server.http_responses import NDJSON_MEDIA_TYPE, SSE_MEDIA_TYPE, HttpResponse
-from jinfer.server.page import static_files
-from jinfer.server.schemas import activations
-from jinfer.server.schemas import adapters as lora
-from jinfer.server.schemas import embeddings as vectors
-from jinfer.server.schemas import info as about
-from jinfer.server.schemas import model_routes as residency
-from jinfer.server.schemas import ollama_api as ollama
-from jinfer.server.schemas import pooling_routes as pools
-from jinfer.server.schemas import ranking as ranks
-from jinfer.server.schemas import tokenize as tokens
-from jinfer.server.schemas.chat import ChatResponse
-from jinfer.server.schemas.cohere_embed import CohereEmbedResponse
-from jinfer.server.schemas.completions import CompletionResponse
-from jinfer.server.schemas.llamacpp_api import InferflowResponse, LlamaResponse
-from jinfer.server.schemas.messages import MessageObject, TokenCount
-from jinfer.server.schemas.slot_actions import SlotChange
-from jinfer.server.service import RequestContext
-from jinfer.server.slot_actions import slot_action
+from jinfer.server.vllm import adapters as lora
+from jinfer.server.vllm import pooling as pooling_routes
+from jinfer.server.vllm import pooling as pools
+from jinfer.server.vllm import ranking as ranks
+from jinfer.server.vllm import tokenize as tokens
+from jinfer.server.vllm.cohere_embed import CohereEmbedResponse
 
 PAGE = "page"
 

@@ -25,14 +25,14 @@ import uvicorn
 from jinfer import progress
 from jinfer.opening.local_weights import check
 from jinfer.opening.sources import SourceError
-from jinfer.server import request_log
 from jinfer.server.app import build_app
-from jinfer.server.client_shares import most_connections, raise_descriptor_limit
-from jinfer.server.fair_accept import FairAccept
-from jinfer.server.model_registry import ModelRegistry
+from jinfer.server.core.service import Service
+from jinfer.server.http import request_log
+from jinfer.server.http.client_shares import most_connections, raise_descriptor_limit
+from jinfer.server.http.fair_accept import FairAccept
+from jinfer.server.http.server_settings import ModelSource
+from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.serve_flags import model_sources_of, overrides_of, server_settings_of
-from jinfer.server.server_settings import ModelSource
-from jinfer.server.service import Service
 
 _log = logging.getLogger("jinfer.server")
 _BACKLOG = 4096  # connections that the system keeps until they are accepted
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
         if http_protocol() == "auto":
             await super().startup(sockets)
             return
-        from jinfer.server.http_protocol import HEAD_SECONDS, connection_shares
+        from jinfer.server.http.http_protocol import HEAD_SECONDS, connection_shares
 
         await super().startup([])
         state, connections = self.lifespan.state, self.server_state.connections
@@ -184,7 +184,7 @@ def http_protocol() -> Any:
     """The HTTP protocol class; without httptools uvicorn's h11, which handles HTTP/1.0 too."""
     if find_spec("httptools") is None:
         return "auto"
-    from jinfer.server.http_protocol import BoundedProtocol
+    from jinfer.server.http.http_protocol import BoundedProtocol
 
     return BoundedProtocol
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,11 +16,49 @@ from jinfer.cli.terminal.foreign_flags import SERVER_FLAG_HINTS
 from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
-from jinfer.server.auth import read_api_keys
-from jinfer.server.flag_table import FLAGS
-from jinfer.server.flag_types import PREFIX, ServeFlag
-from jinfer.server.processor_flags import named_functions
-from jinfer.server.server_settings import ModelSource, ServerSettings
+from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
+from jinfer.server.http.middleware import read_api_keys
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+
+_NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
+
+
+def named_functions(texts: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Functions by the names that requests call them.
+
+    Modules are looked for in the current folder, too.
+
+    Args:
+        texts: NAME=MODULE:FUNCTION.
+
+    Raises:
+        SourceError: a function that cannot be imported, or two of one name.
+    """
+    found: dict[str, Callable[..., Any]] = {}
+    for text in texts:
+        if (given := _NAMED.fullmatch(text)) is None:
+            raise SourceError(f"--logits-processor {text[:200]}: write NAME=MODULE:FUNCTION")
+        if given[1] in found:
+            raise SourceError(f"--logits-processor {given[1]}: there are two of that name")
+        found[given[1]] = _function(text, given[2], given[3])
+    return found
+
+
+def _function(text: str, module: str, path: str) -> Callable[..., Any]:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        value: Any = import_module(module)
+        for name in path.split("."):
+            value = getattr(value, name)
+    except Exception as error:  # whatever the module does while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise SourceError(f"--logits-processor {text[:200]}: {reason}") from error
+    if not callable(value):
+        raise SourceError(f"--logits-processor {text[:200]}: {type(value).__name__} is no function")
+    return value
+
 
 _SHORT = (
     *("--host", "--port", "--alias", "--ctx-size", "--parallel", "--set", "--api-key"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jinfer.server.client_shares import Shares, client_address, most_connections
-from jinfer.server.fair_accept import FairAccept
+from jinfer.server.http.client_shares import Shares, client_address, most_connections
+from jinfer.server.http.fair_accept import FairAccept
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jinfer.server import traces
+from jinfer.server.http import middleware as traces
 
 
 class Span:

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinfer.server.http_errors import ApiError
-from jinfer.server.http_responses import HttpResponse
-from jinfer.server.service import RequestContext
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import ApiError
+from jinfer.server.http.http_responses import HttpResponse
 
 # The page's own files, and the libraries that they load where a text needs them.
 _FOLDERS = (Path(__file__).with_name("assets"), Path(__file__).with_name("vendor"))

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 
-from jinfer.server.tool_parsers.call_format import ToolCallFormat
+from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.json_calls import Tools, parse_named_call
-from jinfer.server.tool_parsers.lark_grammar import LarkGrammar
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinfer.server.tool_parsers import incremental_json
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse, Sink
-from jinfer.server.tool_parsers.parsed_deltas import DeltaCollector
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector
 
 type Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 

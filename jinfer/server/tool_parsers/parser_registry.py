@@ -7,21 +7,66 @@ A format is a module of its own with a test, a row here, and its name in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Literal
 
-from jinfer.server.tool_parsers import (
-    deepseek,
-    dsml,
-    harmony,
-    hermes,
-    json_list,
-    llama,
-    mistral,
-    qwen_coder,
-)
-from jinfer.server.tool_parsers.call_format import ToolCallFormat
-from jinfer.server.tool_parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from jinfer.template.thinking_marks import thinking_marks
+from jinfer.server.tool_parsers import harmony
+from jinfer.server.tool_parsers import json_formats as deepseek
+from jinfer.server.tool_parsers import json_formats as hermes
+from jinfer.server.tool_parsers import json_formats as json_list
+from jinfer.server.tool_parsers import json_formats as llama
+from jinfer.server.tool_parsers import json_formats as mistral
+from jinfer.server.tool_parsers import tag_formats as dsml
+from jinfer.server.tool_parsers import tag_formats as qwen_coder
+from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat
+from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
+from jinfer.server.tool_parsers.output_deltas import DeltaCollector
+from jinfer.template.thinking_marks import THINKING_MARKS, ThinkingMarks, thinking_marks
 from jinfer.tokenizer import Tokenizer
+
+# Where the prompt leaves the model: inside reasoning, after it, or free to begin it.
+ReasoningState = Literal["open", "closed", "free"]
+
+
+@dataclass(frozen=True)
+class ReasoningFormat(ThinkingMarks):
+    """The reasoning syntax of a family of models."""
+
+    def state(self, prompt: str) -> ReasoningState:
+        """The state after a prompt, or its last tokens."""
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.begin):
+            return "open"
+        return "closed" if prompt.endswith(self.end) else "free"
+
+    def parse(
+        self, reader: IncrementalReader, out: DeltaCollector, state: ReasoningState
+    ) -> Parse[None]:
+        """Parses the reasoning at the beginning of an answer, if any."""
+        if state == "closed":
+            return
+        reader.mark()
+        yield from reader.space()
+        if not (yield from reader.starts(self.begin)) and state != "open":
+            out.content(reader.raw())
+            return
+        yield from reader.until((self.end,), out.reasoning)
+        out.end_reasoning()
+
+    def grammar(self, lark: LarkGrammar, state: ReasoningState) -> str:
+        """The grammar rule of reasoning, where it may come."""
+        if state == "closed":
+            return ""
+        after = lark.rule("GAP", r"/[ \n]{0,4}/")
+        thought = f"{lark.upto(self.end)} {after}"
+        if state == "open":
+            return thought
+        whole = lark.rule("thought", f"{lark.text(self.begin)} {thought}")
+        return f"{whole}?"
+
+
+REASONING_FORMATS = tuple(ReasoningFormat(*astuple(marks)) for marks in THINKING_MARKS)
+
 
 PHI_TOOLS = "<|tool|>"
 
@@ -29,9 +74,9 @@ PHI_TOOLS = "<|tool|>"
 # chosen, so the more specific ones come first.
 _TABLE: tuple[tuple[ToolCallFormat, Callable[[str], bool]], ...] = (
     (harmony.HARMONY, lambda text: harmony.CHANNEL in text),
-    (dsml.DSML, lambda text: dsml.MARK in text),
-    (deepseek.DEEPSEEK, lambda text: deepseek.CALLS in text),
-    (mistral.MISTRAL, lambda text: mistral.CALLS in text),
+    (dsml.DSML, lambda text: dsml.DSML_MARK in text),
+    (deepseek.DEEPSEEK, lambda text: deepseek.DEEPSEEK_CALLS in text),
+    (mistral.MISTRAL, lambda text: mistral.MISTRAL_CALLS in text),
     (
         json_list.COMMAND,
         lambda text: (
@@ -42,12 +87,12 @@ _TABLE: tuple[tuple[ToolCallFormat, Callable[[str], bool]], ...] = (
     (json_list.GRANITE, lambda text: json_list.TAG in text),
     (
         qwen_coder.QWEN_CODER,
-        lambda text: qwen_coder.FUNCTION in text and qwen_coder.PARAMETER in text,
+        lambda text: qwen_coder.QWEN_FUNCTION in text and qwen_coder.QWEN_PARAMETER in text,
     ),
-    (hermes.HERMES, lambda text: hermes.OPEN in text),
+    (hermes.HERMES, lambda text: hermes.HERMES_OPEN in text),
     (
         llama.LLAMA,
-        lambda text: llama.TAG in text or ('"name": ' in text and '"parameters": ' in text),
+        lambda text: llama.PYTHON_TAG in text or ('"name": ' in text and '"parameters": ' in text),
     ),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {format.name: format for format, _ in _TABLE}

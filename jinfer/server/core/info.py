@@ -1,0 +1,179 @@
+"""Server information: health, version, metrics and the list of models."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import RootModel
+
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_responses import HttpResponse
+from jinfer.server.http.metrics import CONTENT_TYPE
+from jinfer.server.http.query_params import query_value
+from jinfer.server.http.schema_base import ResponseModel
+from jinfer.server.models.served_model import ServedModel
+from jinfer.version import __version__
+
+
+class Health(ResponseModel):
+    """The server is healthy."""
+
+    status: Literal["ok"]
+
+
+class Load(ResponseModel):
+    """How much a server does (vLLM)."""
+
+    server_load: int
+
+
+class Version(ResponseModel):
+    """The versions of jinfer and JAX."""
+
+    version: str
+    jax: str
+
+
+class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
+    """The answer of another route."""
+
+
+class OpenApiDocument(ResponseModel):
+    """The OpenAPI document."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+
+
+class ModelCard(ResponseModel):
+    """A model; sizes are known once it was loaded."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str | None = None
+    parent: str | None = None
+    status: dict[str, Any]
+    aliases: list[str] | None = None
+    max_model_len: int | None = None
+    meta: dict[str, int] | None = None
+
+
+class ModelList(ResponseModel):
+    """The list of models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Props(ResponseModel):
+    """Properties of a model, as llama.cpp's /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    is_sleeping: bool
+    build_info: str
+
+
+class SlotState(ResponseModel):
+    """A slot for a running sequence."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class SlotStates(RootModel[list[SlotState]]):
+    """The list of slots."""
+
+
+async def health(call: RequestContext[Any]) -> HttpResponse:
+    """Health check: whether the models are loaded and all processes of a job respond."""
+    message = (
+        call.service.models.unavailable_reason() if call.service.models.ready else "Loading model"
+    )
+    if not message:
+        return HttpResponse({"status": "ok"})
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return HttpResponse({"error": error}, 503)
+
+
+async def show_version(call: RequestContext[Any]) -> HttpResponse:
+    """The versions of jinfer and JAX."""
+    return HttpResponse({"version": __version__, "jax": version("jax")})
+
+
+async def load(call: RequestContext[Any]) -> HttpResponse:
+    """How many requests are being answered, as vLLM tells it."""
+    # This one is one of them, unless its answer began before it was counted.
+    return HttpResponse({"server_load": max(0, len(call.service.answers) - 1)})
+
+
+async def metrics(call: RequestContext[Any]) -> HttpResponse:
+    """Metrics in Prometheus's text format."""
+    await call.service.models.refresh()
+    return HttpResponse(call.service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def models(call: RequestContext[Any]) -> HttpResponse:
+    """Lists the served models."""
+    if query_value(call, "reload") in ("1", "true"):  # as llama.cpp's router
+        await call.service.models.reload()
+    listed = []
+    call.service.models.notice_ends()
+    for one in call.service.models.models:
+        listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
+    return HttpResponse({"object": "list", "data": listed})
+
+
+async def model(call: RequestContext[Any]) -> HttpResponse:
+    """Describes one model."""
+    name = call.request.path_params["model"]
+    one = call.service.models.by_name(name)
+    return HttpResponse(adapter_card(one, name) if name in one.adapters else model_card(one))
+
+
+def adapter_card(one: ServedModel, name: str) -> dict[str, Any]:
+    """A LoRA adapter of a model as in `/v1/models`."""
+    shared = {key: model_card(one)[key] for key in ("object", "created", "owned_by", "status")}
+    root = one.adapter_sources.get(name, "")
+    return {"id": name, **shared, "root": root, "parent": one.name}
+
+
+def model_card(one: ServedModel) -> dict[str, Any]:
+    """A model as in `/v1/models`; sizes are known once it was loaded."""
+    status: dict[str, Any] = {"value": one.state}
+    if one.state == "unloaded" and one.error:
+        status |= {"failed": True, "error": one.error}
+    shown: dict[str, Any] = {
+        "id": one.name,
+        "object": "model",
+        "created": one.created,
+        "owned_by": "jinfer",
+        "root": one.source.path,
+        "status": status,
+    }
+    if one.source.aliases:
+        shown["aliases"] = list(one.source.aliases)
+    if (known := one.details) is None:
+        return shown
+    return {
+        **shown,
+        "max_model_len": known.context,
+        "capabilities": list(known.capabilities),
+        "meta": {
+            "n_vocab": known.vocab,
+            "n_ctx_train": known.trained_context,
+            "n_embd": known.hidden,
+            "n_params": known.parameters,
+            "size": known.size,
+        },
+    }

@@ -1,0 +1,141 @@
+"""Activations of a request: what its fields capture, steer and edit, and captured ones in JSON."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from jinfer.api.session import Session
+from jinfer.engine.requests import RequestError
+from jinfer.sampling.activation_edits import Edit, Steer
+from jinfer.sampling.sampling_params import ACTIVATIONS
+from jinfer.server.core.activation_schemas import EditField, NpyArray, Numbers, SteerField, Tokens
+from jinfer.server.core.sampling_fields import SamplingFields
+from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
+from jinfer.server.http.server_settings import ServerSettings
+
+_MAX_HEADER = 4096
+_TYPES = ("<f2", "<f4", "<f8")
+
+
+def read_array(given: Numbers, field: str) -> np.ndarray:
+    """An array in float32. Raises `ApiError`.
+
+    Args:
+        field: where it stands in the request.
+    """
+    if isinstance(given, NpyArray):
+        return _read_npy(given.npy, f"{field}.npy")
+    try:
+        found = np.array(given)
+    except ValueError:
+        raise invalid_request("its lists are not of one length", field) from None
+    if found.dtype.kind not in "if" or not found.size:
+        raise invalid_request("give numbers, in lists of one length", field)
+    return found.astype(np.float32)
+
+
+def _read_npy(text: str, field: str) -> np.ndarray:
+    """The header is read, and the rest has to be as long as it says: nothing else is allocated."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid_request("it is no base64", field) from None
+    file = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, turned, dtype = read(file, max_header_size=_MAX_HEADER)
+    except (ValueError, KeyError, EOFError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise invalid_request("it is no .npy file", field) from None
+    if dtype.str not in _TYPES or turned:
+        what = "Fortran order" if turned else dtype.str
+        raise invalid_request(f"the .npy file has {what}; write C-ordered float32", field)
+    rest, count = data[file.tell() :], 1
+    for length in shape:
+        count *= length
+    if len(rest) != count * dtype.itemsize or not count:
+        raise invalid_request("the .npy file has not the length that its shape says", field)
+    return np.frombuffer(rest, dtype).reshape(shape).astype(np.float32)
+
+
+def write_array(values: np.ndarray, form: Literal["npy", "list"]) -> dict[str, Any]:
+    """A captured activation in JSON; see `CapturedArray`."""
+    shape = list(values.shape)
+    if form == "list":
+        return {"shape": shape, "values": values.tolist()}
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(values, np.float32), allow_pickle=False)
+    return {"shape": shape, "npy": base64.b64encode(file.getvalue()).decode()}
+
+
+OFF = "activations are not shown or changed over HTTP here; serve with --allow-inspection"
+
+
+def check_inspection(body: BaseModel, settings: ServerSettings) -> None:
+    """Raises `ApiError` if a request captures or edits activations, and the server allows none."""
+    if settings.allow_inspection or not isinstance(body, SamplingFields):
+        return
+    for name in ACTIVATIONS:
+        if getattr(body, name):
+            raise ApiError(403, OFF, param=name, code="not_allowed")
+
+
+def activation_params(body: SamplingFields, session: Session) -> dict[str, Any]:
+    """The sampling parameters `capture`, `steer` and `edits` of a request. Raises `ApiError`."""
+    found: dict[str, Any] = {}
+    if body.capture:
+        found["capture"] = body.capture
+    try:
+        if body.steer:
+            fields = enumerate(body.steer)
+            found["steer"] = [one for i, each in fields for one in _steers(each, i, session)]
+        if body.edits:
+            found["edits"] = [_edit(each, i) for i, each in enumerate(body.edits)]
+    except RequestError as error:
+        field = str(error).split(" ", 1)[0].rstrip(":")
+        raise as_api_error(error, param=field if field in ACTIVATIONS else "steer") from error
+    return found
+
+
+def _steers(given: SteerField, number: int, session: Session) -> list[Steer]:
+    field, tokens = f"steer.{number}", _tokens(given.tokens, f"steer.{number}.tokens")
+    if given.steering is not None:
+        if given.name is not None or given.vector is not None:
+            raise invalid_request("steering stands in place of name and vector", field)
+        return [*session.steering.find(given.steering, given.scale, tokens)]
+    if given.name is None or given.vector is None:
+        raise invalid_request("give name and vector, or steering", field)
+    vector = read_array(given.vector, f"{field}.vector")
+    return [Steer(given.name, vector, given.scale, tokens)]
+
+
+def _edit(given: EditField, number: int) -> Edit:
+    tokens = _tokens(given.tokens, f"edits.{number}.tokens")
+    value = read_array(given.value, f"edits.{number}.value")
+    return Edit(given.name, given.operation, value, tokens, given.head)
+
+
+def _tokens(given: Tokens, field: str) -> Any:
+    if isinstance(given, str):
+        return given
+    if len(given) != 2:
+        raise invalid_request("a range of tokens is [start, stop]", field)
+    return slice(*given)
+
+
+def captured(values: Mapping[str, np.ndarray], body: SamplingFields) -> dict[str, Any]:
+    """The captured activations of an answer, as a part of its choice; {} if none were asked for."""
+    if not body.capture:
+        return {}
+    form = body.capture_format or "npy"
+    return {"captured": {name: write_array(each, form) for name, each in values.items()}}

@@ -1,0 +1,177 @@
+"""Middleware (ASGI): request id, API key, access log, metrics and traces of every request."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import importlib.util
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jinfer.opening.sources import SourceError
+from jinfer.server.http import ignored_fields
+from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat
+from jinfer.server.http.http_responses import error_response
+from jinfer.server.http.metrics import Metrics
+from jinfer.server.http.server_settings import ServerSettings
+
+_log = logging.getLogger("jinfer.access")
+_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+
+
+class RequestMiddleware:
+    """Wraps the application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: Metrics,
+        public: Iterable[tuple[str, str]],
+        errors: Mapping[str, ErrorFormat],
+    ) -> None:
+        """Wraps an application.
+
+        Args:
+            public: methods and paths that need no API key.
+            errors: how each path writes errors.
+        """
+        self.app, self.settings, self.metrics = app, settings, metrics
+        self._errors = errors
+        self._public = [(method, compile_path(path)[0]) for method, path in public]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["path"].endswith("/"):  # a trailing slash names the same route, without a redirect
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        headers = Headers(scope=scope)
+        id = headers.get("x-request-id", "")
+        if not _ID.fullmatch(id):
+            id = uuid.uuid4().hex
+        open_to_all = self._is_public(scope["method"], scope["path"])
+        notes: dict[str, Any] = {"id": id}
+        scope["jinfer"] = notes
+        begun = time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                notes["status"] = message["status"]
+                message["headers"].append((b"x-request-id", id.encode()))
+                if names := notes.get("ignored"):
+                    told = ignored_fields.ignored_header(names).encode()
+                    message["headers"].append((ignored_fields.HEADER.encode(), told))
+            await send(message)
+
+        with span(f"{scope['method']} {scope['path']}", headers, notes):
+            try:
+                if not open_to_all:
+                    given = headers.get("authorization", ""), headers.get("x-api-key", "")
+                    check_api_key(self.settings.keys, *given)
+            except ApiError as error:
+                notes["error"] = error.code
+                reply = error_response(error, self._errors.get(scope["path"], OPENAI_ERRORS))
+                await reply.send(noted, self.settings.send_seconds)
+            else:
+                await self.app(scope, receive, noted)
+        # Health checks come every few seconds, and page assets by the dozen.
+        # A model's own process logs what it has answered.
+        quiet = notes.pop("elsewhere", False) or open_to_all
+        usual = logging.DEBUG if quiet else logging.INFO
+        self._count(scope, notes, time.perf_counter() - begun, usual)
+
+    def _is_public(self, method: str, path: str) -> bool:
+        read = "GET" if method == "HEAD" else method
+        return any(read == one and pattern.match(path) for one, pattern in self._public)
+
+    def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
+        status = notes.pop("status", 499 if notes.get("gone") else 500)
+        route = notes.pop("route", "none")
+        self.metrics.http.labels(route, str(status)).inc()
+        level = logging.WARNING if status >= 500 and usual != logging.DEBUG else usual
+        fields = {
+            "request_id": notes.pop("id"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **notes,
+        }
+        _log.log(level, "request", extra=fields)
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
+
+    Raises:
+        SourceError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: {error}; write one key a line") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise SourceError(f"{path}: has no key; write one a line")
+    return keys
+
+
+def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None:
+    """Raises `ApiError` (401) if keys are required and the request has none of them.
+
+    Args:
+        authorization: value of the Authorization header, "Bearer KEY".
+        api_key: value of the X-Api-Key header.
+    """
+    scheme, _, key = authorization.partition(" ")
+    given = [key.strip() if scheme.lower() == "bearer" else "", api_key]
+    # Every key is compared, so that the time does not reveal which one nearly matches.
+    sent = [one.encode("latin-1", "replace") for one in given]  # headers are decoded as latin-1
+    found = [hmac.compare_digest(one, known.encode()) for one in sent for known in keys]
+    if keys and not any(found):
+        message = "a valid API key is needed: send the header Authorization: Bearer KEY"
+        headers = {"www-authenticate": "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=headers)
+
+
+@cache
+def _tracer() -> Any:
+    """The tracer of the application's provider; None without the package."""
+    if importlib.util.find_spec("opentelemetry") is None:
+        return None
+    from opentelemetry import trace
+
+    return trace.get_tracer("jinfer")
+
+
+@contextlib.contextmanager
+def span(name: str, headers: Mapping[str, str], notes: dict[str, Any]) -> Iterator[None]:
+    """A span of a request, a child of the one in its headers (traceparent).
+
+    Args:
+        notes: attributes set at the end; only numbers and strings are recorded.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        yield
+        return
+    from opentelemetry import propagate, trace
+
+    context = propagate.extract(headers)
+    kind = trace.SpanKind.SERVER
+    with tracer.start_as_current_span(name, context=context, kind=kind) as current:
+        yield
+        for key, value in notes.items():
+            if isinstance(value, str | int | float | bool):
+                current.set_attribute(f"jinfer.{key}", value)

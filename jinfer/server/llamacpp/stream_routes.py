@@ -1,0 +1,107 @@
+"""Routes of resumable streams (llama.cpp): read again, looked up, stopped."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from pydantic import Field, RootModel
+
+from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import invalid_request
+from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
+from jinfer.server.http.query_params import last_event_id, query_value
+from jinfer.server.http.schema_base import RequestModel, ResponseModel
+
+
+class StreamLookup(RequestModel):
+    """A request for what is known of some streams."""
+
+    conversation_ids: list[str] = Field(description="what X-Conversation-Id named", max_length=1000)
+
+
+class StreamState(ResponseModel):
+    """A stream."""
+
+    conversation_id: str
+    is_done: bool
+    total_bytes: int
+    started_at: int
+    completed_at: int
+
+
+class StreamStates(RootModel[list[StreamState]]):
+    """The streams that are known."""
+
+
+async def resume(call: RequestContext[Any]) -> StreamedResponse:
+    """A stream again, from a byte or behind an event on."""
+    stream = call.service.streams.find(_id(call))
+    after, offset = last_event_id(call), query_value(call, "from")
+    if after is None or offset is not None:
+        place, skip = stream.place_of(offset or 0)
+    else:
+        place, skip = after + 1, 0
+    return StreamedResponse(stream.read(place, skip, call.service.settings.ping))
+
+
+async def look_up(call: RequestContext[StreamLookup]) -> HttpResponse:
+    """What is known of the streams of some conversations; of those alone that are named."""
+    streams = call.service.streams.streams
+    found = [one for id in dict.fromkeys(call.body.conversation_ids) if (one := streams.get(id))]
+    return HttpResponse(
+        [
+            {
+                "conversation_id": one.id,
+                "is_done": one.completed is not None,
+                "total_bytes": one.total,
+                "started_at": int(one.started),
+                "completed_at": int(one.completed or 0),
+            }
+            for one in found
+        ]
+    )
+
+
+async def stop(call: RequestContext[Any]) -> HttpResponse:
+    """Ends a stream and forgets it; one that is not there is no error."""
+    id, streams = _id(call), call.service.streams
+    if id not in streams.streams:
+        streams.forward(id)
+    await streams.stop(id)
+    return HttpResponse(b"", 204)
+
+
+def _id(call: RequestContext[Any]) -> str:
+    id = query_value(call, "conv_id")
+    if not id:
+        raise invalid_request("there is no conv_id; give the conversation's", "conv_id")
+    return str(id)
+
+
+_llama = partial(Endpoint, tag="llama.cpp")
+
+STREAM_ENDPOINTS: tuple[Endpoint, ...] = (
+    _llama(
+        "GET /v1/stream",
+        resume,
+        "A stream that was begun with X-Conversation-Id, again",
+        stream_media_type=SSE_MEDIA_TYPE,
+        media_type=SSE_MEDIA_TYPE.partition(";")[0],
+        query=("conv_id", "from"),
+    ),
+    _llama(
+        "DELETE /v1/stream",
+        stop,
+        "Ends such a stream",
+        query=("conv_id",),
+        success=204,
+    ),
+    _llama(
+        "POST /v1/streams/lookup",
+        look_up,
+        "What is known of such streams",
+        StreamStates,
+    ),
+)

@@ -1,0 +1,332 @@
+"""Model manager: the models of a server by name, in memory while requests use them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from jinfer.api.user_errors import USER_ERRORS
+from jinfer.distributed.current_group import current_group
+from jinfer.engine.engine_stats import Stats
+from jinfer.engine.thread_pools import start_threads
+from jinfer.server.http import http_errors
+from jinfer.server.http.http_errors import ApiError, RunsElsewhereError
+from jinfer.server.http.server_settings import ModelSource, ServerSettings
+from jinfer.server.models.model_loading import examine
+from jinfer.server.models.model_registry import ModelRegistry
+from jinfer.server.models.model_residency import ModelResidency
+from jinfer.server.models.served_model import ServedModel
+
+_WORKERS = 4
+_ON_DEMAND = 4  # models in memory at a time where they are loaded on demand and no flag says it
+
+
+class ModelManager:
+    """All models of a server. Its methods are called on the event loop.
+
+    Attributes:
+        registry: where the models come from.
+        residency: which of them are in memory.
+        workers, compilers, waiters: thread pools for slow work, grammars, and waiting for engines.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        settings: ServerSettings,
+        *,
+        unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            unloaded: called with the name and last statistics of a model that is unloaded.
+
+        Raises:
+            SourceError, SpecError: the folder or the file of models cannot be read.
+        """
+        self.registry, self._settings = registry, settings
+        models = [self._served(source) for source in registry.sources()]
+        most = _most(models, settings.max_loaded, registry)
+        self.residency = ModelResidency(models, most, settings, unloaded)
+        self._any_name = not settings.strict and registry.is_fixed and len(models) == 1
+        self._started = False
+        # Slow work, such as tokenizing a long text, must not block the event loop.
+        self.workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="worker")
+        # Compiling a grammar can take seconds; a pool of its own delays only other grammars.
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="compiler")
+        # Threads that wait for an engine must not occupy the workers of other requests.
+        self.waiters = ThreadPoolExecutor(64, thread_name_prefix="waiter")
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """The models: those of the command line first, then of the file, then of the folder."""
+        return self.residency.models
+
+    @property
+    def ready(self) -> bool:
+        """Whether the models that are loaded at startup are there."""
+        return self._started
+
+    @property
+    def come_and_go(self) -> bool:
+        """Whether models are loaded on demand, or leave when others come or nobody asks them."""
+        idle = self._settings.idle_unload is not None or self._settings.idle_sleep is not None
+        few = self.residency.most < len(self.models)
+        return not self.registry.is_fixed or few or idle or self._settings.is_worker
+
+    def unavailable_reason(self) -> str:
+        """Why loaded models do not answer (a process of the job is silent); "": they do."""
+        group = current_group()
+        return "" if group is None else group.complaint()
+
+    async def start(self) -> None:
+        """Loads as many models as may be in memory, but for those that are loaded on demand.
+
+        Raises:
+            ApiError: a model cannot be loaded.
+        """
+        # Loading in the event loop would block other requests.
+        start_threads(self.workers, _WORKERS)
+        first = [one for one in self.models if not one.source.on_demand]
+        first.sort(key=lambda one: not one.source.pinned)
+        for one in first[: self.residency.most]:
+            await self.residency.load(one)
+            if one.state != "loaded":
+                raise ApiError(503, one.error)
+        self._started = self.residency.beside_others = True
+        await self._examine([one for one in self.models if one.source.on_demand])
+
+    def refuse_requests(self) -> None:
+        """Refuses new requests; running ones continue."""
+        self.residency.closed = True
+        if (group := current_group()) is not None:
+            group.is_leaving = True
+
+    async def close(self) -> None:
+        """Unloads every model."""
+        await self.residency.close()
+        for pool in (self.workers, self.waiters, self.compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def stats(self) -> dict[str, Stats]:
+        """The statistics of each loaded model, awake or asleep."""
+        return {one.name: stats for one in self.models if (stats := one.stats) is not None}
+
+    def notice_ends(self) -> None:
+        """Notes of models whose processes have ended by themselves that they are not loaded."""
+        for one in self.models:
+            self.residency.forget(one)
+
+    async def refresh(self) -> None:
+        """Asks the models' own processes for their statistics and adapters."""
+        for one in self.models:
+            if one.open and one.worker is not None:
+                await self._in_worker(one.worker.stats)
+
+    def by_name(self, name: str | None) -> ServedModel:
+        """The model of that name; None: the first. Raises `ApiError` if there is none."""
+        if name is None and self.models:
+            return self._unnamed()
+        for one in self.models:
+            if name in one.names:
+                return one
+        for one in self.models:
+            if name in one.adapters:
+                return one
+        raise http_errors.unknown_model(name or "", [one.name for one in self.models])
+
+    def _unnamed(self) -> ServedModel:
+        """The first model of the command line; else the one that was used last, or the first."""
+        if self.registry.named:
+            return self.models[0]
+        return max(self.models, key=lambda one: (one.open, one.open and one.last_used))
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a model to be loaded."""
+        return sum(one.waiters for one in self.models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that a request means, of those that are known. Raises `ApiError`."""
+        return self.models[0] if self._any_name else self.by_name(name)
+
+    async def look_for(self, name: str | None) -> ServedModel:
+        """The model that a request means; where there is none, it is looked for in the folder.
+
+        Raises:
+            ApiError: there is none.
+        """
+        try:
+            return self.find(name)
+        except ApiError:
+            if self.registry.is_fixed and not self._settings.runtime_adapters:
+                raise
+        if self._settings.runtime_adapters:
+            await self.refresh()  # the name of an adapter that came meanwhile
+        if not self.registry.is_fixed:
+            await self.reload()
+        return self.by_name(name)
+
+    def answers_to(self, name: str) -> bool:
+        """Whether the only model answers requests for another name."""
+        if not self._any_name:
+            return False
+        one = self.models[0]
+        return name not in (*one.names, *one.adapters)
+
+    @contextlib.asynccontextmanager
+    async def use(
+        self, name: str | None, *, keep: float | None = None
+    ) -> AsyncIterator[ServedModel]:
+        """The model for a request, loaded if needed and kept in memory meanwhile.
+
+        Args:
+            keep: seconds that it stays in memory afterwards; None: as its settings say.
+
+        Raises:
+            ApiError: the name is unknown, the model is still loading or could not be loaded, there
+                is no room for it, the server is shutting down, or a process of the job does not
+                respond.
+            RunsElsewhereError: another process is to answer.
+        """
+        one = await self.look_for(name)
+        self._check_open(one)
+        if not self._settings.autoload and one.state == "unloaded":
+            raise http_errors.model_not_loaded(one.name)
+        async with self.hold(one):
+            one.keep = self._keep(one.source) if keep is None else keep
+            if one.worker is not None:
+                raise RunsElsewhereError(one)
+            yield one
+
+    @contextlib.asynccontextmanager
+    async def hold(self, one: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
+        """Loads a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
+
+        Args:
+            awake: whether one that sleeps is woken.
+        """
+        self.residency.forget(one)
+        if awake or one.state != "sleeping":
+            await self.residency.arrive(one)
+        one.users += 1
+        one.cancel_timers()
+        one.last_used = time.monotonic()
+        try:
+            yield one
+        finally:
+            one.users -= 1
+            one.last_used = time.monotonic()
+            self.residency.rest(one)
+
+    @contextlib.asynccontextmanager
+    async def see(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """The model for a request that computes nothing: one that sleeps is not woken.
+
+        Raises:
+            ApiError: as `use`.
+        """
+        one = await self.look_for(name)
+        if one.state == "sleeping":
+            if one.worker is not None:
+                raise RunsElsewhereError(one, awake=False)
+            yield one
+        else:
+            async with self.use(name) as one:
+                yield one
+
+    async def load(self, name: str | None) -> ServedModel:
+        """Loads a model, or wakes it, unless it is there. Raises `ApiError`."""
+        one = await self.look_for(name)
+        self._check_open(one)
+        await self.residency.arrive(one)
+        return one
+
+    async def unload(self, one: ServedModel) -> None:
+        """Unloads a model when the requests that use it have ended.
+
+        Raises:
+            ApiError: it is pinned, or of several processes.
+        """
+        _check_may_leave(one, "unloaded")
+        if one.source.pinned:
+            reason = f"{one.name} is pinned, so that it stays in memory"
+            raise http_errors.invalid_request(reason, "model", "pinned")
+        await self.residency.leave(one)
+
+    async def sleep(self, one: ServedModel, level: int) -> None:
+        """Lets a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
+
+        Raises:
+            ApiError: it is not loaded, or of several processes.
+        """
+        _check_may_leave(one, "put to sleep")
+        self._check_open(one)
+        if not one.open:
+            raise http_errors.model_not_loaded(one.name)
+        await self.residency.leave(one, level)
+        if one.error and one.state == "loaded":
+            raise http_errors.invalid_request(one.error, "model")
+
+    async def reload(self) -> None:
+        """Looks for models that have come or gone in the folder and the file.
+
+        One that has gone, or has other settings, is unloaded when nobody uses it any more.
+
+        Raises:
+            ApiError: the folder or the file cannot be read; the models stay as they were.
+        """
+        try:
+            sources = await self._in_worker(self.registry.sources)
+        except USER_ERRORS as error:
+            raise ApiError(500, str(error), code="models_unreadable") from error
+        same = {one.name: one for one in self.models if one.source in sources}
+        before = self.models
+        self.residency.models = [same.get(one.name) or self._served(one) for one in sources]
+        for one in before:
+            if same.get(one.name) is not one:
+                self.residency.dismiss(one)
+        new = [one for one in self.models if same.get(one.name) is not one]
+        self.residency.run(self._examine(new))
+
+    def _served(self, source: ModelSource) -> ServedModel:
+        return ServedModel(source, keep=self._keep(source))
+
+    def _keep(self, source: ModelSource) -> float | None:
+        return self._settings.idle_unload if source.idle_unload is None else source.idle_unload
+
+    def _check_open(self, one: ServedModel) -> None:
+        if self.residency.closed:
+            raise http_errors.shutting_down()
+        if not self._started and one.state != "loaded":
+            raise http_errors.model_loading()
+        if reason := self.unavailable_reason():
+            raise http_errors.process_unresponsive(reason)
+
+    async def _examine(self, models: Sequence[ServedModel]) -> None:
+        """Notes of models that nobody has asked for yet how big they are, and what is wrong."""
+        for one in models:
+            error, one.file_bytes = await self._in_worker(partial(examine, one.source))
+            if one.state == "unloaded":
+                one.error = error
+
+    async def _in_worker[T](self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.workers, work)
+
+
+def _most(models: Sequence[ServedModel], asked: int | None, registry: ModelRegistry) -> int:
+    """Number of models that may be in memory at a time."""
+    at_start = sum(not one.source.on_demand for one in models)
+    return asked or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))
+
+
+def _check_may_leave(one: ServedModel, what: str) -> None:
+    if current_group() is not None:
+        reason = f"{one.name} is computed by several processes, and cannot be {what}"
+        raise http_errors.invalid_request(reason, "model", "not_supported")

@@ -1,0 +1,210 @@
+"""Batch runner: answers the requests of batches, one batch after another, below all others.
+
+Its requests have a priority that is lower than that of any client's, so that the scheduler gives
+their slots to whoever comes; see `jinfer.engine.scheduling.scheduler`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from asyncio import FIRST_COMPLETED, FIRST_EXCEPTION
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinfer.server.core.service import Service
+from jinfer.server.openai.batch_lines import BatchErrors, BatchLine, answer_line, read_lines
+from jinfer.server.stores.batch_store import BatchResults, BatchStore, Outcome
+from jinfer.server.stores.file_store import new_file_id
+
+_log = logging.getLogger("jinfer.server")
+_AGAIN = ("queue_full", "loading", "closing", "process_silent")  # errors that pass
+_PAUSE = 1.0  # seconds until a request is tried again
+_LOOK = 60.0  # seconds between looks for what has expired
+type Answer = Callable[[Service, str, Path, BatchLine], Awaitable[tuple[int, Any, str]]]
+
+
+@dataclass
+class BatchRunner:
+    """Runs the batches of a server.
+
+    Attributes:
+        service: the server.
+        store: its batches.
+        answer: answers a line.
+    """
+
+    service: Service
+    store: BatchStore
+    answer: Answer = answer_line
+
+    def __post_init__(self) -> None:
+        # Whoever comes goes first, so an answer may take any time.
+        self.service = replace(self.service, settings=replace(self.service.settings, timeout=None))
+
+    async def run(self) -> None:
+        """Runs batches until it is cancelled."""
+        while True:
+            self.store.changed.clear()
+            if (batch := self.store.next()) is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK):
+                        await self.store.changed.wait()
+                self.store.files.remove_expired()
+                continue
+            try:
+                await self.run_batch(batch)
+            except Exception as error:
+                _log.error("a batch failed", exc_info=error)
+                reason = {"code": "server_error", "message": "the server failed at this batch"}
+                self._fail(batch, [{**reason, "param": None, "line": None}])
+
+    async def run_batch(self, batch: dict[str, Any]) -> None:
+        """Runs a batch to its end, from where it stands."""
+        outcome: Outcome = batch.get("_outcome", "completed")
+        if batch["status"] != "finalizing":
+            path = self.store.files.path(batch["input_file_id"])
+            try:
+                lines = await self.service.in_thread(
+                    read_lines, path, batch["endpoint"], self.service.settings.max_body
+                )
+            except BatchErrors as error:
+                self._fail(batch, error.errors)
+                return
+            if batch["status"] == "validating":
+                self.store.move(batch, "in_progress")
+            results = await self.service.in_thread(self.store.results, batch)
+            try:
+                outcome = await self._answer_all(batch, path, lines, results)
+                if outcome == "expired":
+                    await self.service.in_thread(_write_expired, lines, results)
+                self._count(batch, lines, results)
+            finally:
+                results.close()
+        await self._finish(batch, outcome)
+
+    def _fail(self, batch: dict[str, Any], errors: list[dict[str, Any]]) -> None:
+        self.store.move(batch, "failed", errors={"object": "list", "data": errors})
+        _log.info("batch failed", extra={"batch": batch["id"]})
+
+    async def _answer_all(
+        self, batch: dict[str, Any], path: Path, lines: list[BatchLine], results: BatchResults
+    ) -> Outcome:
+        """Answers the lines that have no answer yet; returns how the batch ends."""
+        done = results.completed | results.failed
+        left = iter([line for line in lines if line.custom_id not in done])
+        self._count(batch, lines, results)
+
+        async def work() -> None:
+            for line in left:
+                while self.service.models.waiting:  # for a model that this batch keeps in use
+                    await asyncio.sleep(_PAUSE)
+                await self._answer(batch, path, line, results)
+                self._count(batch, lines, results)
+
+        count = await self._at_a_time(batch, lines)
+        tasks = [asyncio.ensure_future(work()) for _ in range(count)]
+        stopped = asyncio.ensure_future(self._stopped(batch))
+        working = asyncio.ensure_future(asyncio.wait(tasks, return_when=FIRST_EXCEPTION))
+        try:
+            await asyncio.wait({working, stopped}, return_when=FIRST_COMPLETED)
+            if not working.done():
+                return "cancelled" if batch["status"] == "cancelling" else "expired"
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return "completed"
+        finally:
+            for one in (*tasks, working, stopped):
+                one.cancel()
+            await asyncio.gather(*tasks, working, stopped, return_exceptions=True)
+
+    async def _at_a_time(self, batch: dict[str, Any], lines: list[BatchLine]) -> int:
+        """How many requests run at a time: as many as the first one's model has slots, but one."""
+        while not self.service.models.ready:
+            await asyncio.sleep(_PAUSE)
+        if batch["endpoint"] == "/v1/embeddings":
+            return 1  # texts are computed between the steps of all others
+        with contextlib.suppress(Exception):
+            async with self.service.models.use(lines[0].model) as hosted:
+                return max(1, hosted.session.engine.scheduler.slots - 1)  # one for who comes
+        return 1
+
+    async def _stopped(self, batch: dict[str, Any]) -> None:
+        """Returns when a batch is cancelled, or has expired."""
+        while batch["status"] != "cancelling" and (left := batch["expires_at"] - time.time()) > 0:
+            self.store.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _LOOK)):
+                    await self.store.changed.wait()
+
+    async def _answer(
+        self, batch: dict[str, Any], path: Path, line: BatchLine, results: BatchResults
+    ) -> None:
+        """Answers a line, and writes that down."""
+        while True:
+            status, body, id = await self.answer(self.service, batch["endpoint"], path, line)
+            code = body["error"].get("code") if status >= 400 else None
+            if code not in _AGAIN:
+                break
+            await asyncio.sleep(_PAUSE)
+        response = {"status_code": status, "request_id": id, "body": body}
+        # Not in a thread: a line that is being written would outlive a cancelled task.
+        results.write(line.custom_id, _result(line, response, None), failed=status >= 400)
+
+    def _count(self, batch: dict[str, Any], lines: list[BatchLine], results: BatchResults) -> None:
+        batch["request_counts"] = {
+            "total": len(lines),
+            "completed": len(results.completed),
+            "failed": len(results.failed),
+        }
+
+    async def _finish(self, batch: dict[str, Any], outcome: Outcome) -> None:
+        """Makes files of the results. Goes on where it was, if the server was killed meanwhile."""
+        names = ("output_file_id", "error_file_id")
+        paths = self.store.result_paths(batch)
+        if batch["status"] != "finalizing":
+            ids = {
+                name: new_file_id()
+                for name, path in zip(names, paths, strict=True)
+                if path.exists() and path.stat().st_size
+            }
+            self.store.move(batch, "finalizing", _outcome=outcome, **ids)
+        for name, path in zip(names, paths, strict=True):
+            if batch[name] is not None and path.exists():
+                kind = "output" if name == "output_file_id" else "error"
+                await self.service.in_thread(
+                    self.store.files.add,
+                    path,
+                    f"{batch['id']}_{kind}.jsonl",
+                    "batch_output",
+                    batch["_output_seconds"],
+                    batch[name],
+                )
+            path.unlink(missing_ok=True)
+        self.store.move(batch, outcome)
+        _log.info("batch ended", extra={"batch": batch["id"], "status": outcome})
+
+
+def _result(line: BatchLine, response: Any, error: Any) -> dict[str, Any]:
+    """A line of an output or error file."""
+    id = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
+
+
+def _write_expired(lines: list[BatchLine], results: BatchResults) -> None:
+    """Writes an error for each line without an answer."""
+    message = "This request could not be executed before the completion window expired."
+    error = {"code": "batch_expired", "message": message}
+    for line in _without(lines, results):
+        results.write(line.custom_id, _result(line, None, error), failed=True)
+
+
+def _without(lines: list[BatchLine], results: BatchResults) -> Iterator[BatchLine]:
+    done = results.completed | results.failed
+    return (line for line in lines if line.custom_id not in done)
