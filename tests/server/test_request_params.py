@@ -7,6 +7,7 @@ import pytest
 
 from jinfer.api.session import Session
 from jinfer.server.core import request_params
+from jinfer.server.core.prompt_requests import truncate_prompt
 from jinfer.server.core.request_params import (
     CHAT,
     COMPLETIONS,
@@ -14,7 +15,6 @@ from jinfer.server.core.request_params import (
     LLAMA_CPP,
     request_options,
 )
-from jinfer.server.core.request_runner import truncate_prompt
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.llamacpp.llamacpp_completion import InferflowRequest

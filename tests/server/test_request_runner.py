@@ -7,7 +7,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from jinfer.engine.output.generation import Chunk, Usage
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner
+from jinfer.server.core.prompt_requests import PromptRequests
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.http.metrics import RequestTimer
 from jinfer.server.tool_parsers.output_deltas import PLAIN_TEXT
 

@@ -90,7 +90,7 @@ def test_budgets() -> None:
     ],
 )
 def test_two_that_differ(both: dict[str, Any]) -> None:
-    with pytest.raises(ApiError, match="say different things"):
+    with pytest.raises(ApiError, match="contradict each other"):
         choose(both)
 
 

@@ -146,7 +146,9 @@ def test_a_call_or_json(smol: Running) -> None:
     body = ChatRequest.model_validate({"messages": ASKED, "tools": [tool(properties={})]})
     llm = smol.hosted().llm
     ids = llm.encode_chat(ASKED)
-    read = output_parsing(body, True, llm.session, ids, lambda field, why: None)
+    opened = llm.session.opened
+    template = opened.conversation.for_tools()
+    read = output_parsing(body, template, opened.tokenizer, ids, lambda field, why: None)
     assert read.param_changes == {}
     assert read.constrained is not None
     read = read.constrained({"type": "object", "properties": {"x": TEXT}, "required": ["x"]})

@@ -21,7 +21,7 @@ from jinfer.server.anthropic.message_schemas import (
 )
 from jinfer.server.core.chat_schemas import ChatRequest
 from jinfer.server.core.sampling_fields import SamplingFields
-from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
+from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.http.request_body import validated
 
@@ -247,9 +247,3 @@ def field_name(field: str, body: ConversationFields) -> str:
         field = field.replace(".function.parameters", ".input_schema", 1)
         return field.replace(".function.", ".", 1)
     return _NAMES.get(field, field)
-
-
-def with_field_names(error: ApiError, body: ConversationFields) -> ApiError:
-    """An error about a chat request, in the names of the Messages API."""
-    error.param = error.param and field_name(error.param, body)
-    return error

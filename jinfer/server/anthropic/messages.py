@@ -6,15 +6,15 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import orjson
 
 from jinfer.engine.output.generation import Chunk, Usage
-from jinfer.engine.requests import RequestError
-from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name, with_field_names
+from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
 from jinfer.server.anthropic.message_schemas import (
     ClientTool,
     ConversationFields,
@@ -22,17 +22,18 @@ from jinfer.server.anthropic.message_schemas import (
     MessageErrorResponse,
     MessagesRequest,
 )
-from jinfer.server.core.prompt_builder import chat_prompt_ids
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner
+from jinfer.server.core.chat_request import field_names, ignore_as, prepare_chat
+from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.prompt_builder import build_chat_prompt
+from jinfer.server.core.prompt_requests import PromptRequests
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import TOKEN_FIELDS, reject_fields
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import ApiError, ErrorFormat, as_api_error, unsupported_field
+from jinfer.server.http.http_errors import ApiError, ErrorFormat, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, sse_event
 from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.chat import prepare_chat
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta, WholeCallsParser
-from jinfer.template import TemplateError
 
 _TYPES = {
     401: "authentication_error",
@@ -222,32 +223,24 @@ async def count_tokens(call: RequestContext[CountTokensRequest]) -> HttpResponse
 
 
 def _count(call: RequestContext[CountTokensRequest], hosted: ServedModel) -> dict[str, Any]:
-    ignore = _named(call)
-    try:
-        asked = chat_request(call.body, call.ignore)
-        ids = chat_prompt_ids(asked, hosted.session, call.service.settings, ignore)
-    except (TemplateError, RequestError) as error:
-        raise as_api_error(error, param="messages") from error
-    except ApiError as error:
-        raise with_field_names(error, call.body) from None
-    return {"input_tokens": len(ids)}
+    with _translated(call) as (chat, ignore):
+        prompt = build_chat_prompt(chat, hosted.session, call.service.settings, ignore)
+        return {"input_tokens": len(prompt.ids())}
 
 
 def _prepare(call: RequestContext[MessagesRequest], hosted: ServedModel) -> list[PromptRequests]:
-    try:
-        asked = chat_request(call.body, call.ignore)
-        return [prepare_chat(call.service, asked, hosted, _named(call))]
-    except ApiError as error:
-        raise with_field_names(error, call.body) from error.__cause__
+    with _translated(call) as (chat, ignore):
+        return [prepare_chat(chat, hosted, call.service.settings, ignore)]
 
 
-def _named[B: ConversationFields](call: RequestContext[B]) -> Ignore:
-    """Reports fields of the chat request by their names in this API."""
-
-    def ignore(field: str, why: str) -> None:
-        call.ignore(field_name(field, call.body), why)
-
-    return ignore
+@contextlib.contextmanager
+def _translated[B: ConversationFields](
+    call: RequestContext[B],
+) -> Iterator[tuple[ChatRequest, Ignore]]:
+    """Translate the request; fields in errors have their names in this API."""
+    name_of = partial(field_name, body=call.body)
+    with field_names(name_of):
+        yield chat_request(call.body, call.ignore), ignore_as(call.ignore, name_of)
 
 
 def _failed(error: ApiError) -> bytes:
@@ -299,8 +292,8 @@ class _MessageAnswer:
         if self.stop_string:
             reason = "stop_sequence"
         elif self.finish_reason == "length":
-            limit = self.job.sampling.params.max_tokens
-            full = not self.job.sampling.nothing and (
+            limit = self.job.options.params.max_tokens
+            full = not self.job.options.nothing and (
                 limit is None or self.run.usages[0].completion_tokens < limit
             )
             reason = "model_context_window_exceeded" if full else "max_tokens"

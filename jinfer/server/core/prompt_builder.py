@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import orjson
@@ -13,7 +13,7 @@ from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.core.chat_schemas import ChatTemplateFields, Message, Tool, ToolCall
-from jinfer.server.core.thinking_choice import choose_thinking
+from jinfer.server.core.thinking_choice import ThinkingChoice, choose_thinking
 from jinfer.server.http.http_errors import (
     ApiError,
     as_api_error,
@@ -32,106 +32,143 @@ from jinfer.server.tool_parsers.template_shape import (
     tools_as_text,
     tools_in_system,
 )
+from jinfer.template import TemplateError
+from jinfer.tokenizer import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def request_template(
-    body: ChatTemplateFields, session: Session, settings: ServerSettings
-) -> Conversation:
-    """The chat template of a request: the model's, that for tools, or its own.
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that is ready to be rendered.
 
-    Raises:
-        ApiError: it brings one along, which is not allowed here.
+    Attributes:
+        template: the chat template of the request.
+        thinking: whether the model thinks, and how long.
+        messages: the messages as the template reads them.
+        variables: the other variables of the template.
+        tokenizer: the model's tokenizer.
     """
-    conversation = session.opened.conversation
-    if body.chat_template is not None:
-        if not settings.request_templates:
-            raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
-        prompt = replace(conversation.prompt, template="")
-        conversation = replace(conversation, prompt=prompt, jinja=body.chat_template, tool_use=None)
-    if function_tools(body) and body.tool_choice != "none":
-        conversation = conversation.for_tools()
-    return conversation
+
+    template: Conversation
+    thinking: ThinkingChoice
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    tokenizer: Tokenizer
+
+    def ids(self) -> list[int]:
+        """Render the token ids of the prompt. Raises `ApiError`."""
+        return self._rendered(self.template.encode)
+
+    def text(self) -> str:
+        """Render the text of the prompt. Raises `ApiError`."""
+        return self._rendered(self.template.text)
+
+    def _rendered[T](self, render: Callable[..., T]) -> T:
+        try:
+            return render(self.tokenizer, self.messages, **self.variables)
+        except (TemplateError, RequestError) as error:
+            raise as_api_error(error, param="messages") from error
 
 
-def _conversation(
-    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
-) -> tuple[Conversation, list[dict[str, Any]], dict[str, Any]]:
-    """The chat template, messages and template variables of a request.
+def build_chat_prompt(
+    chat: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
+) -> ChatPrompt:
+    """Choose the template, the thinking and the variables of a conversation.
 
     Args:
-        ignore: records variables that the template does not read.
+        ignore: records fields and variables that have no effect.
 
     Raises:
-        ApiError: the request has something that the model's template does not support.
+        ApiError: the template does not support a field of the request.
     """
-    conversation = request_template(body, session, settings)
-    variables = _variables(body, conversation, session, settings, ignore)
-    template = conversation.jinja or ""
-    if body.documents:
-        if not conversation.reads("documents"):
+    template = _chat_template(chat, session.opened.conversation, settings)
+    thinking = choose_thinking(chat, template, session.opened)
+    variables = _variables(chat, template, thinking, settings, ignore)
+    if chat.documents:
+        if not template.reads("documents"):
             raise unsupported_field(
                 "the model's chat template has no place for documents", "documents"
             )
-        variables["documents"] = body.documents
-    tools = [] if body.tool_choice == "none" else list(map(_plain, function_tools(body)))
-    if tools and conversation.reads("tools"):
+        variables["documents"] = chat.documents
+    tools = [_plain(tool) for tool in callable_tools(chat)]
+    if tools and template.reads("tools"):
         variables["tools"] = tools
-    if not template and (body.continue_final_message or body.add_generation_prompt is False):
-        name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
-        raise unsupported_field("the model's prompt format always begins an answer", name)
-    if body.continue_final_message:
-        if body.messages[-1].role != "assistant":
-            raise invalid_request(
-                "the last message is not the assistant's", "continue_final_message"
-            )
-        if body.add_generation_prompt:
-            raise invalid_request(
-                "it cannot be used beside add_generation_prompt", "continue_final_message"
-            )
-        variables[CONTINUE] = True
-    elif body.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = body.add_generation_prompt
-    messages = template_messages(body.messages, conversation)
-    if tools or any("tool_calls" in one or one["role"] == "tool" for one in messages):
-        messages = _with_calls(conversation, messages, tools)
-    if not conversation.has_template:
+    variables |= _answer_start(chat, template)
+    messages = template_messages(chat.messages, template)
+    if tools or any("tool_calls" in each or each["role"] == "tool" for each in messages):
+        messages = _with_calls(template, messages, tools)
+    if not template.has_template:
         raise invalid_request(
             "the model has no chat template; use /v1/completions, or set prompt.template",
             "messages",
         )
-    return conversation, messages, variables
+    return ChatPrompt(template, thinking, messages, variables, session.tokenizer)
+
+
+def _chat_template(
+    chat: ChatTemplateFields, template: Conversation, settings: ServerSettings
+) -> Conversation:
+    """Return the chat template of a request: its own, the model's for tools, or the model's.
+
+    Raises:
+        ApiError: the request has a template, and the server does not allow that.
+    """
+    if chat.chat_template is not None:
+        if not settings.request_templates:
+            raise ApiError(403, "templates of requests are not allowed here", param="chat_template")
+        prompt = replace(template.prompt, template="")
+        template = replace(template, prompt=prompt, jinja=chat.chat_template, tool_use=None)
+    return template.for_tools() if callable_tools(chat) else template
+
+
+def _answer_start(chat: ChatTemplateFields, template: Conversation) -> dict[str, Any]:
+    """Return the variables that say how the answer begins. Raises `ApiError`."""
+    goes_on = bool(chat.continue_final_message)
+    if not template.jinja and (goes_on or chat.add_generation_prompt is False):
+        name = "continue_final_message" if goes_on else "add_generation_prompt"
+        raise unsupported_field("the model's prompt format always begins an answer", name)
+    if not goes_on:
+        given = chat.add_generation_prompt
+        return {} if given is None else {"add_generation_prompt": given}
+    if chat.messages[-1].role != "assistant":
+        raise invalid_request("the last message is not the assistant's", "continue_final_message")
+    if chat.add_generation_prompt:
+        raise invalid_request(
+            "it cannot be used together with add_generation_prompt", "continue_final_message"
+        )
+    return {CONTINUE: True}
 
 
 def _variables(
-    body: ChatTemplateFields,
-    conversation: Conversation,
-    session: Session,
+    chat: ChatTemplateFields,
+    template: Conversation,
+    thinking: ThinkingChoice,
     settings: ServerSettings,
     ignore: Ignore,
 ) -> dict[str, Any]:
-    """The template variables besides the messages: the server's, below the request's."""
-    given = dict(body.chat_template_kwargs or {})
-    chosen = choose_thinking(body, conversation, session.opened)
-    for name in list(given):
-        place = f"chat_template_kwargs.{name[:80]}"
+    """Return the template variables of a request, over those of the server. Raises `ApiError`."""
+    variables = dict(chat.chat_template_kwargs or {})
+    for name in list(variables):
+        path = f"chat_template_kwargs.{name[:80]}"
         if name in RESERVED_VARIABLES:
-            raise invalid_request(f"{name} has a field of its own", place)
-        if not conversation.reads(name):
-            if name not in chosen.followed:
-                ignore(place, f"the model's chat template does not read {name[:80]}")
-            del given[name]
-    for name, why in chosen.unused.items():
-        ignore(name, why)
+            raise invalid_request(f"{name} has a field of its own", path)
+        if not template.reads(name):
+            if name not in thinking.followed:
+                ignore(path, f"the model's chat template does not read {name[:80]}")
+            del variables[name]
+    for name, reason in thinking.unused.items():
+        ignore(name, reason)
     defaults = settings.template_variables.items()
-    below = {name: value for name, value in defaults if conversation.reads(name)}
-    return {**below, **chosen.variables, **given}
+    defaults_read = {name: value for name, value in defaults if template.reads(name)}
+    return {**defaults_read, **thinking.variables, **variables}
 
 
-def function_tools(body: ChatTemplateFields) -> list[Tool]:
-    """The function tools of a request."""
-    return [one for one in body.tools or () if isinstance(one, Tool)]
+def callable_tools(chat: ChatTemplateFields) -> list[Tool]:
+    """Return the function tools that the answer may call."""
+    if chat.tool_choice == "none":
+        return []
+    return [tool for tool in chat.tools or () if isinstance(tool, Tool)]
 
 
 def _with_calls(
@@ -146,22 +183,6 @@ def _with_calls(
         return tools_in_system(told, tools) if tools and IN_SYSTEM in template else told
     mistral = tool_call_format(template, conversation.prompt.tool_calls).name == "mistral"
     return convert_messages(messages, way, short_ids=mistral)
-
-
-def chat_prompt_ids(
-    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
-) -> list[int]:
-    """The token ids of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = _conversation(body, session, settings, ignore)
-    return conversation.encode(session.tokenizer, messages, **variables)
-
-
-def chat_prompt_text(
-    body: ChatTemplateFields, session: Session, settings: ServerSettings, ignore: Ignore
-) -> str:
-    """The rendered text of a conversation. Raises `ApiError`, `TemplateError`."""
-    conversation, messages, variables = _conversation(body, session, settings, ignore)
-    return conversation.text(session.tokenizer, messages, **variables)
 
 
 def template_messages(

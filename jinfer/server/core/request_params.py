@@ -246,7 +246,7 @@ def _values(
             if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
                 one = whole_number(one)
             if name in values and values[name] != one:
-                raise invalid_request(f"{names[name]} and {sent} say different things", sent)
+                raise invalid_request(f"{names[name]} and {sent} contradict each other", sent)
             values[name], names[name] = one, sent
     return values, names
 

@@ -12,113 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from jinfer.api.session import PreparedRequest, Session
+from jinfer.api.session import Session
 from jinfer.engine.output.collect import best_of
 from jinfer.engine.output.generation import Chunk, Completion, Usage, completion
 from jinfer.engine.requests import DeadlineError, RequestError
 from jinfer.sampling.request_errors import ConstraintError
-from jinfer.server.core.request_params import RequestOptions
-from jinfer.server.http.http_errors import ApiError, as_api_error, context_exceeded, invalid_request
+from jinfer.server.core.prompt_requests import PromptRequests, field_of_error
+from jinfer.server.http.http_errors import ApiError, as_api_error
 from jinfer.server.http.metrics import RequestTimer
-from jinfer.server.tool_parsers.output_deltas import PLAIN_TEXT, OutputParsing
 
 # Seconds after its deadline until a request is abandoned here, in case the engine, waiting for
 # another process, has not ended it.
 _GRACE = 1.0
 _PROGRESS_SECONDS = 0.25  # between two prefill progress events
-
-
-@dataclass(frozen=True)
-class PromptRequests:
-    """A prompt and its engine requests, one for each answer.
-
-    Attributes:
-        ids: the prompt.
-        sampling: the request's sampling parameters.
-        engine_requests: one engine request for each answer.
-        parsing: how the answers are parsed.
-    """
-
-    ids: list[int]
-    sampling: RequestOptions
-    engine_requests: list[PreparedRequest]
-    parsing: OutputParsing
-
-
-def prepare_prompt(
-    session: Session,
-    ids: list[int],
-    asked: RequestOptions,
-    *,
-    param: str,
-    timeout: float | None = None,
-    parsing: OutputParsing = PLAIN_TEXT,
-) -> PromptRequests:
-    """Validates a prompt and makes its engine requests. Slow: call it in a worker thread.
-
-    Args:
-        param: the request field of the prompt, for errors.
-        timeout: seconds until the request is cancelled.
-        parsing: how the answers are parsed.
-
-    Raises:
-        ApiError: the request cannot be run.
-    """
-    ids = truncate_prompt(ids, asked.truncate, session.opened.context - 1, first=asked.first)
-    limits = [one for one in (timeout, asked.seconds) if one is not None]
-    context = session.opened.context
-    if len(ids) >= context:
-        # A prompt that fills the context leaves no room for an answer.
-        advice = "shorten it, set truncate_prompt_tokens, or serve with a larger --ctx-size"
-        raise context_exceeded("the prompt", len(ids), context, advice, param)
-    if not ids and not session.engine.model.has_cross_attention:
-        raise invalid_request("the prompt is empty; give at least one token", param)
-    try:
-        options: dict[str, Any] = {"priority": asked.priority, "timeout": min(limits, default=None)}
-        prepared = session.prepare(ids, asked.params, adapter=asked.adapter, **options)
-    except (RequestError, ConstraintError) as error:
-        raise as_api_error(error, param=_field(error, asked) or param) from error
-    shown = parsing.shown_tokens
-    prepared = [
-        replace(
-            one,
-            request=replace(r, reuse=asked.reuse and r.reuse, shown=shown, slot=asked.slot),
-        )
-        for one in prepared
-        for r in [one.request]
-    ]
-    return PromptRequests(ids, asked, prepared, parsing)
-
-
-def check_captured_bytes(jobs: Sequence[PromptRequests], most: int) -> None:
-    """Raises `ApiError` if the answers to some prompts capture more than `most` bytes."""
-    requests = [prepared.request for job in jobs for prepared in job.engine_requests]
-    uses = ((request.activations, request.limit - 1) for request in requests)
-    total = sum(use.bytes_of_token * tokens for use, tokens in uses if use is not None)
-    if total > most:
-        raise invalid_request(
-            f"{total} bytes of activations would come back, of which a request may have "
-            f"{most}: capture fewer, set max_tokens, or serve with a larger "
-            "--inspection-bytes",
-            "capture",
-        )
-
-
-def _field(error: Exception, asked: RequestOptions) -> str | None:
-    """The request field that an error is about; the error begins with the engine's name for it."""
-    return asked.names.get(str(error).split(" ", 1)[0].rstrip(":"))
-
-
-def truncate_prompt(
-    ids: list[int], limit: int | None, fits: int, *, first: bool = False
-) -> list[int]:
-    """Truncates a prompt to its last or first tokens, if requested. Raises `ApiError`."""
-    if limit is None:
-        return ids
-    if limit < -1 or limit == 0:
-        raise invalid_request("it must be -1 or at least 1", "truncate_prompt_tokens")
-    count = fits if limit == -1 else limit
-    return ids[:count] if first else ids[-count:]
 
 
 @dataclass
@@ -149,7 +55,7 @@ class RequestRunner:
         self._told: set[int] = set()
         self._shown: Counter[int] = Counter()
         self._cached: dict[int, int] = {}
-        if any(job.sampling.progress for job in self.jobs):
+        if any(job.options.progress for job in self.jobs):
             self.ping = min(self.ping, _PROGRESS_SECONDS)
 
     def job(self, index: int) -> PromptRequests:
@@ -208,11 +114,11 @@ class RequestRunner:
                             failure = self._too_late([index])
                         if isinstance(piece, ConstraintError):
                             failure = as_api_error(
-                                piece, param=_field(piece, self.job(index).sampling)
+                                piece, param=field_of_error(piece, self.job(index).options)
                             )
                         break
                     # With max_tokens 0, the engine has sampled one token all the same.
-                    nothing = self.job(index).sampling.nothing
+                    nothing = self.job(index).options.nothing
                     if isinstance(piece, Usage):
                         running.discard(index)
                         self.usages[index] = _without_token(piece) if nothing else piece
@@ -239,7 +145,7 @@ class RequestRunner:
 
     def _too_late(self, indices: Iterable[int]) -> Exception:
         """The error of answers that missed their deadline: the request's own, or the service's."""
-        if any(self.job(index).sampling.seconds is not None for index in indices):
+        if any(self.job(index).options.seconds is not None for index in indices):
             name = "t_max_predict_ms"
             message = f"the answer was not done in the time that {name} allows"
             return ApiError(408, message, param=name, code="deadline_exceeded")
@@ -263,7 +169,7 @@ class RequestRunner:
         if cached is None:  # before its first chunk
             cached, _ = self._progress(index) or (0, 0)
         usage = Usage(len(request.prompt), self._shown[index], prefill, decode, cached)
-        return _without_token(usage) if self.job(index).sampling.nothing else usage
+        return _without_token(usage) if self.job(index).options.nothing else usage
 
     def progress(self, *, first: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Prefill progress of each prompt without an answer yet, in llama.cpp's format.
@@ -313,7 +219,7 @@ class RequestRunner:
                     chunks[index].append(chunk)
         whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
         return [
-            best_of([next(whole) for _ in job.engine_requests], job.sampling.params)
+            best_of([next(whole) for _ in job.engine_requests], job.options.params)
             for job in self.jobs
         ]
 

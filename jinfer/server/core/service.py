@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from jinfer.engine.requests import DeadlineError
+from jinfer.server.core.prompt_requests import PromptRequests, check_captured_bytes
 from jinfer.server.core.request_activations import check_inspection
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner, check_captured_bytes
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.http import ignored_fields
 from jinfer.server.http.client_shares import Shares
 from jinfer.server.http.http_errors import (

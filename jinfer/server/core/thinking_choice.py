@@ -1,13 +1,13 @@
-"""Thinking of a request: whether the model thinks, with which effort, and within which budget.
+"""Thinking choice: whether the model thinks about a request, how hard, and for how many tokens.
 
-Clients say it in many words. Whether a model thinks is a variable of its chat template; where there
-is none, a budget of 0 turns thinking off.
+Clients have many fields for it. A variable of the chat template turns thinking on or off; without
+such a variable, a budget of 0 turns it off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
@@ -15,29 +15,28 @@ from jinfer.opening.open_model import Opened
 from jinfer.sampling.param_ranges import MAX_INDEX
 from jinfer.sampling.sampling_params import PARAMETERS
 from jinfer.server.core.chat_schemas import ChatTemplateFields
-from jinfer.server.core.sampling_fields import SamplingFields
+from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.http.http_errors import invalid_request
-from jinfer.server.http.ignored_fields import Ignore
 from jinfer.template.thinking_marks import thinking_switches
 
 UNLIMITED = -1
 _NONE = "none"  # the effort of a model that does not think
 _BUDGET = "thinking_token_budget"
-_FIELDS = PARAMETERS[_BUDGET].fields
+_BUDGET_FIELDS = PARAMETERS[_BUDGET].fields
 _KWARGS = "chat_template_kwargs"
-_NO_THOUGHTS = "the model writes no marks of thoughts that are known"
+_NO_MARKS = "the model does not mark its thoughts in a known way"
 
 
 @dataclass(frozen=True)
 class ThinkingChoice:
-    """How a request wants the model to think.
+    """How the model thinks about a request.
 
     Attributes:
-        variables: of the chat template.
-        budget: tokens of thought; `UNLIMITED`; None: what sampling parameters say.
-        budget_field: the request's field that says it.
-        unused: fields that change nothing -> why.
-        followed: variables that are followed though the template does not read them.
+        variables: variables of the chat template.
+        budget: tokens of thought; `UNLIMITED`; None: the sampling parameters set it.
+        budget_field: the request's field that sets the budget.
+        unused: fields without effect -> the reason.
+        followed: template variables that have an effect although the template does not read them.
     """
 
     variables: Mapping[str, Any]
@@ -46,95 +45,111 @@ class ThinkingChoice:
     unused: Mapping[str, str] = field(default_factory=dict)
     followed: frozenset[str] = frozenset()
 
+    def apply(self, options: RequestOptions) -> RequestOptions:
+        """Set the thinking budget. Raises `ApiError` if another field sets another one."""
+        if self.budget is None:
+            return options
+        budget = None if self.budget == UNLIMITED else self.budget
+        other = options.names.get(_BUDGET)
+        if other is not None and options.params.thinking_token_budget != budget:
+            raise invalid_request(
+                f"{other} and {self.budget_field} contradict each other", self.budget_field
+            )
+        params = replace(options.params, thinking_token_budget=budget)
+        return replace(options, params=params, names={**options.names, _BUDGET: self.budget_field})
+
 
 def choose_thinking(
-    body: ChatTemplateFields, conversation: Conversation, opened: Opened
+    chat: ChatTemplateFields, template: Conversation, opened: Opened
 ) -> ThinkingChoice:
-    """Reads all fields about thinking.
+    """Read all fields about thinking.
 
     Args:
-        conversation: the chat template of the request.
+        template: the chat template of the request.
 
     Raises:
-        ApiError: two of them say different things.
+        ApiError: two fields contradict each other, or a budget is out of range.
     """
-    template = conversation.jinja or ""
-    switches = thinking_switches(template)
+    switches = thinking_switches(template.jinja or "")
     variables: dict[str, Any] = {}
-    unused: dict[str, str] = {}
-    effort_field, effort = _one({**_efforts(body)})
-    on_field, on = _one({**_switches(body), **({effort_field: False} if effort == _NONE else {})})
-    budget_field, budget = _one(_budgets(body))
+    unused = {} if opened.thinking is not None else _unused_budgets(chat)
+    effort_field, effort = _agreed({**_efforts(chat)})
+    off = {effort_field: False} if effort == _NONE else {}
+    switch_field, switch = _agreed({**_switches(chat), **off})
+    budget_field, budget = _agreed(_budgets(chat))
     if budget is not None and opened.thinking is None:
-        unused[budget_field] = _NO_THOUGHTS
+        unused[budget_field] = _NO_MARKS
         budget = None
     if effort not in (None, _NONE):
-        if conversation.reads("reasoning_effort"):
+        if template.reads("reasoning_effort"):
             variables["reasoning_effort"] = effort
         else:
             unused[effort_field] = "the model's chat template does not read reasoning_effort"
-            if on is None:
+            if switch is None:
                 variables |= dict.fromkeys(switches, True)
-    if on is None:
+    if switch is None:
         default = opened.defaults.get(_BUDGET) if budget is None else budget
-        own = next((one for one in map(body.given_fields().get, _FIELDS) if one is not None), None)
+        budgets = (getattr(chat, name, None) for name in _BUDGET_FIELDS)
+        own = next((value for value in budgets if value is not None), None)
         if (default if own is None else own) == 0:
             variables |= dict.fromkeys(switches, False)
     elif switches:
-        variables |= dict.fromkeys(switches, on)
-    elif not on and opened.thinking is not None:
-        followed = frozenset({on_field.removeprefix(f"{_KWARGS}.")})
-        return ThinkingChoice(variables, 0, on_field, unused, followed)
-    elif not on_field.startswith(_KWARGS):
-        unused[on_field] = "the model's chat template does not turn thinking on or off"
+        variables |= dict.fromkeys(switches, switch)
+    elif not switch and opened.thinking is not None:
+        followed = frozenset({switch_field.removeprefix(f"{_KWARGS}.")})
+        return ThinkingChoice(variables, 0, switch_field, unused, followed)
+    elif not switch_field.startswith(_KWARGS):
+        unused[switch_field] = "the model's chat template does not turn thinking on or off"
     return ThinkingChoice(variables, budget, budget_field, unused)
 
 
-def without_budget[B: SamplingFields](body: B, opened: Opened, ignore: Ignore) -> B:
-    """The request without a budget, where the model has no thoughts that it could be of."""
-    given = [name for name in _FIELDS if getattr(body, name) is not None]
-    if opened.thinking is not None or not given:
-        return body
-    for name in given:
-        value = getattr(body, name)
+def _unused_budgets(chat: ChatTemplateFields) -> dict[str, str]:
+    """Return the sampling fields with a budget, for a model that does not mark its thoughts."""
+    unused = {}
+    for name in _BUDGET_FIELDS:
+        value = getattr(chat, name, None)
+        if value is None:
+            continue
         if isinstance(value, int) and not UNLIMITED <= value <= MAX_INDEX:
             raise invalid_request(f"{name} is {value}; give a number of tokens from -1", name)
-        ignore(name, _NO_THOUGHTS)
-    return body.model_copy(update=dict.fromkeys(given))
+        unused[name] = _NO_MARKS
+    return unused
 
 
-def _switches(body: ChatTemplateFields) -> dict[str, bool | None]:
-    """What the fields that turn thinking on or off say."""
-    given = body.chat_template_kwargs or {}
-    kind = None if body.thinking is None else body.thinking.type
+def _switches(chat: ChatTemplateFields) -> dict[str, bool | None]:
+    """Return the values of the fields that turn thinking on or off."""
+    given = chat.chat_template_kwargs or {}
+    kind = None if chat.thinking is None else chat.thinking.type
     named = {f"{_KWARGS}.{name}": given.get(name) for name in ("enable_thinking", "thinking")}
     return {
-        **{name: one for name, one in named.items() if isinstance(one, bool)},
-        "enable_thinking": body.enable_thinking,
+        **{name: value for name, value in named.items() if isinstance(value, bool)},
+        "enable_thinking": chat.enable_thinking,
         "thinking.type": None if kind in (None, "auto") else kind != "disabled",
-        "reasoning.enabled": None if body.reasoning is None else body.reasoning.enabled,
+        "reasoning.enabled": None if chat.reasoning is None else chat.reasoning.enabled,
     }
 
 
-def _efforts(body: ChatTemplateFields) -> dict[str, str | None]:
-    nested = None if body.reasoning is None else body.reasoning.effort
-    return {"reasoning_effort": body.reasoning_effort, "reasoning.effort": nested}
+def _efforts(chat: ChatTemplateFields) -> dict[str, str | None]:
+    nested = None if chat.reasoning is None else chat.reasoning.effort
+    return {"reasoning_effort": chat.reasoning_effort, "reasoning.effort": nested}
 
 
-def _budgets(body: ChatTemplateFields) -> dict[str, int | None]:
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
+def _budgets(chat: ChatTemplateFields) -> dict[str, int | None]:
+    thinks = chat.thinking is not None and chat.thinking.type != "disabled"
     return {
-        "reasoning.max_tokens": None if body.reasoning is None else body.reasoning.max_tokens,
-        "thinking.budget_tokens": body.thinking.budget_tokens if thinks and body.thinking else None,
+        "reasoning.max_tokens": None if chat.reasoning is None else chat.reasoning.max_tokens,
+        "thinking.budget_tokens": chat.thinking.budget_tokens if thinks and chat.thinking else None,
     }
 
 
-def _one(said: Mapping[str, Any]) -> tuple[str, Any]:
-    """The field that says something, and what; ("", None) if none does."""
-    given = [(field, one) for field, one in said.items() if one is not None]
-    for field_name, one in given[1:]:
-        if one != given[0][1]:
-            raise invalid_request(
-                f"{given[0][0]} and {field_name} say different things", field_name
-            )
+def _agreed(values: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the first field with a value, and the value; ("", None) without one.
+
+    Raises:
+        ApiError: two fields have different values.
+    """
+    given = [(name, value) for name, value in values.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise invalid_request(f"{given[0][0]} and {name} contradict each other", name)
     return given[0] if given else ("", None)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jinfer.api.session import Session
+from jinfer.opening.chat_prompt import Conversation
 from jinfer.sampling.request_errors import ConstraintError
 from jinfer.sampling.structured import compile_constraint, relaxed, supported
 from jinfer.sampling.structured.schema_relaxation import Relaxed
-from jinfer.server.core.chat_schemas import ChatTemplateFields, NamedTool, Tool
+from jinfer.server.core.chat_schemas import ChatRequest, ChatTemplateFields, NamedTool, Tool
 from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat, strict_parameters
@@ -142,44 +142,45 @@ _TAIL_TOKENS = 16  # tokens at a prompt's end that show whether it opens a reaso
 
 
 def output_parsing(
-    body: ChatTemplateFields, parallel: bool, session: Session, prompt: list[int], ignore: Ignore
+    chat: ChatRequest,
+    template: Conversation,
+    tokenizer: Tokenizer | None,
+    prompt: list[int],
+    ignore: Ignore,
 ) -> OutputParsing:
-    """Chooses how answers are parsed and constrained. Slow: call it in a worker thread.
+    """Choose how answers are parsed and constrained. Slow: call it in a worker thread.
 
     Args:
-        body: the tools and the tool choice.
-        parallel: whether several calls are allowed (`parallel_tool_calls`).
-        session: the model's session, whose chat template determines the call format.
+        chat: the tools and the tool choice.
+        template: the chat template of the request, which determines the format of calls.
         prompt: the token ids; the answer may begin inside reasoning.
         ignore: records schema keywords that a forced call does not enforce.
 
     Raises:
-        ApiError: invalid tools, or none where a call is required.
+        ApiError: invalid tools, or no tool where a call is required.
     """
-    offer = offered_tools(body)
+    offer = offered_tools(chat)
     tools = offer.tools
-    conversation, tokenizer = session.opened.conversation, session.opened.tokenizer
-    if tools:
-        conversation = conversation.for_tools()
     if tokenizer is None:
         return OutputParsing()
-    template = body.chat_template or conversation.jinja or ""
-    format = tool_call_format(template, conversation.prompt.tool_calls)
+    source, prompt_format = template.jinja or "", template.prompt
+    format = tool_call_format(source, prompt_format.tool_calls)
     reasoning = None
     if not format.has_reasoning:
-        reasoning = reasoning_format(template, tokenizer, conversation.prompt.reasoning)
+        reasoning = reasoning_format(source, tokenizer, prompt_format.reasoning)
     if not (tools or reasoning or format.has_reasoning):
         return OutputParsing()
     state: ReasoningState = "free"
     if reasoning is not None:
         state = _reasoning_state(
-            reasoning, body, tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
+            reasoning, chat, tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
         )
     marks = [*(format.marks if tools or format.has_reasoning else ())]
     if reasoning is not None:
         marks += [reasoning.begin, reasoning.end]
     special = special_token_ids(marks, tokenizer)
-    several = parallel and not isinstance(body.tool_choice, NamedTool)
+    parallel = chat.parallel_tool_calls is not False
+    several = parallel and not isinstance(chat.tool_choice, NamedTool)
 
     def parser(tools: Tools) -> ToolCallParser:
         output = DeltaCollector(format.new_id, None if parallel else 1)
@@ -191,7 +192,7 @@ def output_parsing(
         """The grammar of an answer that calls some tools, or matches a JSON schema."""
         lark = LarkGrammar(tokenizer)
         thought = "" if reasoning is None else reasoning.grammar(lark, state)
-        ways = [format.grammar(lark, tools, template, several)] if tools else []
+        ways = [format.grammar(lark, tools, source, several)] if tools else []
         if schema is not None:
             content = lark.json(schema)
             ways.append(content if format.answer is None else format.answer(lark, content))

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinfer.engine.output.generation import Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.server.core.request_runner import PromptRequests
+from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.tokenizer import Tokenizer
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from jinfer.opening.chat_prompt import Conversation
+from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
-from jinfer.server.core.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.core.sampling_fields import (
     NO_CAPTURE,
     SamplingFields,

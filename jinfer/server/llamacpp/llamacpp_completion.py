@@ -16,8 +16,9 @@ from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_builder import check_prompt_count, is_single_prompt, prompt_ids
+from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import LLAMA_CPP, RequestOptions, request_options
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner, prepare_prompt
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import (
     NO_CAPTURE,
     SamplingFields,

@@ -9,7 +9,7 @@ from typing import Any
 from jinfer.engine.output.generation import Completion
 from jinfer.sampling.sampling_params import SamplingParams
 from jinfer.server.core import usage
-from jinfer.server.core.request_runner import PromptRequests
+from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.models.served_model import ServedModel
 
 
@@ -49,7 +49,7 @@ def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> 
 
 def slot_of(job: PromptRequests) -> int:
     """The slot that a request names; -1: none."""
-    return -1 if job.sampling.slot is None else job.sampling.slot
+    return -1 if job.options.slot is None else job.options.slot
 
 
 def _stopped(answer: Completion) -> tuple[str, str]:
@@ -67,7 +67,7 @@ def _is_at_context(hosted: ServedModel, answer: Completion) -> bool:
 
 def generation_settings(hosted: ServedModel, job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
-    params = job.sampling.params
+    params = job.options.params
     return {
         "seed": -1,
         **set_parameters(params),

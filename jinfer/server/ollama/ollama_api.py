@@ -14,8 +14,10 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
+from jinfer.server.core.chat_request import CHAT_FIELDS, field_names, ignore_as, prepare_chat
+from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import OLLAMA, request_options
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner, prepare_prompt
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import reject_fields
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError, ErrorFormat, as_api_error, invalid_request
@@ -26,6 +28,7 @@ from jinfer.server.http.http_responses import (
     dumps,
     dumps_list,
 )
+from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.ollama.ollama_schemas import (
     OllamaChatRequest,
@@ -35,9 +38,8 @@ from jinfer.server.ollama.ollama_schemas import (
     OllamaGenerateRequest,
 )
 from jinfer.server.ollama.ollama_to_chat import chat_request, ollama_name
-from jinfer.server.openai.chat import CHAT_FIELDS, ParsedAnswer, prepare_chat
 from jinfer.server.openai.embeddings import Embedder, truncate_vectors
-from jinfer.server.tool_parsers.output_deltas import OutputDelta, WholeCallsParser
+from jinfer.server.tool_parsers.output_deltas import OutputDelta, ParsedAnswer, WholeCallsParser
 
 
 def _error(error: ApiError) -> dict[str, Any]:
@@ -122,35 +124,26 @@ def _failed(error: ApiError) -> bytes:
 def _prepare(clock: Clock, call: _Call, hosted: ServedModel) -> list[PromptRequests]:
     """Builds the prompt. Slow: call it in a worker thread."""
     clock.loaded()
-    try:
-        return [_prompt(call, hosted)]
-    except ApiError as error:
-        if error.param is not None:
-            error.param = ollama_name(error.param)
-            if isinstance(call.body, OllamaGenerateRequest) and error.param == "messages":
-                error.param = "prompt"
-        raise
+    name_of = partial(ollama_name, body=call.body)
+    with field_names(name_of):
+        return [_prompt(call, hosted, ignore_as(call.ignore, name_of))]
 
 
-def _prompt(call: _Call, hosted: ServedModel) -> PromptRequests:
+def _prompt(call: _Call, hosted: ServedModel, ignore: Ignore) -> PromptRequests:
     body, session, settings = call.body, hosted.session, call.service.settings
-    asked = chat_request(body)
+    chat = chat_request(body)
     if isinstance(body, OllamaGenerateRequest) and (body.raw or not hosted.llm.can_chat):
         # Where a model has no template, Ollama's is the prompt as it is.
         if body.system:
             raise invalid_request("the model has no chat template with a system prompt", "system")
         if body.think is not None:
             call.ignore("think", "the prompt is not put into a chat template")
-        changes = {"logprobs": asked.top_logprobs or 0} if asked.logprobs else {}
-        sampling = request_options(asked, session, OLLAMA, changes, CHAT_FIELDS)
+        changes = {"logprobs": chat.top_logprobs or 0} if chat.logprobs else {}
+        options = request_options(chat, session, OLLAMA, changes, CHAT_FIELDS)
         ids = [*_context(body, hosted), *session.encode(body.prompt or "")]
-        return prepare_prompt(session, ids, sampling, param="prompt", timeout=settings.timeout)
-
-    def ignore(field: str, why: str) -> None:
-        call.ignore(ollama_name(field), why)
-
-    before = _context(body, hosted) if isinstance(body, OllamaGenerateRequest) else []
-    return prepare_chat(call.service, asked, hosted, ignore, base=OLLAMA, before=before)
+        return prepare_prompt(session, ids, options, param="prompt", timeout=settings.timeout)
+    context = _context(body, hosted) if isinstance(body, OllamaGenerateRequest) else []
+    return prepare_chat(chat, hosted, settings, ignore, base=OLLAMA, context=context)
 
 
 def _context(body: OllamaGenerateRequest, hosted: ServedModel) -> list[int]:

@@ -27,8 +27,10 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def ollama_name(field: str) -> str:
-    """Ollama's name of a field of a chat completion."""
+def ollama_name(field: str, body: OllamaChatRequest | OllamaGenerateRequest) -> str:
+    """Return Ollama's name of a chat request's field."""
+    if field == "messages" and isinstance(body, OllamaGenerateRequest):
+        return "prompt"
     first = field.split(".", 1)[0]
     if first not in _NAMES and field in OllamaOptions.model_fields:
         return f"options.{field}"

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
-from jinfer.engine.requests import RequestError
-from jinfer.sampling.request_errors import ConstraintError
 from jinfer.server.core import usage
+from jinfer.server.core.chat_request import prepare_chat
 from jinfer.server.core.chat_schemas import ChatRequest
-from jinfer.server.core.prompt_builder import chat_prompt_ids, request_template
+from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_activations import captured
-from jinfer.server.core.request_params import CHAT, RequestOptions, request_options
-from jinfer.server.core.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.core.sampling_fields import (
-    SamplingFields,
     check_stream,
     ignore_verbose,
     reject_fields,
 )
-from jinfer.server.core.service import RequestContext, Service
-from jinfer.server.core.thinking_choice import (
-    UNLIMITED,
-    ThinkingChoice,
-    choose_thinking,
-    without_budget,
-)
-from jinfer.server.core.tool_calls import output_parsing
-from jinfer.server.http.http_errors import as_api_error, invalid_request, unsupported_field
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
-from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
 from jinfer.server.tool_parsers.output_deltas import (
     OutputDelta,
-    OutputParser,
-    OutputParsing,
+    ParsedAnswer,
     ToolCallDelta,
 )
-from jinfer.template import TemplateError
-
-# Fields that are no sampling parameters.
-CHAT_FIELDS = frozenset(ChatRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
 async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
@@ -77,94 +59,7 @@ async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResp
 
 
 def _prepare(call: RequestContext[ChatRequest], hosted: ServedModel) -> list[PromptRequests]:
-    return [prepare_chat(call.service, call.body, hosted, call.ignore)]
-
-
-def prepare_chat(
-    service: Service,
-    body: ChatRequest,
-    hosted: ServedModel,
-    ignore: Ignore,
-    *,
-    base: Mapping[str, Any] = CHAT,
-    before: Sequence[int] = (),
-) -> PromptRequests:
-    """Builds a conversation's prompt and output parser. Slow: call it in a worker thread.
-
-    Args:
-        ignore: records fields that have no effect.
-        base: the route's defaults, below the model's.
-        before: the tokens of an earlier prompt and its answer, which the conversation follows.
-
-    Raises:
-        ApiError: the request cannot be answered.
-    """
-    session, settings = hosted.session, service.settings
-    try:
-        ids = chat_prompt_ids(body, session, settings, ignore)
-    except (TemplateError, RequestError) as error:
-        raise as_api_error(error, param="messages") from error
-    if before:
-        # One BOS is enough; in ChatML it is not that, but the beginning of each message.
-        alone = ids[0] == session.tokenizer.bos_id and ids[0] not in ids[1:]
-        ids = [*before, *ids[alone:]]
-    parsing = output_parsing(body, body.parallel_tool_calls is not False, session, ids, ignore)
-    if (
-        parsing.param_changes
-        and body.response_format is not None
-        and body.response_format.type != "text"
-    ):
-        # The format concerns the content, and a forced tool call has none.
-        ignore("response_format", "it cannot be used where tools have to be called")
-        body = body.model_copy(update={"response_format": None})
-    changes: dict[str, Any] = dict(parsing.param_changes)
-    if body.logprobs:
-        changes["logprobs"] = body.top_logprobs or 0
-    body = without_budget(body, session.opened, ignore)
-    sampling = request_options(body, session, base, changes, CHAT_FIELDS)
-    thinking = choose_thinking(body, request_template(body, session, settings), session.opened)
-    sampling = _with_budget(sampling, thinking)
-    if parsing.param_changes:
-        sampling = replace(
-            sampling, names={**sampling.names, **dict.fromkeys(parsing.param_changes, "tools")}
-        )
-    elif sampling.params.constrained:
-        sampling, parsing = _constrained(sampling, parsing)
-    return prepare_prompt(
-        session, ids, sampling, param="messages", timeout=settings.timeout, parsing=parsing
-    )
-
-
-def _with_budget(sampling: RequestOptions, chosen: ThinkingChoice) -> RequestOptions:
-    """Applies the thinking budget that fields of the conversation say."""
-    if chosen.budget is None:
-        return sampling
-    name, budget = "thinking_token_budget", None if chosen.budget == UNLIMITED else chosen.budget
-    other = sampling.names.get(name)
-    if other is not None and sampling.params.thinking_token_budget != budget:
-        raise invalid_request(
-            f"{other} and {chosen.budget_field} say different things", chosen.budget_field
-        )
-    params = replace(sampling.params, thinking_token_budget=budget)
-    return replace(sampling, params=params, names={**sampling.names, name: chosen.budget_field})
-
-
-def _constrained(
-    sampling: RequestOptions, parsing: OutputParsing
-) -> tuple[RequestOptions, OutputParsing]:
-    """Applies a constraint to the answer: no tool calls, and reasoning only before JSON."""
-    schema = sampling.params.json_schema
-    if schema is None or parsing.constrained is None:
-        return sampling, OutputParsing()
-    field = sampling.names.get("json_schema", "response_format")
-    try:
-        parsing = parsing.constrained(schema)
-    except ConstraintError as error:
-        raise as_api_error(error, param=field) from error
-    if parsing.param_changes:
-        params = replace(sampling.params, json_schema=None, **parsing.param_changes)
-        sampling = replace(sampling, params=params, names={**sampling.names, "grammar": field})
-    return sampling, parsing
+    return [prepare_chat(call.body, hosted, call.service.settings, call.ignore)]
 
 
 class _ChatAnswer(OpenAIAnswer):
@@ -181,7 +76,7 @@ class _ChatAnswer(OpenAIAnswer):
     def whole(self, answers: list[Completion]) -> dict[str, Any]:
         """The response body with all choices."""
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        more = {"prompt_token_ids": self.job.ids} if self.job.sampling.token_ids else {}
+        more = {"prompt_token_ids": self.job.ids} if self.job.options.token_ids else {}
         more |= self._prompt_text() | self.verbose(0, self.job, answers[0])
         return self.body(choices, answers[0].usage) | more
 
@@ -221,7 +116,7 @@ class _ChatAnswer(OpenAIAnswer):
         if self.call.body.logprobs:
             entries = self.logprobs(answer.logprobs or ())
             choice["logprobs"] = {"content": entries, "refusal": None}
-        if self.job.sampling.token_ids:
+        if self.job.options.token_ids:
             choice["token_ids"] = answer.token_ids
         return choice | captured(answer.captured, self.call.body)
 
@@ -236,11 +131,11 @@ class _ChatAnswer(OpenAIAnswer):
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
         """The events of one engine chunk."""
         result: list[dict[str, Any]] = []
-        reading, body, sampling = self.parsed[index], self.call.body, self.job.sampling
+        reading, body, options = self.parsed[index], self.call.body, self.job.options
         if not reading.started:
             reading.started = True
             result.append(self.chunk(index, {"delta": {"role": "assistant", "content": ""}}))
-            if sampling.token_ids:
+            if options.token_ids:
                 result[-1]["prompt_token_ids"] = self.job.ids
             result[-1] |= self._prompt_text()
         self.run.mark_shown(index, piece)
@@ -257,51 +152,18 @@ class _ChatAnswer(OpenAIAnswer):
         if body.logprobs:
             entries = self.logprobs(piece.logprobs)
             more["logprobs"] = {"content": entries, "refusal": None}
-        if sampling.token_ids:
+        if options.token_ids:
             more["token_ids"] = list(piece.token_ids)
         # With continuous usage, as in vLLM, the finish reason comes in the chunk of the last token.
-        options = body.stream_options
-        together = options is not None and options.continuous_usage_stats
-        if delta or more or sampling.timings:
+        stream = body.stream_options
+        together = stream is not None and stream.continuous_usage_stats
+        if delta or more or options.timings:
             said = {"delta": delta}
             result.append(self.chunk(index, said, reason if together else None, **more))
             reason = None if together else reason
         if reason is not None:
             result.append(self.chunk(index, self.nothing, reason))
         return result
-
-
-@dataclass
-class ParsedAnswer:
-    """One answer, parsed incrementally into content, reasoning and tool calls."""
-
-    parser: OutputParser
-    content: str = ""
-    reasoning: str = ""
-    calls: dict[int, ToolCallDelta] = field(default_factory=dict)
-    started: bool = False
-
-    def push(self, text: str) -> OutputDelta:
-        """Parses more text."""
-        return self._keep(self.parser.push(text))
-
-    def finish(self, reason: str) -> OutputDelta:
-        """Parses the end of the answer, given its finish reason."""
-        return self._keep(self.parser.finish(reason == "length"))
-
-    def _keep(self, delta: OutputDelta) -> OutputDelta:
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        for one in delta.calls:
-            if one.end == "void":
-                self.calls.pop(one.index, None)
-                continue
-            known = self.calls.get(one.index, ToolCallDelta(one.index))
-            arguments = known.arguments + one.arguments
-            self.calls[one.index] = ToolCallDelta(
-                one.index, known.id or one.id, known.name or one.name, arguments
-            )
-        return delta
 
 
 def _call(one: ToolCallDelta, *, complete: bool = False) -> dict[str, Any]:

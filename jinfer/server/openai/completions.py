@@ -14,9 +14,9 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import Request
 from jinfer.server.core import usage
 from jinfer.server.core.prompt_builder import prompt_ids
+from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_activations import captured
 from jinfer.server.core.request_params import COMPLETIONS, request_options
-from jinfer.server.core.request_runner import PromptRequests, prepare_prompt
 from jinfer.server.core.sampling_fields import (
     SamplingFields,
     check_stream,
@@ -265,7 +265,7 @@ class _TextAnswers(OpenAIAnswer):
                 None,
                 *map(usage.ranked_logprobs, self.prompt_logprobs[prompt]),
             ]
-        if job.sampling.token_ids:
+        if job.options.token_ids:
             choice["prompt_token_ids"] = job.ids
             choice["token_ids"] = answer.token_ids
         return choice | captured(answer.captured, body)
@@ -332,12 +332,12 @@ class _TextAnswers(OpenAIAnswer):
             last = piece.finish_reason is not None
             own = offsets.of(piece.token_ids, piece.text, ended=last)
             more["logprobs"] = self._logprobs(piece.logprobs, (), own)
-        if job.sampling.token_ids:
+        if job.options.token_ids:
             more["token_ids"] = list(piece.token_ids)
             if first:
                 more["prompt_token_ids"] = job.ids
         self.run.mark_shown(index, piece)
         reason = piece.finish_reason
-        if text or more or reason is not None or job.sampling.timings:
+        if text or more or reason is not None or job.options.timings:
             return [self.chunk(index, {"text": text}, reason, **more)]
         return []

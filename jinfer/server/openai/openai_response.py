@@ -16,7 +16,8 @@ from jinfer.engine.output.generation import Chunk, Completion, Usage
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.sampling.param_ranges import MAX_LOGPROBS
 from jinfer.server.core import usage
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner
+from jinfer.server.core.prompt_requests import PromptRequests
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import SSE_DONE, batch_bytes, sse_event
@@ -101,7 +102,7 @@ class OpenAIAnswer(ABC):
         options = self.call.body.stream_options
         if options is not None and options.continuous_usage_stats:
             result["usage"] = usage.usage([job], {0: used})
-        if job.sampling.timings and "role" not in content.get("delta", ()):
+        if job.options.timings and "role" not in content.get("delta", ()):
             result["timings"] = usage.llamacpp_timings(used)
         return result
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from jinfer.engine.output.generation import Chunk
 from jinfer.server.core import usage
-from jinfer.server.core.request_runner import PromptRequests, RequestRunner
+from jinfer.server.core.chat_request import field_names, ignore_as, prepare_chat
+from jinfer.server.core.prompt_requests import PromptRequests
+from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import TOKEN_FIELDS, reject_fields
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
 from jinfer.server.models.served_model import ServedModel
-from jinfer.server.openai.chat import prepare_chat
 from jinfer.server.openai.response_input import ResponseInput, read_input, to_chat_request
 from jinfer.server.openai.response_items import ResponseItems, custom_names
 from jinfer.server.openai.response_schemas import (
@@ -120,31 +121,24 @@ async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
 def prepare_response(
     call: RequestContext[ResponseRequest], hosted: ServedModel, given: ResponseInput
 ) -> list[PromptRequests]:
-    """Builds the prompt; with truncation, from the latest messages that fit. Slow."""
-
-    def ignore(field: str, why: str) -> None:
-        call.ignore(_named(field), why)
-
-    asked = to_chat_request(call.body, given, call.ignore)
-    while True:
-        try:
-            return [prepare_chat(call.service, asked, hosted, ignore)]
-        except ApiError as error:
-            fits = error.code != "context_length_exceeded"
-            first = next((i for i, m in enumerate(asked.messages) if m.role != "system"), None)
-            if (
-                fits
-                or call.body.truncation != "auto"
-                or first is None
-                or len(asked.messages) - first < 2
-            ):
-                error.param = error.param and _named(error.param)
-                raise
-        asked.messages = [*asked.messages[:first], *asked.messages[first + 1 :]]
+    """Prepare the prompt; with truncation, from the latest messages that fit. Slow."""
+    ignore = ignore_as(call.ignore, response_field)
+    chat = to_chat_request(call.body, given, call.ignore)
+    with field_names(response_field):
+        while True:
+            try:
+                return [prepare_chat(chat, hosted, call.service.settings, ignore)]
+            except ApiError as error:
+                if error.code != "context_length_exceeded" or call.body.truncation != "auto":
+                    raise
+                first = next((i for i, m in enumerate(chat.messages) if m.role != "system"), None)
+                if first is None or len(chat.messages) - first < 2:
+                    raise
+            chat.messages = [*chat.messages[:first], *chat.messages[first + 1 :]]
 
 
-def _named(field: str) -> str:
-    """The Responses API's name of a chat completion field."""
+def response_field(field: str) -> str:
+    """Return the Responses API's name of a chat request's field."""
     tool = field.replace(".function.", ".", 1) if field.startswith("tools.") else field
     return _NAMES.get(field, tool)
 
@@ -302,5 +296,5 @@ class _ResponseAnswer:
                 "output_tokens_details": {"reasoning_tokens": self.items.reasoning_deltas},
                 "total_tokens": known["total_tokens"],
             }
-        params = self.job.sampling.params
+        params = self.job.options.params
         return self.asked.response(status, self.hosted.name, self.items.done, tokens, params)

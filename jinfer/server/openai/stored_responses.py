@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinfer.engine.requests import RequestError
-from jinfer.server.core.prompt_builder import chat_prompt_ids
+from jinfer.server.core.chat_request import field_names, ignore_as
+from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
+from jinfer.server.http.http_errors import ApiError, invalid_request
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
 from jinfer.server.http.query_params import last_event_id, listed_page, query_value
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.response_input import ResponseInput, read_input, to_chat_request
 from jinfer.server.openai.response_schemas import InputTokensRequest
-from jinfer.server.openai.responses import check_response, failed_event
+from jinfer.server.openai.responses import check_response, failed_event, response_field
 from jinfer.server.stores.response_store import UNFINISHED, StoredResponse
-from jinfer.template import TemplateError
 
 
 async def retrieve(call: RequestContext[Any]) -> HttpResponse | StreamedResponse:
@@ -75,11 +74,11 @@ async def input_tokens(call: RequestContext[InputTokensRequest]) -> HttpResponse
 def _count(
     call: RequestContext[InputTokensRequest], hosted: ServedModel, given: ResponseInput
 ) -> int:
-    asked = to_chat_request(call.body, given, call.ignore)
-    try:
-        return len(chat_prompt_ids(asked, hosted.session, call.service.settings, call.ignore))
-    except (TemplateError, RequestError) as error:
-        raise as_api_error(error, param="input") from error
+    chat = to_chat_request(call.body, given, call.ignore)
+    with field_names(response_field):
+        ignore = ignore_as(call.ignore, response_field)
+        prompt = build_chat_prompt(chat, hosted.session, call.service.settings, ignore)
+        return len(prompt.ids())
 
 
 def _id(call: RequestContext[Any]) -> str:

@@ -95,6 +95,39 @@ class WholeCallsParser:
         return replace(delta, calls=tuple(ready))
 
 
+@dataclass
+class ParsedAnswer:
+    """One answer, parsed incrementally into content, reasoning and tool calls."""
+
+    parser: OutputParser
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, ToolCallDelta] = field(default_factory=dict)
+    started: bool = False
+
+    def push(self, text: str) -> OutputDelta:
+        """Parses more text."""
+        return self._keep(self.parser.push(text))
+
+    def finish(self, reason: str) -> OutputDelta:
+        """Parses the end of the answer, given its finish reason."""
+        return self._keep(self.parser.finish(reason == "length"))
+
+    def _keep(self, delta: OutputDelta) -> OutputDelta:
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        for one in delta.calls:
+            if one.end == "void":
+                self.calls.pop(one.index, None)
+                continue
+            known = self.calls.get(one.index, ToolCallDelta(one.index))
+            arguments = known.arguments + one.arguments
+            self.calls[one.index] = ToolCallDelta(
+                one.index, known.id or one.id, known.name or one.name, arguments
+            )
+        return delta
+
+
 @dataclass(frozen=True)
 class OutputParsing:
     """How the answers to a request are parsed.

@@ -8,15 +8,13 @@ from typing import Any
 from pydantic import Field
 
 from jinfer.api.session import Session
-from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
 from jinfer.server.core.chat_schemas import ChatRequest, ChatTemplateFields, Message
-from jinfer.server.core.prompt_builder import chat_prompt_ids, chat_prompt_text
+from jinfer.server.core.prompt_builder import ChatPrompt, build_chat_prompt
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import as_api_error, invalid_request
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import MAX_ITEMS, Ids, RequestModel, ResponseModel
-from jinfer.template import TemplateError
 from jinfer.tokenizer import Tokenizer
 
 
@@ -182,7 +180,8 @@ def _messages(call: RequestContext[TokenizeRequest], session: Session) -> dict[s
         )
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
-    return _listed(body, session, chat_prompt_ids(rendering, session, settings, call.ignore))
+    prompt = build_chat_prompt(rendering, session, settings, call.ignore)
+    return _listed(body, session, prompt.ids())
 
 
 def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict[str, Any]:
@@ -201,12 +200,13 @@ _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
 async def count_tokens(call: RequestContext[ChatRequest]) -> HttpResponse:
     """Counts the tokens of a conversation, as llama.cpp does."""
     async with call.service.models.use(call.body.model) as hosted:
-        given = call.body, hosted.session, call.service.settings, call.ignore
-        try:
-            ids = await call.service.in_thread(chat_prompt_ids, *given)
-        except (TemplateError, RequestError) as error:
-            raise as_api_error(error, param="messages") from error
+        prompt = await call.service.in_thread(_chat_prompt, call, hosted.session)
+        ids = await call.service.in_thread(prompt.ids)
     return HttpResponse({"input_tokens": len(ids)})
+
+
+def _chat_prompt(call: RequestContext[Any], session: Session) -> ChatPrompt:
+    return build_chat_prompt(call.body, session, call.service.settings, call.ignore)
 
 
 async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:
@@ -224,7 +224,5 @@ async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:
 async def apply_template(call: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
     """Renders the chat template of a conversation."""
     async with call.service.models.use(call.body.model) as hosted:
-        settings = call.service.settings
-        given = call.body, hosted.session, settings, call.ignore
-        text = await call.service.in_thread(chat_prompt_text, *given)
-        return HttpResponse({"prompt": text})
+        prompt = await call.service.in_thread(_chat_prompt, call, hosted.session)
+        return HttpResponse({"prompt": await call.service.in_thread(prompt.text)})
