@@ -31,7 +31,8 @@ from jinfer.server.http.server_settings import ServerSettings
 from jinfer.server.models.model_manager import ModelManager
 from jinfer.server.models.model_registry import ModelRegistry
 from jinfer.server.openai.batch_runner import BatchRunner
-from jinfer.server.routes import ENDPOINTS, PAGE
+from jinfer.server.page.static_files import PAGE_TAG
+from jinfer.server.routes import ENDPOINTS
 from jinfer.server.stores.batch_store import BatchStore
 from jinfer.server.stores.file_store import FileStore
 from jinfer.server.stores.response_store import ResponseStore
@@ -115,7 +116,7 @@ def build_app(
                 service.files.close()
             await models.close()
 
-    endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE]
+    endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE_TAG]
     errors = {path: one.errors for one in endpoints for path in one.paths}
     app = Starlette(
         routes=[*_routes(endpoints, service), *more],

@@ -17,7 +17,6 @@ from jinfer.modelspec.spec_files import parse_override
 from jinfer.modelspec.toml_tables import merge, nested
 from jinfer.opening.sources import SourceError
 from jinfer.server.flag_table import FLAGS, PREFIX, ServeFlag
-from jinfer.server.http.middleware import read_api_keys
 from jinfer.server.http.server_settings import ModelSource, ServerSettings
 
 _NAMED = re.compile(r"([\w.-]+)=([\w.]+):([\w.]+)")
@@ -265,3 +264,19 @@ def default_model_name(source: str) -> str:
     for ending in (".toml", ".gguf", ".bin", ".safetensors"):
         name = name.removesuffix(ending)
     return name
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
+
+    Raises:
+        SourceError: the file cannot be read, or has no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: {error}; write one key a line") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise SourceError(f"{path}: has no key; write one a line")
+    return keys

@@ -18,14 +18,14 @@ from jinfer.server.app import open_stores
 from jinfer.server.core.service import Service
 from jinfer.server.http.http_errors import RunsElsewhereError
 from jinfer.server.http.server_settings import ServerSettings
-from jinfer.server.openai.batch_lines import (
+from jinfer.server.openai.batch_runner import (
     PRIORITY,
     BatchErrors,
     BatchLine,
+    BatchRunner,
     answer_line,
     read_lines,
 )
-from jinfer.server.openai.batch_runner import BatchRunner
 from jinfer.server.stores.batch_store import BatchStore
 from jinfer.server.stores.file_store import FileStore
 from tests.server.running import Running

@@ -17,7 +17,7 @@ from jinfer.server.core.request_params import (
 )
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http.http_errors import ApiError
-from jinfer.server.llamacpp.llamacpp_completion import InferflowRequest
+from jinfer.server.inferflow.inferflow_api import InferflowRequest
 
 # field, what is sent, parameter, what it is then
 FIELDS: list[tuple[str, Any, str, Any]] = [

@@ -240,12 +240,6 @@ class MessageObject(base.ResponseModel):
     usage: MessageUsage
 
 
-class TokenCount(base.ResponseModel):
-    """The response of /v1/messages/count_tokens."""
-
-    input_tokens: int
-
-
 class MessageErrorDetail(BaseModel):
     """The error object."""
 

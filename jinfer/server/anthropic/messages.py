@@ -20,17 +20,24 @@ from jinfer.server.anthropic.message_schemas import (
     ConversationFields,
     CountTokensRequest,
     MessageErrorResponse,
+    MessageObject,
     MessagesRequest,
 )
 from jinfer.server.core.chat_request import field_names, ignore_as, prepare_chat
-from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.chat_schemas import ChatRequest, TokenCount
+from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_runner import RequestRunner
 from jinfer.server.core.sampling_fields import TOKEN_FIELDS, reject_fields
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError, ErrorFormat, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, sse_event
+from jinfer.server.http.http_responses import (
+    SSE_MEDIA_TYPE,
+    HttpResponse,
+    StreamedResponse,
+    sse_event,
+)
 from jinfer.server.http.ignored_fields import Ignore
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta, WholeCallsParser
@@ -352,3 +359,22 @@ async def _stream_events(call: RequestContext[MessagesRequest]) -> AsyncGenerato
         events = list(map(named, answer.finish()))
         end = {"type": "message_delta", "delta": answer.stop(), "usage": token_usage(run.usages[0])}
         yield b"".join([*events, named(end), named({"type": "message_stop"})])
+
+
+_anthropic = partial(Endpoint, tag="Anthropic", errors=ANTHROPIC_ERRORS)
+
+ANTHROPIC_ENDPOINTS: tuple[Endpoint, ...] = (
+    _anthropic(
+        "POST /v1/messages",
+        create_message,
+        "Answer a conversation",
+        MessageObject,
+        SSE_MEDIA_TYPE,
+    ),
+    _anthropic(
+        "POST /v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a conversation",
+        TokenCount,
+    ),
+)

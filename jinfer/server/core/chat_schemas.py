@@ -258,3 +258,9 @@ class ChatResponse(base.ResponseModel):
     choices: list[ChatChoice]
     usage: base.TokenUsage
     timings: base.Timings | None = None
+
+
+class TokenCount(base.ResponseModel):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: int

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import RootModel
-
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.metrics import CONTENT_TYPE
@@ -33,10 +31,6 @@ class Version(ResponseModel):
 
     version: str
     jax: str
-
-
-class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
-    """The answer of another route."""
 
 
 class OpenApiDocument(ResponseModel):
@@ -70,31 +64,6 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
-class Props(ResponseModel):
-    """Properties of a model, as llama.cpp's /props."""
-
-    default_generation_settings: dict[str, Any]
-    total_slots: int
-    model_alias: str
-    model_path: str
-    chat_template: str
-    modalities: dict[str, bool]
-    is_sleeping: bool
-    build_info: str
-
-
-class SlotState(ResponseModel):
-    """A slot for a running sequence."""
-
-    id: int
-    n_ctx: int
-    is_processing: bool
-
-
-class SlotStates(RootModel[list[SlotState]]):
-    """The list of slots."""
-
-
 async def health(call: RequestContext[Any]) -> HttpResponse:
     """Health check: whether the models are loaded and all processes of a job respond."""
     message = (
@@ -125,7 +94,7 @@ async def metrics(call: RequestContext[Any]) -> HttpResponse:
 
 async def models(call: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    if query_value(call, "reload") in ("1", "true"):  # as llama.cpp's router
+    if query_value(call.request, "reload") in ("1", "true"):  # as llama.cpp's router
         await call.service.models.reload()
     listed = []
     call.service.models.notice_ends()

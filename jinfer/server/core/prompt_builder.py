@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import orjson
 
+from jinfer.api.generation_requests import with_fim_ends
 from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.opening.chat_prompt import CONTINUE, Conversation
 from jinfer.server.core.chat_schemas import ChatTemplateFields, Message, Tool, ToolCall
+from jinfer.server.core.request_params import RequestOptions
 from jinfer.server.core.thinking_choice import ThinkingChoice, choose_thinking
 from jinfer.server.http.http_errors import (
     ApiError,
@@ -33,7 +35,8 @@ from jinfer.server.tool_parsers.template_shape import (
     tools_in_system,
 )
 from jinfer.template import TemplateError
-from jinfer.tokenizer import Tokenizer
+from jinfer.tokenizer import Tokenizer, TokenizerError
+from jinfer.tokenizer.fill_in_middle import infill_prompt
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -327,3 +330,25 @@ def _ids(prompt: str | Sequence[Any], session: Session, special: bool) -> list[i
         else:
             ids += session.encode([part])
     return ids
+
+
+def infill_ids(
+    prompts: str | Sequence[Any], suffix: str, session: Session, limit: int
+) -> list[list[int]]:
+    """The tokens of prompts with a gap after each and one suffix behind it. Raises `ApiError`."""
+    listed = [prompts] if is_single_prompt(prompts) else prompts
+    check_prompt_count(listed, limit, "prompt")
+    given = [one if isinstance(one, str) else session.encode(one) for one in listed]
+    try:
+        return [infill_prompt(session.tokenizer, one, suffix) for one in given]
+    except TokenizerError as error:
+        raise _no_tokens(error, "suffix") from error
+
+
+def fim_options(session: Session, sampling: RequestOptions) -> RequestOptions:
+    """Options with which a filled-in text ends where the FIM tokens say so."""
+    return replace(sampling, params=with_fim_ends(session, sampling.params))
+
+
+def _no_tokens(error: TokenizerError, param: str) -> ApiError:
+    return unsupported_field(str(error), param)

@@ -15,8 +15,14 @@ from jinfer.api.session import Session
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.activation_edits import Edit, Steer
 from jinfer.sampling.sampling_params import ACTIVATIONS
-from jinfer.server.core.activation_schemas import EditField, NpyArray, Numbers, SteerField, Tokens
-from jinfer.server.core.sampling_fields import SamplingFields
+from jinfer.server.core.sampling_fields import (
+    EditField,
+    NpyArray,
+    Numbers,
+    SamplingFields,
+    SteerField,
+    Tokens,
+)
 from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http.server_settings import ServerSettings
 

@@ -18,11 +18,50 @@ from jinfer.sampling.parameter_docs import described
 from jinfer.sampling.sampling_params import ACTIVATIONS, ALIASES, PARAMETERS, RANGES, SamplingParams
 from jinfer.sampling.stages import SAMPLERS
 from jinfer.sampling.strategies import Strategy
-from jinfer.server.core.activation_schemas import EditField, SteerField
 from jinfer.server.core.peer_fields import PeerFields
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.ignored_fields import Ignore
-from jinfer.server.http.schema_base import RequestModel, StreamOptions
+from jinfer.server.http.schema_base import RequestModel, ResponseModel, StreamOptions
+
+
+class NpyArray(RequestModel):
+    """An array as base64 of a .npy file."""
+
+    npy: str
+
+
+Numbers = float | list[Any] | NpyArray
+# A slice is [start, stop].
+Tokens = Literal["all", "prompt", "answer"] | list[int | None]
+
+
+class EditField(RequestModel):
+    """A change of a named activation, as `Edit` of Python."""
+
+    name: str
+    operation: Literal["add", "set", "scale", "project_out"]
+    value: Numbers = Field(description="a number, nested lists, or base64 of a .npy file")
+    tokens: Tokens = Field("all", description="all, prompt, answer, or [start, stop]")
+    head: int | None = None
+
+
+class SteerField(RequestModel):
+    """A steering vector, as `Steer` of Python, or one that the server keeps, by its name."""
+
+    name: str | None = None
+    vector: Numbers | None = None
+    steering: str | None = Field(None, description="a name of /v1/steering, in place of both")
+    scale: float = Field(1.0, allow_inf_nan=False)
+    tokens: Tokens = "all"
+
+
+class CapturedArray(ResponseModel):
+    """A captured activation [tokens, ...], float32."""
+
+    shape: list[int]
+    npy: str | None = None
+    values: list[Any] | None = None
+
 
 # The request's fields under each heading; other fields are aliases of these, or ask for more than
 # one answer.

@@ -11,14 +11,12 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jinfer.opening.sources import SourceError
 from jinfer.server.http import ignored_fields
 from jinfer.server.http.http_errors import OPENAI_ERRORS, ApiError, ErrorFormat
 from jinfer.server.http.http_responses import error_response
@@ -109,22 +107,6 @@ class RequestMiddleware:
             **notes,
         }
         _log.log(level, "request", extra=fields)
-
-
-def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
-
-    Raises:
-        SourceError: the file cannot be read, or has no key.
-    """
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path}: {error}; write one key a line") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise SourceError(f"{path}: has no key; write one a line")
-    return keys
 
 
 def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinfer.server.core.service import RequestContext
+from starlette.requests import Request
+
 from jinfer.server.http.http_errors import invalid_request
 
 MAX_LISTED = 10_000
@@ -59,9 +60,9 @@ QUERY_PARAMETERS: Mapping[str, dict[str, Any]] = {
 PAGE = ("after", "limit", "order")
 
 
-def query_value(call: RequestContext[Any], name: str, default: Any = None) -> Any:
+def query_value(request: Request, name: str, default: Any = None) -> Any:
     """A query parameter of a request, converted. Raises `ApiError` for what its schema forbids."""
-    text = call.request.query_params.get(name)
+    text = request.query_params.get(name)
     if text is None:
         return default
     schema = QUERY_PARAMETERS[name]["schema"]
@@ -85,13 +86,13 @@ def query_value(call: RequestContext[Any], name: str, default: Any = None) -> An
     return text
 
 
-def last_event_id(call: RequestContext[Any]) -> int | None:
+def last_event_id(request: Request) -> int | None:
     """The number of the last event that a client has seen, as a browser's EventSource names it.
 
     Raises:
         ApiError: it is no number.
     """
-    text = call.request.headers.get("last-event-id")
+    text = request.headers.get("last-event-id")
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 15:
@@ -100,7 +101,7 @@ def last_event_id(call: RequestContext[Any]) -> int | None:
 
 
 def listed_page(
-    call: RequestContext[Any], items: Sequence[dict[str, Any]], limit: int = 20
+    request: Request, items: Sequence[dict[str, Any]], limit: int = 20
 ) -> dict[str, Any]:
     """A page of a list, as `after`, `limit` and `order` ask for it (newest first by default).
 
@@ -111,8 +112,8 @@ def listed_page(
     Raises:
         ApiError: a parameter that cannot be, or an `after` that is not in the list.
     """
-    after, order = query_value(call, "after"), query_value(call, "order", "desc")
-    limit = query_value(call, "limit", limit)
+    after, order = query_value(request, "after"), query_value(request, "order", "desc")
+    limit = query_value(request, "limit", limit)
     items = list(items) if order == "asc" else list(reversed(items))
     if after is not None:
         place = next((i for i, one in enumerate(items) if one["id"] == after), None)

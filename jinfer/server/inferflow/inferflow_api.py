@@ -6,9 +6,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from jinfer.opening.chat_prompt import Conversation
+from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import INFERFLOW, request_options
 from jinfer.server.core.sampling_fields import (
@@ -18,6 +21,7 @@ from jinfer.server.core.sampling_fields import (
     reject_fields,
 )
 from jinfer.server.core.service import RequestContext
+from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http.http_responses import (
     NDJSON_MEDIA_TYPE,
@@ -25,8 +29,39 @@ from jinfer.server.http.http_responses import (
     StreamedResponse,
     dumps,
 )
-from jinfer.server.llamacpp.llamacpp_completion import InferflowRequest
 from jinfer.server.models.served_model import ServedModel
+
+
+class InferflowRequest(SamplingFields):
+    """A request to Inferflow's POST /."""
+
+    text: str
+    model: str | None = None
+    system_prompt: str | None = None
+    res_prefix: str | None = Field(None, description="what the answer begins with")
+    encoder_input_template: str | None = Field(
+        None, description="only where the operator allows it"
+    )
+    decoder_input_template: str | None = Field(
+        None, description="only where the operator allows it"
+    )
+    decoding_alg: str | dict[str, Any] | None = None
+    random_seed: int | None = Field(None, description="0: a new one")
+    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="true if not given")
+    max_output_len: int | None = None
+    max_new_tokens: int | None = None
+    header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
+
+
+class InferflowResponse(base.ResponseModel):
+    """A chunk of an Inferflow answer, or all of it."""
+
+    text: str
+    ret_code: str
+    error_text: str
+    time_cost: float
+    is_end: int | None = None
+
 
 _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
@@ -121,3 +156,10 @@ async def _stream_events(call: RequestContext[InferflowRequest]) -> AsyncGenerat
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""
         yield dumps(_piece("", begun, end=True)) + b"\n\n"
+
+
+INFERFLOW_ENDPOINTS = (
+    Endpoint(
+        "POST /", inferflow, "Answer a text", InferflowResponse, NDJSON_MEDIA_TYPE, "Inferflow"
+    ),
+)

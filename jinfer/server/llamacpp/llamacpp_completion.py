@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
-from jinfer.api.generation_requests import with_fim_ends
 from jinfer.api.session import Session
 from jinfer.engine.output.generation import Chunk, Completion, completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server.core import usage
-from jinfer.server.core.prompt_builder import check_prompt_count, is_single_prompt, prompt_ids
+from jinfer.server.core.prompt_builder import (
+    _no_tokens,
+    fim_options,
+    is_single_prompt,
+    prompt_ids,
+)
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import LLAMA_CPP, RequestOptions, request_options
 from jinfer.server.core.request_runner import RequestRunner
@@ -27,8 +31,9 @@ from jinfer.server.core.sampling_fields import (
 )
 from jinfer.server.core.service import Prepare, RequestContext
 from jinfer.server.http import schema_base as base
-from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
+from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, batch_bytes, sse_event
+from jinfer.server.http.schema_base import ResponseModel
 from jinfer.server.llamacpp.llamacpp_response import set_parameters, slot_of, statistics
 from jinfer.server.models.served_model import ServedModel
 from jinfer.tokenizer import TokenizerError
@@ -95,37 +100,6 @@ class LlamaCompletion(base.ResponseModel):
 
 class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
     """The response of /completion: one answer, or a list of several."""
-
-
-class InferflowRequest(SamplingFields):
-    """A request to Inferflow's POST /."""
-
-    text: str
-    model: str | None = None
-    system_prompt: str | None = None
-    res_prefix: str | None = Field(None, description="what the answer begins with")
-    encoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
-    )
-    decoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
-    )
-    decoding_alg: str | dict[str, Any] | None = None
-    random_seed: int | None = Field(None, description="0: a new one")
-    is_streaming_mode: bool | Literal[0, 1] | None = Field(None, description="true if not given")
-    max_output_len: int | None = None
-    max_new_tokens: int | None = None
-    header: dict[str, Any] | None = Field(None, description="fn, user and passcode")
-
-
-class InferflowResponse(base.ResponseModel):
-    """A chunk of an Inferflow answer, or all of it."""
-
-    text: str
-    ret_code: str
-    error_text: str
-    time_cost: float
-    is_end: int | None = None
 
 
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
@@ -335,35 +309,6 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
         )
 
 
-async def slots(call: RequestContext[Any]) -> HttpResponse:
-    """The state of each slot, without prompts."""
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        session = hosted.session
-        running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
-        shown = []
-        for number in range(session.engine.scheduler.slots):
-            one = running.get(number)
-            state: dict[str, Any] = {
-                "id": number,
-                "n_ctx": session.opened.context,
-                "is_processing": one is not None,
-            }
-            if one is not None:
-                prompt = len(one.request.prompt)
-                state |= {
-                    "id_task": one.request.id,
-                    "n_prompt_tokens": prompt,
-                    "n_prompt_tokens_cache": one.cached or 0,
-                    "n_prompt_tokens_processed": min(one.computed, prompt),
-                    "next_token": {
-                        "n_decoded": max(0, len(one.tokens) - prompt),
-                        "n_remain": max(0, one.request.limit - len(one.tokens)),
-                    },
-                }
-            shown.append(state)
-        return HttpResponse(shown)
-
-
 _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
@@ -398,23 +343,14 @@ def _prepare_infill(
     return prepare_llama(call, session, [ids], options, param="input_prefix")
 
 
-def infill_ids(
-    prompts: str | Sequence[Any], suffix: str, session: Session, limit: int
-) -> list[list[int]]:
-    """The tokens of prompts with a gap after each and one suffix behind it. Raises `ApiError`."""
-    listed = [prompts] if is_single_prompt(prompts) else prompts
-    check_prompt_count(listed, limit, "prompt")
-    given = [one if isinstance(one, str) else session.encode(one) for one in listed]
-    try:
-        return [infill_prompt(session.tokenizer, one, suffix) for one in given]
-    except TokenizerError as error:
-        raise _no_tokens(error, "suffix") from error
+class Props(ResponseModel):
+    """Properties of a model, as llama.cpp's /props."""
 
-
-def fim_options(session: Session, sampling: RequestOptions) -> RequestOptions:
-    """Options with which a filled-in text ends where the FIM tokens say so."""
-    return replace(sampling, params=with_fim_ends(session, sampling.params))
-
-
-def _no_tokens(error: TokenizerError, param: str) -> ApiError:
-    return unsupported_field(str(error), param)
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]
+    is_sleeping: bool
+    build_info: str

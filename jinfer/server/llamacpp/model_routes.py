@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
-from jinfer.server.models.served_model import ServedModel
 
 
 class ModelChoice(RequestModel):
@@ -25,14 +23,7 @@ class Success(ResponseModel):
     success: bool
 
 
-class SleepState(ResponseModel):
-    """Whether a model sleeps (vLLM)."""
-
-    is_sleeping: bool
-
-
 _DONE = {"success": True}
-_TEXT = "text/plain; charset=utf-8"
 
 
 async def load_model(call: RequestContext[ModelChoice]) -> HttpResponse:
@@ -51,38 +42,25 @@ async def unload_model(call: RequestContext[ModelChoice]) -> HttpResponse:
     return HttpResponse(_DONE)
 
 
-async def sleep(call: RequestContext[Any]) -> HttpResponse:
-    """Lets a model sleep, or all that are awake, when the requests that use it have ended."""
-    level = call.request.query_params.get("level", "1")
-    if level not in ("1", "2"):
-        raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
-    mode = call.request.query_params.get("mode", "wait")
-    if mode != "wait":
-        raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
-    for one in _chosen(call, "loaded"):
-        await call.service.models.sleep(one, int(level))
-    return HttpResponse(b"", media_type=_TEXT)
+class AdapterState(ResponseModel):
+    """An adapter, as llama.cpp's /lora-adapters."""
+
+    id: int
+    name: str
+    path: str
+    scale: float
 
 
-async def wake_up(call: RequestContext[Any]) -> HttpResponse:
-    """Wakes a model, or all that sleep."""
-    if "tags" in call.request.query_params:
-        raise unsupported_field("a model wakes as a whole", "tags")
-    for one in _chosen(call, "sleeping"):
-        await call.service.models.load(one.name)
-    return HttpResponse(b"", media_type=_TEXT)
+class AdapterStates(RootModel[list[AdapterState]]):
+    """The list of adapters."""
 
 
-async def is_sleeping(call: RequestContext[Any]) -> HttpResponse:
-    """Whether a model sleeps; without its name, whether all do that are in memory."""
-    chosen = [one for one in _chosen(call, "loaded", "sleeping") if one.open]
-    asleep = bool(chosen) and all(one.state == "sleeping" for one in chosen)
-    return HttpResponse({"is_sleeping": asleep})
-
-
-def _chosen(call: RequestContext[Any], *states: str) -> list[ServedModel]:
-    """The model that a request names, or all in one of some states."""
-    models, name = call.service.models, call.request.query_params.get("model")
-    if name is not None:
-        return [models.by_name(name)]
-    return [one for one in models.models if one.state in states]
+async def list_adapters(call: RequestContext[Any]) -> HttpResponse:
+    """The adapters of the first model, numbered as `lora` of a request does (llama.cpp)."""
+    async with call.service.models.use(None) as hosted:
+        adapters = hosted.session.adapters
+        listed = [
+            {"id": number, "name": name, "path": adapters.sources.get(name, ""), "scale": 0.0}
+            for number, name in enumerate(adapters.loaded)
+        ]
+    return HttpResponse(listed)

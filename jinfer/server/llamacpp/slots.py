@@ -7,14 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from jinfer.api.saved_cache import load_cache, save_cache
 from jinfer.api.session import Session
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.offload.prefix_transfer import erase_slot
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
+from jinfer.server.http.http_errors import (
+    ApiError,
+    as_api_error,
+    invalid_request,
+)
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.query_params import query_value
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
@@ -48,10 +52,10 @@ async def slot_action(call: RequestContext[SlotAction]) -> HttpResponse:
     if folder is None:
         reason = "slots are not saved here; serve with --slot-save-path"
         raise ApiError(501, reason, code="not_supported")
-    action = query_value(call, "action")
+    action = query_value(call.request, "action")
     if action is None:
         raise invalid_request("there is no action; write save, restore or erase", "action")
-    async with call.service.models.use(query_value(call, "model")) as hosted:
+    async with call.service.models.use(query_value(call.request, "model")) as hosted:
         session = hosted.session
         slot = _slot(call.request.path_params["id"], session.engine.scheduler.slots)
         known: dict[str, Any] = {"id_slot": slot}
@@ -103,3 +107,44 @@ def _restore(session: Session, path: Path, slot: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     timings = {"restore_ms": 1000 * seconds}
     return {"n_restored": loaded.tokens, "n_read": loaded.nbytes, "timings": timings}
+
+
+async def slots(call: RequestContext[Any]) -> HttpResponse:
+    """The state of each slot, without prompts."""
+    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
+        session = hosted.session
+        running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
+        shown = []
+        for number in range(session.engine.scheduler.slots):
+            one = running.get(number)
+            state: dict[str, Any] = {
+                "id": number,
+                "n_ctx": session.opened.context,
+                "is_processing": one is not None,
+            }
+            if one is not None:
+                prompt = len(one.request.prompt)
+                state |= {
+                    "id_task": one.request.id,
+                    "n_prompt_tokens": prompt,
+                    "n_prompt_tokens_cache": one.cached or 0,
+                    "n_prompt_tokens_processed": min(one.computed, prompt),
+                    "next_token": {
+                        "n_decoded": max(0, len(one.tokens) - prompt),
+                        "n_remain": max(0, one.request.limit - len(one.tokens)),
+                    },
+                }
+            shown.append(state)
+        return HttpResponse(shown)
+
+
+class SlotState(ResponseModel):
+    """A slot for a running sequence."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+class SlotStates(RootModel[list[SlotState]]):
+    """The list of slots."""

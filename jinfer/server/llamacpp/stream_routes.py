@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from pydantic import Field, RootModel
 
-from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request
-from jinfer.server.http.http_responses import SSE_MEDIA_TYPE, HttpResponse, StreamedResponse
+from jinfer.server.http.http_responses import HttpResponse, StreamedResponse
 from jinfer.server.http.query_params import last_event_id, query_value
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
 
@@ -38,7 +36,7 @@ class StreamStates(RootModel[list[StreamState]]):
 async def resume(call: RequestContext[Any]) -> StreamedResponse:
     """A stream again, from a byte or behind an event on."""
     stream = call.service.streams.find(_id(call))
-    after, offset = last_event_id(call), query_value(call, "from")
+    after, offset = last_event_id(call.request), query_value(call.request, "from")
     if after is None or offset is not None:
         place, skip = stream.place_of(offset or 0)
     else:
@@ -74,34 +72,7 @@ async def stop(call: RequestContext[Any]) -> HttpResponse:
 
 
 def _id(call: RequestContext[Any]) -> str:
-    id = query_value(call, "conv_id")
+    id = query_value(call.request, "conv_id")
     if not id:
         raise invalid_request("there is no conv_id; give the conversation's", "conv_id")
     return str(id)
-
-
-_llama = partial(Endpoint, tag="llama.cpp")
-
-STREAM_ENDPOINTS: tuple[Endpoint, ...] = (
-    _llama(
-        "GET /v1/stream",
-        resume,
-        "A stream that was begun with X-Conversation-Id, again",
-        stream_media_type=SSE_MEDIA_TYPE,
-        media_type=SSE_MEDIA_TYPE.partition(";")[0],
-        query=("conv_id", "from"),
-    ),
-    _llama(
-        "DELETE /v1/stream",
-        stop,
-        "Ends such a stream",
-        query=("conv_id",),
-        success=204,
-    ),
-    _llama(
-        "POST /v1/streams/lookup",
-        look_up,
-        "What is known of such streams",
-        StreamStates,
-    ),
-)

@@ -15,6 +15,7 @@ from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
 from jinfer.server.core.chat_request import CHAT_FIELDS, field_names, ignore_as, prepare_chat
+from jinfer.server.core.embedder import Embedder, truncate_vectors
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import OLLAMA, request_options
 from jinfer.server.core.request_runner import RequestRunner
@@ -38,7 +39,6 @@ from jinfer.server.ollama.ollama_schemas import (
     OllamaGenerateRequest,
 )
 from jinfer.server.ollama.ollama_to_chat import chat_request, ollama_name
-from jinfer.server.openai.embeddings import Embedder, truncate_vectors
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ParsedAnswer, WholeCallsParser
 
 

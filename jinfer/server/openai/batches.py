@@ -93,7 +93,7 @@ async def retrieve_batch(call: RequestContext[Any]) -> HttpResponse:
 
 async def list_batches(call: RequestContext[Any]) -> HttpResponse:
     """Lists the batches."""
-    return HttpResponse(listed_page(call, list(map(shown, _store(call).batches.values()))))
+    return HttpResponse(listed_page(call.request, list(map(shown, _store(call).batches.values()))))
 
 
 async def cancel_batch(call: RequestContext[Any]) -> HttpResponse:

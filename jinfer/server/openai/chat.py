@@ -10,13 +10,10 @@ from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server.core import usage
 from jinfer.server.core.chat_request import prepare_chat
 from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_activations import captured
-from jinfer.server.core.sampling_fields import (
-    check_stream,
-    ignore_verbose,
-    reject_fields,
-)
+from jinfer.server.core.sampling_fields import check_stream, ignore_verbose, reject_fields
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request, unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
@@ -184,3 +181,13 @@ def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
     if calls:
         result["tool_calls"] = calls
     return result
+
+
+async def count_tokens(call: RequestContext[ChatRequest]) -> HttpResponse:
+    """Count the tokens of a conversation (llama.cpp)."""
+    settings, ignore = call.service.settings, call.ignore
+    async with call.service.models.use(call.body.model) as hosted:
+        given = call.body, hosted.session, settings, ignore
+        prompt = await call.service.in_thread(build_chat_prompt, *given)
+        ids = await call.service.in_thread(prompt.ids)
+    return HttpResponse({"input_tokens": len(ids)})

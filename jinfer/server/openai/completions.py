@@ -13,7 +13,7 @@ from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.engine.requests import Request
 from jinfer.server.core import usage
-from jinfer.server.core.prompt_builder import prompt_ids
+from jinfer.server.core.prompt_builder import fim_options, infill_ids, prompt_ids
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_activations import captured
 from jinfer.server.core.request_params import COMPLETIONS, request_options
@@ -27,7 +27,6 @@ from jinfer.server.core.service import RequestContext
 from jinfer.server.http import schema_base as base
 from jinfer.server.http.http_errors import unsupported_field
 from jinfer.server.http.http_responses import HttpResponse, StreamedResponse, dumps
-from jinfer.server.llamacpp.llamacpp_completion import fim_options, infill_ids
 from jinfer.server.models.served_model import ServedModel
 from jinfer.server.openai.openai_response import OpenAIAnswer, score_prompt, stream_answer
 from jinfer.tokenizer import Tokenizer

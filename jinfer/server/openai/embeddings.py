@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jinfer.api import text_embeddings
-from jinfer.engine.requests import RequestError
-from jinfer.opening.pooling_config import Pooling, PoolingSpec, Vectors, cut
-from jinfer.server.core.prompt_builder import is_single_prompt, prompt_ids
-from jinfer.server.core.service import RequestContext, Service
+from jinfer.opening.pooling_config import Pooling, Vectors
+from jinfer.server.core.embedder import (
+    EmbeddingUsage,
+    coded_vector,
+    either_field,
+    embedder_of,
+    truncate_vectors,
+    usage_of,
+)
+from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import (
     ApiError,
     as_api_error,
-    context_exceeded,
     invalid_request,
-    unsupported_field,
 )
 from jinfer.server.http.http_responses import HttpResponse, dumps_list
 from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
@@ -79,13 +78,6 @@ class EmbeddingRequest(RequestModel):
     normalize: bool | None = None
     use_activation: bool | None = Field(None, description="vLLM's name of normalize")
     prompt_name: str | None = Field(None, description="of the model's prompts, before each text")
-
-
-class EmbeddingUsage(ResponseModel):
-    """Token counts of a request."""
-
-    prompt_tokens: int
-    total_tokens: int
 
 
 class EmbeddingObject(ResponseModel):
@@ -172,31 +164,6 @@ def _plain(given: Any) -> Any:
     return given.text if isinstance(given, TextObject) else given
 
 
-def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
-    """The one field of several that is set, and its name. Raises `ApiError`."""
-    given = [name for name in names if getattr(body, name) is not None]
-    if len(given) != 1:
-        raise invalid_request(f"give one of {' and '.join(names)}", names[0])
-    return getattr(body, given[0]), given[0]
-
-
-# vLLM's names of types of numbers.
-_TYPES = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
-    "fp8_e5m2": ml_dtypes.float8_e5m2,
-}
-
-
-def coded_vector(vector: np.ndarray, kind: str | None = None, big: bool = False) -> str:
-    """Numbers in base64; by default little-endian float32."""
-    numbers = vector.astype(_TYPES[kind or "float32"])
-    raw = numbers.view(f"u{numbers.itemsize}")
-    return base64.b64encode(raw.astype(f"{'>' if big else '<'}u{raw.itemsize}").tobytes()).decode()
-
-
 def _entries(
     vectors: Vectors, coded: Callable[[np.ndarray], str] | None
 ) -> Iterator[dict[str, Any]]:
@@ -204,130 +171,6 @@ def _entries(
     for i, row in enumerate(vectors):
         shown = row if coded is None else coded(row)
         yield {"object": "embedding", "index": i, "embedding": shown}
-
-
-def truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
-    """Truncates vectors to their first dimensions (Matryoshka), renormalized where they were."""
-    if dimensions is None:
-        return vectors
-    width = vectors.shape[1]
-    if dimensions > width:
-        raise invalid_request(f"the model's vectors have {width} numbers", "dimensions")
-    cut = np.ascontiguousarray(vectors[:, :dimensions])
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    return cut / np.maximum(lengths, 1e-12) if unit else cut
-
-
-def usage_of(tokens: int) -> dict[str, int]:
-    """The usage of a request that writes nothing."""
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-@dataclass(frozen=True)
-class Embedder:
-    """Embeds the texts of a request with its model, which stays loaded meanwhile.
-
-    Attributes:
-        truncate: tokens that a text is truncated to; -1: as many as fit; None: none is truncated.
-    """
-
-    service: Service
-    hosted: ServedModel
-    truncate: int | None
-
-    @property
-    def pooling(self) -> PoolingSpec:
-        """How the model makes vectors."""
-        return self.hosted.session.opened.pooling
-
-    async def embed(
-        self, texts: str | Sequence[Any], param: str, prompt_name: str | None, **options: Any
-    ) -> tuple[Vectors, int]:
-        """Embeds texts in batches. Returns the vectors and the number of tokens."""
-        given = await self.service.in_thread(self.tokens, texts, param, prompt_name)
-        rows = await self.batched(text_embeddings.embed_texts, given, **options)
-        return np.stack(rows), sum(len(one.ids) for one in given)
-
-    def skipped_ids(self) -> frozenset[int]:
-        """The tokens of documents that late interaction leaves out."""
-        found = map(self.hosted.session.tokenizer.id, self.pooling.skipped)
-        return frozenset(id for id in found if id is not None)
-
-    async def batched(
-        self, compute: Callable[..., Iterable[Any]], given: Sequence[Any], **options: Any
-    ) -> list[Any]:
-        """What `compute(session, group, ...)` gives for each text, by groups of similar length.
-
-        Args:
-            given: texts with `ids`.
-        """
-        # Texts of similar length are batched together, so that little padding is computed.
-        order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
-        session = self.hosted.session
-        most = session.engine.scheduler.slots
-        rows: dict[int, Any] = {}
-        for begin in range(0, len(order), most):
-            group = [given[i] for i in order[begin : begin + most]]
-            found = await self.service.in_engine_thread(compute, session, group, **options)
-            rows.update(zip(order[begin : begin + most], found, strict=True))
-        return [rows[i] for i in range(len(given))]
-
-    def tokens(
-        self, texts: str | Sequence[Any], param: str, prompt_name: str | None
-    ) -> list[text_embeddings.EmbeddingTokens]:
-        """Tokenizes texts, each after the model's prompt of that name. Slow: use a thread."""
-        try:
-            prompt, skipped = text_embeddings.embedding_prompt(self.hosted.session, prompt_name)
-        except RequestError as error:
-            raise as_api_error(error, param="prompt_name") from error
-        listed = [texts] if is_single_prompt(texts) else [*texts]
-        are_texts = [isinstance(one, str) for one in listed]
-        if prompt_name is not None and not all(are_texts):
-            raise invalid_request("it is for texts, not for token ids", "prompt_name")
-        worded = [self.pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
-        found = self.ids(worded, param)
-        counts = [skipped if one else 0 for one in are_texts]
-        return [
-            text_embeddings.EmbeddingTokens(ids, min(count, len(ids) - 1))
-            for ids, count in zip(found, counts, strict=True)
-        ]
-
-    def ids(
-        self, texts: str | Sequence[Any], param: str, *, special: bool | None = None
-    ) -> list[list[int]]:
-        """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
-        session = self.hosted.session
-        if session.engine.model.has_cross_attention:
-            raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
-        most = self.service.settings.max_prompts
-        listed = prompt_ids(texts, session, most, special=special, param=param)
-        return [self.fitting(number, ids, param) for number, ids in enumerate(listed)]
-
-    def fitting(self, number: int, ids: list[int], param: str) -> list[int]:
-        """A text's tokens, truncated if that is asked for. Raises `ApiError` if they do not fit."""
-        longest = text_embeddings.max_text_tokens(self.hosted.session)
-        if self.truncate is not None:
-            if not (self.truncate == -1 or 1 <= self.truncate <= longest):
-                raise invalid_request(
-                    f"it must be -1, or from 1 to {int(longest)}, what a text may have",
-                    "truncate_prompt_tokens",
-                )
-            ids = cut(ids, longest if self.truncate == -1 else self.truncate)
-        if not ids:
-            raise invalid_request(f"text {number} is empty; give at least one token", param)
-        if len(ids) > longest:
-            advice = "shorten it, or set truncate_prompt_tokens"
-            raise context_exceeded(f"text {number}", len(ids), int(longest), advice, param)
-        return ids
-
-
-@contextlib.asynccontextmanager
-async def embedder_of(call: RequestContext[Any], truncate: int | None) -> AsyncIterator[Embedder]:
-    """What computes a request's texts with its model. Raises `ApiError` for an unknown model."""
-    call.note(user=call.body.user)
-    async with call.service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        yield Embedder(call.service, hosted, truncate)
 
 
 async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:

@@ -160,13 +160,13 @@ async def upload(call: RequestContext[UploadRequest]) -> HttpResponse:
 
 async def list_files(call: RequestContext[Any]) -> HttpResponse:
     """Lists the files."""
-    purpose = query_value(call, "purpose")
+    purpose = query_value(call.request, "purpose")
     listed = [
         one.shown()
         for one in file_store(call.service).listed()
         if purpose is None or one.purpose == purpose
     ]
-    return HttpResponse(listed_page(call, listed, MAX_LISTED))
+    return HttpResponse(listed_page(call.request, listed, MAX_LISTED))
 
 
 async def retrieve_file(call: RequestContext[Any]) -> HttpResponse:

@@ -15,12 +15,16 @@ from jinfer.server.core.prompt_builder import parse_arguments
 from jinfer.server.core.sampling_fields import SamplingFields
 from jinfer.server.http.http_errors import ApiError, invalid_request, unsupported_field
 from jinfer.server.http.request_body import validated
-from jinfer.server.openai.response_items import PREFIX, chat_tools, custom_arguments
+from jinfer.server.openai.response_items import INPUT, PREFIX, custom_arguments
 from jinfer.server.openai.response_schemas import (
     HOSTED_CALLS,
     LOGPROBS,
+    AllowedTools,
+    CustomTool,
+    FunctionTool,
     InputItem,
     InputPart,
+    NamedResponseTool,
     ResponseRequest,
 )
 from jinfer.server.stores.response_store import UNFINISHED, ResponseStore
@@ -221,3 +225,46 @@ def _text(content: str | list[InputPart] | list[dict[str, Any]], path: str) -> s
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dict[str, Any]:
+    """`tools` and `tool_choice` of the chat completion. Raises `ApiError`."""
+    chat: dict[str, Any] = {}
+    choice, tools = body.tool_choice, list(body.tools or ())
+    if isinstance(choice, AllowedTools):
+        allowed = {one.get("name") for one in choice.tools}
+        functions = [one for one in tools if isinstance(one, FunctionTool | CustomTool)]
+        tools = [one for one in functions if one.name in allowed]
+        if not tools:
+            raise invalid_request("none of them is a tool of this request", "tool_choice.tools")
+        chat["tool_choice"] = choice.mode
+    elif isinstance(choice, NamedResponseTool):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice is not None:
+        chat["tool_choice"] = choice
+    listed: list[Any] = []
+    for number, one in enumerate(tools):
+        if isinstance(one, FunctionTool):
+            without = {"type", "defer_loading"}
+            function = one.model_dump(exclude=without, exclude_none=True)
+            listed.append({"type": "function", "function": function})
+        elif isinstance(one, CustomTool):
+            if one.format is not None and one.format.type == "grammar":
+                ignore(f"tools.{number}.format", "the model is told the grammar, not bound to it")
+            listed.append({"type": "function", "function": _as_function(one)})
+        else:
+            listed.append(one)
+    return chat | ({"tools": listed} if listed else {})
+
+
+def _as_function(tool: CustomTool) -> dict[str, Any]:
+    about = tool.description or ""
+    if tool.format is not None and tool.format.definition:
+        about += f"\n\nThe input has this form ({tool.format.syntax}):\n{tool.format.definition}"
+    schema = {
+        "type": "object",
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    return {"name": tool.name, "description": about.strip(), "parameters": schema}

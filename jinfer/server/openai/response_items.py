@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jinfer.server.http.http_errors import invalid_request
 from jinfer.server.openai.response_schemas import (
-    AllowedTools,
     CustomTool,
-    FunctionTool,
-    NamedResponseTool,
     ResponseRequest,
 )
 from jinfer.server.tool_parsers.output_deltas import OutputDelta, ToolCallDelta
@@ -40,49 +35,6 @@ def custom_input(arguments: str) -> str:
         return arguments
     given = value.get(INPUT) if isinstance(value, dict) else None
     return given if isinstance(given, str) else arguments
-
-
-def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dict[str, Any]:
-    """`tools` and `tool_choice` of the chat completion. Raises `ApiError`."""
-    chat: dict[str, Any] = {}
-    choice, tools = body.tool_choice, list(body.tools or ())
-    if isinstance(choice, AllowedTools):
-        allowed = {one.get("name") for one in choice.tools}
-        functions = [one for one in tools if isinstance(one, FunctionTool | CustomTool)]
-        tools = [one for one in functions if one.name in allowed]
-        if not tools:
-            raise invalid_request("none of them is a tool of this request", "tool_choice.tools")
-        chat["tool_choice"] = choice.mode
-    elif isinstance(choice, NamedResponseTool):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice is not None:
-        chat["tool_choice"] = choice
-    listed: list[Any] = []
-    for number, one in enumerate(tools):
-        if isinstance(one, FunctionTool):
-            without = {"type", "defer_loading"}
-            function = one.model_dump(exclude=without, exclude_none=True)
-            listed.append({"type": "function", "function": function})
-        elif isinstance(one, CustomTool):
-            if one.format is not None and one.format.type == "grammar":
-                ignore(f"tools.{number}.format", "the model is told the grammar, not bound to it")
-            listed.append({"type": "function", "function": _as_function(one)})
-        else:
-            listed.append(one)
-    return chat | ({"tools": listed} if listed else {})
-
-
-def _as_function(tool: CustomTool) -> dict[str, Any]:
-    about = tool.description or ""
-    if tool.format is not None and tool.format.definition:
-        about += f"\n\nThe input has this form ({tool.format.syntax}):\n{tool.format.definition}"
-    schema = {
-        "type": "object",
-        "properties": {INPUT: {"type": "string"}},
-        "required": [INPUT],
-        "additionalProperties": False,
-    }
-    return {"name": tool.name, "description": about.strip(), "parameters": schema}
 
 
 Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]

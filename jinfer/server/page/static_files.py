@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from jinfer.server.core.endpoint import Endpoint
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.http_responses import HttpResponse
@@ -80,3 +81,12 @@ def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
     if file.headers["etag"] in call.request.headers.get("if-none-match", ""):
         return replace(file, content=b"", status=304)
     return file
+
+
+PAGE_TAG = "page"
+_page = partial(Endpoint, tag=PAGE_TAG, public=True)
+
+PAGE_ENDPOINTS: tuple[Endpoint, ...] = (
+    _page("GET /", index, "The web page", media_type="text/html"),
+    _page("GET /page/{file}", asset, "A file of the web page", media_type="*/*"),
+)

@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from jinfer.server.tool_parsers import harmony
-from jinfer.server.tool_parsers import json_formats as deepseek
-from jinfer.server.tool_parsers import json_formats as hermes
-from jinfer.server.tool_parsers import json_formats as json_list
-from jinfer.server.tool_parsers import json_formats as llama
-from jinfer.server.tool_parsers import json_formats as mistral
-from jinfer.server.tool_parsers import tag_formats as dsml
-from jinfer.server.tool_parsers import tag_formats as qwen_coder
+from jinfer.server.tool_parsers import harmony, json_formats, tag_formats
 from jinfer.server.tool_parsers.call_format import LarkGrammar, ToolCallFormat
 from jinfer.server.tool_parsers.incremental_reader import IncrementalReader, Parse
 from jinfer.server.tool_parsers.output_deltas import DeltaCollector
@@ -74,25 +67,28 @@ PHI_TOOLS = "<|tool|>"
 # chosen, so the more specific ones come first.
 _TABLE: tuple[tuple[ToolCallFormat, Callable[[str], bool]], ...] = (
     (harmony.HARMONY, lambda text: harmony.CHANNEL in text),
-    (dsml.DSML, lambda text: dsml.DSML_MARK in text),
-    (deepseek.DEEPSEEK, lambda text: deepseek.DEEPSEEK_CALLS in text),
-    (mistral.MISTRAL, lambda text: mistral.MISTRAL_CALLS in text),
+    (tag_formats.DSML, lambda text: tag_formats.DSML_MARK in text),
+    (json_formats.DEEPSEEK, lambda text: json_formats.DEEPSEEK_CALLS in text),
+    (json_formats.MISTRAL, lambda text: json_formats.MISTRAL_CALLS in text),
     (
-        json_list.COMMAND,
+        json_formats.COMMAND,
         lambda text: (
-            json_list.ACTION in text or (json_list.ACTION_WORD in text and "tool_name" in text)
+            json_formats.ACTION in text
+            or (json_formats.ACTION_WORD in text and "tool_name" in text)
         ),
     ),
-    (json_list.PHI, lambda text: PHI_TOOLS in text),
-    (json_list.GRANITE, lambda text: json_list.TAG in text),
+    (json_formats.PHI, lambda text: PHI_TOOLS in text),
+    (json_formats.GRANITE, lambda text: json_formats.TAG in text),
     (
-        qwen_coder.QWEN_CODER,
-        lambda text: qwen_coder.QWEN_FUNCTION in text and qwen_coder.QWEN_PARAMETER in text,
+        tag_formats.QWEN_CODER,
+        lambda text: tag_formats.QWEN_FUNCTION in text and tag_formats.QWEN_PARAMETER in text,
     ),
-    (hermes.HERMES, lambda text: hermes.HERMES_OPEN in text),
+    (json_formats.HERMES, lambda text: json_formats.HERMES_OPEN in text),
     (
-        llama.LLAMA,
-        lambda text: llama.PYTHON_TAG in text or ('"name": ' in text and '"parameters": ' in text),
+        json_formats.LLAMA,
+        lambda text: (
+            json_formats.PYTHON_TAG in text or ('"name": ' in text and '"parameters": ' in text)
+        ),
     ),
 )
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {format.name: format for format, _ in _TABLE}
@@ -107,7 +103,7 @@ def tool_call_format(template: str, chosen: str = "auto") -> ToolCallFormat:
     """
     if chosen != "auto":
         return TOOL_CALL_FORMATS[chosen]
-    return next((format for format, matches in _TABLE if matches(template)), hermes.HERMES)
+    return next((format for format, matches in _TABLE if matches(template)), json_formats.HERMES)
 
 
 def reasoning_format(

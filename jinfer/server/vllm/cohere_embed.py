@@ -10,11 +10,11 @@ from pydantic import Field
 
 from jinfer.api import text_embeddings
 from jinfer.opening.pooling_config import Vectors
+from jinfer.server.core.embedder import Embedder, coded_vector, embedder_of, truncate_vectors
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import invalid_request
 from jinfer.server.http.http_responses import HttpResponse, dumps
 from jinfer.server.http.schema_base import RequestModel, ResponseModel, rejected_field
-from jinfer.server.openai.embeddings import Embedder, coded_vector, embedder_of, truncate_vectors
 
 VectorType = Literal["float", "base64", "binary", "ubinary"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from jinfer.server.core.service import Handler, RequestContext
 from jinfer.server.http.http_errors import invalid_request
@@ -16,8 +16,7 @@ from jinfer.server.http.request_body import validated
 from jinfer.server.openai import embeddings
 from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import completions
-from jinfer.server.vllm import pooling as pooling_routes
-from jinfer.server.vllm import ranking
+from jinfer.server.vllm import pooling, ranking
 
 # A field that tells a route, and what answers it.
 _ROUTES: Mapping[str, Handler] = {
@@ -27,7 +26,7 @@ _ROUTES: Mapping[str, Handler] = {
     "queries": ranking.score,
     "text_1": ranking.score,
     "data_1": ranking.score,
-    "task": pooling_routes.pooling,
+    "task": pooling.pooling,
     "input": embeddings.embeddings,
 }
 
@@ -51,10 +50,14 @@ async def invoke(call: RequestContext[Invocation]) -> HttpResponse | StreamedRes
     if name == "input":
         async with call.service.models.use(call.body.model) as hosted:
             if hosted.session.opened.classification is not None:
-                handler = pooling_routes.classify_texts
+                handler = pooling.classify_texts
     (schema,) = get_args(get_type_hints(handler)["call"])
     body = validated(fields, schema)
     for field, why in ignored_fields(body):
         call.ignore(field, why)
     answer: HttpResponse | StreamedResponse = await handler(replace(call, body=body))
     return answer
+
+
+class AnyAnswer(RootModel[dict[str, Any] | list[Any]]):
+    """The answer of another route."""

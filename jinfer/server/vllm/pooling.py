@@ -13,11 +13,7 @@ from pydantic import Field
 from jinfer.api import text_embeddings
 from jinfer.api.classification import TypedTokens, classify
 from jinfer.opening.classification_config import ClassificationConfig
-from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse, dumps_list
-from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
-from jinfer.server.openai.embeddings import (
+from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
     coded_vector,
@@ -25,6 +21,10 @@ from jinfer.server.openai.embeddings import (
     truncate_vectors,
     usage_of,
 )
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import invalid_request, unsupported_field
+from jinfer.server.http.http_responses import HttpResponse, dumps_list
+from jinfer.server.http.schema_base import MixedPrompts, RequestModel, ResponseModel
 
 PoolingTask = Literal["embed", "classify", "token_embed"]
 

@@ -17,17 +17,17 @@ from jinfer.api.session import Session
 from jinfer.modelspec.classification_table import Activation
 from jinfer.opening.classification_config import ClassificationConfig
 from jinfer.opening.pooling_config import Similarity
-from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import invalid_request, unsupported_field
-from jinfer.server.http.http_responses import HttpResponse
-from jinfer.server.http.schema_base import RequestModel, ResponseModel
-from jinfer.server.openai.embeddings import (
+from jinfer.server.core.embedder import (
     Embedder,
     EmbeddingUsage,
     either_field,
     embedder_of,
     usage_of,
 )
+from jinfer.server.core.service import RequestContext
+from jinfer.server.http.http_errors import invalid_request, unsupported_field
+from jinfer.server.http.http_responses import HttpResponse
+from jinfer.server.http.schema_base import RequestModel, ResponseModel
 
 Texts = Annotated[list[str], Field(min_length=1)]
 Compared = Similarity | Literal["maxsim", "head"]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, RootModel
+
 from jinfer.api.activation_checks import check_steering
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
 from jinfer.sampling.activation_edits import Steer
-from jinfer.server.core.activation_schemas import KeepSteering
 from jinfer.server.core.request_activations import OFF, read_array
+from jinfer.server.core.sampling_fields import Numbers
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
 from jinfer.server.http.http_responses import HttpResponse
+from jinfer.server.http.schema_base import RequestModel, ResponseModel
 from jinfer.server.models.served_model import ServedModel
 from jinfer.weights.control_vectors import read_control_vector
 
@@ -79,3 +82,31 @@ def _state(name: str, vectors: Any) -> dict[str, Any]:
 def _check_allowed(call: RequestContext[Any]) -> None:
     if not call.service.settings.allow_inspection:
         raise ApiError(403, OFF, code="not_allowed")
+
+
+class VectorField(RequestModel):
+    """A steering vector at one activation."""
+
+    name: str
+    vector: Numbers
+    scale: float = Field(1.0, allow_inf_nan=False)
+
+
+class KeepSteering(RequestModel):
+    """A request to keep steering vectors under a name."""
+
+    name: str = Field(min_length=1, max_length=200)
+    path: str | None = Field(None, description="a control vector (GGUF), where the server is")
+    vectors: list[VectorField] | None = Field(None, description="in place of path")
+    model: str | None = Field(None, description="the model that they are for; by default the first")
+
+
+class SteeringState(ResponseModel):
+    """Steering vectors that are kept under a name."""
+
+    name: str
+    activations: list[str]
+
+
+class SteeringStates(RootModel[list[SteeringState]]):
+    """The list of them."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jinfer.api.session import Session
 from jinfer.server.core import usage
-from jinfer.server.core.chat_schemas import ChatRequest, ChatTemplateFields, Message
+from jinfer.server.core.chat_schemas import ChatTemplateFields, Message
 from jinfer.server.core.prompt_builder import ChatPrompt, build_chat_prompt
 from jinfer.server.core.service import RequestContext
 from jinfer.server.http.http_errors import as_api_error, invalid_request
@@ -195,14 +195,6 @@ def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict
 
 
 _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
-
-
-async def count_tokens(call: RequestContext[ChatRequest]) -> HttpResponse:
-    """Counts the tokens of a conversation, as llama.cpp does."""
-    async with call.service.models.use(call.body.model) as hosted:
-        prompt = await call.service.in_thread(_chat_prompt, call, hosted.session)
-        ids = await call.service.in_thread(prompt.ids)
-    return HttpResponse({"input_tokens": len(ids)})
 
 
 def _chat_prompt(call: RequestContext[Any], session: Session) -> ChatPrompt:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, RootModel
+from pydantic import Field
 
 from jinfer.api.user_errors import USER_ERRORS
 from jinfer.engine.requests import RequestError
 from jinfer.server.core.service import RequestContext
-from jinfer.server.http.http_errors import ApiError, as_api_error, invalid_request
+from jinfer.server.http.http_errors import (
+    ApiError,
+    as_api_error,
+    invalid_request,
+    unsupported_field,
+)
 from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.http.schema_base import RequestModel, ResponseModel
+from jinfer.server.models.served_model import ServedModel
 
 
 class LoadAdapter(RequestModel):
@@ -33,30 +39,6 @@ class AdapterChange(ResponseModel):
     """What was done."""
 
     status: str
-
-
-class AdapterState(ResponseModel):
-    """An adapter, as llama.cpp's /lora-adapters."""
-
-    id: int
-    name: str
-    path: str
-    scale: float
-
-
-class AdapterStates(RootModel[list[AdapterState]]):
-    """The list of adapters."""
-
-
-async def list_adapters(call: RequestContext[Any]) -> HttpResponse:
-    """The adapters of the first model, numbered as `lora` of a request does (llama.cpp)."""
-    async with call.service.models.use(None) as hosted:
-        adapters = hosted.session.adapters
-        listed = [
-            {"id": number, "name": name, "path": adapters.sources.get(name, ""), "scale": 0.0}
-            for number, name in enumerate(adapters.loaded)
-        ]
-    return HttpResponse(listed)
 
 
 async def load_adapter(call: RequestContext[LoadAdapter]) -> HttpResponse:
@@ -90,3 +72,49 @@ def _check_allowed(call: RequestContext[Any]) -> None:
     if not call.service.settings.runtime_adapters:
         reason = "adapters are not loaded over HTTP here; serve with --runtime-adapters"
         raise ApiError(403, reason, code="not_allowed")
+
+
+class SleepState(ResponseModel):
+    """Whether a model sleeps (vLLM)."""
+
+    is_sleeping: bool
+
+
+_TEXT = "text/plain; charset=utf-8"
+
+
+async def sleep(call: RequestContext[Any]) -> HttpResponse:
+    """Lets a model sleep, or all that are awake, when the requests that use it have ended."""
+    level = call.request.query_params.get("level", "1")
+    if level not in ("1", "2"):
+        raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
+    mode = call.request.query_params.get("mode", "wait")
+    if mode != "wait":
+        raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
+    for one in _chosen(call, "loaded"):
+        await call.service.models.sleep(one, int(level))
+    return HttpResponse(b"", media_type=_TEXT)
+
+
+async def wake_up(call: RequestContext[Any]) -> HttpResponse:
+    """Wakes a model, or all that sleep."""
+    if "tags" in call.request.query_params:
+        raise unsupported_field("a model wakes as a whole", "tags")
+    for one in _chosen(call, "sleeping"):
+        await call.service.models.load(one.name)
+    return HttpResponse(b"", media_type=_TEXT)
+
+
+async def is_sleeping(call: RequestContext[Any]) -> HttpResponse:
+    """Whether a model sleeps; without its name, whether all do that are in memory."""
+    chosen = [one for one in _chosen(call, "loaded", "sleeping") if one.open]
+    asleep = bool(chosen) and all(one.state == "sleeping" for one in chosen)
+    return HttpResponse({"is_sleeping": asleep})
+
+
+def _chosen(call: RequestContext[Any], *states: str) -> list[ServedModel]:
+    """The model that a request names, or all in one of some states."""
+    models, name = call.service.models, call.request.query_params.get("model")
+    if name is not None:
+        return [models.by_name(name)]
+    return [one for one in models.models if one.state in states]
