@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from jinfer.server.anthropic.anthropic_schemas import MessagesRequest
 from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
-from jinfer.server.anthropic.message_schemas import MessagesRequest
 from jinfer.server.anthropic.messages import MessageBlocks
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.request_body import validated

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from jinfer.server.anthropic.message_schemas import (
+from jinfer.server.anthropic.anthropic_schemas import (
     AnswerBlock,
     AssistantMessage,
     ClientTool,

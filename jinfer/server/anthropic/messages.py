@@ -14,8 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from jinfer.engine.output.generation import Chunk, Usage
-from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
-from jinfer.server.anthropic.message_schemas import (
+from jinfer.server.anthropic.anthropic_schemas import (
     ClientTool,
     ConversationFields,
     CountTokensRequest,
@@ -23,9 +22,10 @@ from jinfer.server.anthropic.message_schemas import (
     MessageObject,
     MessagesRequest,
 )
-from jinfer.server.core.chat_request import field_names, ignore_as, prepare_chat
+from jinfer.server.anthropic.anthropic_to_chat import chat_request, field_name
 from jinfer.server.core.chat_schemas import ChatRequest, TokenCount
 from jinfer.server.core.endpoint import Endpoint
+from jinfer.server.core.prepare_chat import field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_runner import RequestRunner

@@ -14,8 +14,8 @@ from typing import Any
 from jinfer.engine.output.generation import Chunk
 from jinfer.engine.requests import RequestError
 from jinfer.server.core import usage
-from jinfer.server.core.chat_request import CHAT_FIELDS, field_names, ignore_as, prepare_chat
 from jinfer.server.core.embedder import Embedder, truncate_vectors
+from jinfer.server.core.prepare_chat import CHAT_FIELDS, field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_requests import PromptRequests, prepare_prompt
 from jinfer.server.core.request_params import OLLAMA, request_options
 from jinfer.server.core.request_runner import RequestRunner

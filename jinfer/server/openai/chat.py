@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from jinfer.engine.output.generation import Chunk, Completion
 from jinfer.engine.output.token_logprob import TokenLogprob
 from jinfer.server.core import usage
-from jinfer.server.core.chat_request import prepare_chat
 from jinfer.server.core.chat_schemas import ChatRequest
+from jinfer.server.core.prepare_chat import prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_activations import captured

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinfer.engine.output.generation import Chunk
 from jinfer.server.core import usage
-from jinfer.server.core.chat_request import field_names, ignore_as, prepare_chat
+from jinfer.server.core.prepare_chat import field_names, ignore_as, prepare_chat
 from jinfer.server.core.prompt_builder import build_chat_prompt
 from jinfer.server.core.prompt_requests import PromptRequests
 from jinfer.server.core.request_runner import RequestRunner

@@ -16,7 +16,7 @@ from jinfer.server.http.request_body import validated
 from jinfer.server.openai import embeddings
 from jinfer.server.openai.chat import chat
 from jinfer.server.openai.completions import completions
-from jinfer.server.vllm import pooling, ranking
+from jinfer.server.vllm import pooling_routes, ranking
 
 # A field that tells a route, and what answers it.
 _ROUTES: Mapping[str, Handler] = {
@@ -26,7 +26,7 @@ _ROUTES: Mapping[str, Handler] = {
     "queries": ranking.score,
     "text_1": ranking.score,
     "data_1": ranking.score,
-    "task": pooling.pooling,
+    "task": pooling_routes.pooling,
     "input": embeddings.embeddings,
 }
 
@@ -50,7 +50,7 @@ async def invoke(call: RequestContext[Invocation]) -> HttpResponse | StreamedRes
     if name == "input":
         async with call.service.models.use(call.body.model) as hosted:
             if hosted.session.opened.classification is not None:
-                handler = pooling.classify_texts
+                handler = pooling_routes.classify_texts
     (schema,) = get_args(get_type_hints(handler)["call"])
     body = validated(fields, schema)
     for field, why in ignored_fields(body):

@@ -13,7 +13,7 @@ from jinfer.server.vllm import (
     cohere_embed,
     invocations,
     model_state,
-    pooling,
+    pooling_routes,
     ranking,
     steering,
     tokenize,
@@ -76,15 +76,15 @@ VLLM_ENDPOINTS: tuple[Endpoint, ...] = (
     _vectors("POST /score /v1/score", ranking.score, "Score pairs of texts", ranking.ScoreResponse),
     _vectors(
         "POST /classify /v1/classify",
-        pooling.classify_texts,
+        pooling_routes.classify_texts,
         "Classify texts",
-        pooling.ClassifyResponse,
+        pooling_routes.ClassifyResponse,
     ),
     _vectors(
         "POST /pooling",
-        pooling.pooling,
+        pooling_routes.pooling,
         "Compute classes, vectors of texts, or vectors of tokens",
-        pooling.PoolingResponse,
+        pooling_routes.PoolingResponse,
     ),
     _tokens(
         "POST /tokenize",
