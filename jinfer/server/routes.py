@@ -19,11 +19,11 @@ from jinfer.server.page.static_files import PAGE_ENDPOINTS
 from jinfer.server.vllm.vllm_routes import VLLM_ENDPOINTS
 
 
-async def _openapi(call: RequestContext[Any]) -> HttpResponse:
+async def _openapi(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(openapi.openapi_document(ENDPOINTS))
 
 
-async def _docs(call: RequestContext[Any]) -> HttpResponse:
+async def _docs(request: RequestContext[Any]) -> HttpResponse:
     return HttpResponse(openapi.docs_page(ENDPOINTS), media_type="text/html; charset=utf-8")
 
 

@@ -204,18 +204,18 @@ _ELSEWHERE = {
 }
 
 
-async def create_message(call: RequestContext[MessagesRequest]) -> HttpResponse | StreamedResponse:
+async def create_message(request: RequestContext[MessagesRequest]) -> HttpResponse | StreamedResponse:
     """Handles a message request."""
-    body = call.body
+    body = request.body
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
             raise unsupported_field("a message is one answer", name)
-    call.note(user=body.metadata and body.metadata.user_id)
+    request.note(user=body.metadata and body.metadata.user_id)
     if body.stream:
-        return StreamedResponse(_stream_events(call), failed=_failed)
-    async with call.running(_prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
-        answer = _MessageAnswer(call, hosted, run)
+        return StreamedResponse(_stream_events(request), failed=_failed)
+    async with request.running(_prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = _MessageAnswer(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
                 answer.push(chunk)
@@ -223,31 +223,31 @@ async def create_message(call: RequestContext[MessagesRequest]) -> HttpResponse 
         return HttpResponse(answer.message())
 
 
-async def count_tokens(call: RequestContext[CountTokensRequest]) -> HttpResponse:
+async def count_tokens(request: RequestContext[CountTokensRequest]) -> HttpResponse:
     """Counts the tokens of a conversation."""
-    async with call.service.models.use(call.body.model) as hosted:
-        return HttpResponse(await call.service.in_thread(_count, call, hosted))
+    async with request.service.models.use(request.body.model) as model:
+        return HttpResponse(await request.service.in_thread(_count, request, model))
 
 
-def _count(call: RequestContext[CountTokensRequest], hosted: ServedModel) -> dict[str, Any]:
-    with _translated(call) as (chat, ignore):
-        prompt = build_chat_prompt(chat, hosted.session, call.service.settings, ignore)
+def _count(request: RequestContext[CountTokensRequest], model: ServedModel) -> dict[str, Any]:
+    with _translated(request) as (chat, ignore):
+        prompt = build_chat_prompt(chat, model.session, request.service.settings, ignore)
         return {"input_tokens": len(prompt.ids())}
 
 
-def _prepare(call: RequestContext[MessagesRequest], hosted: ServedModel) -> list[PromptRequests]:
-    with _translated(call) as (chat, ignore):
-        return [prepare_chat(chat, hosted, call.service.settings, ignore)]
+def _prepare(request: RequestContext[MessagesRequest], model: ServedModel) -> list[PromptRequests]:
+    with _translated(request) as (chat, ignore):
+        return [prepare_chat(chat, model, request.service.settings, ignore)]
 
 
 @contextlib.contextmanager
 def _translated[B: ConversationFields](
-    call: RequestContext[B],
+    request: RequestContext[B],
 ) -> Iterator[tuple[ChatRequest, Ignore]]:
     """Translate the request; fields in errors have their names in this API."""
-    name_of = partial(field_name, body=call.body)
+    name_of = partial(field_name, body=request.body)
     with field_names(name_of):
-        yield chat_request(call.body, call.ignore), ignore_as(call.ignore, name_of)
+        yield chat_request(request.body, request.ignore), ignore_as(request.ignore, name_of)
 
 
 def _failed(error: ApiError) -> bytes:
@@ -259,8 +259,8 @@ def _failed(error: ApiError) -> bytes:
 class _MessageAnswer:
     """A message that is being generated."""
 
-    call: RequestContext[MessagesRequest]
-    hosted: ServedModel
+    request: RequestContext[MessagesRequest]
+    model: ServedModel
     run: RequestRunner
     finish_reason: str | None = None
     stop_string: str = ""
@@ -278,7 +278,7 @@ class _MessageAnswer:
         Where nothing binds the model, what begins as a call may turn out to be none, and clients
         would run it: the format has no way to take a block back.
         """
-        body = self.call.body
+        body = self.request.body
         tools = [one for one in body.tools or () if isinstance(one, ClientTool)]
         bound = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
         return bool(body.stream) and (bound or any(one.eager_input_streaming for one in tools))
@@ -320,7 +320,7 @@ class _MessageAnswer:
     def _message(
         self, content: list[dict[str, Any]], stop: dict[str, Any], used: Usage
     ) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.hosted.name}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model.name}
         return {**head, "content": content, **stop, "usage": token_usage(used)}
 
 
@@ -334,14 +334,14 @@ def token_usage(used: Usage) -> dict[str, Any]:
     }
 
 
-async def _stream_events(call: RequestContext[MessagesRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream."""
 
     def named(one: dict[str, Any]) -> bytes:
         return sse_event(one, one["type"])
 
-    async with call.running(_prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
-        answer = _MessageAnswer(call, hosted, run)
+    async with request.running(_prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = _MessageAnswer(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:
             events: list[bytes] = []

@@ -85,13 +85,13 @@ class Embedder:
     """
 
     service: Service
-    hosted: ServedModel
+    model: ServedModel
     truncate: int | None
 
     @property
     def pooling(self) -> PoolingSpec:
         """How the model makes vectors."""
-        return self.hosted.session.opened.pooling
+        return self.model.session.opened.pooling
 
     async def embed(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None, **options: Any
@@ -103,7 +103,7 @@ class Embedder:
 
     def skipped_ids(self) -> frozenset[int]:
         """The tokens of documents that late interaction leaves out."""
-        found = map(self.hosted.session.tokenizer.id, self.pooling.skipped)
+        found = map(self.model.session.tokenizer.id, self.pooling.skipped)
         return frozenset(id for id in found if id is not None)
 
     async def batched(
@@ -116,7 +116,7 @@ class Embedder:
         """
         # Texts of similar length are batched together, so that little padding is computed.
         order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
-        session = self.hosted.session
+        session = self.model.session
         most = session.engine.scheduler.slots
         rows: dict[int, Any] = {}
         for begin in range(0, len(order), most):
@@ -130,7 +130,7 @@ class Embedder:
     ) -> list[text_embeddings.EmbeddingTokens]:
         """Tokenizes texts, each after the model's prompt of that name. Slow: use a thread."""
         try:
-            prompt, skipped = text_embeddings.embedding_prompt(self.hosted.session, prompt_name)
+            prompt, skipped = text_embeddings.embedding_prompt(self.model.session, prompt_name)
         except RequestError as error:
             raise as_api_error(error, param="prompt_name") from error
         listed = [texts] if is_single_prompt(texts) else [*texts]
@@ -149,7 +149,7 @@ class Embedder:
         self, texts: str | Sequence[Any], param: str, *, special: bool | None = None
     ) -> list[list[int]]:
         """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
-        session = self.hosted.session
+        session = self.model.session
         if session.engine.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
         most = self.service.settings.max_prompts
@@ -158,7 +158,7 @@ class Embedder:
 
     def fitting(self, number: int, ids: list[int], param: str) -> list[int]:
         """A text's tokens, truncated if that is asked for. Raises `ApiError` if they do not fit."""
-        longest = text_embeddings.max_text_tokens(self.hosted.session)
+        longest = text_embeddings.max_text_tokens(self.model.session)
         if self.truncate is not None:
             if not (self.truncate == -1 or 1 <= self.truncate <= longest):
                 raise invalid_request(
@@ -175,9 +175,9 @@ class Embedder:
 
 
 @contextlib.asynccontextmanager
-async def embedder_of(call: RequestContext[Any], truncate: int | None) -> AsyncIterator[Embedder]:
+async def embedder_of(request: RequestContext[Any], truncate: int | None) -> AsyncIterator[Embedder]:
     """What computes a request's texts with its model. Raises `ApiError` for an unknown model."""
-    call.note(user=call.body.user)
-    async with call.service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        yield Embedder(call.service, hosted, truncate)
+    request.note(user=request.body.user)
+    async with request.service.models.use(request.body.model) as model:
+        request.note(model=model.name)
+        yield Embedder(request.service, model, truncate)

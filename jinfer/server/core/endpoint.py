@@ -34,6 +34,7 @@ from jinfer.server.models.forwarding import forward
 from jinfer.server.stores import resumable_streams
 
 _log = logging.getLogger("jinfer.server")
+_LARGE = 16384  # bytes from which a body is parsed in a worker thread
 
 
 class EmptyBody(BaseModel):
@@ -88,7 +89,7 @@ class Endpoint:
     @cached_property
     def request_model(self) -> type[BaseModel]:
         """Schema of the request body."""
-        (body,) = get_args(get_type_hints(self.handler)["call"])
+        (body,) = get_args(get_type_hints(self.handler)["request"])
         return EmptyBody if body is Any else body
 
 
@@ -102,21 +103,21 @@ class EndpointApp:
         notes = scope.setdefault("jinfer", {})
         notes["route"] = self.endpoint.paths[0]
         settings = self.service.settings
-        request = Request(scope, receive)
+        http = Request(scope, receive)
         read = self.endpoint.reader
         data: bytes | BaseModel
         try:
             if read is None:
-                data = await request_body.read_body(request, settings, self.service.bodies)
+                data = await request_body.read_body(http, settings, self.service.bodies)
             else:
-                data = await read(request, self.service)
+                data = await read(http, self.service)
         except ClientDisconnect:
             notes["gone"] = True
             return
         except Exception as error:
             await self._refuse(error, notes, send)
             return
-        work = asyncio.ensure_future(self._answer(request, data, notes, send))
+        work = asyncio.ensure_future(self._answer(http, data, notes, send))
         gone = asyncio.ensure_future(_disconnected(receive))
         self.service.answers.add(work)
         work.add_done_callback(self.service.answers.discard)
@@ -132,7 +133,7 @@ class EndpointApp:
             work.result()
 
     async def _answer(
-        self, request: Request, data: bytes | BaseModel, notes: dict[str, Any], send: Send
+        self, http: Request, data: bytes | BaseModel, notes: dict[str, Any], send: Send
     ) -> None:
         settings = self.service.settings
         try:
@@ -140,19 +141,19 @@ class EndpointApp:
             if isinstance(data, BaseModel):
                 parsed = data
             elif len(data) > _LARGE:
-                given = data, self.endpoint.request_model
-                parsed, unread = await self.service.in_thread(_read, *given)
+                schema = self.endpoint.request_model
+                parsed, unread = await self.service.in_thread(_read, data, schema)
             else:
                 parsed, unread = _read(data or b"{}", self.endpoint.request_model)
             if settings.log_prompts and isinstance(data, bytes) and data:
                 notes["body"] = data.decode("utf-8", "replace")
-            call = RequestContext(self.service, parsed, request, notes.get("id", ""), notes)
+            request = RequestContext(self.service, parsed, http, notes.get("id", ""), notes)
             for field, why in unread:
-                call.ignore(field, why)
-            model = getattr(parsed, "model", request.query_params.get("model"))
+                request.ignore(field, why)
+            model = getattr(parsed, "model", http.query_params.get("model"))
             if model is not None and self.service.models.answers_to(model):
-                call.ignore("model", "one model is served, whatever it is called")
-            failure = await self._reply(call, data, send)
+                request.ignore("model", "one model is served, whatever it is called")
+            failure = await self._reply(request, data, send)
             if failure is not None:
                 notes["error"] = as_api_error(failure).code
                 _note(failure)
@@ -167,15 +168,15 @@ class EndpointApp:
             await self._refuse(error, notes, send)
 
     async def _reply(
-        self, call: RequestContext[Any], data: bytes | BaseModel, send: Send
+        self, request: RequestContext[Any], data: bytes | BaseModel, send: Send
     ) -> BaseException | None:
         """Answers a request, here or where its model runs; an error that a stream ended with."""
         settings, reply = self.service.settings, None
         try:
-            reply = await self.endpoint.handler(call)
+            reply = await self.endpoint.handler(request)
             answer: HttpResponse | StreamedResponse = reply
-            id = call.request.headers.get(resumable_streams.HEADER)
-            if id and isinstance(answer, StreamedResponse) and call.request.method == "POST":
+            id = request.http.headers.get(resumable_streams.HEADER)
+            if id and isinstance(answer, StreamedResponse) and request.http.method == "POST":
                 answers = self.service.answers
                 answer = await self.service.streams.start(id, answer, settings.ping, answers)
             return await answer.send(send, settings.send_seconds, settings.ping)
@@ -183,14 +184,15 @@ class EndpointApp:
             failed = reply.failed if isinstance(reply, StreamedResponse) else None
             begun = failed if found.begun else None
             # What has no effect there is told, and logged, there.
-            call.notes.pop("ignored", None)
-            call.notes["elsewhere"] = True
-            async with self.service.models.hold(found.model, awake=found.awake) as one:
-                assert one.worker is not None, "it has a process of its own"
-                socket, seconds = one.worker.socket, settings.send_seconds
+            request.notes.pop("ignored", None)
+            request.notes["elsewhere"] = True
+            async with self.service.models.hold(found.model, awake=found.awake) as model:
+                assert model.worker is not None, "it has a process of its own"
+                socket, seconds = model.worker.socket, settings.send_seconds
                 body = data if isinstance(data, bytes) else b""
-                given = call.request, body, call.id, socket, send, seconds
-                return await forward(*given, begun=begun, failed=failed)
+                return await forward(
+                    request.http, body, request.id, socket, send, seconds, begun=begun, failed=failed
+                )
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:
         known = as_api_error(error, self.service.settings.retry_after)
@@ -208,9 +210,6 @@ def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[st
     """Parses a body. Returns it and its fields that have no effect, with the reasons."""
     parsed = request_body.parse_body(data, takes)
     return parsed, list(ignored_fields(parsed))
-
-
-_LARGE = 16384  # bytes from which a body is parsed in a worker thread
 
 
 def _note(error: BaseException) -> None:

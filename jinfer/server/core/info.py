@@ -64,10 +64,10 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
-async def health(call: RequestContext[Any]) -> HttpResponse:
+async def health(request: RequestContext[Any]) -> HttpResponse:
     """Health check: whether the models are loaded and all processes of a job respond."""
     message = (
-        call.service.models.unavailable_reason() if call.service.models.ready else "Loading model"
+        request.service.models.unavailable_reason() if request.service.models.ready else "Loading model"
     )
     if not message:
         return HttpResponse({"status": "ok"})
@@ -75,38 +75,38 @@ async def health(call: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"error": error}, 503)
 
 
-async def show_version(call: RequestContext[Any]) -> HttpResponse:
+async def show_version(request: RequestContext[Any]) -> HttpResponse:
     """The versions of jinfer and JAX."""
     return HttpResponse({"version": __version__, "jax": version("jax")})
 
 
-async def load(call: RequestContext[Any]) -> HttpResponse:
+async def load(request: RequestContext[Any]) -> HttpResponse:
     """How many requests are being answered, as vLLM tells it."""
     # This one is one of them, unless its answer began before it was counted.
-    return HttpResponse({"server_load": max(0, len(call.service.answers) - 1)})
+    return HttpResponse({"server_load": max(0, len(request.service.answers) - 1)})
 
 
-async def metrics(call: RequestContext[Any]) -> HttpResponse:
+async def metrics(request: RequestContext[Any]) -> HttpResponse:
     """Metrics in Prometheus's text format."""
-    await call.service.models.refresh()
-    return HttpResponse(call.service.metrics.text(), media_type=CONTENT_TYPE)
+    await request.service.models.refresh()
+    return HttpResponse(request.service.metrics.text(), media_type=CONTENT_TYPE)
 
 
-async def models(call: RequestContext[Any]) -> HttpResponse:
+async def models(request: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    if query_value(call.request, "reload") in ("1", "true"):  # as llama.cpp's router
-        await call.service.models.reload()
+    if query_value(request.http, "reload") in ("1", "true"):  # as llama.cpp's router
+        await request.service.models.reload()
     listed = []
-    call.service.models.notice_ends()
-    for one in call.service.models.models:
+    request.service.models.notice_ends()
+    for one in request.service.models.models:
         listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
     return HttpResponse({"object": "list", "data": listed})
 
 
-async def model(call: RequestContext[Any]) -> HttpResponse:
+async def model(request: RequestContext[Any]) -> HttpResponse:
     """Describes one model."""
-    name = call.request.path_params["model"]
-    one = call.service.models.by_name(name)
+    name = request.http.path_params["model"]
+    one = request.service.models.by_name(name)
     return HttpResponse(adapter_card(one, name) if name in one.adapters else model_card(one))
 
 

@@ -142,14 +142,14 @@ class RequestContext[B: BaseModel]:
     Attributes:
         service: the server.
         body: the parsed body.
-        request: Starlette's request, with its headers.
+        http: Starlette's request, with its headers.
         id: the request id, from the client or generated.
         notes: fields for the access log.
     """
 
     service: Service
     body: B
-    request: Request
+    http: Request
     id: str
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -191,21 +191,21 @@ class RequestContext[B: BaseModel]:
         """
         models, body = self.service.models, cast("Any", self.body)
         check_inspection(body, self.service.settings)
-        async with models.use(body.model, keep=self.keep_alive()) as hosted:
-            self.note(model=hosted.name)
-            hosted.session.processors.by_name = self.service.settings.logits_processors
+        async with models.use(body.model, keep=self.keep_alive()) as model:
+            self.note(model=model.name)
+            model.session.processors.by_name = self.service.settings.logits_processors
             # Requests with a grammar have a pool of their own, so that slow ones delay only each
             # other.
             grammar = not _GRAMMARS.isdisjoint(body.model_fields_set)
             pool = models.compilers if grammar else models.workers
             loop = asyncio.get_running_loop()
-            jobs = await loop.run_in_executor(pool, prepare, self, hosted)
+            jobs = await loop.run_in_executor(pool, prepare, self, model)
             check_captured_bytes(jobs, self.service.settings.inspection_bytes)
-            timer = RequestTimer(self.service.metrics, hosted.name)
-            most = 2 * hosted.session.engine.scheduler.slots
-            run = RequestRunner(hosted.session, jobs, timer, most, self.service.settings.ping)
+            timer = RequestTimer(self.service.metrics, model.name)
+            most = 2 * model.session.engine.scheduler.slots
+            run = RequestRunner(model.session, jobs, timer, most, self.service.settings.ping)
             try:
-                yield hosted, run
+                yield model, run
             finally:
                 self.note(**run.summary())
 

@@ -67,9 +67,9 @@ _OWN = {"decoding_alg", "random_seed", "max_output_len", "max_new_tokens"}
 _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.model_fields) - _OWN
 
 
-async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
+async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
     """Handles an Inferflow request."""
-    body = call.body
+    body = request.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
     if (body.n or 1) > 1:
@@ -85,11 +85,11 @@ async def inferflow(call: RequestContext[InferflowRequest]) -> HttpResponse | St
         capture=NO_CAPTURE,
     )
     user = (body.header or {}).get("user")
-    call.note(user=user if isinstance(user, str) else None)
+    request.note(user=user if isinstance(user, str) else None)
     if stream:
-        return StreamedResponse(_stream_events(call), media_type=NDJSON_MEDIA_TYPE, failed=_failed)
+        return StreamedResponse(_stream_events(request), media_type=NDJSON_MEDIA_TYPE, failed=_failed)
     begun = time.perf_counter()
-    async with call.running(_prepare) as (_, run):
+    async with request.running(_prepare) as (_, run):
         ((one,),) = await run.completions()
         return HttpResponse(_piece(one.text, begun, "succ", end=True))
 
@@ -107,12 +107,12 @@ def _failed(error: ApiError) -> bytes:
     return dumps({**shown, "is_end": 1}) + b"\n\n"
 
 
-def _prepare(call: RequestContext[InferflowRequest], hosted: ServedModel) -> list[PromptRequests]:
-    body, session, settings = call.body, hosted.session, call.service.settings
+def _prepare(request: RequestContext[InferflowRequest], model: ServedModel) -> list[PromptRequests]:
+    body, session, settings = request.body, model.session, request.service.settings
     if body.random_seed == 0:  # Inferflow's value for a random seed
         body = body.model_copy(update={"random_seed": None})
     sampling = request_options(body, session, INFERFLOW, None, _ROUTE)
-    conversation = _conversation(call, hosted)
+    conversation = _conversation(request, model)
     if not conversation.has_template:
         if body.system_prompt:
             raise invalid_request(
@@ -131,10 +131,10 @@ def _prepare(call: RequestContext[InferflowRequest], hosted: ServedModel) -> lis
     return [prepare_prompt(session, ids, sampling, param="text", timeout=settings.timeout)]
 
 
-def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -> Conversation:
+def _conversation(request: RequestContext[InferflowRequest], model: ServedModel) -> Conversation:
     """The model's prompt format, or the one in the request."""
-    body, conversation = call.body, hosted.session.opened.conversation
-    cross = hosted.session.engine.model.has_cross_attention
+    body, conversation = request.body, model.session.opened.conversation
+    cross = model.session.engine.model.has_cross_attention
     own, other = "decoder_input_template", "encoder_input_template"
     if cross:
         own, other = other, own
@@ -143,15 +143,15 @@ def _conversation(call: RequestContext[InferflowRequest], hosted: ServedModel) -
     template = getattr(body, own)
     if template is None:
         return conversation
-    if not call.service.settings.request_templates:
+    if not request.service.settings.request_templates:
         raise ApiError(403, "templates of requests are not allowed here", param=own)
     return replace(conversation, prompt=replace(conversation.prompt, template=template), jinja=None)
 
 
-async def _stream_events(call: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
+async def _stream_events(request: RequestContext[InferflowRequest]) -> AsyncGenerator[bytes]:
     """Streamed chunks, each followed by an empty line; the last one has `is_end`."""
     begun = time.perf_counter()
-    async with call.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with request.running(_prepare) as (_, run), contextlib.aclosing(run.chunks()) as pieces:
         async for batch in pieces:
             text = "".join(chunk.text for _, chunk in batch or ())
             yield dumps(_piece(text, begun)) + b"\n\n" if text else b""

@@ -105,47 +105,47 @@ class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def completion_route(call: RequestContext[LlamaRequest]) -> HttpResponse | StreamedResponse:
+async def completion_route(request: RequestContext[LlamaRequest]) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
-    return await answer_prompts(call, _prepare_prompts)
+    return await answer_prompts(request, _prepare_prompts)
 
 
 async def answer_prompts(
-    call: RequestContext[LlamaRequest], prepare: Prepare
+    request: RequestContext[LlamaRequest], prepare: Prepare
 ) -> HttpResponse | StreamedResponse:
     """Answers prompts in llama.cpp's format, whole or streamed."""
-    body = call.body
+    body = request.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
         raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
     reject_fields(body, return_token_ids="ids are given with return_tokens", capture=NO_CAPTURE)
     if body.stream:
-        return StreamedResponse(_stream_events(call, prepare))
-    async with call.running(prepare) as (hosted, run):
-        answer = _LlamaAnswers(call, hosted, run)
+        return StreamedResponse(_stream_events(request, prepare))
+    async with request.running(prepare) as (model, run):
+        answer = _LlamaAnswers(request, model, run)
         whole = [(i, one) for i, group in enumerate(await run.completions()) for one in group]
         answers = [answer.body(number, *one) for number, one in enumerate(whole)]
         return HttpResponse(answers[0] if answer.single else answers)
 
 
 def _prepare_prompts(
-    call: RequestContext[LlamaRequest], hosted: ServedModel
+    request: RequestContext[LlamaRequest], model: ServedModel
 ) -> list[PromptRequests]:
-    session, limit = hosted.session, call.service.settings.max_prompts
-    sampling = request_options(call.body, session, LLAMA_CPP, None, _ROUTE)
-    prompts = prompt_ids(_plain(call.body.prompt), session, limit)
-    return prepare_llama(call, session, prompts, sampling)
+    session, limit = model.session, request.service.settings.max_prompts
+    sampling = request_options(request.body, session, LLAMA_CPP, None, _ROUTE)
+    prompts = prompt_ids(_plain(request.body.prompt), session, limit)
+    return prepare_llama(request, session, prompts, sampling)
 
 
 def prepare_llama(
-    call: RequestContext[LlamaRequest],
+    request: RequestContext[LlamaRequest],
     session: Session,
     prompts: Sequence[list[int]],
     sampling: RequestOptions,
     param: str = "prompt",
 ) -> list[PromptRequests]:
     """The engine requests of prompts. Raises `ApiError`."""
-    timeout = call.service.settings.timeout
+    timeout = request.service.settings.timeout
     return [prepare_prompt(session, ids, sampling, param=param, timeout=timeout) for ids in prompts]
 
 
@@ -160,30 +160,30 @@ def _plain(prompt: LlamaPrompt) -> str | list[Any]:
 class _LlamaAnswers:
     """A llama.cpp completion request that is being answered."""
 
-    call: RequestContext[LlamaRequest]
-    hosted: ServedModel
+    request: RequestContext[LlamaRequest]
+    model: ServedModel
     run: RequestRunner
 
     @property
     def single(self) -> bool:
         """Whether there is a single answer, which is then not in a list."""
-        return is_single_prompt(_plain(self.call.body.prompt)) and len(self.run.prepared) == 1
+        return is_single_prompt(_plain(self.request.body.prompt)) and len(self.run.prepared) == 1
 
     def body(self, index: int, prompt: int, answer: Completion) -> dict[str, Any]:
         """The response body of one answer."""
         shown = {
             "index": index,
             "content": answer.text,
-            "tokens": answer.token_ids if self.call.body.return_tokens else [],
-            **statistics(self.hosted, self.run.jobs[prompt], answer),
+            "tokens": answer.token_ids if self.request.body.return_tokens else [],
+            **statistics(self.model, self.run.jobs[prompt], answer),
         }
-        if self.call.body.n_probs:
+        if self.request.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(answer.logprobs or ())
         return self._selected(shown)
 
     def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Only the requested response fields."""
-        wanted = self.call.body.response_fields
+        wanted = self.request.body.response_fields
         if not wanted:
             return shown
         chosen: dict[str, Any] = {}
@@ -197,19 +197,19 @@ class _LlamaAnswers:
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
         """Log-probabilities in llama.cpp's format; those after the samplers as probabilities."""
-        name = "top_probs" if self.call.body.post_sampling_probs else "top_logprobs"
+        name = "top_probs" if self.request.body.post_sampling_probs else "top_logprobs"
         tops = [[*map(self._entry, self._top(one))] for one in entries]
         return [{**self._entry(one), name: top} for one, top in zip(entries, tops, strict=True)]
 
     def _top(self, one: TokenLogprob) -> list[TokenLogprob]:
         """The likeliest tokens, of those that could be drawn."""
-        after = self.call.body.post_sampling_probs
+        after = self.request.body.post_sampling_probs
         return [each for each in one.top if not after or each.logprob > -math.inf]
 
     def _entry(self, one: TokenLogprob) -> dict[str, Any]:
-        data = self.hosted.session.tokenizer.spelled(one.id)
+        data = self.model.session.tokenizer.spelled(one.id)
         shown = {"logprob": usage.finite_logprob(one.logprob)}
-        if self.call.body.post_sampling_probs:
+        if self.request.body.post_sampling_probs:
             shown = {"prob": math.exp(one.logprob)}
         return {
             "id": one.id,
@@ -231,7 +231,7 @@ class _LlamaAnswers:
             "tokens_predicted": so_far.completion_tokens,
             "tokens_evaluated": so_far.prompt_tokens,
         }
-        if self.call.body.n_probs:
+        if self.request.body.n_probs:
             shown["completion_probabilities"] = self.probabilities(chunk.logprobs)
         return shown | self._timings(index)
 
@@ -245,22 +245,22 @@ class _LlamaAnswers:
 
     def _timings(self, index: int) -> dict[str, Any]:
         """The timings so far, if requested."""
-        if not self.call.body.timings_per_token:
+        if not self.request.body.timings_per_token:
             return {}
         return {"timings": usage.llamacpp_timings(self.run.shown_usage(index))}
 
 
 async def _stream_events(
-    call: RequestContext[LlamaRequest], prepare: Prepare
+    request: RequestContext[LlamaRequest], prepare: Prepare
 ) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream; the last one of an answer has its statistics."""
-    async with call.running(prepare) as (hosted, run):
-        answer = _LlamaAnswers(call, hosted, run)
+    async with request.running(prepare) as (model, run):
+        answer = _LlamaAnswers(request, model, run)
         chunks: list[list[Chunk]] = [[] for _ in run.prepared]
         ended: set[int] = set()
         async with contextlib.aclosing(run.chunks()) as pieces:
             async for batch in pieces:
-                events = answer.progress(first=batch != []) if call.body.return_progress else []
+                events = answer.progress(first=batch != []) if request.body.return_progress else []
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
                     events.append(sse_event(answer.chunk(index, chunk)))
@@ -281,11 +281,11 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
     return sse_event({name: said.get(name, value) for name, value in whole.items()})
 
 
-async def props(call: RequestContext[Any]) -> HttpResponse:
+async def props(request: RequestContext[Any]) -> HttpResponse:
     """Properties of a model, as llama.cpp's /props."""
-    name = call.request.query_params.get("model")
-    async with call.service.models.see(name) as hosted:
-        session, opened = hosted.session, hosted.session.opened
+    name = request.http.query_params.get("model")
+    async with request.service.models.see(name) as model:
+        session, opened = model.session, model.session.opened
         tokenizer = opened.tokenizer
         names = {}
         if tokenizer is not None:
@@ -298,12 +298,12 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
             {
                 "default_generation_settings": {"n_ctx": opened.context, "params": defaults},
                 "total_slots": session.engine.scheduler.slots,
-                "model_alias": hosted.name,
-                "model_path": hosted.source.path,
+                "model_alias": model.name,
+                "model_path": model.source.path,
                 "chat_template": conversation.prompt.template or conversation.jinja or "",
                 **names,
                 "modalities": {"vision": False, "audio": False},
-                "is_sleeping": hosted.state == "sleeping",
+                "is_sleeping": model.state == "sleeping",
                 "build_info": f"jinfer {__version__}",
             }
         )
@@ -312,17 +312,17 @@ async def props(call: RequestContext[Any]) -> HttpResponse:
 _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def infill(call: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
+async def infill(request: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
     """Handles a request to fill in what belongs between two texts."""
-    if not isinstance(call.body.prompt, str):
+    if not isinstance(request.body.prompt, str):
         raise invalid_request("it is a text, which follows input_prefix", "prompt")
-    return await answer_prompts(call, _prepare_infill)
+    return await answer_prompts(request, _prepare_infill)
 
 
 def _prepare_infill(
-    call: RequestContext[InfillRequest], hosted: ServedModel
+    request: RequestContext[InfillRequest], model: ServedModel
 ) -> list[PromptRequests]:
-    body, session = call.body, hosted.session
+    body, session = request.body, model.session
     sampling = request_options(body, session, LLAMA_CPP, None, _INFILL_ROUTE)
     files = [(one.filename or "file", one.text) for one in body.input_extra or ()]
     # Editors send whole files: what the context has no room for is left out, but room for an
@@ -340,7 +340,7 @@ def _prepare_infill(
     except TokenizerError as error:
         raise _no_tokens(error, "input_suffix") from error
     options = fim_options(session, sampling)
-    return prepare_llama(call, session, [ids], options, param="input_prefix")
+    return prepare_llama(request, session, [ids], options, param="input_prefix")
 
 
 class Props(ResponseModel):

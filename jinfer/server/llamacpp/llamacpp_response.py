@@ -14,7 +14,7 @@ from jinfer.server.models.served_model import ServedModel
 
 
 def native_answer(
-    hosted: ServedModel, job: PromptRequests, answer: Completion, index: int
+    model: ServedModel, job: PromptRequests, answer: Completion, index: int
 ) -> dict[str, Any]:
     """A whole answer.
 
@@ -22,25 +22,25 @@ def native_answer(
         index: its place among the request's answers.
     """
     content = {"index": index, "content": answer.text, "tokens": answer.token_ids}
-    return content | statistics(hosted, job, answer)
+    return content | statistics(model, job, answer)
 
 
-def statistics(hosted: ServedModel, job: PromptRequests, answer: Completion) -> dict[str, Any]:
+def statistics(model: ServedModel, job: PromptRequests, answer: Completion) -> dict[str, Any]:
     """What is said of an answer beside its text."""
-    used, tokenizer = answer.usage, hosted.llm.tokenizer
+    used, tokenizer = answer.usage, model.llm.tokenizer
     text = "" if tokenizer is None else tokenizer.decode(job.ids, skip_special=False)
     kind, word = _stopped(answer)
     return {
         "id_slot": slot_of(job),
         "stop": True,
-        "model": hosted.name,
+        "model": model.name,
         "tokens_predicted": len(answer.token_ids),
         "tokens_evaluated": used.prompt_tokens,
         "tokens_cached": used.cached_tokens,
-        "generation_settings": generation_settings(hosted, job),
+        "generation_settings": generation_settings(model, job),
         "prompt": text,
         "has_new_line": "\n" in answer.text,
-        "truncated": _is_at_context(hosted, answer),
+        "truncated": _is_at_context(model, answer),
         "stop_type": kind,
         "stopping_word": word,
         "timings": usage.llamacpp_timings(used),
@@ -59,13 +59,13 @@ def _stopped(answer: Completion) -> tuple[str, str]:
     return "word" if answer.stop_string else "eos", answer.stop_string
 
 
-def _is_at_context(hosted: ServedModel, answer: Completion) -> bool:
+def _is_at_context(model: ServedModel, answer: Completion) -> bool:
     """Whether the context was full, and not the request's own limit reached."""
     tokens = answer.usage.prompt_tokens + len(answer.token_ids)
-    return answer.finish_reason == "length" and tokens >= hosted.session.opened.context
+    return answer.finish_reason == "length" and tokens >= model.session.opened.context
 
 
-def generation_settings(hosted: ServedModel, job: PromptRequests) -> dict[str, Any]:
+def generation_settings(model: ServedModel, job: PromptRequests) -> dict[str, Any]:
     """The generation settings of a request, under llama.cpp's names and jinfer's."""
     params = job.options.params
     return {
@@ -77,13 +77,13 @@ def generation_settings(hosted: ServedModel, job: PromptRequests) -> dict[str, A
         "repeat_last_n": params.penalty_last_n,
         "adaptive_target": -1.0,  # none: there is no such sampler
         "adaptive_decay": 0.9,
-        "logit_bias": _biases(hosted, params),
+        "logit_bias": _biases(model, params),
     }
 
 
-def _biases(hosted: ServedModel, params: SamplingParams) -> list[dict[str, Any]]:
+def _biases(model: ServedModel, params: SamplingParams) -> list[dict[str, Any]]:
     """What is added to logits; null: the token does not come."""
-    tokenizer = hosted.llm.tokenizer
+    tokenizer = model.llm.tokenizer
     known = dict(params.logit_bias or ())
     if params.ignore_eos and tokenizer is not None:
         known |= dict.fromkeys(tokenizer.eos_ids, -math.inf)

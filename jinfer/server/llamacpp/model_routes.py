@@ -26,18 +26,18 @@ class Success(ResponseModel):
 _DONE = {"success": True}
 
 
-async def load_model(call: RequestContext[ModelChoice]) -> HttpResponse:
+async def load_model(request: RequestContext[ModelChoice]) -> HttpResponse:
     """Loads a model, or wakes it, and answers when it is there."""
-    one = await call.service.models.load(call.body.model)
-    call.note(model=one.name)
+    one = await request.service.models.load(request.body.model)
+    request.note(model=one.name)
     return HttpResponse(_DONE)
 
 
-async def unload_model(call: RequestContext[ModelChoice]) -> HttpResponse:
+async def unload_model(request: RequestContext[ModelChoice]) -> HttpResponse:
     """Unloads a model, and answers when the requests that use it have ended and it has left."""
-    models = call.service.models
-    one = models.by_name(call.body.model)
-    call.note(model=one.name)
+    models = request.service.models
+    one = models.by_name(request.body.model)
+    request.note(model=one.name)
     await models.unload(one)
     return HttpResponse(_DONE)
 
@@ -55,10 +55,10 @@ class AdapterStates(RootModel[list[AdapterState]]):
     """The list of adapters."""
 
 
-async def list_adapters(call: RequestContext[Any]) -> HttpResponse:
+async def list_adapters(request: RequestContext[Any]) -> HttpResponse:
     """The adapters of the first model, numbered as `lora` of a request does (llama.cpp)."""
-    async with call.service.models.use(None) as hosted:
-        adapters = hosted.session.adapters
+    async with request.service.models.use(None) as model:
+        adapters = model.session.adapters
         listed = [
             {"id": number, "name": name, "path": adapters.sources.get(name, ""), "scale": 0.0}
             for number, name in enumerate(adapters.loaded)

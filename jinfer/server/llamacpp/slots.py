@@ -46,28 +46,28 @@ class SlotChange(ResponseModel):
 _LONGEST = 200  # characters of a file's name
 
 
-async def slot_action(call: RequestContext[SlotAction]) -> HttpResponse:
+async def slot_action(request: RequestContext[SlotAction]) -> HttpResponse:
     """Handles an action on a slot."""
-    folder = call.service.settings.slot_save_path
+    folder = request.service.settings.slot_save_path
     if folder is None:
         reason = "slots are not saved here; serve with --slot-save-path"
         raise ApiError(501, reason, code="not_supported")
-    action = query_value(call.request, "action")
+    action = query_value(request.http, "action")
     if action is None:
         raise invalid_request("there is no action; write save, restore or erase", "action")
-    async with call.service.models.use(query_value(call.request, "model")) as hosted:
-        session = hosted.session
-        slot = _slot(call.request.path_params["id"], session.engine.scheduler.slots)
+    async with request.service.models.use(query_value(request.http, "model")) as model:
+        session = model.session
+        slot = _slot(request.http.path_params["id"], session.engine.scheduler.slots)
         known: dict[str, Any] = {"id_slot": slot}
         if action == "erase":
             job = session.thread.run
-            erased = await call.service.in_engine_thread(job, lambda e: erase_slot(e, slot))
+            erased = await request.service.in_engine_thread(job, lambda e: erase_slot(e, slot))
             return HttpResponse({**known, "n_erased": erased})
-        name = _checked_name(call.body.filename)
+        name = _checked_name(request.body.filename)
         known |= {"filename": name}
         work = _save if action == "save" else _restore
         try:
-            done = await call.service.in_engine_thread(work, session, Path(folder) / name, slot)
+            done = await request.service.in_engine_thread(work, session, Path(folder) / name, slot)
         except USER_ERRORS as error:
             raise as_api_error(error, param="filename") from error
         return HttpResponse({**known, **done})
@@ -109,10 +109,10 @@ def _restore(session: Session, path: Path, slot: int) -> dict[str, Any]:
     return {"n_restored": loaded.tokens, "n_read": loaded.nbytes, "timings": timings}
 
 
-async def slots(call: RequestContext[Any]) -> HttpResponse:
+async def slots(request: RequestContext[Any]) -> HttpResponse:
     """The state of each slot, without prompts."""
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        session = hosted.session
+    async with request.service.models.use(request.http.query_params.get("model")) as model:
+        session = model.session
         running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
         shown = []
         for number in range(session.engine.scheduler.slots):

@@ -33,21 +33,21 @@ class StreamStates(RootModel[list[StreamState]]):
     """The streams that are known."""
 
 
-async def resume(call: RequestContext[Any]) -> StreamedResponse:
+async def resume(request: RequestContext[Any]) -> StreamedResponse:
     """A stream again, from a byte or behind an event on."""
-    stream = call.service.streams.find(_id(call))
-    after, offset = last_event_id(call.request), query_value(call.request, "from")
+    stream = request.service.streams.find(_id(request))
+    after, offset = last_event_id(request.http), query_value(request.http, "from")
     if after is None or offset is not None:
         place, skip = stream.place_of(offset or 0)
     else:
         place, skip = after + 1, 0
-    return StreamedResponse(stream.read(place, skip, call.service.settings.ping))
+    return StreamedResponse(stream.read(place, skip, request.service.settings.ping))
 
 
-async def look_up(call: RequestContext[StreamLookup]) -> HttpResponse:
+async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
     """What is known of the streams of some conversations; of those alone that are named."""
-    streams = call.service.streams.streams
-    found = [one for id in dict.fromkeys(call.body.conversation_ids) if (one := streams.get(id))]
+    streams = request.service.streams.streams
+    found = [one for id in dict.fromkeys(request.body.conversation_ids) if (one := streams.get(id))]
     return HttpResponse(
         [
             {
@@ -62,17 +62,17 @@ async def look_up(call: RequestContext[StreamLookup]) -> HttpResponse:
     )
 
 
-async def stop(call: RequestContext[Any]) -> HttpResponse:
+async def stop(request: RequestContext[Any]) -> HttpResponse:
     """Ends a stream and forgets it; one that is not there is no error."""
-    id, streams = _id(call), call.service.streams
+    id, streams = _id(request), request.service.streams
     if id not in streams.streams:
         streams.forward(id)
     await streams.stop(id)
     return HttpResponse(b"", 204)
 
 
-def _id(call: RequestContext[Any]) -> str:
-    id = query_value(call.request, "conv_id")
+def _id(request: RequestContext[Any]) -> str:
+    id = query_value(request.http, "conv_id")
     if not id:
         raise invalid_request("there is no conv_id; give the conversation's", "conv_id")
     return str(id)

@@ -53,14 +53,14 @@ OLLAMA_ERRORS = ErrorFormat(_error, OllamaError, lambda error: error.status)
 type _Call = RequestContext[Any]  # of an `OllamaChatRequest` or an `OllamaGenerateRequest`
 
 
-async def chat(call: RequestContext[OllamaChatRequest]) -> HttpResponse | StreamedResponse:
+async def chat(request: RequestContext[OllamaChatRequest]) -> HttpResponse | StreamedResponse:
     """Handles a chat request; without messages the model is only loaded."""
-    return await _answer(call, empty=not call.body.messages)
+    return await _answer(request, empty=not request.body.messages)
 
 
-async def generate(call: RequestContext[OllamaGenerateRequest]) -> HttpResponse | StreamedResponse:
+async def generate(request: RequestContext[OllamaGenerateRequest]) -> HttpResponse | StreamedResponse:
     """Handles a generate request; without a prompt the model is only loaded."""
-    body = call.body
+    body = request.body
     reject_fields(
         body,
         images="the model does not read images",
@@ -70,46 +70,46 @@ async def generate(call: RequestContext[OllamaGenerateRequest]) -> HttpResponse 
     if body.raw:
         why = "a raw prompt is not put into a conversation"
         reject_fields(body, **dict.fromkeys(("system", "context"), why))
-    return await _answer(call, empty=not body.prompt)
+    return await _answer(request, empty=not body.prompt)
 
 
-async def _answer(call: _Call, *, empty: bool) -> HttpResponse | StreamedResponse:
-    body, clock = call.body, Clock()
+async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResponse:
+    body, clock = request.body, Clock()
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("it needs logprobs: true", "top_logprobs")
     if empty:
-        hosted, reason = await _load_or_unload(call)
+        model, reason = await _load_or_unload(request)
         clock.loaded()
         times = {"total_duration": clock.total, "load_duration": clock.load}
         end = {"done": True, "done_reason": reason, **times}
-        return HttpResponse({**_head(hosted), **_shape(body, _Parts()), **end})
+        return HttpResponse({**_head(model), **_shape(body, _Parts()), **end})
     if body.stream is not False:
-        return StreamedResponse(_lines(call, clock), NDJSON_MEDIA_TYPE, _failed)
+        return StreamedResponse(_lines(request, clock), NDJSON_MEDIA_TYPE, _failed)
     prepare = partial(_prepare, clock)
-    async with call.running(prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
-        answer, whole = _OllamaAnswer(call, hosted, run, clock), _Parts()
+    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer, whole = _OllamaAnswer(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
                 whole += answer.push(chunk)
         return HttpResponse(answer.end(whole))
 
 
-async def _load_or_unload(call: _Call) -> tuple[ServedModel, str]:
+async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
     """Loads the model of a request that asks nothing; with a `keep_alive` of 0, unloads it."""
-    models, keep = call.service.models, call.keep_alive()
+    models, keep = request.service.models, request.keep_alive()
     if keep == 0:
-        hosted = models.by_name(call.body.model)
-        await models.unload(hosted)
-        return hosted, "unload"
-    async with models.use(call.body.model, keep=keep) as hosted:
-        return hosted, "load"
+        model = models.by_name(request.body.model)
+        await models.unload(model)
+        return model, "unload"
+    async with models.use(request.body.model, keep=keep) as model:
+        return model, "load"
 
 
-async def _lines(call: _Call, clock: Clock) -> AsyncGenerator[bytes]:
+async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
     """The lines of a stream; the last one has the figures. Silence has no lines."""
     prepare = partial(_prepare, clock)
-    async with call.running(prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
-        answer = _OllamaAnswer(call, hosted, run, clock)
+    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = _OllamaAnswer(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]
             yield b"".join(dumps(answer.line(one)) + b"\n" for one in parts if one)
@@ -121,35 +121,35 @@ def _failed(error: ApiError) -> bytes:
     return dumps(_error(error)) + b"\n"
 
 
-def _prepare(clock: Clock, call: _Call, hosted: ServedModel) -> list[PromptRequests]:
+def _prepare(clock: Clock, request: _Call, model: ServedModel) -> list[PromptRequests]:
     """Builds the prompt. Slow: call it in a worker thread."""
     clock.loaded()
-    name_of = partial(ollama_name, body=call.body)
+    name_of = partial(ollama_name, body=request.body)
     with field_names(name_of):
-        return [_prompt(call, hosted, ignore_as(call.ignore, name_of))]
+        return [_prompt(request, model, ignore_as(request.ignore, name_of))]
 
 
-def _prompt(call: _Call, hosted: ServedModel, ignore: Ignore) -> PromptRequests:
-    body, session, settings = call.body, hosted.session, call.service.settings
+def _prompt(request: _Call, model: ServedModel, ignore: Ignore) -> PromptRequests:
+    body, session, settings = request.body, model.session, request.service.settings
     chat = chat_request(body)
-    if isinstance(body, OllamaGenerateRequest) and (body.raw or not hosted.llm.can_chat):
+    if isinstance(body, OllamaGenerateRequest) and (body.raw or not model.llm.can_chat):
         # Where a model has no template, Ollama's is the prompt as it is.
         if body.system:
             raise invalid_request("the model has no chat template with a system prompt", "system")
         if body.think is not None:
-            call.ignore("think", "the prompt is not put into a chat template")
+            request.ignore("think", "the prompt is not put into a chat template")
         changes = {"logprobs": chat.top_logprobs or 0} if chat.logprobs else {}
         options = request_options(chat, session, OLLAMA, changes, CHAT_FIELDS)
-        ids = [*_context(body, hosted), *session.encode(body.prompt or "")]
+        ids = [*_context(body, model), *session.encode(body.prompt or "")]
         return prepare_prompt(session, ids, options, param="prompt", timeout=settings.timeout)
-    context = _context(body, hosted) if isinstance(body, OllamaGenerateRequest) else []
-    return prepare_chat(chat, hosted, settings, ignore, base=OLLAMA, context=context)
+    context = _context(body, model) if isinstance(body, OllamaGenerateRequest) else []
+    return prepare_chat(chat, model, settings, ignore, base=OLLAMA, context=context)
 
 
-def _context(body: OllamaGenerateRequest, hosted: ServedModel) -> list[int]:
+def _context(body: OllamaGenerateRequest, model: ServedModel) -> list[int]:
     """The tokens of an earlier prompt and its answer."""
     try:
-        return hosted.session.encode(body.context) if body.context else []
+        return model.session.encode(body.context) if body.context else []
     except RequestError as error:
         raise as_api_error(error, param="context") from error
 
@@ -195,8 +195,8 @@ class _Parts:
 class _OllamaAnswer:
     """A request that is being answered."""
 
-    call: _Call
-    hosted: ServedModel
+    request: _Call
+    model: ServedModel
     run: RequestRunner
     clock: Clock
     reason: str = "stop"
@@ -211,8 +211,8 @@ class _OllamaAnswer:
         """Parses a chunk."""
         self._ids += chunk.token_ids
         parts = self._parts(self._parsed.push(chunk.text))
-        if self.call.body.logprobs:
-            tokenizer = self.hosted.llm.tokenizer
+        if self.request.body.logprobs:
+            tokenizer = self.model.llm.tokenizer
             parts.logprobs = usage.chat_logprobs(tokenizer, chunk.logprobs)
         if chunk.finish_reason is not None:
             self.reason = chunk.finish_reason
@@ -233,17 +233,17 @@ class _OllamaAnswer:
 
     def line(self, parts: _Parts) -> dict[str, Any]:
         """A line of a stream other than the last."""
-        return {**_head(self.hosted), **_shape(self.call.body, parts), "done": False}
+        return {**_head(self.model), **_shape(self.request.body, parts), "done": False}
 
     def end(self, parts: _Parts) -> dict[str, Any]:
         """The whole answer, or the last line of a stream."""
-        used, body = self.run.usages[0], self.call.body
+        used, body = self.run.usages[0], self.request.body
         prefill = max(0.0, used.prefill_seconds - used.queue_seconds)
         more: dict[str, Any] = {}
         if isinstance(body, OllamaGenerateRequest) and not body.raw:
             more["context"] = [*self.job.ids, *self._ids]
         return {
-            **_head(self.hosted),
+            **_head(self.model),
             **_shape(body, parts),
             "done": True,
             "done_reason": self.reason,
@@ -257,8 +257,8 @@ class _OllamaAnswer:
         }
 
 
-def _head(hosted: ServedModel) -> dict[str, Any]:
-    return {"model": hosted.name, "created_at": timestamp(datetime.now(UTC))}
+def _head(model: ServedModel) -> dict[str, Any]:
+    return {"model": model.name, "created_at": timestamp(datetime.now(UTC))}
 
 
 def timestamp(when: datetime) -> str:
@@ -280,33 +280,33 @@ def _shape(body: OllamaChatRequest | OllamaGenerateRequest, parts: _Parts) -> di
 _AS_MANY_AS_FIT = -1
 
 
-async def embed(call: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
+async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
     """Handles an embedding request; vectors have the length 1, as Ollama's."""
-    body, clock = call.body, Clock()
+    body, clock = request.body, Clock()
     truncate = None if body.truncate is False else _AS_MANY_AS_FIT
-    async with call.service.models.use(body.model, keep=call.keep_alive()) as hosted:
+    async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
         clock.loaded()
-        call.note(model=hosted.name)
-        head = {"model": hosted.name, "load_duration": clock.load}
+        request.note(model=model.name)
+        head = {"model": model.name, "load_duration": clock.load}
         if not body.input:
             none = {"embeddings": [], "total_duration": clock.total, "prompt_eval_count": 0}
             return HttpResponse({**head, **none})
-        embedder = Embedder(call.service, hosted, truncate)
+        embedder = Embedder(request.service, model, truncate)
         vectors, tokens = await embedder.embed(body.input, "input", None, normalize=True)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         vectors = truncate_vectors(vectors, body.dimensions, unit=True)
         head |= {"total_duration": clock.total, "prompt_eval_count": tokens}
-        return HttpResponse(await call.service.in_thread(dumps_list, head, "embeddings", vectors))
+        return HttpResponse(await request.service.in_thread(dumps_list, head, "embeddings", vectors))
 
 
-async def embeddings(call: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
+async def embeddings(request: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
     """Handles a request of the older route; the vector's length is the model's, as Ollama's."""
-    body = call.body
-    async with call.service.models.use(body.model, keep=call.keep_alive()) as hosted:
-        call.note(model=hosted.name)
+    body = request.body
+    async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
+        request.note(model=model.name)
         if not body.prompt:
             return HttpResponse({"embedding": []})
-        embedder = Embedder(call.service, hosted, _AS_MANY_AS_FIT)
+        embedder = Embedder(request.service, model, _AS_MANY_AS_FIT)
         (vector,), tokens = await embedder.embed(body.prompt, "prompt", None, normalize=False)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         return HttpResponse({"embedding": vector})

@@ -34,21 +34,21 @@ _FOREVER = "9999-12-31T23:59:59Z"
 _UNKNOWN = {"format": "", "family": "", "families": [], "parameter_size": ""}
 
 
-async def version(call: RequestContext[Any]) -> HttpResponse:
+async def version(request: RequestContext[Any]) -> HttpResponse:
     """The version of Ollama whose API this is, and jinfer's."""
     return HttpResponse({"version": OLLAMA_VERSION, "jinfer": __version__})
 
 
-async def tags(call: RequestContext[Any]) -> HttpResponse:
+async def tags(request: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
-    models = call.service.models.models
+    models = request.service.models.models
     return HttpResponse({"models": [shown for one in models for shown in _with_adapters(one)]})
 
 
-async def running(call: RequestContext[Any]) -> HttpResponse:
+async def running(request: RequestContext[Any]) -> HttpResponse:
     """Lists the models in memory, but for those that sleep."""
     listed = []
-    for one in call.service.models.models:
+    for one in request.service.models.models:
         if one.state == "loaded":
             shown = _listed(one)
             more = {
@@ -59,21 +59,21 @@ async def running(call: RequestContext[Any]) -> HttpResponse:
     return HttpResponse({"models": listed})
 
 
-async def show(call: RequestContext[OllamaShowRequest]) -> HttpResponse:
+async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
     """Describes one model; it is not loaded for that."""
-    hosted = await call.service.models.look_for(call.body.model or call.body.name)
-    if hosted.open and hosted.worker is not None:
-        raise RunsElsewhereError(hosted, awake=False)
-    if hosted.open and hosted.details is not None:
-        said = description(hosted.name, hosted.session.opened, hosted.details)
+    model = await request.service.models.look_for(request.body.model or request.body.name)
+    if model.open and model.worker is not None:
+        raise RunsElsewhereError(model, awake=False)
+    if model.open and model.details is not None:
+        said = description(model.name, model.session.opened, model.details)
     else:
         try:
-            given = hosted.source, call.service.settings
-            said, known = await call.service.in_thread(describe_beside, *given)
+            given = model.source, request.service.settings
+            said, known = await request.service.in_thread(describe_beside, *given)
         except USER_ERRORS as error:
-            raise load_failed(hosted.name, " ".join(str(error).split())) from error
-        hosted.details = hosted.details or known
-    return HttpResponse({**said, "details": _details(hosted), "modified_at": _modified(hosted)})
+            raise load_failed(model.name, " ".join(str(error).split())) from error
+        model.details = model.details or known
+    return HttpResponse({**said, "details": _details(model), "modified_at": _modified(model)})
 
 
 def description(name: str, opened: Opened, known: ModelDetails) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def describe_beside(
     return asked_process(source, settings)
 
 
-async def refuse(call: RequestContext[Any]) -> HttpResponse:
+async def refuse(request: RequestContext[Any]) -> HttpResponse:
     """Refuses to change the models that are served."""
     raise unsupported_field(
         "requests do not change the server's models; name others on its command line, or put them "

@@ -153,11 +153,11 @@ async def answer_line(
     scope = {"type": "http", "method": "POST", "path": endpoint, "headers": [], "query_string": b""}
     try:
         body, data = await service.in_thread(_read_body, path, line, schema)
-        call = RequestContext(service, body, Request(scope), id)
+        request = RequestContext(service, body, Request(scope), id)
         for field, why in ignored_fields(body):
-            call.ignore(field, why)
+            request.ignore(field, why)
         try:
-            reply = cast("HttpResponse", await handler(call))
+            reply = cast("HttpResponse", await handler(request))
         except RunsElsewhereError as found:
             return await _elsewhere(service, found, Request(scope), data, id)
         content = reply.content
@@ -311,8 +311,8 @@ class BatchRunner:
         if batch["endpoint"] == "/v1/embeddings":
             return 1  # texts are computed between the steps of all others
         with contextlib.suppress(Exception):
-            async with self.service.models.use(lines[0].model) as hosted:
-                return max(1, hosted.session.engine.scheduler.slots - 1)  # one for who comes
+            async with self.service.models.use(lines[0].model) as model:
+                return max(1, model.session.engine.scheduler.slots - 1)  # one for who comes
         return 1
 
     async def _stopped(self, batch: dict[str, Any]) -> None:

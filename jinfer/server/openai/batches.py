@@ -66,15 +66,15 @@ class BatchList(base.ResponseModel):
     has_more: bool
 
 
-async def create_batch(call: RequestContext[BatchRequest]) -> HttpResponse:
+async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
     """Takes a batch in; it runs below all other requests."""
-    body, store = call.body, _store(call)
+    body, store = request.body, _store(request)
     file = store.files.get(body.input_file_id)
     if file is None:
         raise invalid_request(f"there is no file {body.input_file_id[:80]!r}", "input_file_id")
     if file.purpose != "batch":
         raise invalid_request("its purpose is not batch", "input_file_id")
-    call.note(metadata=body.metadata)
+    request.note(metadata=body.metadata)
     expires = body.output_expires_after
     fields = {
         "endpoint": body.endpoint,
@@ -86,33 +86,33 @@ async def create_batch(call: RequestContext[BatchRequest]) -> HttpResponse:
     return HttpResponse(shown(store.create(fields, 3600 * int(body.completion_window[:-1]))))
 
 
-async def retrieve_batch(call: RequestContext[Any]) -> HttpResponse:
+async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
     """A batch."""
-    return HttpResponse(shown(_batch(call)))
+    return HttpResponse(shown(_batch(request)))
 
 
-async def list_batches(call: RequestContext[Any]) -> HttpResponse:
+async def list_batches(request: RequestContext[Any]) -> HttpResponse:
     """Lists the batches."""
-    return HttpResponse(listed_page(call.request, list(map(shown, _store(call).batches.values()))))
+    return HttpResponse(listed_page(request.http, list(map(shown, _store(request).batches.values()))))
 
 
-async def cancel_batch(call: RequestContext[Any]) -> HttpResponse:
+async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:
     """Ends a batch; the answers that are there stay. One that has ended stays as it is."""
-    batch = _batch(call)
+    batch = _batch(request)
     if batch["status"] not in (*ENDED, "finalizing", "cancelling"):
-        _store(call).move(batch, "cancelling")
+        _store(request).move(batch, "cancelling")
     return HttpResponse(shown(batch))
 
 
-def _store(call: RequestContext[Any]) -> BatchStore:
-    file_store(call.service)
-    assert call.service.batches is not None, "it stands beside the files"
-    return call.service.batches
+def _store(request: RequestContext[Any]) -> BatchStore:
+    file_store(request.service)
+    assert request.service.batches is not None, "it stands beside the files"
+    return request.service.batches
 
 
-def _batch(call: RequestContext[Any]) -> dict[str, Any]:
+def _batch(request: RequestContext[Any]) -> dict[str, Any]:
     """The batch that the path names. Raises `ApiError`."""
-    id = str(call.request.path_params["batch_id"])
-    if (found := _store(call).batches.get(id)) is None:
+    id = str(request.http.path_params["batch_id"])
+    if (found := _store(request).batches.get(id)) is None:
         raise ApiError(404, f"there is no batch {id[:80]!r}", param="batch_id")
     return found

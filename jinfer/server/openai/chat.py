@@ -26,37 +26,37 @@ from jinfer.server.tool_parsers.output_deltas import (
 )
 
 
-async def chat(call: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
+async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
     """Handles a chat completion request."""
-    body = call.body
+    body = request.body
     check_stream(body, body.stream, body.stream_options)
-    ignore_verbose(body, body.stream, call.ignore)
+    ignore_verbose(body, body.stream, request.ignore)
     reject_fields(body, n_probs="log-probabilities are given with logprobs and top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported_field("they are not streamed", "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("it needs logprobs: true", "top_logprobs")
-    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
+    request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.stream:
-        return StreamedResponse(stream_answer(call, _prepare, _ChatAnswer))
-    async with call.running(_prepare) as (hosted, run):
-        answer = _ChatAnswer(call, hosted, run)
+        return StreamedResponse(stream_answer(request, _prepare, _ChatAnswer))
+    async with request.running(_prepare) as (model, run):
+        answer = _ChatAnswer(request, model, run)
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            wanted = score_prompt, hosted.session, answer.job.ids, body.prompt_logprobs
-            scored = await call.service.in_engine_thread(*wanted)
+            wanted = score_prompt, model.session, answer.job.ids, body.prompt_logprobs
+            scored = await request.service.in_engine_thread(*wanted)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await run.completions()
         if not more and not body.logprobs and not body.capture:
             return HttpResponse(answer.whole(answers))
         # Serializing many tokens takes long, so it runs in a worker thread.
         return HttpResponse(
-            await call.service.in_thread(lambda: dumps(answer.whole(answers) | more))
+            await request.service.in_thread(lambda: dumps(answer.whole(answers) | more))
         )
 
 
-def _prepare(call: RequestContext[ChatRequest], hosted: ServedModel) -> list[PromptRequests]:
-    return [prepare_chat(call.body, hosted, call.service.settings, call.ignore)]
+def _prepare(request: RequestContext[ChatRequest], model: ServedModel) -> list[PromptRequests]:
+    return [prepare_chat(request.body, model, request.service.settings, request.ignore)]
 
 
 class _ChatAnswer(OpenAIAnswer):
@@ -79,15 +79,15 @@ class _ChatAnswer(OpenAIAnswer):
 
     def _prompt_text(self) -> dict[str, Any]:
         """What the model reads, if requested."""
-        if not self.call.body.return_prompt_text:
+        if not self.request.body.return_prompt_text:
             return {}
-        tokenizer = self.hosted.session.tokenizer
+        tokenizer = self.model.session.tokenizer
         return {"prompt_text": tokenizer.decode(self.job.ids, skip_special=False)}
 
     @property
     def _shows_thoughts(self) -> bool:
         """Whether thoughts are part of the answer."""
-        body = self.call.body
+        body = self.request.body
         hidden = body.reasoning is not None and body.reasoning.exclude
         return body.include_reasoning is not False and not hidden
 
@@ -110,17 +110,17 @@ class _ChatAnswer(OpenAIAnswer):
             "logprobs": None,
             "finish_reason": self._reason(reading, answer.finish_reason),
         }
-        if self.call.body.logprobs:
+        if self.request.body.logprobs:
             entries = self.logprobs(answer.logprobs or ())
             choice["logprobs"] = {"content": entries, "refusal": None}
         if self.job.options.token_ids:
             choice["token_ids"] = answer.token_ids
-        return choice | captured(answer.captured, self.call.body)
+        return choice | captured(answer.captured, self.request.body)
 
     def logprobs(self, entries: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         """Log-probabilities in the format of chat completions."""
-        as_ids = self.call.body.return_tokens_as_token_ids
-        return usage.chat_logprobs(self.hosted.llm.tokenizer, entries, as_ids)
+        as_ids = self.request.body.return_tokens_as_token_ids
+        return usage.chat_logprobs(self.model.llm.tokenizer, entries, as_ids)
 
     def _reason(self, reading: ParsedAnswer, reason: str) -> str:
         return "tool_calls" if reading.calls and reason == "stop" else reason
@@ -128,7 +128,7 @@ class _ChatAnswer(OpenAIAnswer):
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
         """The events of one engine chunk."""
         result: list[dict[str, Any]] = []
-        reading, body, options = self.parsed[index], self.call.body, self.job.options
+        reading, body, options = self.parsed[index], self.request.body, self.job.options
         if not reading.started:
             reading.started = True
             result.append(self.chunk(index, {"delta": {"role": "assistant", "content": ""}}))
@@ -183,11 +183,11 @@ def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
     return result
 
 
-async def count_tokens(call: RequestContext[ChatRequest]) -> HttpResponse:
+async def count_tokens(request: RequestContext[ChatRequest]) -> HttpResponse:
     """Count the tokens of a conversation (llama.cpp)."""
-    settings, ignore = call.service.settings, call.ignore
-    async with call.service.models.use(call.body.model) as hosted:
-        given = call.body, hosted.session, settings, ignore
-        prompt = await call.service.in_thread(build_chat_prompt, *given)
-        ids = await call.service.in_thread(prompt.ids)
+    settings, ignore = request.service.settings, request.ignore
+    async with request.service.models.use(request.body.model) as model:
+        given = request.body, model.session, settings, ignore
+        prompt = await request.service.in_thread(build_chat_prompt, *given)
+        ids = await request.service.in_thread(prompt.ids)
     return HttpResponse({"input_tokens": len(ids)})

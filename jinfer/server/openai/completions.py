@@ -149,17 +149,17 @@ def token_offsets_in(
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse | StreamedResponse:
+async def completions(request: RequestContext[CompletionRequest]) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
-    body = call.body
+    body = request.body
     check_stream(body, body.stream, body.stream_options)
-    ignore_verbose(body, body.stream, call.ignore)
+    ignore_verbose(body, body.stream, request.ignore)
     reject_fields(body, n_probs="log-probabilities are given with logprobs")
     if body.suffix and body.echo:
         raise unsupported_field(
             "what is filled in stands inside of the text; leave one out", "echo"
         )
-    call.note(user=body.user)
+    request.note(user=body.user)
     if body.stream:
         if body.echo and body.logprobs is not None:
             raise unsupported_field(
@@ -167,22 +167,22 @@ async def completions(call: RequestContext[CompletionRequest]) -> HttpResponse |
             )
         if body.prompt_logprobs is not None:
             raise unsupported_field("they are not streamed", "prompt_logprobs")
-        return StreamedResponse(stream_answer(call, _prepare_prompts, _TextAnswers))
-    async with call.running(_prepare_prompts) as (hosted, run):
-        answer = _TextAnswers(call, hosted, run)
+        return StreamedResponse(stream_answer(request, _prepare_prompts, _TextAnswers))
+    async with request.running(_prepare_prompts) as (model, run):
+        answer = _TextAnswers(request, model, run)
         await answer.score()
         groups = await run.completions()
         if body.logprobs is None and body.prompt_logprobs is None and not body.capture:
             return HttpResponse(answer.whole(groups))
         # Serializing many tokens takes long, so it runs in a worker thread.
-        return HttpResponse(await call.service.in_thread(lambda: dumps(answer.whole(groups))))
+        return HttpResponse(await request.service.in_thread(lambda: dumps(answer.whole(groups))))
 
 
 def _prepare_prompts(
-    call: RequestContext[CompletionRequest], hosted: ServedModel
+    request: RequestContext[CompletionRequest], model: ServedModel
 ) -> list[PromptRequests]:
     """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
-    body, session, settings = call.body, hosted.session, call.service.settings
+    body, session, settings = request.body, model.session, request.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
     sampling = request_options(body, session, COMPLETIONS, changes, _ROUTE)
     if body.suffix:
@@ -218,18 +218,18 @@ class _TextAnswers(OpenAIAnswer):
     @property
     def _as_ids(self) -> bool:
         """Whether log-probabilities show token ids in place of texts."""
-        return bool(self.call.body.return_tokens_as_token_ids)
+        return bool(self.request.body.return_tokens_as_token_ids)
 
     async def score(self) -> None:
         """Computes the prompts' log-probabilities, if requested."""
-        body = self.call.body
+        body = self.request.body
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
         wanted = [top for top in tops if top is not None]
         if not wanted:
             return
         for job in self.jobs:
-            found = await self.call.service.in_engine_thread(
-                score_prompt, self.hosted.session, job.ids, max(wanted)
+            found = await self.request.service.in_engine_thread(
+                score_prompt, self.model.session, job.ids, max(wanted)
             )
             self.prompt_logprobs.append(found)
 
@@ -241,7 +241,7 @@ class _TextAnswers(OpenAIAnswer):
         return self.body(choices, groups[0][0].usage) | more
 
     def _choice(self, number: int, prompt: int, answer: Completion) -> dict[str, Any]:
-        body, job = self.call.body, self.jobs[prompt]
+        body, job = self.request.body, self.jobs[prompt]
         echoed = self.echoed_text(prompt)
         text = echoed + answer.text
         choice: dict[str, Any] = {
@@ -271,30 +271,30 @@ class _TextAnswers(OpenAIAnswer):
 
     def echoed_text(self, prompt: int) -> str:
         """The prompt's text, if the answer echoes it; else ""."""
-        if not self.call.body.echo:
+        if not self.request.body.echo:
             return ""
         if (text := self._sent_text(prompt)) is not None:
             return text
-        tokenizer = self.hosted.llm.tokenizer
+        tokenizer = self.model.llm.tokenizer
         return "" if tokenizer is None else tokenizer.decode(self.jobs[prompt].ids)
 
     def _offsets(self, prompt: int) -> TextOffsets:
         """Text offsets for a new answer to a prompt."""
-        return TextOffsets(self.hosted.llm.tokenizer, self.jobs[prompt].engine_requests[0].request)
+        return TextOffsets(self.model.llm.tokenizer, self.jobs[prompt].engine_requests[0].request)
 
     def _prompt_offsets(self, prompt: int) -> list[int]:
         """The text offset of each token of an echoed prompt."""
-        ids, tokenizer = self.jobs[prompt].ids, self.hosted.llm.tokenizer
+        ids, tokenizer = self.jobs[prompt].ids, self.model.llm.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
         if (text := self._sent_text(prompt)) is not None:
-            cut = self.call.body.truncate_prompt_tokens is not None
+            cut = self.request.body.truncate_prompt_tokens is not None
             return token_offsets_in(tokenizer, text, ids, last=cut)
         return token_offsets(tokenizer.detokenizer(), ids)
 
     def _sent_text(self, prompt: int) -> str | None:
         """A prompt that was sent as a text; None for token ids."""
-        given = self.call.body.prompt
+        given = self.request.body.prompt
         one = given if isinstance(given, str) else given[prompt]
         return one if isinstance(one, str) else None
 
@@ -302,7 +302,7 @@ class _TextAnswers(OpenAIAnswer):
         self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]
     ) -> dict[str, Any]:
         """Log-probabilities in the format of completions; the first token of a prompt has none."""
-        tokenizer = self.hosted.llm.tokenizer
+        tokenizer = self.model.llm.tokenizer
         ids = [*first, *(one.id for one in entries)]
         unknown: list[None] = [None] * len(first)
         return {
@@ -313,7 +313,7 @@ class _TextAnswers(OpenAIAnswer):
         }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
-        tokenizer, as_ids = self.hosted.llm.tokenizer, self._as_ids
+        tokenizer, as_ids = self.model.llm.tokenizer, self._as_ids
         # The sampled token is listed too, even if it is not among the likeliest.
         return {
             usage.token_key(tokenizer, each.id, as_ids): usage.finite_logprob(each.logprob)
@@ -322,7 +322,7 @@ class _TextAnswers(OpenAIAnswer):
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:
         """The events of one engine chunk."""
-        body, prompt, job = self.call.body, self.run.owners[index], self.run.job(index)
+        body, prompt, job = self.request.body, self.run.owners[index], self.run.job(index)
         first = index not in self.offsets
         offsets = self.offsets[index] = self._offsets(prompt) if first else self.offsets[index]
         text = self.echoed_text(prompt) + piece.text if first else piece.text

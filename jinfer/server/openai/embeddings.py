@@ -132,9 +132,9 @@ class FillMaskResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
-async def embeddings(call: RequestContext[EmbeddingRequest]) -> HttpResponse:
+async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
-    body = call.body
+    body = request.body
     given, param = either_field(body, "input", "content")
     texts = _plain(given)
     wanted = body.normalize
@@ -142,19 +142,19 @@ async def embeddings(call: RequestContext[EmbeddingRequest]) -> HttpResponse:
         if wanted is not None:
             raise invalid_request("it says the same as normalize; leave it out", "use_activation")
         wanted = body.use_activation
-    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
+    async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         options: dict[str, Any] = {"pooling": body.pooling, "normalize": wanted}
         vectors, tokens = await embedder.embed(texts, param, body.prompt_name, **options)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         own = embedder.pooling.normalize
         unit = own if wanted is None else wanted
         vectors = truncate_vectors(vectors, body.dimensions, unit)
-        head = {"object": "list", "model": embedder.hosted.name, "usage": usage_of(tokens)}
+        head = {"object": "list", "model": embedder.model.name, "usage": usage_of(tokens)}
         coded = None
         if body.encoding_format == "base64":
             coded = partial(coded_vector, kind=body.embed_dtype, big=body.endianness == "big")
         entries = _entries(vectors, coded)
-        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", entries))
+        return HttpResponse(await request.service.in_thread(dumps_list, head, "data", entries))
 
 
 def _plain(given: Any) -> Any:
@@ -173,20 +173,20 @@ def _entries(
         yield {"object": "embedding", "index": i, "embedding": shown}
 
 
-async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:
+async def fill_mask(request: RequestContext[FillMaskRequest]) -> HttpResponse:
     """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
-    body = call.body
-    async with embedder_of(call, None) as embedder:
-        hosted = embedder.hosted
-        ids = await call.service.in_thread(embedder.ids, body.input, "input")
+    body = request.body
+    async with embedder_of(request, None) as embedder:
+        model = embedder.model
+        ids = await request.service.in_thread(embedder.ids, body.input, "input")
         data = []
         for index, text in enumerate(ids):
             try:
-                masks = await call.service.in_engine_thread(
-                    hosted.llm.fill_mask, text, top=body.top_k or 5
+                masks = await request.service.in_engine_thread(
+                    model.llm.fill_mask, text, top=body.top_k or 5
                 )
             except ValueError as error:
-                raise _no_mask(error, hosted) from error
+                raise _no_mask(error, model) from error
             listed = [
                 [
                     {
@@ -201,13 +201,13 @@ async def fill_mask(call: RequestContext[FillMaskRequest]) -> HttpResponse:
             ]
             data.append({"index": index, "object": "fill_mask", "masks": listed})
         tokens = sum(map(len, ids))
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         return HttpResponse(
-            {"object": "list", "model": hosted.name, "data": data, "usage": usage_of(tokens)}
+            {"object": "list", "model": model.name, "data": data, "usage": usage_of(tokens)}
         )
 
 
-def _no_mask(error: ValueError, hosted: ServedModel) -> ApiError:
-    tokenizer = hosted.llm.tokenizer
+def _no_mask(error: ValueError, model: ServedModel) -> ApiError:
+    tokenizer = model.llm.tokenizer
     known = tokenizer is not None and tokenizer.mask_id is not None
     return as_api_error(error, param="input" if known else "model")

@@ -147,37 +147,37 @@ def _values(parser: MultipartParser) -> dict[str, Any]:
     return values
 
 
-async def upload(call: RequestContext[UploadRequest]) -> HttpResponse:
+async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
     """Keeps an uploaded file."""
-    body, store = call.body, file_store(call.service)
+    body, store = request.body, file_store(request.service)
     seconds = None if body.expires_after is None else body.expires_after.seconds
     try:
-        one = await call.service.in_thread(store.add, body._path, body.file, body.purpose, seconds)
+        one = await request.service.in_thread(store.add, body._path, body.file, body.purpose, seconds)
     finally:
         body._path.unlink(missing_ok=True)
     return HttpResponse(one.shown())
 
 
-async def list_files(call: RequestContext[Any]) -> HttpResponse:
+async def list_files(request: RequestContext[Any]) -> HttpResponse:
     """Lists the files."""
-    purpose = query_value(call.request, "purpose")
+    purpose = query_value(request.http, "purpose")
     listed = [
         one.shown()
-        for one in file_store(call.service).listed()
+        for one in file_store(request.service).listed()
         if purpose is None or one.purpose == purpose
     ]
-    return HttpResponse(listed_page(call.request, listed, MAX_LISTED))
+    return HttpResponse(listed_page(request.http, listed, MAX_LISTED))
 
 
-async def retrieve_file(call: RequestContext[Any]) -> HttpResponse:
+async def retrieve_file(request: RequestContext[Any]) -> HttpResponse:
     """What is known of a file."""
-    return HttpResponse(_file(call).shown())
+    return HttpResponse(_file(request).shown())
 
 
-async def file_content(call: RequestContext[Any]) -> StreamedResponse:
+async def file_content(request: RequestContext[Any]) -> StreamedResponse:
     """The content of a file."""
-    path = file_store(call.service).path(_file(call).id)
-    return StreamedResponse(_pieces(path, call.service), media_type="application/octet-stream")
+    path = file_store(request.service).path(_file(request).id)
+    return StreamedResponse(_pieces(path, request.service), media_type="application/octet-stream")
 
 
 async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
@@ -187,18 +187,18 @@ async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
             yield piece
 
 
-async def delete_file(call: RequestContext[Any]) -> HttpResponse:
+async def delete_file(request: RequestContext[Any]) -> HttpResponse:
     """Deletes a file, unless a batch that is not done reads it."""
-    store, id = file_store(call.service), _file(call).id
-    if (batch := call.service.batches and call.service.batches.reader_of(id)) is not None:
+    store, id = file_store(request.service), _file(request).id
+    if (batch := request.service.batches and request.service.batches.reader_of(id)) is not None:
         raise invalid_request(f"{batch} reads it; cancel that first", "file_id")
-    await call.service.in_thread(store.delete, id)
+    await request.service.in_thread(store.delete, id)
     return HttpResponse({"id": id, "object": "file", "deleted": True})
 
 
-def _file(call: RequestContext[Any]) -> StoredFile:
+def _file(request: RequestContext[Any]) -> StoredFile:
     """The file that the path names. Raises `ApiError`."""
-    id = str(call.request.path_params["file_id"])
-    if (found := file_store(call.service).get(id)) is None:
+    id = str(request.http.path_params["file_id"])
+    if (found := file_store(request.service).get(id)) is None:
         raise ApiError(404, f"there is no file {id[:80]!r}", param="file_id")
     return found

@@ -55,8 +55,8 @@ class OpenAIAnswer(ABC):
     chunk_kind: ClassVar[str]
     nothing: ClassVar[Mapping[str, Any]]
 
-    call: RequestContext[Any]
-    hosted: ServedModel
+    request: RequestContext[Any]
+    model: ServedModel
     run: RequestRunner
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -73,14 +73,14 @@ class OpenAIAnswer(ABC):
 
     def verbose(self, index: int, job: PromptRequests, answer: Completion) -> dict[str, Any]:
         """The answer in llama.cpp's own format, if requested."""
-        if not self.call.body.verbose:
+        if not self.request.body.verbose:
             return {}
-        return {"__verbose": native_answer(self.hosted, job, answer, index)}
+        return {"__verbose": native_answer(self.model, job, answer, index)}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created}
         head["system_fingerprint"] = f"jinfer-{__version__}"
-        return {**head, "model": self.hosted.name, "choices": choices}
+        return {**head, "model": self.model.name, "choices": choices}
 
     def _totals(self, first: Usage) -> dict[str, Any]:
         tokens = usage.usage(self.run.jobs, self.run.usages)
@@ -88,7 +88,7 @@ class OpenAIAnswer(ABC):
 
     def _chunks(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A streamed chunk; with `include_usage`, all of them have the key `usage`."""
-        options = self.call.body.stream_options
+        options = self.request.body.stream_options
         with_usage = options is not None and options.include_usage
         return self._frame(self.chunk_kind, choices) | ({"usage": None} if with_usage else {})
 
@@ -99,7 +99,7 @@ class OpenAIAnswer(ABC):
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason, **more}
         job, used = self.run.job(index), self.run.shown_usage(index)
         result = self._chunks([choice])
-        options = self.call.body.stream_options
+        options = self.request.body.stream_options
         if options is not None and options.continuous_usage_stats:
             result["usage"] = usage.usage([job], {0: used})
         if job.options.timings and "role" not in content.get("delta", ()):
@@ -108,7 +108,7 @@ class OpenAIAnswer(ABC):
 
     def progress(self, *, first: bool) -> list[bytes]:
         """Prefill progress events, if requested; see `RequestRunner.progress`."""
-        if not self.call.body.return_progress:
+        if not self.request.body.return_progress:
             return []
         return [
             sse_event({**self.chunk(index, self.nothing), "prompt_progress": known})
@@ -122,11 +122,11 @@ class OpenAIAnswer(ABC):
 
 
 async def stream_answer(
-    call: RequestContext[Any], prepare: Prepare, kind: type[OpenAIAnswer]
+    request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIAnswer]
 ) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with call.running(prepare) as (hosted, run), contextlib.aclosing(run.chunks()) as pieces:
-        answer = kind(call, hosted, run)
+    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+        answer = kind(request, model, run)
         async for batch in pieces:
             events = answer.progress(first=batch != [])
             for index, piece in batch or ():

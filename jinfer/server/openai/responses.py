@@ -55,20 +55,20 @@ _ELSEWHERE: Mapping[str, str] = {
 type EventBatches = AsyncGenerator[tuple[list[dict[str, Any]], Sequence[Any] | None]]
 
 
-async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse | StreamedResponse:
+async def create_response(request: RequestContext[ResponseRequest]) -> HttpResponse | StreamedResponse:
     """Handles a response request."""
-    body, kept = call.body, _is_kept(call)
-    check_response(call)
-    call.note(user=body.user or body.safety_identifier, metadata=body.metadata)
+    body, kept = request.body, _is_kept(request)
+    check_response(request)
+    request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.background and not kept:
         raise invalid_request("an answer in the background is one that is stored", "background")
-    given = await call.service.in_thread(read_input, body, call.service.responses)
-    answering = _Answering(call, given, kept)
+    given = await request.service.in_thread(read_input, body, request.service.responses)
+    answering = _Answering(request, given, kept)
     if body.background:
         job = ResponseJob(answering.id, answering.created_response(), given.listed())
-        await call.service.response_jobs.start(job, answering.batches(), call.service.answers)
+        await request.service.response_jobs.start(job, answering.batches(), request.service.answers)
         if body.stream:
-            pieces = job.events(-1, call.service.settings.ping)
+            pieces = job.events(-1, request.service.settings.ping)
             return StreamedResponse(pieces, failed=failed_event)
         return HttpResponse(job.response)
     if body.stream:
@@ -80,27 +80,27 @@ async def create_response(call: RequestContext[ResponseRequest]) -> HttpResponse
     return HttpResponse(response)
 
 
-def check_response(call: RequestContext[ResponseRequest]) -> None:
+def check_response(request: RequestContext[ResponseRequest]) -> None:
     """Raises `ApiError` for fields that cannot be; reports those without effect."""
-    body = call.body
+    body = request.body
     if body.stream_options is not None and not body.stream:
         raise invalid_request("it needs stream: true", "stream_options")
     for number, one in enumerate(body.include or ()):
         if one != LOGPROBS:
-            call.ignore(f"include.{number}", "answers have no such part")
+            request.ignore(f"include.{number}", "answers have no such part")
     if body.top_logprobs and not shows_logprobs(body):
         raise invalid_request(f"it needs include: [{LOGPROBS}]", "top_logprobs")
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
         if (getattr(body, name) or 1) > 1:
             raise unsupported_field("a response is one answer", name)
-    if body.store and not _is_kept(call):
-        call.ignore("store", "no answers are stored here")
+    if body.store and not _is_kept(request):
+        request.ignore("store", "no answers are stored here")
 
 
-def _is_kept(call: RequestContext[ResponseRequest]) -> bool:
+def _is_kept(request: RequestContext[ResponseRequest]) -> bool:
     """Whether the answer is stored."""
-    return call.body.store is not False and call.service.responses.most > 0
+    return request.body.store is not False and request.service.responses.most > 0
 
 
 def failed_event(error: ApiError) -> bytes:
@@ -122,17 +122,17 @@ async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
 
 
 def prepare_response(
-    call: RequestContext[ResponseRequest], hosted: ServedModel, given: ResponseInput
+    request: RequestContext[ResponseRequest], model: ServedModel, given: ResponseInput
 ) -> list[PromptRequests]:
     """Prepare the prompt; with truncation, from the latest messages that fit. Slow."""
-    ignore = ignore_as(call.ignore, response_field)
-    chat = to_chat_request(call.body, given, call.ignore)
+    ignore = ignore_as(request.ignore, response_field)
+    chat = to_chat_request(request.body, given, request.ignore)
     with field_names(response_field):
         while True:
             try:
-                return [prepare_chat(chat, hosted, call.service.settings, ignore)]
+                return [prepare_chat(chat, model, request.service.settings, ignore)]
             except ApiError as error:
-                if error.code != "context_length_exceeded" or call.body.truncation != "auto":
+                if error.code != "context_length_exceeded" or request.body.truncation != "auto":
                     raise
                 first = next((i for i, m in enumerate(chat.messages) if m.role != "system"), None)
                 if first is None or len(chat.messages) - first < 2:
@@ -155,7 +155,7 @@ class _Answering:
         kept: whether the answer is stored.
     """
 
-    call: RequestContext[ResponseRequest]
+    request: RequestContext[ResponseRequest]
     given: ResponseInput
     kept: bool
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
@@ -173,10 +173,10 @@ class _Answering:
             return [{**one, "sequence_number": first + i} for i, one in enumerate(events)]
 
         async with (
-            self.call.running(prepare) as (hosted, run),
+            self.request.running(prepare) as (model, run),
             contextlib.aclosing(run.chunks()) as pieces,
         ):
-            answer = _ResponseAnswer(self, hosted, run)
+            answer = _ResponseAnswer(self, model, run)
             begun = False
             async for batch in pieces:
                 events: list[dict[str, Any]] = []
@@ -192,14 +192,14 @@ class _Answering:
             response = answer.response(answer.status)
             if self.kept:
                 stored = StoredResponse(response, self.given.listed())
-                await self.call.service.in_thread(self.call.service.responses.put, stored)
+                await self.request.service.in_thread(self.request.service.responses.put, stored)
             events.append({"type": f"response.{answer.status}", "response": response})
             yield numbered(events), ()
 
     def created_response(self) -> dict[str, Any]:
         """The response object before anything is known of the answer."""
-        model = self.call.service.models.find(self.call.body.model).name
-        return self.response("queued", model, [], None, self.call.body)
+        model = self.request.service.models.find(self.request.body.model).name
+        return self.response("queued", model, [], None, self.request.body)
 
     def response(
         self, status: str, model: str, output: Any, tokens: Any, params: Any
@@ -209,7 +209,7 @@ class _Answering:
         Args:
             params: what has the temperature and `top_p`.
         """
-        body = self.call.body
+        body = self.request.body
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         text = {}
         if body.text is not None:
@@ -260,22 +260,22 @@ class _ResponseAnswer:
     """A response that is being generated."""
 
     asked: _Answering
-    hosted: ServedModel
+    model: ServedModel
     run: RequestRunner
     status: str = "completed"
 
     def __post_init__(self) -> None:
         (self.job,) = self.run.jobs
         parser = self.job.parsing.parser()
-        body = self.asked.call.body
+        body = self.asked.request.body
         self._parser = parser if body.stream else WholeCallsParser(parser)
         self.items = ResponseItems(custom=custom_names(body))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Parses a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
-        if shows_logprobs(self.asked.call.body):
-            entries = usage.chat_logprobs(self.hosted.llm.tokenizer, chunk.logprobs)
+        if shows_logprobs(self.asked.request.body):
+            entries = usage.chat_logprobs(self.model.llm.tokenizer, chunk.logprobs)
         self.status = "incomplete" if chunk.finish_reason == "length" else "completed"
         return self.items.push(self._parser.push(chunk.text), entries)
 
@@ -300,93 +300,93 @@ class _ResponseAnswer:
                 "total_tokens": known["total_tokens"],
             }
         params = self.job.options.params
-        return self.asked.response(status, self.hosted.name, self.items.done, tokens, params)
+        return self.asked.response(status, self.model.name, self.items.done, tokens, params)
 
 
-async def retrieve(call: RequestContext[Any]) -> HttpResponse | StreamedResponse:
+async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedResponse:
     """A stored response, or the events of one that was made in the background."""
-    id = _response_id(call)
-    job = call.service.response_jobs.jobs.get(id)
-    after = query_value(call.request, "starting_after")
-    if query_value(call.request, "stream", False):
-        after = last_event_id(call.request) if after is None else after
+    id = _response_id(request)
+    job = request.service.response_jobs.jobs.get(id)
+    after = query_value(request.http, "starting_after")
+    if query_value(request.http, "stream", False):
+        after = last_event_id(request.http) if after is None else after
         if job is None:
-            await _stored_response(call)
+            await _stored_response(request)
             raise invalid_request(
                 "only what is answered in the background, or was lately, is streamed again",
                 "stream",
             )
-        events = job.events(-1 if after is None else after, call.service.settings.ping)
+        events = job.events(-1 if after is None else after, request.service.settings.ping)
         return StreamedResponse(events, failed=failed_event)
     if after is not None:
         raise invalid_request("it needs stream=true", "starting_after")
-    return HttpResponse(await _known_response(call))
+    return HttpResponse(await _known_response(request))
 
 
-async def cancel(call: RequestContext[Any]) -> HttpResponse:
+async def cancel(request: RequestContext[Any]) -> HttpResponse:
     """Ends a response that is made in the background; one that has ended stays as it is."""
-    jobs, id = call.service.response_jobs, _response_id(call)
-    if jobs.running(id) is None and not (await _stored_response(call)).response["background"]:
+    jobs, id = request.service.response_jobs, _response_id(request)
+    if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
         raise invalid_request("only an answer in the background can be cancelled")
     await jobs.cancel(id)
-    return HttpResponse(await _known_response(call))
+    return HttpResponse(await _known_response(request))
 
 
-async def delete(call: RequestContext[Any]) -> HttpResponse:
+async def delete(request: RequestContext[Any]) -> HttpResponse:
     """Removes a stored response."""
-    jobs, id = call.service.response_jobs, _response_id(call)
+    jobs, id = request.service.response_jobs, _response_id(request)
     await jobs.cancel(id)
     jobs.jobs.pop(id, None)
-    if not await call.service.in_thread(call.service.responses.delete, id):
+    if not await request.service.in_thread(request.service.responses.delete, id):
         raise _missing_response(id)
     return HttpResponse({"id": id, "object": "response", "deleted": True})
 
 
-async def input_items(call: RequestContext[Any]) -> HttpResponse:
+async def input_items(request: RequestContext[Any]) -> HttpResponse:
     """The items that a stored response answers, those of earlier responses included."""
-    return HttpResponse(listed_page(call.request, (await _stored_response(call)).input))
+    return HttpResponse(listed_page(request.http, (await _stored_response(request)).input))
 
 
-async def input_tokens(call: RequestContext[InputTokensRequest]) -> HttpResponse:
+async def input_tokens(request: RequestContext[InputTokensRequest]) -> HttpResponse:
     """Counts the tokens that a response would answer."""
-    check_response(call)
-    given = await call.service.in_thread(read_input, call.body, call.service.responses)
-    async with call.service.models.use(call.body.model) as hosted:
-        call.note(model=hosted.name)
-        count = await call.service.in_thread(_count_tokens, call, hosted, given)
+    check_response(request)
+    given = await request.service.in_thread(read_input, request.body, request.service.responses)
+    async with request.service.models.use(request.body.model) as model:
+        request.note(model=model.name)
+        count = await request.service.in_thread(_count_tokens, request, model, given)
     return HttpResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _count_tokens(
-    call: RequestContext[InputTokensRequest], hosted: ServedModel, given: ResponseInput
+    request: RequestContext[InputTokensRequest], model: ServedModel, given: ResponseInput
 ) -> int:
-    chat = to_chat_request(call.body, given, call.ignore)
+    chat = to_chat_request(request.body, given, request.ignore)
     with field_names(response_field):
-        ignore = ignore_as(call.ignore, response_field)
-        prompt = build_chat_prompt(chat, hosted.session, call.service.settings, ignore)
+        ignore = ignore_as(request.ignore, response_field)
+        prompt = build_chat_prompt(chat, model.session, request.service.settings, ignore)
         return len(prompt.ids())
 
 
-def _response_id(call: RequestContext[Any]) -> str:
-    return str(call.request.path_params["response_id"])
+def _response_id(request: RequestContext[Any]) -> str:
+    return str(request.http.path_params["response_id"])
 
 
-async def _known_response(call: RequestContext[Any]) -> dict[str, Any]:
+async def _known_response(request: RequestContext[Any]) -> dict[str, Any]:
     """The response object as far as it is known."""
-    if (job := call.service.response_jobs.running(_response_id(call))) is not None:
+    if (job := request.service.response_jobs.running(_response_id(request))) is not None:
         return job.response
-    response = (await _stored_response(call)).response
+    response = (await _stored_response(request)).response
     if response["status"] in UNFINISHED:  # of a process that was killed
         error = {"code": "server_error", "message": "the service ended before the answer was done"}
         response = {**response, "status": "failed", "error": error}
     return response
 
 
-async def _stored_response(call: RequestContext[Any]) -> StoredResponse:
+async def _stored_response(request: RequestContext[Any]) -> StoredResponse:
     """The stored response that the path names. Raises `ApiError`."""
-    found = await call.service.in_thread(call.service.responses.get, _response_id(call))
+    found = await request.service.in_thread(request.service.responses.get, _response_id(request))
     if found is None:
-        raise _missing_response(_response_id(call))
+        raise _missing_response(_response_id(request))
     return found
 
 

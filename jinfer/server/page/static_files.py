@@ -50,14 +50,14 @@ _HEADERS: Mapping[str, str] = {
 }
 
 
-async def index(call: RequestContext[Any]) -> HttpResponse:
+async def index(request: RequestContext[Any]) -> HttpResponse:
     """Serves the page."""
-    return _sent(call, "index.html")
+    return _sent(request, "index.html")
 
 
-async def asset(call: RequestContext[Any]) -> HttpResponse:
+async def asset(request: RequestContext[Any]) -> HttpResponse:
     """Serves a file of the page."""
-    return _sent(call, call.request.path_params["file"])
+    return _sent(request, request.http.path_params["file"])
 
 
 @cache
@@ -73,12 +73,12 @@ def _read(path: Path) -> HttpResponse:
     return HttpResponse(content, 200, headers, _TYPES[path.suffix])
 
 
-def _sent(call: RequestContext[Any], name: str) -> HttpResponse:
+def _sent(request: RequestContext[Any], name: str) -> HttpResponse:
     """Sends a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")
-    if file.headers["etag"] in call.request.headers.get("if-none-match", ""):
+    if file.headers["etag"] in request.http.headers.get("if-none-match", ""):
         return replace(file, content=b"", status=304)
     return file
 

@@ -15,16 +15,16 @@ from jinfer.server.http.http_responses import HttpResponse
 from jinfer.server.openai.chat import chat
 
 
-async def chat_batch(call: RequestContext[ChatBatchRequest]) -> HttpResponse:
+async def chat_batch(request: RequestContext[ChatBatchRequest]) -> HttpResponse:
     """Answers each conversation; its answer is the choice of its number."""
-    body = call.body
+    body = request.body
     if body.stream:
         raise invalid_request("several conversations are answered whole; leave it out", "stream")
     if body.n is not None and body.n != 1:
         raise invalid_request("each conversation has one answer; leave it out", "n")
     shared = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
     asked = [ChatRequest.model_construct(messages=one, **shared) for one in body.messages]
-    jobs = [asyncio.ensure_future(_answer(call, i, one)) for i, one in enumerate(asked)]
+    jobs = [asyncio.ensure_future(_answer(request, i, one)) for i, one in enumerate(asked)]
     try:
         answers = await asyncio.gather(*jobs)
     finally:
@@ -34,10 +34,10 @@ async def chat_batch(call: RequestContext[ChatBatchRequest]) -> HttpResponse:
 
 
 async def _answer(
-    call: RequestContext[ChatBatchRequest], number: int, body: ChatRequest
+    request: RequestContext[ChatBatchRequest], number: int, body: ChatRequest
 ) -> dict[str, Any]:
     try:
-        own: Any = replace(call, body=cast("Any", body))
+        own: Any = replace(request, body=cast("Any", body))
         reply = await chat(own)
     except ApiError as error:
         if error.param and error.param.startswith("messages"):

@@ -65,17 +65,17 @@ _PROMPTS = {
 }
 
 
-async def embed(call: RequestContext[CohereEmbedRequest]) -> HttpResponse:
+async def embed(request: RequestContext[CohereEmbedRequest]) -> HttpResponse:
     """Handles an embedding request."""
-    body = call.body
+    body = request.body
     most = -1 if body.max_tokens is None else body.max_tokens
-    async with embedder_of(call, None if body.truncate == "NONE" else most) as embedder:
-        name = _prompt_name(call, embedder)
+    async with embedder_of(request, None if body.truncate == "NONE" else most) as embedder:
+        name = _prompt_name(request, embedder)
         texts = body.texts
         if body.truncate == "START":
-            texts = await call.service.in_thread(_endings, embedder, texts, most)
+            texts = await request.service.in_thread(_endings, embedder, texts, most)
         vectors, tokens = await embedder.embed(texts, "texts", name)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         vectors = truncate_vectors(vectors, body.output_dimension, embedder.pooling.normalize)
         shown = {kind: _shown(vectors, kind) for kind in body.embedding_types or ("float",)}
         answer = {
@@ -88,17 +88,17 @@ async def embed(call: RequestContext[CohereEmbedRequest]) -> HttpResponse:
                 "billed_units": {"input_tokens": tokens, "image_tokens": 0},
             },
         }
-        return HttpResponse(await call.service.in_thread(dumps, answer))
+        return HttpResponse(await request.service.in_thread(dumps, answer))
 
 
-def _prompt_name(call: RequestContext[CohereEmbedRequest], embedder: Embedder) -> str | None:
+def _prompt_name(request: RequestContext[CohereEmbedRequest], embedder: Embedder) -> str | None:
     """The model's prompt for what the texts are for; one that it need not have is told."""
-    kind, prompts = call.body.input_type, embedder.pooling.prompts
+    kind, prompts = request.body.input_type, embedder.pooling.prompts
     if kind is None:
         return None
     name = next((one for one in _PROMPTS.get(kind, (kind,)) if one in prompts), None)
     if name is None and kind in _PROMPTS:
-        call.ignore("input_type", "the model has no prompt for it")
+        request.ignore("input_type", "the model has no prompt for it")
     elif name is None:
         known = ", ".join([*_PROMPTS, *prompts])
         raise invalid_request(
@@ -109,7 +109,7 @@ def _prompt_name(call: RequestContext[CohereEmbedRequest], embedder: Embedder) -
 
 def _endings(embedder: Embedder, texts: list[str], most: int) -> list[str]:
     """Texts without the beginnings for which there is no room. Slow: use a worker thread."""
-    session = embedder.hosted.session
+    session = embedder.model.session
     longest = int(text_embeddings.max_text_tokens(session)) if most == -1 else most
     tokenizer, marks = session.tokenizer, len(session.tokenizer.encode(""))
     room = max(1, longest - marks)

@@ -38,24 +38,24 @@ class Invocation(BaseModel):
     model: str | None = None
 
 
-async def invoke(call: RequestContext[Invocation]) -> HttpResponse | StreamedResponse:
+async def invoke(request: RequestContext[Invocation]) -> HttpResponse | StreamedResponse:
     """Answers as the route that a request's fields belong to."""
-    fields: dict[str, Any] = dict(call.body.model_extra or {})
-    if call.body.model is not None:
-        fields["model"] = call.body.model
+    fields: dict[str, Any] = dict(request.body.model_extra or {})
+    if request.body.model is not None:
+        fields["model"] = request.body.model
     name = next((one for one in _ROUTES if fields.get(one) is not None), None)
     if name is None:
         raise invalid_request(f"give one of {', '.join(_ROUTES)}", "messages")
     handler = _ROUTES[name]
     if name == "input":
-        async with call.service.models.use(call.body.model) as hosted:
-            if hosted.session.opened.classification is not None:
+        async with request.service.models.use(request.body.model) as model:
+            if model.session.opened.classification is not None:
                 handler = pooling_routes.classify_texts
-    (schema,) = get_args(get_type_hints(handler)["call"])
+    (schema,) = get_args(get_type_hints(handler)["request"])
     body = validated(fields, schema)
     for field, why in ignored_fields(body):
-        call.ignore(field, why)
-    answer: HttpResponse | StreamedResponse = await handler(replace(call, body=body))
+        request.ignore(field, why)
+    answer: HttpResponse | StreamedResponse = await handler(replace(request, body=body))
     return answer
 
 

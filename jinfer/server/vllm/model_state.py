@@ -41,35 +41,35 @@ class AdapterChange(ResponseModel):
     status: str
 
 
-async def load_adapter(call: RequestContext[LoadAdapter]) -> HttpResponse:
+async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
     """Loads an adapter (vLLM)."""
-    _check_allowed(call)
-    name, models = call.body.lora_name, call.service.models
+    _check_allowed(request)
+    name, models = request.body.lora_name, request.service.models
     if any(name in (one.name, one.source.path) for one in models.models):
         raise invalid_request(f"{name[:200]!r} is a model's name", "lora_name")
-    async with models.use(call.body.model) as hosted:
+    async with models.use(request.body.model) as model:
         try:
-            load = hosted.llm.load_adapter
-            await call.service.in_engine_thread(load, name, Path(call.body.lora_path))
+            load = model.llm.load_adapter
+            await request.service.in_engine_thread(load, name, Path(request.body.lora_path))
         except USER_ERRORS as error:
             raise as_api_error(error, param="lora_path") from error
     return HttpResponse({"status": f"loaded the adapter {name}"})
 
 
-async def unload_adapter(call: RequestContext[UnloadAdapter]) -> HttpResponse:
+async def unload_adapter(request: RequestContext[UnloadAdapter]) -> HttpResponse:
     """Unloads an adapter (vLLM)."""
-    _check_allowed(call)
-    name = call.body.lora_name
-    async with call.service.models.use(name) as hosted:
+    _check_allowed(request)
+    name = request.body.lora_name
+    async with request.service.models.use(name) as model:
         try:
-            await call.service.in_engine_thread(hosted.llm.unload_adapter, name)
+            await request.service.in_engine_thread(model.llm.unload_adapter, name)
         except RequestError as error:
             raise ApiError(404, str(error), param="lora_name", code="adapter_not_found") from error
     return HttpResponse({"status": f"unloaded the adapter {name}"})
 
 
-def _check_allowed(call: RequestContext[Any]) -> None:
-    if not call.service.settings.runtime_adapters:
+def _check_allowed(request: RequestContext[Any]) -> None:
+    if not request.service.settings.runtime_adapters:
         reason = "adapters are not loaded over HTTP here; serve with --runtime-adapters"
         raise ApiError(403, reason, code="not_allowed")
 
@@ -83,38 +83,38 @@ class SleepState(ResponseModel):
 _TEXT = "text/plain; charset=utf-8"
 
 
-async def sleep(call: RequestContext[Any]) -> HttpResponse:
+async def sleep(request: RequestContext[Any]) -> HttpResponse:
     """Lets a model sleep, or all that are awake, when the requests that use it have ended."""
-    level = call.request.query_params.get("level", "1")
+    level = request.http.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
-    mode = call.request.query_params.get("mode", "wait")
+    mode = request.http.query_params.get("mode", "wait")
     if mode != "wait":
         raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
-    for one in _chosen(call, "loaded"):
-        await call.service.models.sleep(one, int(level))
+    for one in _chosen(request, "loaded"):
+        await request.service.models.sleep(one, int(level))
     return HttpResponse(b"", media_type=_TEXT)
 
 
-async def wake_up(call: RequestContext[Any]) -> HttpResponse:
+async def wake_up(request: RequestContext[Any]) -> HttpResponse:
     """Wakes a model, or all that sleep."""
-    if "tags" in call.request.query_params:
+    if "tags" in request.http.query_params:
         raise unsupported_field("a model wakes as a whole", "tags")
-    for one in _chosen(call, "sleeping"):
-        await call.service.models.load(one.name)
+    for one in _chosen(request, "sleeping"):
+        await request.service.models.load(one.name)
     return HttpResponse(b"", media_type=_TEXT)
 
 
-async def is_sleeping(call: RequestContext[Any]) -> HttpResponse:
+async def is_sleeping(request: RequestContext[Any]) -> HttpResponse:
     """Whether a model sleeps; without its name, whether all do that are in memory."""
-    chosen = [one for one in _chosen(call, "loaded", "sleeping") if one.open]
+    chosen = [one for one in _chosen(request, "loaded", "sleeping") if one.open]
     asleep = bool(chosen) and all(one.state == "sleeping" for one in chosen)
     return HttpResponse({"is_sleeping": asleep})
 
 
-def _chosen(call: RequestContext[Any], *states: str) -> list[ServedModel]:
+def _chosen(request: RequestContext[Any], *states: str) -> list[ServedModel]:
     """The model that a request names, or all in one of some states."""
-    models, name = call.service.models, call.request.query_params.get("model")
+    models, name = request.service.models, request.http.query_params.get("model")
     if name is not None:
         return [models.by_name(name)]
     return [one for one in models.models if one.state in states]

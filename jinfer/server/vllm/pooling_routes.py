@@ -99,14 +99,14 @@ class PoolingResponse(ResponseModel):
     usage: EmbeddingUsage
 
 
-async def classify_texts(call: RequestContext[ClassifyRequest]) -> HttpResponse:
+async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpResponse:
     """Puts texts into classes."""
-    body = call.body
-    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
+    body = request.body
+    async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         config = _classes_of(embedder)
         given = body.input, body.use_activation, body.add_special_tokens
         shown, tokens = await _classified(embedder, config, *given)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         data = [
             {
                 "index": i,
@@ -117,14 +117,14 @@ async def classify_texts(call: RequestContext[ClassifyRequest]) -> HttpResponse:
             for i, row in enumerate(shown)
         ]
         head = _head("classify", embedder, tokens) | {"labels": config.labels}
-        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", data))
+        return HttpResponse(await request.service.in_thread(dumps_list, head, "data", data))
 
 
 def _classes_of(embedder: Embedder) -> ClassificationConfig:
-    found = embedder.hosted.session.opened.classification
+    found = embedder.model.session.opened.classification
     if found is None:
         raise unsupported_field(
-            f"the model {embedder.hosted.name} has no head that puts texts into classes", "model"
+            f"the model {embedder.model.name} has no head that puts texts into classes", "model"
         )
     return found
 
@@ -151,16 +151,16 @@ def _head(kind: str, embedder: Embedder, tokens: int) -> dict[str, Any]:
         "id": f"{kind}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
-        "model": embedder.hosted.name,
+        "model": embedder.model.name,
         "usage": usage_of(tokens),
     }
 
 
-async def pooling(call: RequestContext[PoolingRequest]) -> HttpResponse:
+async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
     """What a model makes of texts: classes, a vector of each text, or of each token."""
-    body = call.body
-    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
-        session = embedder.hosted.session
+    body = request.body
+    async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
+        session = embedder.model.session
         usual: PoolingTask = "token_embed" if embedder.pooling.late else "embed"
         task = body.task or (usual if session.opened.classification is None else "classify")
         if task == "classify" and body.dimensions is not None:
@@ -173,13 +173,13 @@ async def pooling(call: RequestContext[PoolingRequest]) -> HttpResponse:
             named = {"normalize": body.normalize}
             found, tokens = await embedder.embed(body.input, "input", body.prompt_name, **named)
         else:
-            given = await call.service.in_thread(
+            given = await request.service.in_thread(
                 embedder.tokens, body.input, "input", body.prompt_name
             )
             tokens = sum(len(one.ids) for one in given)
             compute = text_embeddings.token_vectors
             found = await embedder.batched(compute, given, normalize=body.normalize)
-        call.note(prompt_tokens=tokens)
+        request.note(prompt_tokens=tokens)
         if task != "classify":
             own = embedder.pooling.normalize
             unit = own if body.normalize is None else body.normalize
@@ -188,7 +188,7 @@ async def pooling(call: RequestContext[PoolingRequest]) -> HttpResponse:
             found = cut if task == "token_embed" else [one[0] for one in cut]
         entries = _entries(found, body.encoding_format == "base64")
         head = _head("pool", embedder, tokens)
-        return HttpResponse(await call.service.in_thread(dumps_list, head, "data", entries))
+        return HttpResponse(await request.service.in_thread(dumps_list, head, "data", entries))
 
 
 def _entries(found: Iterable[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:

@@ -146,24 +146,24 @@ class PairScores:
     how: dict[str, Any]
 
 
-async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
+async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
     """Ranks documents by how well they fit a query."""
-    body = call.body
+    body = request.body
     documents, param = either_field(body, "documents", "texts")
     texts = [one.text if isinstance(one, Document) else one for one in documents]
     truncate = -1 if body.truncate else body.truncate_prompt_tokens
-    async with embedder_of(call, truncate) as embedder:
+    async with embedder_of(request, truncate) as embedder:
         read = texts
         if body.max_tokens_per_doc is not None:
-            read = await call.service.in_thread(
-                _shortened, embedder.hosted.session, texts, body.max_tokens_per_doc
+            read = await request.service.in_thread(
+                _shortened, embedder.model.session, texts, body.max_tokens_per_doc
             )
         raw = body.raw_scores is True or body.use_activation is False
-        if body.raw_scores and embedder.hosted.session.opened.classification is None:
-            call.ignore("raw_scores", "scores are as the model compares")
+        if body.raw_scores and embedder.model.session.opened.classification is None:
+            request.ignore("raw_scores", "scores are as the model compares")
         given = (body.query, "query", _QUERY), (read, param, _DOCUMENT)
         found = await pair_scores(embedder, *given, raw=raw)
-        call.note(prompt_tokens=found.tokens)
+        request.note(prompt_tokens=found.tokens)
         scores = found.scores
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
         if param == "texts":
@@ -176,7 +176,7 @@ async def rerank(call: RequestContext[RerankRequest]) -> HttpResponse:
         return HttpResponse(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",
-                "model": embedder.hosted.name,
+                "model": embedder.model.name,
                 "usage": usage_of(found.tokens),
                 **found.how,
                 "results": results,
@@ -194,9 +194,9 @@ def _shortened(session: Session, texts: Sequence[str], most: int) -> list[str]:
     ]
 
 
-async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
+async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
     """Scores pairs of texts."""
-    body = call.body
+    body = request.body
     one, param = either_field(body, "text_1", "queries", "data_1")
     other, other_param = either_field(body, "text_2", "documents", "items", "data_2")
     first, second = ([each] if isinstance(each, str) else each for each in (one, other))
@@ -204,21 +204,21 @@ async def score(call: RequestContext[ScoreRequest]) -> HttpResponse:
         raise invalid_request(
             f"there are {len(first)} first texts and {len(second)} second ones", param
         )
-    async with embedder_of(call, body.truncate_prompt_tokens) as embedder:
+    async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         late = embedder.pooling.late
         given = (
             (first, param, _QUERY if late else ()),
             (second, other_param, _DOCUMENT if late else ()),
         )
         found = await pair_scores(embedder, *given, raw=body.use_activation is False)
-        call.note(prompt_tokens=found.tokens)
+        request.note(prompt_tokens=found.tokens)
         data = [{"index": i, "object": "score", "score": n} for i, n in enumerate(found.scores)]
         return HttpResponse(
             {
                 "id": f"score-{uuid.uuid4().hex}",
                 "object": "list",
                 "created": int(time.time()),
-                "model": embedder.hosted.name,
+                "model": embedder.model.name,
                 "data": data,
                 "usage": usage_of(found.tokens),
                 **found.how,
@@ -239,13 +239,13 @@ async def pair_scores(embedder: Embedder, first: _Side, second: _Side, *, raw: b
     Raises:
         ApiError: the model was not trained to compare texts.
     """
-    session = embedder.hosted.session
+    session = embedder.model.session
     config = session.opened.classification
     if config is not None:
         return await _by_head(embedder, config, first, second, raw)
-    if embedder.hosted.llm.spec.generates and not embedder.pooling.declared:
+    if embedder.model.llm.spec.generates and not embedder.pooling.declared:
         raise unsupported_field(
-            f"the model {embedder.hosted.name} writes texts, and nothing says that its vectors can "
+            f"the model {embedder.model.name} writes texts, and nothing says that its vectors can "
             f"be compared; serve an embedder or a reranker beside it and name that",
             "model",
         )
@@ -270,7 +270,7 @@ async def _by_head(
     """Cross-encoder: the model reads both texts at once."""
     if config.relevance is None:
         raise unsupported_field(
-            f"the model {embedder.hosted.name} has {len(config.labels)} classes, and none of them "
+            f"the model {embedder.model.name} has {len(config.labels)} classes, and none of them "
             "is how well two texts fit; use /classify, or set classification.relevance",
             "model",
         )
@@ -292,7 +292,7 @@ def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]
     found = []
     for number, other in enumerate(right):
         one = left[0] if len(left) == 1 else left[number]
-        pair = tokenize_pair(embedder.hosted.session, one, other)
+        pair = tokenize_pair(embedder.model.session, one, other)
         ids = embedder.fitting(number, pair.ids, second[1])
         found.append(TypedTokens(ids, pair.cut(len(ids)).types))
     return found

@@ -21,24 +21,24 @@ from jinfer.server.models.served_model import ServedModel
 from jinfer.weights.control_vectors import read_control_vector
 
 
-async def list_steering(call: RequestContext[Any]) -> HttpResponse:
+async def list_steering(request: RequestContext[Any]) -> HttpResponse:
     """The steering vectors of a model."""
-    _check_allowed(call)
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        kept = hosted.session.steering.kept
+    _check_allowed(request)
+    async with request.service.models.use(request.http.query_params.get("model")) as model:
+        kept = model.session.steering.kept
     return HttpResponse([_state(name, vectors) for name, vectors in kept.items()])
 
 
-async def keep_steering(call: RequestContext[KeepSteering]) -> HttpResponse:
+async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
     """Keeps steering vectors under a name, in place of those it had."""
-    _check_allowed(call)
-    body = call.body
+    _check_allowed(request)
+    body = request.body
     if (body.path is None) == (body.vectors is None):
         raise invalid_request("give path or vectors", "path")
-    async with call.service.models.use(body.model) as hosted:
-        vectors = await call.service.in_thread(_vectors, body, hosted)
-        steering = hosted.session.steering
-        steering.most = call.service.settings.inspection_bytes
+    async with request.service.models.use(body.model) as model:
+        vectors = await request.service.in_thread(_vectors, body, model)
+        steering = model.session.steering
+        steering.most = request.service.settings.inspection_bytes
         try:
             steering.keep(body.name, vectors)
         except RequestError as error:
@@ -46,20 +46,20 @@ async def keep_steering(call: RequestContext[KeepSteering]) -> HttpResponse:
     return HttpResponse(_state(body.name, vectors))
 
 
-async def forget_steering(call: RequestContext[Any]) -> HttpResponse:
+async def forget_steering(request: RequestContext[Any]) -> HttpResponse:
     """Forgets the steering vectors of a name."""
-    _check_allowed(call)
-    name = call.request.path_params["name"]
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        kept = hosted.session.steering.kept.get(name, ())
+    _check_allowed(request)
+    name = request.http.path_params["name"]
+    async with request.service.models.use(request.http.query_params.get("model")) as model:
+        kept = model.session.steering.kept.get(name, ())
         try:
-            hosted.session.steering.forget(name)
+            model.session.steering.forget(name)
         except RequestError as error:
             raise ApiError(404, str(error), param="name", code="steering_not_found") from error
     return HttpResponse(_state(name, kept))
 
 
-def _vectors(body: KeepSteering, hosted: ServedModel) -> list[Steer]:
+def _vectors(body: KeepSteering, model: ServedModel) -> list[Steer]:
     """The vectors of a request, which fit the model. Raises `ApiError`."""
     try:
         vectors = [
@@ -68,7 +68,7 @@ def _vectors(body: KeepSteering, hosted: ServedModel) -> list[Steer]:
         ]
         if body.path is not None:
             vectors = read_control_vector(Path(body.path))
-        check_steering(hosted.session.engine, vectors)
+        check_steering(model.session.engine, vectors)
     except USER_ERRORS as error:
         field = "path" if body.path is not None else "vectors"
         raise as_api_error(error, param=field) from error
@@ -79,8 +79,8 @@ def _state(name: str, vectors: Any) -> dict[str, Any]:
     return {"name": name, "activations": [one.name for one in vectors]}
 
 
-def _check_allowed(call: RequestContext[Any]) -> None:
-    if not call.service.settings.allow_inspection:
+def _check_allowed(request: RequestContext[Any]) -> None:
+    if not request.service.settings.allow_inspection:
         raise ApiError(403, OFF, code="not_allowed")
 
 

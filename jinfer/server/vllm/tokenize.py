@@ -101,23 +101,23 @@ _FIELDS_OF = {
 }
 
 
-async def tokenize(call: RequestContext[TokenizeRequest]) -> HttpResponse:
+async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
     """Tokenizes a text or a conversation."""
-    given = call.body.given_fields()
+    given = request.body.given_fields()
     named = [name for name in _FIELDS_OF if name in given]
     if len(named) != 1:
         raise invalid_request("give one of content, prompt and messages", "content")
     (name,) = named
     for other in given.keys() - _FIELDS_OF[name] - {name, "model"}:
         raise invalid_request(f"it cannot be used with {name}", other)
-    async with call.service.models.use(call.body.model) as hosted:
-        return HttpResponse(await call.service.in_thread(_TOKENS[name], call, hosted.session))
+    async with request.service.models.use(request.body.model) as model:
+        return HttpResponse(await request.service.in_thread(_TOKENS[name], request, model.session))
 
 
-async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
+async def tokenizer_info(request: RequestContext[Any]) -> HttpResponse:
     """Describes a tokenizer, as vLLM does."""
-    async with call.service.models.use(call.request.query_params.get("model")) as hosted:
-        opened, tokenizer = hosted.session.opened, hosted.session.opened.tokenizer
+    async with request.service.models.use(request.http.query_params.get("model")) as model:
+        opened, tokenizer = model.session.opened, model.session.opened.tokenizer
         if tokenizer is None:
             raise invalid_request("the model has no tokenizer", "model")
 
@@ -136,9 +136,9 @@ async def tokenizer_info(call: RequestContext[Any]) -> HttpResponse:
         )
 
 
-def _content(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
+def _content(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a text, as llama.cpp does."""
-    body, tokenizer = call.body, session.tokenizer
+    body, tokenizer = request.body, session.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
     ids: list[int] = []
     for i, part in enumerate(parts):
@@ -164,23 +164,23 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
         return list(data)
 
 
-def _prompt(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
+def _prompt(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a text, as vLLM does."""
-    special = call.body.add_special_tokens is not False
-    ids = session.tokenizer.encode(call.body.prompt or "", special=special)
-    return _listed(call.body, session, ids)
+    special = request.body.add_special_tokens is not False
+    ids = session.tokenizer.encode(request.body.prompt or "", special=special)
+    return _listed(request.body, session, ids)
 
 
-def _messages(call: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
+def _messages(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
     """Tokenizes a conversation, as vLLM does."""
-    body, settings = call.body, call.service.settings
+    body, settings = request.body, request.service.settings
     if body.add_special_tokens:
         raise invalid_request(
             "the chat template says what stands around a text", "add_special_tokens"
         )
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
-    prompt = build_chat_prompt(rendering, session, settings, call.ignore)
+    prompt = build_chat_prompt(rendering, session, settings, request.ignore)
     return _listed(body, session, prompt.ids())
 
 
@@ -197,24 +197,24 @@ def _listed(body: TokenizeRequest, session: Session, ids: Sequence[int]) -> dict
 _TOKENS = {"content": _content, "prompt": _prompt, "messages": _messages}
 
 
-def _chat_prompt(call: RequestContext[Any], session: Session) -> ChatPrompt:
-    return build_chat_prompt(call.body, session, call.service.settings, call.ignore)
+def _chat_prompt(request: RequestContext[Any], session: Session) -> ChatPrompt:
+    return build_chat_prompt(request.body, session, request.service.settings, request.ignore)
 
 
-async def detokenize(call: RequestContext[DetokenizeRequest]) -> HttpResponse:
+async def detokenize(request: RequestContext[DetokenizeRequest]) -> HttpResponse:
     """Decodes token ids."""
-    async with call.service.models.use(call.body.model) as hosted:
-        session = hosted.session
+    async with request.service.models.use(request.body.model) as model:
+        session = model.session
         try:
-            ids = session.encode(call.body.tokens)
+            ids = session.encode(request.body.tokens)
         except ValueError as error:
             raise as_api_error(error, param="tokens") from error
-        text = await call.service.in_thread(session.tokenizer.decode, ids, skip_special=False)
+        text = await request.service.in_thread(session.tokenizer.decode, ids, skip_special=False)
         return HttpResponse({"content": text, "prompt": text})
 
 
-async def apply_template(call: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
+async def apply_template(request: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
     """Renders the chat template of a conversation."""
-    async with call.service.models.use(call.body.model) as hosted:
-        prompt = await call.service.in_thread(_chat_prompt, call, hosted.session)
-        return HttpResponse({"prompt": await call.service.in_thread(prompt.text)})
+    async with request.service.models.use(request.body.model) as model:
+        prompt = await request.service.in_thread(_chat_prompt, request, model.session)
+        return HttpResponse({"prompt": await request.service.in_thread(prompt.text)})
