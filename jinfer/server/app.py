@@ -116,15 +116,20 @@ def build_app(
                 service.files.close()
             await models.close()
 
-    endpoints = [one for one in ENDPOINTS if settings.page or one.tag != PAGE_TAG]
-    errors = {path: one.errors for one in endpoints for path in one.paths}
+    endpoints = [endpoint for endpoint in ENDPOINTS if settings.page or endpoint.tag != PAGE_TAG]
+    errors = {path: endpoint.errors for endpoint in endpoints for path in endpoint.paths}
     app = Starlette(
         routes=[*_routes(endpoints, service), *more],
         lifespan=lifespan,
         exception_handlers={HTTPException: partial(_routing_error, errors)},
     )
     app.state.service = service
-    public = [(one.method, path) for one in endpoints if one.public for path in one.paths]
+    public = [
+        (endpoint.method, path)
+        for endpoint in endpoints
+        if endpoint.public
+        for path in endpoint.paths
+    ]
     gated: ASGIApp = RequestMiddleware(app, settings, metrics, public, errors)
     if settings.cors:
         gated = CORSMiddleware(
@@ -161,9 +166,9 @@ async def _load_models(models: ModelManager, on_load_error: Callable[[BaseExcept
 def _routes(endpoints: Sequence[Endpoint], service: Service) -> list[Route]:
     """One Starlette route for each path, dispatching on the HTTP method."""
     by_path: dict[str, dict[str, ASGIApp]] = {}
-    for one in endpoints:
-        for path in one.paths:
-            by_path.setdefault(path, {})[one.method] = EndpointApp(one, service)
+    for endpoint in endpoints:
+        for path in endpoint.paths:
+            by_path.setdefault(path, {})[endpoint.method] = EndpointApp(endpoint, service)
     return [
         Route(path, _MethodDispatch(answering), methods=sorted(_METHODS))
         for path, answering in by_path.items()

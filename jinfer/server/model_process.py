@@ -97,9 +97,9 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
 
     async def described(request: Request) -> JSONResponse:
         """The model's statistics and adapters."""
-        (one,) = services[0].models.models
-        adapters = one.adapter_sources
-        return JSONResponse({"stats": asdict(one.llm.stats()), "adapters": adapters})
+        (model,) = services[0].models.models
+        adapters = model.adapter_sources
+        return JSONResponse({"stats": asdict(model.llm.stats()), "adapters": adapters})
 
     app = build_app(
         ModelRegistry((source,)),
@@ -109,7 +109,7 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
         more=[Route("/worker", described)],
     )
     (service,) = services
-    (one,) = service.models.models
+    (model,) = service.models.models
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(asked["socket"])
@@ -130,8 +130,8 @@ async def _serve(asked: dict[str, Any], said: Any) -> None:
         while not (service.models.ready or failures or serving.done()):
             await asyncio.sleep(_POLL)
         answer: dict[str, Any] = {"error": " ".join(str(failures[0]).split())} if failures else {}
-        if one.details is not None:
-            answer = {"details": asdict(one.details), "adapters": one.adapter_sources}
+        if model.details is not None:
+            answer = {"details": asdict(model.details), "adapters": model.adapter_sources}
         print(json.dumps(answer), file=said, flush=True)
         if not failures:
             await asyncio.to_thread(sys.stdin.buffer.read)  # until the server has gone

@@ -64,8 +64,8 @@ def serve(flags: Mapping[str, Any]) -> int:
         server.should_exit = True
 
     _check_tls(flags)
-    for one in sources:  # fails before the first model is loaded
-        check(one.path, one.overrides)
+    for source in sources:  # fails before the first model is loaded
+        check(source.path, source.overrides)
     registry = _registry(flags, sources)
     with _listeners(flags) as listeners:
         config = uvicorn.Config(
@@ -89,7 +89,8 @@ def serve(flags: Mapping[str, Any]) -> int:
         progress.show(False)  # progress goes to the log instead
         where = _url(listeners[0], config.is_ssl)
         _log.info(
-            "listening", extra={"at": where, "models": [one.name for one in registry.sources()]}
+            "listening",
+            extra={"at": where, "models": [source.name for source in registry.sources()]},
         )
         if plain and settings.page and not flags["uds"]:
             _log.info("to chat in a browser open %s/", _local(where))
@@ -201,7 +202,7 @@ def _local(where: str) -> str:
 
 def _hosts(flags: Mapping[str, Any]) -> list[str]:
     """The addresses to listen at."""
-    return [one.strip() for one in flags["host"].split(",")]
+    return [text.strip() for text in flags["host"].split(",")]
 
 
 @contextlib.contextmanager

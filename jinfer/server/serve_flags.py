@@ -114,7 +114,7 @@ def parse_options(
             found[flag.key] = _value(flag, environment[flag.variable])
     if not given.get("source"):
         listed = environment.get(f"{PREFIX}SOURCE", "")
-        given["source"] = [one for one in re.split(r"[\n,]", listed) if one.strip()]
+        given["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
     return {**found, **given}
 
 
@@ -126,7 +126,7 @@ def _value(flag: ServeFlag, text: str) -> Any:
             raise SourceError(f"{where}: write true or false")
         return words[text.lower()]
     if flag.kind is list:
-        return [one.strip() for one in text.split(",") if one.strip()]
+        return [item.strip() for item in text.split(",") if item.strip()]
     if flag.choices and text not in flag.choices:
         raise SourceError(f"{where}: allowed: {', '.join(flag.choices)}")
     try:
@@ -191,11 +191,11 @@ def model_sources_of(flags: Mapping[str, Any]) -> list[ModelSource]:
         )
     overrides = overrides_of(flags)
     sources = [_source(text, overrides) for text in named]
-    if called := [one.strip() for one in (flags["alias"] or "").split(",") if one.strip()]:
+    if called := [text.strip() for text in (flags["alias"] or "").split(",") if text.strip()]:
         if not sources:
             raise SourceError("--alias names the first SOURCE, and there is none")
         sources[0] = ModelSource(called[0], sources[0].path, overrides, tuple(called[1:]))
-    names = [name for one in sources for name in (one.name, *one.aliases)]
+    names = [name for source in sources for name in (source.name, *source.aliases)]
     for name in names:
         if names.count(name) > 1:
             raise SourceError(f"two models are called {name}; name them: other={sources[0].path}")

@@ -43,8 +43,8 @@ def chat_request(body: ConversationFields, ignore: Ignore) -> ChatRequest:
     for number, message in enumerate(body.messages):
         messages.take(message, f"messages.{number}")
     chat: dict[str, Any] = {
-        name: one
-        for name, one in body.given_fields().items()
+        name: value
+        for name, value in body.given_fields().items()
         if name in SamplingFields.model_fields
     }
     chat |= {"model": body.model, "messages": messages.done}  # it may be the name of an adapter
@@ -87,8 +87,8 @@ def _tools(body: ConversationFields) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if body.tools:
         result["tools"] = [
-            _function(one) if isinstance(one, ClientTool) else one.model_dump()
-            for one in body.tools
+            _function(tool) if isinstance(tool, ClientTool) else tool.model_dump()
+            for tool in body.tools
         ]
     choice = body.tool_choice
     if choice is None:
@@ -142,20 +142,20 @@ class _Messages:
 
     def _user(self, message: UserMessage, blocks: Iterable[UserBlock], path: str) -> None:
         texts: list[str] = []
-        for number, one in enumerate(blocks):
+        for number, block in enumerate(blocks):
             place = f"{path}.{number}"
-            if one.type != "tool_result":
-                texts.append(_text(one, place))
+            if block.type != "tool_result":
+                texts.append(_text(block, place))
                 continue
-            if one.tool_use_id is None or message.role != "user":
+            if block.tool_use_id is None or message.role != "user":
                 raise invalid_request("a tool_result needs a tool_use_id, from a user", place)
             if texts:
                 self.add(message.role, texts)
                 texts = []
-            said = "\n".join(_texts(one.content or "", f"{place}.content"))
-            if one.is_error and not said.casefold().startswith("error"):
+            said = "\n".join(_texts(block.content or "", f"{place}.content"))
+            if block.is_error and not said.casefold().startswith("error"):
                 said = f"Error: {said}"
-            self.add("tool", [said], tool_call_id=one.tool_use_id)
+            self.add("tool", [said], tool_call_id=block.tool_use_id)
         if texts:
             self.add(message.role, texts)
 
@@ -163,19 +163,19 @@ class _Messages:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
-        for number, one in enumerate(blocks):
+        for number, block in enumerate(blocks):
             place = f"{path}.{number}"
-            match one.type:
-                case "text" if one.text is not None:
-                    texts.append(one.text)
-                case "thinking" if one.thinking is not None:
-                    thoughts.append(one.thinking)
-                case "tool_use" if None not in (one.id, one.name, one.input):
-                    arguments = orjson.dumps(one.input).decode()
-                    function = {"name": one.name, "arguments": arguments}
-                    calls.append({"id": one.id, "type": "function", "function": function})
+            match block.type:
+                case "text" if block.text is not None:
+                    texts.append(block.text)
+                case "thinking" if block.thinking is not None:
+                    thoughts.append(block.thinking)
+                case "tool_use" if None not in (block.id, block.name, block.input):
+                    arguments = orjson.dumps(block.input).decode()
+                    function = {"name": block.name, "arguments": arguments}
+                    calls.append({"id": block.id, "type": "function", "function": function})
                 case "text" | "thinking":
-                    raise invalid_request(f"a {one.type} block needs {one.type}", place)
+                    raise invalid_request(f"a {block.type} block needs {block.type}", place)
                 case "tool_use":
                     raise invalid_request("a tool_use block needs id, name and input", place)
                 case _:
@@ -191,7 +191,7 @@ class _Messages:
 def _texts(content: str | Sequence[TextBlock | ResultBlock], path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
-    return [_text(one, f"{path}.{number}") for number, one in enumerate(content)]
+    return [_text(item, f"{path}.{number}") for number, item in enumerate(content)]
 
 
 def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
@@ -206,10 +206,10 @@ def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
         if said is None:
             kind = str(source.get("type"))[:80]
             raise unsupported_field(f"the model does not read documents of the type {kind}", path)
-        return "\n".join(one for one in (block.title, block.context, said) if one)
+        return "\n".join(item for item in (block.title, block.context, said) if item)
     if block.type == "search_result" and isinstance(source, str) and block.content is not None:
         inner = _texts(block.content, f"{path}.content")
-        return "\n".join(one for one in (block.title, source, *inner) if one)
+        return "\n".join(item for item in (block.title, source, *inner) if item)
     if block.type in ("image", "container_upload", "tool_reference"):
         raise unsupported_field(f"the model does not read {block.type}", path)
     needs = {"text": "text", "document": "source", "search_result": "source and content"}
@@ -222,8 +222,8 @@ def _document(source: dict[str, Any]) -> str | None:
         case {"type": "text", "data": str(said)} | {"type": "content", "content": str(said)}:
             return said
         case {"type": "content", "content": list(parts)}:
-            texts = [one.get("text") if isinstance(one, dict) else None for one in parts]
-            known = [one for one in texts if isinstance(one, str)]
+            texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+            known = [text for text in texts if isinstance(text, str)]
             return "\n".join(known) if len(known) == len(texts) else None
     return None
 

@@ -145,7 +145,7 @@ class MessageBlocks:
 
     def push(self, delta: OutputDelta) -> list[dict[str, Any]]:
         """The events of a parsed delta."""
-        going = [one for one in delta.calls if self._continues(one)]
+        going = [tool_call for tool_call in delta.calls if self._continues(tool_call)]
         events = [event for call in going for event in self._call(call)]
         if delta.reasoning:
             events += self._grow("thinking", delta.reasoning)
@@ -156,15 +156,15 @@ class MessageBlocks:
 
     def close(self) -> list[dict[str, Any]]:
         """Ends the open block."""
-        one, self._open = self._open, None
-        if one is None:
+        opened, self._open = self._open, None
+        if opened is None:
             return []
-        self.done.append(one.block())
+        self.done.append(opened.block())
         events: list[dict[str, Any]] = []
-        if one.kind == "thinking":
-            signed = {"type": "signature_delta", "signature": one.signature()}
-            events.append({"type": "content_block_delta", "index": one.index, "delta": signed})
-        return [*events, {"type": "content_block_stop", "index": one.index}]
+        if opened.kind == "thinking":
+            signed = {"type": "signature_delta", "signature": opened.signature()}
+            events.append({"type": "content_block_delta", "index": opened.index, "delta": signed})
+        return [*events, {"type": "content_block_stop", "index": opened.index}]
 
     def _continues(self, call: ToolCallDelta) -> bool:
         known = None if self._open is None else self._open.call
@@ -204,7 +204,9 @@ _ELSEWHERE = {
 }
 
 
-async def create_message(request: RequestContext[MessagesRequest]) -> HttpResponse | StreamedResponse:
+async def create_message(
+    request: RequestContext[MessagesRequest],
+) -> HttpResponse | StreamedResponse:
     """Handles a message request."""
     body = request.body
     reject_fields(body, **_ELSEWHERE)
@@ -214,7 +216,10 @@ async def create_message(request: RequestContext[MessagesRequest]) -> HttpRespon
     request.note(user=body.metadata and body.metadata.user_id)
     if body.stream:
         return StreamedResponse(_stream_events(request), failed=_failed)
-    async with request.running(_prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with (
+        request.running(_prepare) as (model, run),
+        contextlib.aclosing(run.chunks()) as pieces,
+    ):
         answer = _MessageAnswer(request, model, run)
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -279,9 +284,9 @@ class _MessageAnswer:
         would run it: the format has no way to take a block back.
         """
         body = self.request.body
-        tools = [one for one in body.tools or () if isinstance(one, ClientTool)]
+        tools = [tool for tool in body.tools or () if isinstance(tool, ClientTool)]
         bound = body.tool_choice is not None and body.tool_choice.type in ("any", "tool")
-        return bool(body.stream) and (bound or any(one.eager_input_streaming for one in tools))
+        return bool(body.stream) and (bound or any(tool.eager_input_streaming for tool in tools))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Parses a chunk; returns its events."""
@@ -337,10 +342,13 @@ def token_usage(used: Usage) -> dict[str, Any]:
 async def _stream_events(request: RequestContext[MessagesRequest]) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream."""
 
-    def named(one: dict[str, Any]) -> bytes:
-        return sse_event(one, one["type"])
+    def named(event: dict[str, Any]) -> bytes:
+        return sse_event(event, event["type"])
 
-    async with request.running(_prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with (
+        request.running(_prepare) as (model, run),
+        contextlib.aclosing(run.chunks()) as pieces,
+    ):
         answer = _MessageAnswer(request, model, run)
         begun, sent = False, time.monotonic()
         async for batch in pieces:

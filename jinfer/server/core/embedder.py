@@ -99,7 +99,7 @@ class Embedder:
         """Embeds texts in batches. Returns the vectors and the number of tokens."""
         given = await self.service.in_thread(self.tokens, texts, param, prompt_name)
         rows = await self.batched(text_embeddings.embed_texts, given, **options)
-        return np.stack(rows), sum(len(one.ids) for one in given)
+        return np.stack(rows), sum(len(item.ids) for item in given)
 
     def skipped_ids(self) -> frozenset[int]:
         """The tokens of documents that late interaction leaves out."""
@@ -134,12 +134,14 @@ class Embedder:
         except RequestError as error:
             raise as_api_error(error, param="prompt_name") from error
         listed = [texts] if is_single_prompt(texts) else [*texts]
-        are_texts = [isinstance(one, str) for one in listed]
+        are_texts = [isinstance(item, str) for item in listed]
         if prompt_name is not None and not all(are_texts):
             raise invalid_request("it is for texts, not for token ids", "prompt_name")
-        worded = [self.pooling.text(one, prompt) if isinstance(one, str) else one for one in listed]
+        worded = [
+            self.pooling.text(item, prompt) if isinstance(item, str) else item for item in listed
+        ]
         found = self.ids(worded, param)
-        counts = [skipped if one else 0 for one in are_texts]
+        counts = [skipped if item else 0 for item in are_texts]
         return [
             text_embeddings.EmbeddingTokens(ids, min(count, len(ids) - 1))
             for ids, count in zip(found, counts, strict=True)
@@ -175,7 +177,9 @@ class Embedder:
 
 
 @contextlib.asynccontextmanager
-async def embedder_of(request: RequestContext[Any], truncate: int | None) -> AsyncIterator[Embedder]:
+async def embedder_of(
+    request: RequestContext[Any], truncate: int | None
+) -> AsyncIterator[Embedder]:
     """What computes a request's texts with its model. Raises `ApiError` for an unknown model."""
     request.note(user=request.body.user)
     async with request.service.models.use(request.body.model) as model:

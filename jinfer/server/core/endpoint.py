@@ -191,7 +191,14 @@ class EndpointApp:
                 socket, seconds = model.worker.socket, settings.send_seconds
                 body = data if isinstance(data, bytes) else b""
                 return await forward(
-                    request.http, body, request.id, socket, send, seconds, begun=begun, failed=failed
+                    request.http,
+                    body,
+                    request.id,
+                    socket,
+                    send,
+                    seconds,
+                    begun=begun,
+                    failed=failed,
                 )
 
     async def _refuse(self, error: Exception, notes: dict[str, Any], send: Send) -> None:

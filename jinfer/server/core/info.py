@@ -67,7 +67,9 @@ class ModelList(ResponseModel):
 async def health(request: RequestContext[Any]) -> HttpResponse:
     """Health check: whether the models are loaded and all processes of a job respond."""
     message = (
-        request.service.models.unavailable_reason() if request.service.models.ready else "Loading model"
+        request.service.models.unavailable_reason()
+        if request.service.models.ready
+        else "Loading model"
     )
     if not message:
         return HttpResponse({"status": "ok"})
@@ -98,41 +100,41 @@ async def models(request: RequestContext[Any]) -> HttpResponse:
         await request.service.models.reload()
     listed = []
     request.service.models.notice_ends()
-    for one in request.service.models.models:
-        listed += [model_card(one), *(adapter_card(one, name) for name in one.adapters)]
+    for model in request.service.models.models:
+        listed += [model_card(model), *(adapter_card(model, name) for name in model.adapters)]
     return HttpResponse({"object": "list", "data": listed})
 
 
 async def model(request: RequestContext[Any]) -> HttpResponse:
     """Describes one model."""
     name = request.http.path_params["model"]
-    one = request.service.models.by_name(name)
-    return HttpResponse(adapter_card(one, name) if name in one.adapters else model_card(one))
+    model = request.service.models.by_name(name)
+    return HttpResponse(adapter_card(model, name) if name in model.adapters else model_card(model))
 
 
-def adapter_card(one: ServedModel, name: str) -> dict[str, Any]:
+def adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
     """A LoRA adapter of a model as in `/v1/models`."""
-    shared = {key: model_card(one)[key] for key in ("object", "created", "owned_by", "status")}
-    root = one.adapter_sources.get(name, "")
-    return {"id": name, **shared, "root": root, "parent": one.name}
+    shared = {key: model_card(model)[key] for key in ("object", "created", "owned_by", "status")}
+    root = model.adapter_sources.get(name, "")
+    return {"id": name, **shared, "root": root, "parent": model.name}
 
 
-def model_card(one: ServedModel) -> dict[str, Any]:
+def model_card(model: ServedModel) -> dict[str, Any]:
     """A model as in `/v1/models`; sizes are known once it was loaded."""
-    status: dict[str, Any] = {"value": one.state}
-    if one.state == "unloaded" and one.error:
-        status |= {"failed": True, "error": one.error}
+    status: dict[str, Any] = {"value": model.state}
+    if model.state == "unloaded" and model.error:
+        status |= {"failed": True, "error": model.error}
     shown: dict[str, Any] = {
-        "id": one.name,
+        "id": model.name,
         "object": "model",
-        "created": one.created,
+        "created": model.created,
         "owned_by": "jinfer",
-        "root": one.source.path,
+        "root": model.source.path,
         "status": status,
     }
-    if one.source.aliases:
-        shown["aliases"] = list(one.source.aliases)
-    if (known := one.details) is None:
+    if model.source.aliases:
+        shown["aliases"] = list(model.source.aliases)
+    if (known := model.details) is None:
         return shown
     return {
         **shown,

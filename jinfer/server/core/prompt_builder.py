@@ -192,7 +192,7 @@ def template_messages(
     messages: Sequence[Message], conversation: Conversation
 ) -> list[dict[str, Any]]:
     """Messages as chat templates read them."""
-    return [_message(one, f"messages.{i}", conversation) for i, one in enumerate(messages)]
+    return [_message(message, f"messages.{i}", conversation) for i, message in enumerate(messages)]
 
 
 def _message(message: Message, path: str, conversation: Conversation) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def prompt_ids(
     listed = [prompts] if is_single_prompt(prompts) else prompts
     check_prompt_count(listed, limit, param)
     try:
-        return [_ids(one, session, special is not False) for one in listed]
+        return [_ids(item, session, special is not False) for item in listed]
     except RequestError as error:
         raise as_api_error(error, param=param) from error
 
@@ -338,9 +338,9 @@ def infill_ids(
     """The tokens of prompts with a gap after each and one suffix behind it. Raises `ApiError`."""
     listed = [prompts] if is_single_prompt(prompts) else prompts
     check_prompt_count(listed, limit, "prompt")
-    given = [one if isinstance(one, str) else session.encode(one) for one in listed]
+    given = [item if isinstance(item, str) else session.encode(item) for item in listed]
     try:
-        return [infill_prompt(session.tokenizer, one, suffix) for one in given]
+        return [infill_prompt(session.tokenizer, item, suffix) for item in given]
     except TokenizerError as error:
         raise _no_tokens(error, "suffix") from error
 

@@ -50,7 +50,7 @@ def prepare_prompt(
         ApiError: the request cannot be run.
     """
     ids = truncate_prompt(ids, options.truncate, session.opened.context - 1, first=options.first)
-    limits = [one for one in (timeout, options.seconds) if one is not None]
+    limits = [item for item in (timeout, options.seconds) if item is not None]
     context = session.opened.context
     if len(ids) >= context:
         # A prompt that fills the context leaves no room for an answer.
@@ -71,11 +71,11 @@ def prepare_prompt(
     shown = parsing.shown_tokens
     prepared = [
         replace(
-            one,
+            prepared_request,
             request=replace(r, reuse=options.reuse and r.reuse, shown=shown, slot=options.slot),
         )
-        for one in prepared
-        for r in [one.request]
+        for prepared_request in prepared
+        for r in [prepared_request.request]
     ]
     return PromptRequests(ids, options, prepared, parsing)
 

@@ -104,7 +104,7 @@ def activation_params(body: SamplingFields, session: Session) -> dict[str, Any]:
     try:
         if body.steer:
             fields = enumerate(body.steer)
-            found["steer"] = [one for i, each in fields for one in _steers(each, i, session)]
+            found["steer"] = [vector for i, each in fields for vector in _steers(each, i, session)]
         if body.edits:
             found["edits"] = [_edit(each, i) for i, each in enumerate(body.edits)]
     except RequestError as error:

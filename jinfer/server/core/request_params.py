@@ -38,7 +38,7 @@ def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
         ApiError: there is none of that number, or there are several.
     """
     adapters = session.adapters
-    asked = [one for one in body.lora or () if one.scale]
+    asked = [adapter for adapter in body.lora or () if adapter.scale]
     if not asked:
         named = getattr(body, "model", None)
         return adapters.find(named) if named in adapters.loaded else None
@@ -143,7 +143,7 @@ def _structured_outputs(value: StructuredOutputs) -> dict[str, Any]:
         "choice": value.choice,
         "grammar": value.grammar,
     }
-    return {name: one for name, one in given.items() if one is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 # Fields whose values are not simply a parameter's.
@@ -177,12 +177,12 @@ def request_options(
     values, names = _values(body, elsewhere, session)
     asked = activation_params(body, session)
     values, names = values | asked, names | {name: name for name in asked}
-    for name, one in (changes or {}).items():
+    for name, value in (changes or {}).items():
         same = CONSTRAINTS if name in CONSTRAINTS else (name,)
         other = next((other for other in same if other in values), None)
         if other is not None:
             raise invalid_request("it cannot be used where tools have to be called", names[other])
-        values[name] = one
+        values[name] = value
     nothing = values.get("max_tokens", 1) == 0
     if nothing:
         values["max_tokens"] = 1
@@ -242,12 +242,12 @@ def _values(
         else:
             read = _READERS.get(sent)
             given = {parameter_of(sent): value} if read is None else read(value)
-        for name, one in given.items():
+        for name, item in given.items():
             if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
-                one = whole_number(one)
-            if name in values and values[name] != one:
+                item = whole_number(item)
+            if name in values and values[name] != item:
                 raise invalid_request(f"{names[name]} and {sent} contradict each other", sent)
-            values[name], names[name] = one, sent
+            values[name], names[name] = item, sent
     return values, names
 
 
@@ -269,7 +269,9 @@ def _biases(
 ) -> tuple[tuple[Any, Any], ...]:
     """Pairs of an id and its bias; llama.cpp has lists, texts for ids, and false for never."""
     biases: list[tuple[Any, Any]] = []
-    pairs = [(_id(key), one) for key, one in value.items()] if isinstance(value, Mapping) else value
+    pairs = (
+        [(_id(key), item) for key, item in value.items()] if isinstance(value, Mapping) else value
+    )
     for pair in pairs:
         if len(pair) != 2 or isinstance(pair[0], bool) or isinstance(pair[1], str):
             raise invalid_request(

@@ -50,7 +50,7 @@ class RequestRunner:
     usages: dict[int, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prepared = [one for job in self.jobs for one in job.engine_requests]
+        self.prepared = [prepared for job in self.jobs for prepared in job.engine_requests]
         self.owners = [number for number, job in enumerate(self.jobs) for _ in job.engine_requests]
         self._told: set[int] = set()
         self._shown: Counter[int] = Counter()
@@ -154,7 +154,7 @@ class RequestRunner:
     def _seconds_left(self, running: Iterable[int]) -> float:
         """Seconds until the first running answer is abandoned."""
         deadlines = (self.prepared[index].request.deadline for index in running)
-        end = min((one for one in deadlines if one is not None), default=math.inf)
+        end = min((deadline for deadline in deadlines if deadline is not None), default=math.inf)
         return end + _GRACE - time.monotonic()
 
     def mark_shown(self, index: int, chunk: Chunk) -> None:

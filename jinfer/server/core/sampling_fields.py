@@ -110,10 +110,10 @@ def _bound(field: dict[str, Any], own: str) -> None:
     """Writes a parameter's range to the alternatives that are numbers."""
     bounds = RANGES[own]
     least = -1 if PARAMETERS[own].minus_one else bounds.least
-    for one in field.get("anyOf", ()):
-        if one.get("type") in ("integer", "number"):
-            one["exclusiveMinimum" if bounds.above else "minimum"] = least
-            one["maximum"] = bounds.most
+    for item in field.get("anyOf", ()):
+        if item.get("type") in ("integer", "number"):
+            item["exclusiveMinimum" if bounds.above else "minimum"] = least
+            item["maximum"] = bounds.most
 
 
 class JsonSchema(RequestModel):

@@ -112,8 +112,8 @@ class Service:
 
     def cancel_answers(self, reason: ApiError | None = None) -> None:
         """Cancels all requests, with the reason that clients are told; by default a shutdown."""
-        for one in self.answers:
-            one.cancel(reason or shutting_down(self.settings.retry_after))
+        for task in self.answers:
+            task.cancel(reason or shutting_down(self.settings.retry_after))
 
     async def in_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a function in a worker thread."""

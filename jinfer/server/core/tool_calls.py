@@ -81,7 +81,7 @@ class OfferedTools:
             return tools, compiled(tools)
         except ConstraintError:
             tools = self._relaxed(
-                lambda schema: relaxed(schema, lambda one: wrong(one) is None), ignore
+                lambda schema: relaxed(schema, lambda candidate: wrong(candidate) is None), ignore
             )
         try:
             return tools, compiled(tools)
@@ -120,13 +120,13 @@ def offered_tools(body: ChatTemplateFields) -> OfferedTools:
         return OfferedTools({}, {})
     tools: dict[str, Mapping[str, Any]] = {}
     places: dict[str, str] = {}
-    for number, one in enumerate(body.tools or ()):
-        if not isinstance(one, Tool):
+    for number, tool in enumerate(body.tools or ()):
+        if not isinstance(tool, Tool):
             continue
-        name, place = one.function.name, f"tools.{number}.function"
+        name, place = tool.function.name, f"tools.{number}.function"
         if name in tools:
             raise invalid_request(f"there are two tools called {name}", f"{place}.name")
-        tools[name] = one.function.parameters or {}
+        tools[name] = tool.function.parameters or {}
         places[name] = f"{place}.parameters"
     if isinstance(wanted, NamedTool):
         name = wanted.function.name

@@ -19,15 +19,15 @@ def usage(jobs: Sequence[PromptRequests], usages: Mapping[int, Usage]) -> dict[s
         first = usages.get(number)
         cached += first.cached_tokens if first is not None else 0
         number += len(job.engine_requests)
-    new = sum(one.completion_tokens for one in usages.values())
+    new = sum(usage.completion_tokens for usage in usages.values())
     result: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if drafted := sum(one.drafted_tokens for one in usages.values()):
-        accepted = sum(one.accepted_tokens for one in usages.values())
+    if drafted := sum(usage.drafted_tokens for usage in usages.values()):
+        accepted = sum(usage.accepted_tokens for usage in usages.values())
         result["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
@@ -81,13 +81,13 @@ def token_key(tokenizer: Tokenizer | None, id: int, as_id: bool = False) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _entry(tokenizer: Tokenizer | None, one: TokenLogprob, as_ids: bool) -> dict[str, Any]:
-    data = b"" if tokenizer is None else tokenizer.spelled(one.id)
+def _entry(tokenizer: Tokenizer | None, entry: TokenLogprob, as_ids: bool) -> dict[str, Any]:
+    data = b"" if tokenizer is None else tokenizer.spelled(entry.id)
     return {
-        "token": token_text(tokenizer, one.id, as_ids),
-        "logprob": finite_logprob(one.logprob),
+        "token": token_text(tokenizer, entry.id, as_ids),
+        "logprob": finite_logprob(entry.logprob),
         "bytes": list(data),
-        "token_id": one.id,
+        "token_id": entry.id,
     }
 
 
@@ -103,17 +103,17 @@ def chat_logprobs(
     named = bool(as_ids)
     return [
         {
-            **_entry(tokenizer, one, named),
-            "top_logprobs": [_entry(tokenizer, other, named) for other in one.top],
+            **_entry(tokenizer, entry, named),
+            "top_logprobs": [_entry(tokenizer, other, named) for other in entry.top],
         }
-        for one in entries
+        for entry in entries
     ]
 
 
-def ranked_logprobs(one: TokenLogprob) -> dict[str, dict[str, Any]]:
+def ranked_logprobs(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
     """Log-probabilities in vLLM's format: by id, each with its rank among those listed."""
     found = {
         str(other.id): {"logprob": finite_logprob(other.logprob), "rank": rank}
-        for rank, other in enumerate(one.top, 1)
+        for rank, other in enumerate(entry.top, 1)
     }
-    return {str(one.id): {"logprob": finite_logprob(one.logprob)}, **found}
+    return {str(entry.id): {"logprob": finite_logprob(entry.logprob)}, **found}

@@ -94,8 +94,8 @@ class FairAccept:
         self._ended = True
         for listener in self.listeners:
             asyncio.get_running_loop().remove_reader(listener)
-        for one in list(self._accepted):
-            one.give_way()
+        for connection in list(self._accepted):
+            connection.give_way()
 
     def _resume(self, listener: socket.socket) -> None:
         if not self._ended:
@@ -113,13 +113,13 @@ class FairAccept:
                 break
             accepted.setblocking(False)
             address = client_address(client if isinstance(client, tuple) else None)
-            one = AcceptedSocket(accepted, address, self)
+            connection = AcceptedSocket(accepted, address, self)
             if address not in self._queues:  # before those that have had a turn
                 self._queues[address] = OrderedDict()
                 self._queues.move_to_end(address, last=False)
-            self._queues[address][one] = None
-            self._accepted.add(one)
-            self.shares.take(one)
+            self._queues[address][connection] = None
+            self._accepted.add(connection)
+            self.shares.take(connection)
             if len(self.connections) + len(self._accepted) > self.most:
                 self.shares.displace()
         else:
@@ -139,34 +139,34 @@ class FairAccept:
             if not self._queues:
                 break
             address, queue = next(iter(self._queues.items()))
-            one, _ = queue.popitem(last=len(queue) > _TURNS)
+            connection, _ = queue.popitem(last=len(queue) > _TURNS)
             self._queues.move_to_end(address)
             if not queue:
                 del self._queues[address]
-            one.begun = True
-            task = asyncio.get_running_loop().create_task(self._set_up(one))
+            connection.begun = True
+            task = asyncio.get_running_loop().create_task(self._set_up(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         if self._queues:
             self._scheduled = True
             asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._take_turns)
 
-    async def _set_up(self, one: AcceptedSocket) -> None:
+    async def _set_up(self, connection: AcceptedSocket) -> None:
         seconds = None if self.ssl is None else self.handshake_seconds
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self.make_protocol, one.socket, ssl=self.ssl, ssl_handshake_timeout=seconds
+                self.make_protocol, connection.socket, ssl=self.ssl, ssl_handshake_timeout=seconds
             )
         except OSError:  # a client that went, or does not speak TLS
-            one.socket.close()
+            connection.socket.close()
         finally:
-            self.forget(one)
+            self.forget(connection)
 
-    def forget(self, one: AcceptedSocket) -> None:
+    def forget(self, connection: AcceptedSocket) -> None:
         """Ends the share of a connection, and its place in the queue."""
-        self._accepted.discard(one)
-        self.shares.release(one)
-        if (queue := self._queues.get(one.address)) is not None:
-            queue.pop(one, None)
+        self._accepted.discard(connection)
+        self.shares.release(connection)
+        if (queue := self._queues.get(connection.address)) is not None:
+            queue.pop(connection, None)
             if not queue:
-                del self._queues[one.address]
+                del self._queues[connection.address]

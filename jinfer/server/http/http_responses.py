@@ -37,7 +37,7 @@ def dumps_list(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> byte
 
     The GIL can be released between two items, which it is not during one long `dumps`.
     """
-    text = b",".join([dumps(one) for one in items])
+    text = b",".join([dumps(item) for item in items])
     return b"%s,%s:[%s]}" % (dumps(head)[:-1], dumps(name), text)
 
 

@@ -44,9 +44,9 @@ def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(value, BaseModel):
             yield from ignored_fields(value, f"{path}.")
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for number, one in enumerate(value):
-                if isinstance(one, BaseModel):
-                    yield from ignored_fields(one, f"{path}.{number}.")
+            for number, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from ignored_fields(item, f"{path}.{number}.")
     if isinstance(body, ReplayedModel):
         for name, value in (body.model_extra or {}).items():
             if not body.was_answer:
@@ -59,8 +59,8 @@ def ignored_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, str
 @cache
 def _marks(model: type[BaseModel]) -> dict[str, Ignored]:
     fields = model.model_fields.items()
-    marks = ((name, one) for name, field in fields for one in field.metadata)
-    return {name: one for name, one in marks if isinstance(one, Ignored)}
+    marks = ((name, mark) for name, field in fields for mark in field.metadata)
+    return {name: mark for name, mark in marks if isinstance(mark, Ignored)}
 
 
 def ignored_header(names: Sequence[str]) -> str:

@@ -148,7 +148,7 @@ class Metrics:
             *("running", "waiting", "blocks", "blocks_held"),
             *("offload_ram_bytes", "offload_disk_bytes"),
         }
-        names = [one.name for one in fields(Stats)]
+        names = [field.name for field in fields(Stats)]
         return Stats(
             **{n: getattr(now, n) + (0 if n in still else getattr(before, n)) for n in names}
         )

@@ -91,7 +91,7 @@ class RequestMiddleware:
 
     def _is_public(self, method: str, path: str) -> bool:
         read = "GET" if method == "HEAD" else method
-        return any(read == one and pattern.match(path) for one, pattern in self._public)
+        return any(read == item and pattern.match(path) for item, pattern in self._public)
 
     def _count(self, scope: Scope, notes: dict[str, Any], seconds: float, usual: int) -> None:
         status = notes.pop("status", 499 if notes.get("gone") else 500)
@@ -119,8 +119,8 @@ def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None
     scheme, _, key = authorization.partition(" ")
     given = [key.strip() if scheme.lower() == "bearer" else "", api_key]
     # Every key is compared, so that the time does not reveal which one nearly matches.
-    sent = [one.encode("latin-1", "replace") for one in given]  # headers are decoded as latin-1
-    found = [hmac.compare_digest(one, known.encode()) for one in sent for known in keys]
+    sent = [item.encode("latin-1", "replace") for item in given]  # headers are decoded as latin-1
+    found = [hmac.compare_digest(item, known.encode()) for item in sent for known in keys]
     if keys and not any(found):
         message = "a valid API key is needed: send the header Authorization: Bearer KEY"
         headers = {"www-authenticate": "Bearer"}

@@ -116,7 +116,7 @@ def listed_page(
     limit = query_value(request, "limit", limit)
     items = list(items) if order == "asc" else list(reversed(items))
     if after is not None:
-        place = next((i for i, one in enumerate(items) if one["id"] == after), None)
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
         if place is None:
             raise invalid_request(f"nothing in the list has the id {after[:80]!r}", "after")
         items = items[place + 1 :]

@@ -119,7 +119,7 @@ def parse_body[B: BaseModel](data: bytes, model: type[B]) -> B:
     if model.model_config.get("extra") == "forbid":
         # One error is enough; collecting all of them would take long.
         names = _names(model)
-        sent = (name for name, one in value.items() if one is not None)
+        sent = (name for name, item in value.items() if item is not None)
         if (unknown := next((name for name in sent if name not in names), None)) is not None:
             raise _unknown(unknown, model)
     return validated(value, model)
@@ -153,12 +153,12 @@ def _first_error(error: ValidationError, value: Any, model: type[BaseModel]) -> 
     """The error for the first wrong field, over all alternatives of a union."""
     found: dict[str, list[str]] = {}
     kinds: dict[str, str] = {}
-    for one in error.errors(include_url=False, include_context=False, include_input=False):
-        place = _place(one["loc"], value, one["type"] in ("missing", "extra_forbidden"))
-        kinds.setdefault(place, one["type"])
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        place = _place(detail["loc"], value, detail["type"] in ("missing", "extra_forbidden"))
+        kinds.setdefault(place, detail["type"])
         texts = found.setdefault(place, [])
-        if one["msg"] not in texts:
-            texts.append(one["msg"])
+        if detail["msg"] not in texts:
+            texts.append(detail["msg"])
     # In a union, the deepest error is the relevant one: the others are alternatives not meant.
     place = next(iter(found))
     deeper = [other for other in found if other.startswith(f"{place}.")]

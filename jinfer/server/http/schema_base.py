@@ -89,8 +89,8 @@ class RequestModel(BaseModel):
 
         Free-form objects (JSON schemas, template variables) keep their nulls.
         """
-        if isinstance(value, dict) and any(one is None for one in value.values()):
-            return {name: one for name, one in value.items() if one is not None}
+        if isinstance(value, dict) and any(item is None for item in value.values()):
+            return {name: item for name, item in value.items() if item is not None}
         return value
 
     def given_fields(self) -> dict[str, Any]:

@@ -87,11 +87,13 @@ async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse |
     user = (body.header or {}).get("user")
     request.note(user=user if isinstance(user, str) else None)
     if stream:
-        return StreamedResponse(_stream_events(request), media_type=NDJSON_MEDIA_TYPE, failed=_failed)
+        return StreamedResponse(
+            _stream_events(request), media_type=NDJSON_MEDIA_TYPE, failed=_failed
+        )
     begun = time.perf_counter()
     async with request.running(_prepare) as (_, run):
-        ((one,),) = await run.completions()
-        return HttpResponse(_piece(one.text, begun, "succ", end=True))
+        ((completion,),) = await run.completions()
+        return HttpResponse(_piece(completion.text, begun, "succ", end=True))
 
 
 def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[str, Any]:

@@ -105,7 +105,9 @@ class LlamaResponse(RootModel[LlamaCompletion | list[LlamaCompletion]]):
 _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def completion_route(request: RequestContext[LlamaRequest]) -> HttpResponse | StreamedResponse:
+async def completion_route(
+    request: RequestContext[LlamaRequest],
+) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
     return await answer_prompts(request, _prepare_prompts)
 
@@ -123,8 +125,12 @@ async def answer_prompts(
         return StreamedResponse(_stream_events(request, prepare))
     async with request.running(prepare) as (model, run):
         answer = _LlamaAnswers(request, model, run)
-        whole = [(i, one) for i, group in enumerate(await run.completions()) for one in group]
-        answers = [answer.body(number, *one) for number, one in enumerate(whole)]
+        whole = [
+            (i, completion)
+            for i, group in enumerate(await run.completions())
+            for completion in group
+        ]
+        answers = [answer.body(number, *item) for number, item in enumerate(whole)]
         return HttpResponse(answers[0] if answer.single else answers)
 
 
@@ -152,7 +158,7 @@ def prepare_llama(
 def _plain(prompt: LlamaPrompt) -> str | list[Any]:
     """A prompt in the format of the other routes."""
     if isinstance(prompt, list):
-        return [one.prompt_string if isinstance(one, LlamaText) else one for one in prompt]
+        return [part.prompt_string if isinstance(part, LlamaText) else part for part in prompt]
     return prompt.prompt_string if isinstance(prompt, LlamaText) else prompt
 
 
@@ -198,21 +204,21 @@ class _LlamaAnswers:
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
         """Log-probabilities in llama.cpp's format; those after the samplers as probabilities."""
         name = "top_probs" if self.request.body.post_sampling_probs else "top_logprobs"
-        tops = [[*map(self._entry, self._top(one))] for one in entries]
-        return [{**self._entry(one), name: top} for one, top in zip(entries, tops, strict=True)]
+        tops = [[*map(self._entry, self._top(entry))] for entry in entries]
+        return [{**self._entry(entry), name: top} for entry, top in zip(entries, tops, strict=True)]
 
-    def _top(self, one: TokenLogprob) -> list[TokenLogprob]:
+    def _top(self, entry: TokenLogprob) -> list[TokenLogprob]:
         """The likeliest tokens, of those that could be drawn."""
         after = self.request.body.post_sampling_probs
-        return [each for each in one.top if not after or each.logprob > -math.inf]
+        return [each for each in entry.top if not after or each.logprob > -math.inf]
 
-    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
-        data = self.model.session.tokenizer.spelled(one.id)
-        shown = {"logprob": usage.finite_logprob(one.logprob)}
+    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        data = self.model.session.tokenizer.spelled(entry.id)
+        shown = {"logprob": usage.finite_logprob(entry.logprob)}
         if self.request.body.post_sampling_probs:
-            shown = {"prob": math.exp(one.logprob)}
+            shown = {"prob": math.exp(entry.logprob)}
         return {
-            "id": one.id,
+            "id": entry.id,
             "token": data.decode("utf-8", "replace"),
             "bytes": list(data),
             **shown,
@@ -324,7 +330,7 @@ def _prepare_infill(
 ) -> list[PromptRequests]:
     body, session = request.body, model.session
     sampling = request_options(body, session, LLAMA_CPP, None, _INFILL_ROUTE)
-    files = [(one.filename or "file", one.text) for one in body.input_extra or ()]
+    files = [(file.filename or "file", file.text) for file in body.input_extra or ()]
     # Editors send whole files: what the context has no room for is left out, but room for an
     # answer.
     context = session.opened.context

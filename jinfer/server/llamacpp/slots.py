@@ -116,22 +116,22 @@ async def slots(request: RequestContext[Any]) -> HttpResponse:
         running = {sequence.slot: sequence for sequence in list(session.engine.scheduler.running)}
         shown = []
         for number in range(session.engine.scheduler.slots):
-            one = running.get(number)
+            item = running.get(number)
             state: dict[str, Any] = {
                 "id": number,
                 "n_ctx": session.opened.context,
-                "is_processing": one is not None,
+                "is_processing": item is not None,
             }
-            if one is not None:
-                prompt = len(one.request.prompt)
+            if item is not None:
+                prompt = len(item.request.prompt)
                 state |= {
-                    "id_task": one.request.id,
+                    "id_task": item.request.id,
                     "n_prompt_tokens": prompt,
-                    "n_prompt_tokens_cache": one.cached or 0,
-                    "n_prompt_tokens_processed": min(one.computed, prompt),
+                    "n_prompt_tokens_cache": item.cached or 0,
+                    "n_prompt_tokens_processed": min(item.computed, prompt),
                     "next_token": {
-                        "n_decoded": max(0, len(one.tokens) - prompt),
-                        "n_remain": max(0, one.request.limit - len(one.tokens)),
+                        "n_decoded": max(0, len(item.tokens) - prompt),
+                        "n_remain": max(0, item.request.limit - len(item.tokens)),
                     },
                 }
             shown.append(state)

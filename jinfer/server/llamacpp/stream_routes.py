@@ -47,17 +47,19 @@ async def resume(request: RequestContext[Any]) -> StreamedResponse:
 async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
     """What is known of the streams of some conversations; of those alone that are named."""
     streams = request.service.streams.streams
-    found = [one for id in dict.fromkeys(request.body.conversation_ids) if (one := streams.get(id))]
+    found = [
+        stream for id in dict.fromkeys(request.body.conversation_ids) if (stream := streams.get(id))
+    ]
     return HttpResponse(
         [
             {
-                "conversation_id": one.id,
-                "is_done": one.completed is not None,
-                "total_bytes": one.total,
-                "started_at": int(one.started),
-                "completed_at": int(one.completed or 0),
+                "conversation_id": item.id,
+                "is_done": item.completed is not None,
+                "total_bytes": item.total,
+                "started_at": int(item.started),
+                "completed_at": int(item.completed or 0),
             }
-            for one in found
+            for item in found
         ]
     )
 

@@ -93,14 +93,14 @@ class ModelManager:
         """
         # Loading in the event loop would block other requests.
         start_threads(self.workers, _WORKERS)
-        first = [one for one in self.models if not one.source.on_demand]
-        first.sort(key=lambda one: not one.source.pinned)
-        for one in first[: self.residency.most]:
-            await self.residency.load(one)
-            if one.state != "loaded":
-                raise ApiError(503, one.error)
+        first = [model for model in self.models if not model.source.on_demand]
+        first.sort(key=lambda model: not model.source.pinned)
+        for model in first[: self.residency.most]:
+            await self.residency.load(model)
+            if model.state != "loaded":
+                raise ApiError(503, model.error)
         self._started = self.residency.beside_others = True
-        await self._examine([one for one in self.models if one.source.on_demand])
+        await self._examine([model for model in self.models if model.source.on_demand])
 
     def refuse_requests(self) -> None:
         """Refuses new requests; running ones continue."""
@@ -116,41 +116,41 @@ class ModelManager:
 
     def stats(self) -> dict[str, Stats]:
         """The statistics of each loaded model, awake or asleep."""
-        return {one.name: stats for one in self.models if (stats := one.stats) is not None}
+        return {model.name: stats for model in self.models if (stats := model.stats) is not None}
 
     def notice_ends(self) -> None:
         """Notes of models whose processes have ended by themselves that they are not loaded."""
-        for one in self.models:
-            self.residency.forget(one)
+        for model in self.models:
+            self.residency.forget(model)
 
     async def refresh(self) -> None:
         """Asks the models' own processes for their statistics and adapters."""
-        for one in self.models:
-            if one.open and one.worker is not None:
-                await self._in_worker(one.worker.stats)
+        for model in self.models:
+            if model.open and model.worker is not None:
+                await self._in_worker(model.worker.stats)
 
     def by_name(self, name: str | None) -> ServedModel:
         """The model of that name; None: the first. Raises `ApiError` if there is none."""
         if name is None and self.models:
             return self._unnamed()
-        for one in self.models:
-            if name in one.names:
-                return one
-        for one in self.models:
-            if name in one.adapters:
-                return one
-        raise http_errors.unknown_model(name or "", [one.name for one in self.models])
+        for model in self.models:
+            if name in model.names:
+                return model
+        for model in self.models:
+            if name in model.adapters:
+                return model
+        raise http_errors.unknown_model(name or "", [model.name for model in self.models])
 
     def _unnamed(self) -> ServedModel:
         """The first model of the command line; else the one that was used last, or the first."""
         if self.registry.named:
             return self.models[0]
-        return max(self.models, key=lambda one: (one.open, one.open and one.last_used))
+        return max(self.models, key=lambda model: (model.open, model.open and model.last_used))
 
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a model to be loaded."""
-        return sum(one.waiters for one in self.models)
+        return sum(model.waiters for model in self.models)
 
     def find(self, name: str | None) -> ServedModel:
         """The model that a request means, of those that are known. Raises `ApiError`."""
@@ -177,8 +177,8 @@ class ModelManager:
         """Whether the only model answers requests for another name."""
         if not self._any_name:
             return False
-        one = self.models[0]
-        return name not in (*one.names, *one.adapters)
+        model = self.models[0]
+        return name not in (*model.names, *model.adapters)
 
     @contextlib.asynccontextmanager
     async def use(
@@ -195,35 +195,35 @@ class ModelManager:
                 respond.
             RunsElsewhereError: another process is to answer.
         """
-        one = await self.look_for(name)
-        self._check_open(one)
-        if not self._settings.autoload and one.state == "unloaded":
-            raise http_errors.model_not_loaded(one.name)
-        async with self.hold(one):
-            one.keep = self._keep(one.source) if keep is None else keep
-            if one.worker is not None:
-                raise RunsElsewhereError(one)
-            yield one
+        model = await self.look_for(name)
+        self._check_open(model)
+        if not self._settings.autoload and model.state == "unloaded":
+            raise http_errors.model_not_loaded(model.name)
+        async with self.hold(model):
+            model.keep = self._keep(model.source) if keep is None else keep
+            if model.worker is not None:
+                raise RunsElsewhereError(model)
+            yield model
 
     @contextlib.asynccontextmanager
-    async def hold(self, one: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
+    async def hold(self, model: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
         """Loads a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
 
         Args:
             awake: whether one that sleeps is woken.
         """
-        self.residency.forget(one)
-        if awake or one.state != "sleeping":
-            await self.residency.arrive(one)
-        one.users += 1
-        one.cancel_timers()
-        one.last_used = time.monotonic()
+        self.residency.forget(model)
+        if awake or model.state != "sleeping":
+            await self.residency.arrive(model)
+        model.users += 1
+        model.cancel_timers()
+        model.last_used = time.monotonic()
         try:
-            yield one
+            yield model
         finally:
-            one.users -= 1
-            one.last_used = time.monotonic()
-            self.residency.rest(one)
+            model.users -= 1
+            model.last_used = time.monotonic()
+            self.residency.rest(model)
 
     @contextlib.asynccontextmanager
     async def see(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -232,47 +232,47 @@ class ModelManager:
         Raises:
             ApiError: as `use`.
         """
-        one = await self.look_for(name)
-        if one.state == "sleeping":
-            if one.worker is not None:
-                raise RunsElsewhereError(one, awake=False)
-            yield one
+        model = await self.look_for(name)
+        if model.state == "sleeping":
+            if model.worker is not None:
+                raise RunsElsewhereError(model, awake=False)
+            yield model
         else:
-            async with self.use(name) as one:
-                yield one
+            async with self.use(name) as model:
+                yield model
 
     async def load(self, name: str | None) -> ServedModel:
         """Loads a model, or wakes it, unless it is there. Raises `ApiError`."""
-        one = await self.look_for(name)
-        self._check_open(one)
-        await self.residency.arrive(one)
-        return one
+        model = await self.look_for(name)
+        self._check_open(model)
+        await self.residency.arrive(model)
+        return model
 
-    async def unload(self, one: ServedModel) -> None:
+    async def unload(self, model: ServedModel) -> None:
         """Unloads a model when the requests that use it have ended.
 
         Raises:
             ApiError: it is pinned, or of several processes.
         """
-        _check_may_leave(one, "unloaded")
-        if one.source.pinned:
-            reason = f"{one.name} is pinned, so that it stays in memory"
+        _check_may_leave(model, "unloaded")
+        if model.source.pinned:
+            reason = f"{model.name} is pinned, so that it stays in memory"
             raise http_errors.invalid_request(reason, "model", "pinned")
-        await self.residency.leave(one)
+        await self.residency.leave(model)
 
-    async def sleep(self, one: ServedModel, level: int) -> None:
+    async def sleep(self, model: ServedModel, level: int) -> None:
         """Lets a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
 
         Raises:
             ApiError: it is not loaded, or of several processes.
         """
-        _check_may_leave(one, "put to sleep")
-        self._check_open(one)
-        if not one.open:
-            raise http_errors.model_not_loaded(one.name)
-        await self.residency.leave(one, level)
-        if one.error and one.state == "loaded":
-            raise http_errors.invalid_request(one.error, "model")
+        _check_may_leave(model, "put to sleep")
+        self._check_open(model)
+        if not model.open:
+            raise http_errors.model_not_loaded(model.name)
+        await self.residency.leave(model, level)
+        if model.error and model.state == "loaded":
+            raise http_errors.invalid_request(model.error, "model")
 
     async def reload(self) -> None:
         """Looks for models that have come or gone in the folder and the file.
@@ -286,13 +286,15 @@ class ModelManager:
             sources = await self._in_worker(self.registry.sources)
         except USER_ERRORS as error:
             raise ApiError(500, str(error), code="models_unreadable") from error
-        same = {one.name: one for one in self.models if one.source in sources}
+        same = {model.name: model for model in self.models if model.source in sources}
         before = self.models
-        self.residency.models = [same.get(one.name) or self._served(one) for one in sources]
-        for one in before:
-            if same.get(one.name) is not one:
-                self.residency.dismiss(one)
-        new = [one for one in self.models if same.get(one.name) is not one]
+        self.residency.models = [
+            same.get(source.name) or self._served(source) for source in sources
+        ]
+        for model in before:
+            if same.get(model.name) is not model:
+                self.residency.dismiss(model)
+        new = [model for model in self.models if same.get(model.name) is not model]
         self.residency.run(self._examine(new))
 
     def _served(self, source: ModelSource) -> ServedModel:
@@ -301,20 +303,20 @@ class ModelManager:
     def _keep(self, source: ModelSource) -> float | None:
         return self._settings.idle_unload if source.idle_unload is None else source.idle_unload
 
-    def _check_open(self, one: ServedModel) -> None:
+    def _check_open(self, model: ServedModel) -> None:
         if self.residency.closed:
             raise http_errors.shutting_down()
-        if not self._started and one.state != "loaded":
+        if not self._started and model.state != "loaded":
             raise http_errors.model_loading()
         if reason := self.unavailable_reason():
             raise http_errors.process_unresponsive(reason)
 
     async def _examine(self, models: Sequence[ServedModel]) -> None:
         """Notes of models that nobody has asked for yet how big they are, and what is wrong."""
-        for one in models:
-            error, one.file_bytes = await self._in_worker(partial(examine, one.source))
-            if one.state == "unloaded":
-                one.error = error
+        for model in models:
+            error, model.file_bytes = await self._in_worker(partial(examine, model.source))
+            if model.state == "unloaded":
+                model.error = error
 
     async def _in_worker[T](self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.workers, work)
@@ -322,11 +324,11 @@ class ModelManager:
 
 def _most(models: Sequence[ServedModel], asked: int | None, registry: ModelRegistry) -> int:
     """Number of models that may be in memory at a time."""
-    at_start = sum(not one.source.on_demand for one in models)
+    at_start = sum(not model.source.on_demand for model in models)
     return asked or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))
 
 
-def _check_may_leave(one: ServedModel, what: str) -> None:
+def _check_may_leave(model: ServedModel, what: str) -> None:
     if current_group() is not None:
-        reason = f"{one.name} is computed by several processes, and cannot be {what}"
+        reason = f"{model.name} is computed by several processes, and cannot be {what}"
         raise http_errors.invalid_request(reason, "model", "not_supported")

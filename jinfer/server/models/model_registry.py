@@ -54,8 +54,10 @@ class ModelRegistry:
             SourceError: the folder cannot be read.
             SpecError: an invalid key of the file, or a name that two models have.
         """
-        found = {one.name: one for one in self.named}
-        in_folder = {one.name: one for one in self._in_folder() if one.name not in found}
+        found = {source.name: source for source in self.named}
+        in_folder = {
+            source.name: source for source in self._in_folder() if source.name not in found
+        }
         for name, table in self._tables():
             if name in found:
                 raise SpecError(self.file, name, "is a model of the command line, too; rename one")
@@ -110,11 +112,11 @@ class ModelRegistry:
 
     def _check_aliases(self, found: Mapping[str, ModelSource]) -> None:
         seen = set(found)
-        for one in found.values():
-            for alias in one.aliases:
+        for item in found.values():
+            for alias in item.aliases:
                 if alias in seen:
                     reason = f"{show_value(alias)} is another model's name, or another alias"
-                    raise SpecError(self.file, f"{one.name}.aliases", reason)
+                    raise SpecError(self.file, f"{item.name}.aliases", reason)
                 seen.add(alias)
 
     def _in_folder(self) -> Iterator[ModelSource]:
@@ -148,8 +150,8 @@ def models_in(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _models_in(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
-    entries = [one for one in sorted(folder.iterdir()) if not one.name.startswith(".")]
-    specified = {one.stem for one in entries if one.suffix == ".toml"}
+    entries = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    specified = {entry.stem for entry in entries if entry.suffix == ".toml"}
     for path in entries:
         if path.is_dir():
             yield from _models_of(path, prefix + path.name, depth)
@@ -162,13 +164,13 @@ def _models_in(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Pat
 def _models_of(folder: Path, name: str, depth: int) -> Iterator[tuple[str, Path]]:
     """What a folder is: a checkpoint, several GGUF files, or a folder of such folders."""
     try:
-        names = {one.name for one in folder.iterdir()}
+        names = {path.name for path in folder.iterdir()}
     except OSError:
         yield name, folder  # opening it says why
         return
-    weights = sorted(one for one in names if is_gguf_model(one))
+    weights = sorted(name for name in names if is_gguf_model(name))
     marked = path_exists(folder / SPEC_FILE) or names & set(_MARKS)
-    if marked or any(Path(one).suffix in _WEIGHTS for one in names):
+    if marked or any(Path(name).suffix in _WEIGHTS for name in names):
         yield name, folder
     elif len(weights) == 1:
         yield name, folder / weights[0]

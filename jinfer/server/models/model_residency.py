@@ -61,28 +61,28 @@ class ModelResidency:
         self._warmer = ThreadPoolExecutor(1, thread_name_prefix="warmer", initializer=lower)
         self._unloader = ThreadPoolExecutor(1, thread_name_prefix="unloader")
 
-    async def arrive(self, one: ServedModel) -> None:
+    async def arrive(self, model: ServedModel) -> None:
         """Waits until a model is loaded and nobody wants it to leave; loads it if needed.
 
         Raises:
             ApiError: it could not be loaded, or there is no room for it.
         """
-        while one.state != "loaded" or one.leaving:
-            if one.arrival is None:
-                one.arrival = asyncio.get_running_loop().create_future()
-            arrival = one.arrival
-            one.waiters += 1
+        while model.state != "loaded" or model.leaving:
+            if model.arrival is None:
+                model.arrival = asyncio.get_running_loop().create_future()
+            arrival = model.arrival
+            model.waiters += 1
             try:
-                self._want(one)
+                self._want(model)
                 if (error := await asyncio.shield(arrival)) is not None:
                     raise http_errors.repeated(error)
             finally:
-                one.waiters -= 1
-                if not one.waiters and one in self._queue:  # nobody waits for it any more
-                    self._queue.remove(one)
-                    self.rest(one)
+                model.waiters -= 1
+                if not model.waiters and model in self._queue:  # nobody waits for it any more
+                    self._queue.remove(model)
+                    self.rest(model)
 
-    async def leave(self, one: ServedModel, level: int = 0) -> None:
+    async def leave(self, model: ServedModel, level: int = 0) -> None:
         """Unloads a model, or lets it sleep, once the requests that use it have ended.
 
         Requests that come meanwhile wait until it has left, and have it loaded again. Whoever stops
@@ -91,45 +91,45 @@ class ModelResidency:
         Args:
             level: 0: unload; 1 and 2: as of `LLM.sleep`.
         """
-        one.leaving += 1
-        departures = one.departures
+        model.leaving += 1
+        departures = model.departures
         try:
-            while one.departures == departures and not one.has_left(level):
-                if one.open and not one.users:
-                    self._begin_to_leave(one, level)
-                await self._change(one)
+            while model.departures == departures and not model.has_left(level):
+                if model.open and not model.users:
+                    self._begin_to_leave(model, level)
+                await self._change(model)
         finally:
-            one.leaving -= 1
-            self.rest(one)
+            model.leaving -= 1
+            self.rest(model)
 
-    async def load(self, one: ServedModel) -> None:
+    async def load(self, model: ServedModel) -> None:
         """Loads a model in a thread, or wakes it; `one.error` says why that failed."""
-        one.state, begun, error = "loading", time.perf_counter(), ""
+        model.state, begun, error = "loading", time.perf_counter(), ""
         self._share_cores()
         try:
-            if one.llm_or_none is None:
-                opened = await _in(self._loader, self._open, one.source)
-                one.llm_or_none, one.details = opened
+            if model.llm_or_none is None:
+                opened = await _in(self._loader, self._open, model.source)
+                model.llm_or_none, model.details = opened
             else:
-                await _in(self._loader, one.llm_or_none.wake_up)
+                await _in(self._loader, model.llm_or_none.wake_up)
         except USER_ERRORS as failure:
             error = " ".join(str(failure).split())
-            _log.error("%s: %s", one.name, error)
+            _log.error("%s: %s", model.name, error)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            _log.exception("%s could not be loaded", one.name)
-        if error and one.llm_or_none is not None:  # it slept, and cannot be woken
-            llm, one.llm_or_none = one.llm_or_none, None
+            _log.exception("%s could not be loaded", model.name)
+        if error and model.llm_or_none is not None:  # it slept, and cannot be woken
+            llm, model.llm_or_none = model.llm_or_none, None
             await _in(self._unloader, llm.close)
-        one.state, one.error = ("unloaded" if error else "loaded"), error
-        one.sleep_level, one.last_used = 0, time.monotonic()
+        model.state, model.error = ("unloaded" if error else "loaded"), error
+        model.sleep_level, model.last_used = 0, time.monotonic()
         if not error:
             seconds = round(time.perf_counter() - begun, 3)
-            _log.info("model loaded", extra={"model": one.name, "seconds": seconds})
-            if self._settings.warm_up and one.worker is None:
-                self.run(_in(self._warmer, warm_up_constraints, one.llm))
-        _answer(one, http_errors.load_failed(one.name, error) if error else None)
-        self.rest(one)
+            _log.info("model loaded", extra={"model": model.name, "seconds": seconds})
+            if self._settings.warm_up and model.worker is None:
+                self.run(_in(self._warmer, warm_up_constraints, model.llm))
+        _answer(model, http_errors.load_failed(model.name, error) if error else None)
+        self.rest(model)
 
     def _open(self, source: ModelSource) -> Opened:
         if self.beside_others:
@@ -139,43 +139,44 @@ class ModelResidency:
     def _share_cores(self) -> None:
         """Tells the models of this process whether others come or go, or compute beside them."""
         busy = any(
-            one.worker is not None or one.state in ("loading", "unloading") for one in self.models
+            model.worker is not None or model.state in ("loading", "unloading")
+            for model in self.models
         )
-        for one in self.models:
-            if isinstance(one.llm_or_none, LLM):
-                one.session.engine.contended = busy or self._settings.is_worker
+        for model in self.models:
+            if isinstance(model.llm_or_none, LLM):
+                model.session.engine.contended = busy or self._settings.is_worker
 
-    def forget(self, one: ServedModel) -> None:
+    def forget(self, model: ServedModel) -> None:
         """Notes that a model's process has ended by itself; the next request loads it again."""
-        if one.worker is not None and one.worker.has_ended and one.open:
-            self.run(_in(self._unloader, one.worker.close))
-            _log.error("%s: its process has ended", one.name)
-            one.state, one.llm_or_none, one.error = "unloaded", None, "its process has ended"
-            self.rest(one)
+        if model.worker is not None and model.worker.has_ended and model.open:
+            self.run(_in(self._unloader, model.worker.close))
+            _log.error("%s: its process has ended", model.name)
+            model.state, model.llm_or_none, model.error = "unloaded", None, "its process has ended"
+            self.rest(model)
 
-    def dismiss(self, one: ServedModel) -> None:
+    def dismiss(self, model: ServedModel) -> None:
         """Unloads a model that is not offered any more, once nobody uses it."""
-        one.gone = True
-        if one in self._queue:
-            self._queue.remove(one)
-        self._want(one)
-        self.run(self.leave(one))
+        model.gone = True
+        if model in self._queue:
+            self._queue.remove(model)
+        self._want(model)
+        self.run(self.leave(model))
 
-    def rest(self, one: ServedModel) -> None:
+    def rest(self, model: ServedModel) -> None:
         """Says what is to happen to a model unless somebody uses it meanwhile."""
         self._share_cores()
-        for future in self._watching.pop(one, ()):
+        for future in self._watching.pop(model, ()):
             if not future.done():
                 future.set_result(None)
-        if one.state == "loaded" and not one.leaving:
-            _answer(one, None)  # those who waited for it to leave, and it stayed
-        if one.open and not one.users and not one.source.pinned and one not in self._queue:
-            one.cancel_timers()
-            loop, rested = asyncio.get_running_loop(), time.monotonic() - one.last_used
-            for after, level in ((one.keep, 0), (self._settings.idle_sleep, _DOZES)):
-                if after is not None and after < math.inf and not one.has_left(level):
-                    due = loop.call_later(max(0.0, after - rested), self._due, one, level)
-                    one.timers.append(due)
+        if model.state == "loaded" and not model.leaving:
+            _answer(model, None)  # those who waited for it to leave, and it stayed
+        if model.open and not model.users and not model.source.pinned and model not in self._queue:
+            model.cancel_timers()
+            loop, rested = asyncio.get_running_loop(), time.monotonic() - model.last_used
+            for after, level in ((model.keep, 0), (self._settings.idle_sleep, _DOZES)):
+                if after is not None and after < math.inf and not model.has_left(level):
+                    due = loop.call_later(max(0.0, after - rested), self._due, model, level)
+                    model.timers.append(due)
         self._advance()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -189,97 +190,99 @@ class ModelResidency:
         self.closed = True
         for task in list(self._tasks):
             task.cancel()
-        for one in self.models:
-            one.cancel_timers()
-            if one.open:
-                await _in(self._unloader, one.loaded.close)
+        for model in self.models:
+            model.cancel_timers()
+            if model.open:
+                await _in(self._unloader, model.loaded.close)
         for pool in (self._loader, self._unloader, self._warmer):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _want(self, one: ServedModel) -> None:
+    def _want(self, model: ServedModel) -> None:
         """Queues a model that is waited for, and is neither in memory nor on its way there."""
-        if one.gone:
-            _answer(one, http_errors.unknown_model(one.name, [each.name for each in self.models]))
-        elif one.waiters and one.state in ("unloaded", "sleeping") and one not in self._queue:
-            one.cancel_timers()
-            self._queue.append(one)
-            self._give_up_later(one, self._settings.model_wait)
+        if model.gone:
+            _answer(
+                model, http_errors.unknown_model(model.name, [each.name for each in self.models])
+            )
+        elif model.waiters and model.state in ("unloaded", "sleeping") and model not in self._queue:
+            model.cancel_timers()
+            self._queue.append(model)
+            self._give_up_later(model, self._settings.model_wait)
         self._advance()
 
-    def _give_up_later(self, one: ServedModel, seconds: float) -> None:
-        timer = asyncio.get_running_loop().call_later(seconds, self._give_up, one)
-        one.timers.append(timer)
+    def _give_up_later(self, model: ServedModel, seconds: float) -> None:
+        timer = asyncio.get_running_loop().call_later(seconds, self._give_up, model)
+        model.timers.append(timer)
 
-    def _give_up(self, one: ServedModel) -> None:
+    def _give_up(self, model: ServedModel) -> None:
         """Tells those who wait for a model that there was no room for it."""
-        if one in self._queue and any(each.state == "unloading" for each in self.models):
-            self._give_up_later(one, _LEAVING)
-        elif one in self._queue:
-            self._queue.remove(one)
-            _answer(one, http_errors.no_room(one.name, self.most, self._settings.retry_after))
-            self.rest(one)
+        if model in self._queue and any(each.state == "unloading" for each in self.models):
+            self._give_up_later(model, _LEAVING)
+        elif model in self._queue:
+            self._queue.remove(model)
+            _answer(model, http_errors.no_room(model.name, self.most, self._settings.retry_after))
+            self.rest(model)
 
     def _advance(self) -> None:
         """Loads what is next in the queue, or makes room for it."""
         while self._queue and not self.closed:
-            one = self._queue[0]
-            others = [each for each in self.models if each.occupies and each is not one]
+            model = self._queue[0]
+            others = [each for each in self.models if each.occupies and each is not model]
             if len(others) < self.most:
                 self._queue.pop(0)
-                one.cancel_timers()
-                one.state = "loading"
-                self.run(self.load(one))
+                model.cancel_timers()
+                model.state = "loading"
+                self.run(self.load(model))
                 continue
             idle = [each for each in others if each.may_leave]
             if idle and not any(each.state == "unloading" for each in others):
                 self._begin_to_leave(min(idle, key=lambda each: each.last_used), 0)
             return
 
-    def _due(self, one: ServedModel, level: int) -> None:
-        if one.open and not one.users and not one.waiters and not one.has_left(level):
-            self._begin_to_leave(one, level)
+    def _due(self, model: ServedModel, level: int) -> None:
+        if model.open and not model.users and not model.waiters and not model.has_left(level):
+            self._begin_to_leave(model, level)
 
-    def _begin_to_leave(self, one: ServedModel, level: int) -> None:
-        one.cancel_timers()
-        one.state = "unloading"
-        self.run(self._take_away(one, level))
+    def _begin_to_leave(self, model: ServedModel, level: int) -> None:
+        model.cancel_timers()
+        model.state = "unloading"
+        self.run(self._take_away(model, level))
 
-    async def _take_away(self, one: ServedModel, level: int) -> None:
-        llm, why = one.loaded, ""
+    async def _take_away(self, model: ServedModel, level: int) -> None:
+        llm, why = model.loaded, ""
         try:
             if not level:
-                self._unloaded(one.name, await _in(self._unloader, llm.stats))
-                one.llm_or_none = None
+                self._unloaded(model.name, await _in(self._unloader, llm.stats))
+                model.llm_or_none = None
             await _in(self._unloader, *((llm.sleep, level) if level else (llm.close,)))
         except USER_ERRORS as error:
             why = " ".join(str(error).split())
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            _log.exception("%s could not be unloaded", one.name)
+            _log.exception("%s could not be unloaded", model.name)
         if not level:
             del llm
             await _in(self._unloader, trim)  # the tokenizer is freed only now
-        one.error = why
+        model.error = why
         if why and level:
-            one.state = "loaded"
-            _log.error("%s does not sleep: %s", one.name, why)
+            model.state = "loaded"
+            _log.error("%s does not sleep: %s", model.name, why)
         else:
-            one.state, one.sleep_level = ("sleeping" if level else "unloaded"), level
-            _log.info("model sleeps" if level else "model unloaded", extra={"model": one.name})
-        one.departures += 1
-        self._want(one)
-        self.rest(one)
+            model.state, model.sleep_level = ("sleeping" if level else "unloaded"), level
+            _log.info("model sleeps" if level else "model unloaded", extra={"model": model.name})
+        model.departures += 1
+        self._want(model)
+        self.rest(model)
 
-    async def _change(self, one: ServedModel) -> None:
+    async def _change(self, model: ServedModel) -> None:
         """Waits until `rest` is called."""
         future = asyncio.get_running_loop().create_future()
-        self._watching.setdefault(one, []).append(future)
+        self._watching.setdefault(model, []).append(future)
         await future
 
 
-def _answer(one: ServedModel, error: ApiError | None) -> None:
+def _answer(model: ServedModel, error: ApiError | None) -> None:
     """Lets those who wait for a model go on, or tells them why it does not come."""
-    arrival, one.arrival = one.arrival, None
+    arrival, model.arrival = model.arrival, None
     if arrival is not None and not arrival.done():
         arrival.set_result(error)
 

@@ -156,7 +156,9 @@ def _question(source: ModelSource, settings: ServerSettings, socket: str) -> byt
     asked = {
         "source": asdict(alone),
         "settings": asdict(own),
-        "processors": [f"{name}={one.__module__}:{one.__qualname__}" for name, one in named],
+        "processors": [
+            f"{name}={source.__module__}:{source.__qualname__}" for name, source in named
+        ],
         "socket": socket,
     }
     return json.dumps(asked).encode() + b"\n"

@@ -58,7 +58,9 @@ async def chat(request: RequestContext[OllamaChatRequest]) -> HttpResponse | Str
     return await _answer(request, empty=not request.body.messages)
 
 
-async def generate(request: RequestContext[OllamaGenerateRequest]) -> HttpResponse | StreamedResponse:
+async def generate(
+    request: RequestContext[OllamaGenerateRequest],
+) -> HttpResponse | StreamedResponse:
     """Handles a generate request; without a prompt the model is only loaded."""
     body = request.body
     reject_fields(
@@ -86,7 +88,10 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
     if body.stream is not False:
         return StreamedResponse(_lines(request, clock), NDJSON_MEDIA_TYPE, _failed)
     prepare = partial(_prepare, clock)
-    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with (
+        request.running(prepare) as (model, run),
+        contextlib.aclosing(run.chunks()) as pieces,
+    ):
         answer, whole = _OllamaAnswer(request, model, run, clock), _Parts()
         async for batch in pieces:
             for _, chunk in batch or ():
@@ -108,11 +113,14 @@ async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
 async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
     """The lines of a stream; the last one has the figures. Silence has no lines."""
     prepare = partial(_prepare, clock)
-    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with (
+        request.running(prepare) as (model, run),
+        contextlib.aclosing(run.chunks()) as pieces,
+    ):
         answer = _OllamaAnswer(request, model, run, clock)
         async for batch in pieces:
             parts = [answer.push(chunk) for _, chunk in batch or ()]
-            yield b"".join(dumps(answer.line(one)) + b"\n" for one in parts if one)
+            yield b"".join(dumps(answer.line(part)) + b"\n" for part in parts if part)
         yield dumps(answer.end(_Parts())) + b"\n"
 
 
@@ -220,15 +228,15 @@ class _OllamaAnswer:
         return parts
 
     def _parts(self, delta: OutputDelta) -> _Parts:
-        ended = [one.index for one in delta.calls if one.end == "done"]
+        ended = [tool_call.index for tool_call in delta.calls if tool_call.end == "done"]
         return _Parts(delta.content, delta.reasoning, list(map(self._call, ended)))
 
     def _call(self, index: int) -> dict[str, Any]:
-        one = self._parsed.calls[index]
-        arguments = json.loads(one.arguments or "{}")
+        tool_call = self._parsed.calls[index]
+        arguments = json.loads(tool_call.arguments or "{}")
         return {
-            "id": one.id,
-            "function": {"index": index, "name": one.name, "arguments": arguments},
+            "id": tool_call.id,
+            "function": {"index": index, "name": tool_call.name, "arguments": arguments},
         }
 
     def line(self, parts: _Parts) -> dict[str, Any]:
@@ -296,7 +304,9 @@ async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
         request.note(prompt_tokens=tokens)
         vectors = truncate_vectors(vectors, body.dimensions, unit=True)
         head |= {"total_duration": clock.total, "prompt_eval_count": tokens}
-        return HttpResponse(await request.service.in_thread(dumps_list, head, "embeddings", vectors))
+        return HttpResponse(
+            await request.service.in_thread(dumps_list, head, "embeddings", vectors)
+        )
 
 
 async def embeddings(request: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:

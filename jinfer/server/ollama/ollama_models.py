@@ -42,20 +42,20 @@ async def version(request: RequestContext[Any]) -> HttpResponse:
 async def tags(request: RequestContext[Any]) -> HttpResponse:
     """Lists the served models."""
     models = request.service.models.models
-    return HttpResponse({"models": [shown for one in models for shown in _with_adapters(one)]})
+    return HttpResponse({"models": [shown for model in models for shown in _with_adapters(model)]})
 
 
 async def running(request: RequestContext[Any]) -> HttpResponse:
     """Lists the models in memory, but for those that sleep."""
     listed = []
-    for one in request.service.models.models:
-        if one.state == "loaded":
-            shown = _listed(one)
+    for model in request.service.models.models:
+        if model.state == "loaded":
+            shown = _listed(model)
             more = {
                 "size_vram": shown["size"],
-                "context_length": one.details.context if one.details else 0,
+                "context_length": model.details.context if model.details else 0,
             }
-            listed.append({**shown, "expires_at": _expiry(one), **more})
+            listed.append({**shown, "expires_at": _expiry(model), **more})
     return HttpResponse({"models": listed})
 
 
@@ -115,13 +115,13 @@ async def refuse(request: RequestContext[Any]) -> HttpResponse:
     )
 
 
-def _expiry(one: ServedModel) -> str:
+def _expiry(model: ServedModel) -> str:
     """When a model leaves memory if nobody asks it anything meanwhile."""
-    if one.keep is None or one.keep == math.inf or one.source.pinned:
+    if model.keep is None or model.keep == math.inf or model.source.pinned:
         return _FOREVER
-    rested = 0.0 if one.users else time.monotonic() - one.last_used
+    rested = 0.0 if model.users else time.monotonic() - model.last_used
     try:
-        return timestamp(datetime.now(UTC) + timedelta(seconds=max(0.0, one.keep - rested)))
+        return timestamp(datetime.now(UTC) + timedelta(seconds=max(0.0, model.keep - rested)))
     except OverflowError:
         return _FOREVER
 
@@ -131,28 +131,28 @@ def _parameters(opened: Opened) -> Iterator[str]:
     params = SamplingParams(**over_defaults(dict(OLLAMA), canonical_names(opened.defaults)))
     for option in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n"):
         yield f"{option} {getattr(params, parameter_of(option))}"
-    yield from (f"stop {dumps(one).decode()}" for one in params.stop)
+    yield from (f"stop {dumps(text).decode()}" for text in params.stop)
 
 
-def _with_adapters(one: ServedModel) -> Iterator[dict[str, Any]]:
+def _with_adapters(model: ServedModel) -> Iterator[dict[str, Any]]:
     """A model of a list, and its LoRA adapters, whose names requests may use as well."""
-    shown = _listed(one)
+    shown = _listed(model)
     yield shown
-    for name in one.adapters:
-        details = {**shown["details"], "parent_model": one.name}
-        digest = _digest(name, one.source.path)
+    for name in model.adapters:
+        details = {**shown["details"], "parent_model": model.name}
+        digest = _digest(name, model.source.path)
         yield {**shown, "name": name, "model": name, "digest": digest, "details": details}
 
 
-def _listed(one: ServedModel) -> dict[str, Any]:
+def _listed(model: ServedModel) -> dict[str, Any]:
     """A model of a list; what is not known yet is empty."""
     return {
-        "name": one.name,
-        "model": one.name,
-        "modified_at": _modified(one),
-        "size": one.details.size if one.details else one.file_bytes,
-        "digest": _digest(one.name, one.source.path),
-        "details": _details(one),
+        "name": model.name,
+        "model": model.name,
+        "modified_at": _modified(model),
+        "size": model.details.size if model.details else model.file_bytes,
+        "digest": _digest(model.name, model.source.path),
+        "details": _details(model),
     }
 
 
@@ -161,12 +161,12 @@ def _digest(*names: str) -> str:
     return hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
-def _modified(one: ServedModel) -> str:
-    return timestamp(datetime.fromtimestamp(one.created, UTC))
+def _modified(model: ServedModel) -> str:
+    return timestamp(datetime.fromtimestamp(model.created, UTC))
 
 
-def _details(one: ServedModel) -> dict[str, Any]:
-    if (known := one.details) is None:
+def _details(model: ServedModel) -> dict[str, Any]:
+    if (known := model.details) is None:
         return {"parent_model": "", **_UNKNOWN, "quantization_level": ""}
     return {
         "parent_model": "",

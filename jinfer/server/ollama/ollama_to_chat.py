@@ -80,27 +80,27 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages of a chat completion. Calls without an id get one, and their answers the same."""
     waiting: list[tuple[str, str]] = []  # names and ids of calls without an answer
     result = []
-    for number, one in enumerate(messages):
-        if one.images:
+    for number, item in enumerate(messages):
+        if item.images:
             raise unsupported_field("the model does not read images", f"messages.{number}.images")
         message: dict[str, Any] = {
-            "role": one.role,
-            "content": one.content or "",
-            "reasoning_content": one.thinking,
-            "name": one.tool_name,
-            "tool_call_id": one.tool_call_id,
+            "role": item.role,
+            "content": item.content or "",
+            "reasoning_content": item.thinking,
+            "name": item.tool_name,
+            "tool_call_id": item.tool_call_id,
         }
-        if one.tool_calls:
-            ids = [call.id or f"call_{number}_{i}" for i, call in enumerate(one.tool_calls)]
-            functions = [call.function for call in one.tool_calls]
+        if item.tool_calls:
+            ids = [call.id or f"call_{number}_{i}" for i, call in enumerate(item.tool_calls)]
+            functions = [call.function for call in item.tool_calls]
             waiting = [(each.name, id) for each, id in zip(functions, ids, strict=True)]
             message["tool_calls"] = list(map(_call, ids, functions))
-        if one.role == "tool" and waiting:
-            named = [pair for pair in waiting if pair[0] == one.tool_name]
-            answered = next((pair for pair in waiting if pair[1] == one.tool_call_id), None)
+        if item.role == "tool" and waiting:
+            named = [pair for pair in waiting if pair[0] == item.tool_name]
+            answered = next((pair for pair in waiting if pair[1] == item.tool_call_id), None)
             answered = answered or (named or waiting)[0]
             waiting.remove(answered)
-            message["tool_call_id"] = one.tool_call_id or answered[1]
+            message["tool_call_id"] = item.tool_call_id or answered[1]
         result.append({k: v for k, v in message.items() if v is not None})
     return result
 

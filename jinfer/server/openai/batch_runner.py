@@ -98,12 +98,12 @@ def read_lines(path: Path, endpoint: str, most_bytes: int) -> list[BatchLine]:
                 if text.strip():
                     if len(lines) >= MAX_LINES:
                         raise _line_error("too_many_tasks", f"it has more than {MAX_LINES} lines")
-                    one = _read_line(text, start, endpoint, most_bytes)
-                    if one.custom_id in lines:
+                    line = _read_line(text, start, endpoint, most_bytes)
+                    if line.custom_id in lines:
                         raise _line_error(
                             "duplicate_custom_id", "another line has this custom_id", "custom_id"
                         )
-                    lines[one.custom_id] = one
+                    lines[line.custom_id] = line
             except ApiError as error:
                 known = {"code": error.code, "message": error.message, "param": error.param}
                 errors.append({**known, "line": number})
@@ -180,10 +180,10 @@ async def _elsewhere(
         status = message.get("status", status)
         pieces.append(message.get("body", b""))
 
-    async with service.models.hold(found.model, awake=found.awake) as one:
-        assert one.worker is not None, "it has a process of its own"
+    async with service.models.hold(found.model, awake=found.awake) as model:
+        assert model.worker is not None, "it has a process of its own"
         seconds = service.settings.send_seconds
-        await forward(request, data, id, one.worker.socket, send, seconds)
+        await forward(request, data, id, model.worker.socket, send, seconds)
     return status, orjson.loads(b"".join(pieces)), id
 
 
@@ -300,8 +300,8 @@ class BatchRunner:
                     task.result()
             return "completed"
         finally:
-            for one in (*tasks, working, stopped):
-                one.cancel()
+            for item in (*tasks, working, stopped):
+                item.cancel()
             await asyncio.gather(*tasks, working, stopped, return_exceptions=True)
 
     async def _at_a_time(self, batch: dict[str, Any], lines: list[BatchLine]) -> int:

@@ -93,7 +93,9 @@ async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
 
 async def list_batches(request: RequestContext[Any]) -> HttpResponse:
     """Lists the batches."""
-    return HttpResponse(listed_page(request.http, list(map(shown, _store(request).batches.values()))))
+    return HttpResponse(
+        listed_page(request.http, list(map(shown, _store(request).batches.values())))
+    )
 
 
 async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:

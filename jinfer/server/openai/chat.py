@@ -103,7 +103,9 @@ class _ChatAnswer(OpenAIAnswer):
         if reading.reasoning and self._shows_thoughts:
             message["reasoning_content"] = reading.reasoning
         if reading.calls:
-            message["tool_calls"] = [_call(one, complete=True) for one in reading.calls.values()]
+            message["tool_calls"] = [
+                _call(tool_call, complete=True) for tool_call in reading.calls.values()
+            ]
         choice: dict[str, Any] = {
             "index": index,
             "message": message,
@@ -142,8 +144,8 @@ class _ChatAnswer(OpenAIAnswer):
             deltas.append(reading.finish(piece.finish_reason))
             reason = self._reason(reading, piece.finish_reason)
         delta: dict[str, Any] = {}
-        for one in deltas:
-            for name, value in _delta(one, thoughts=self._shows_thoughts).items():
+        for item in deltas:
+            for name, value in _delta(item, thoughts=self._shows_thoughts).items():
                 delta[name] = delta[name] + value if name in delta else value
         more: dict[str, Any] = {}
         if body.logprobs:
@@ -163,12 +165,12 @@ class _ChatAnswer(OpenAIAnswer):
         return result
 
 
-def _call(one: ToolCallDelta, *, complete: bool = False) -> dict[str, Any]:
-    function: dict[str, Any] = {"arguments": one.arguments}
-    if one.name is not None:
-        function = {"name": one.name, **function}
-    head = {} if one.id is None else {"id": one.id, "type": "function"}
-    return {**({} if complete else {"index": one.index}), **head, "function": function}
+def _call(tool_call: ToolCallDelta, *, complete: bool = False) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": tool_call.arguments}
+    if tool_call.name is not None:
+        function = {"name": tool_call.name, **function}
+    head = {} if tool_call.id is None else {"id": tool_call.id, "type": "function"}
+    return {**({} if complete else {"index": tool_call.index}), **head, "function": function}
 
 
 def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
@@ -177,7 +179,11 @@ def _delta(delta: OutputDelta, *, thoughts: bool = True) -> dict[str, Any]:
         result["content"] = delta.content
     if delta.reasoning and thoughts:
         result["reasoning_content"] = delta.reasoning
-    calls = [_call(one) for one in delta.calls if one.name is not None or one.arguments]
+    calls = [
+        _call(tool_call)
+        for tool_call in delta.calls
+        if tool_call.name is not None or tool_call.arguments
+    ]
     if calls:
         result["tool_calls"] = calls
     return result

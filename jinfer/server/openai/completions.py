@@ -149,7 +149,9 @@ def token_offsets_in(
 _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.model_fields)
 
 
-async def completions(request: RequestContext[CompletionRequest]) -> HttpResponse | StreamedResponse:
+async def completions(
+    request: RequestContext[CompletionRequest],
+) -> HttpResponse | StreamedResponse:
     """Handles a completion request."""
     body = request.body
     check_stream(body, body.stream, body.stream_options)
@@ -255,7 +257,7 @@ class _TextAnswers(OpenAIAnswer):
             before = self.prompt_logprobs[prompt] if body.echo else []
             ids = job.ids[:1] if body.echo else []
             offsets = self._prompt_offsets(prompt) if body.echo else []
-            own = self._offsets(prompt).of([one.id for one in entries])
+            own = self._offsets(prompt).of([entry.id for entry in entries])
             offsets += [len(echoed) + place for place in own]
             offsets = [min(place, len(text)) for place in offsets]
             choice["logprobs"] = self._logprobs([*before, *entries], ids, offsets)
@@ -295,29 +297,32 @@ class _TextAnswers(OpenAIAnswer):
     def _sent_text(self, prompt: int) -> str | None:
         """A prompt that was sent as a text; None for token ids."""
         given = self.request.body.prompt
-        one = given if isinstance(given, str) else given[prompt]
-        return one if isinstance(one, str) else None
+        item = given if isinstance(given, str) else given[prompt]
+        return item if isinstance(item, str) else None
 
     def _logprobs(
         self, entries: Sequence[TokenLogprob], first: Sequence[int], offsets: Sequence[int]
     ) -> dict[str, Any]:
         """Log-probabilities in the format of completions; the first token of a prompt has none."""
         tokenizer = self.model.llm.tokenizer
-        ids = [*first, *(one.id for one in entries)]
+        ids = [*first, *(entry.id for entry in entries)]
         unknown: list[None] = [None] * len(first)
         return {
             "tokens": [usage.token_text(tokenizer, id, self._as_ids) for id in ids],
-            "token_logprobs": [*unknown, *(usage.finite_logprob(one.logprob) for one in entries)],
-            "top_logprobs": [*unknown, *(self._top(one) for one in entries)],
+            "token_logprobs": [
+                *unknown,
+                *(usage.finite_logprob(entry.logprob) for entry in entries),
+            ],
+            "top_logprobs": [*unknown, *(self._top(entry) for entry in entries)],
             "text_offset": [*offsets],
         }
 
-    def _top(self, one: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
         tokenizer, as_ids = self.model.llm.tokenizer, self._as_ids
         # The sampled token is listed too, even if it is not among the likeliest.
         return {
             usage.token_key(tokenizer, each.id, as_ids): usage.finite_logprob(each.logprob)
-            for each in (*one.top, one)
+            for each in (*entry.top, entry)
         }
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:

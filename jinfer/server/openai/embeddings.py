@@ -160,7 +160,7 @@ async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
 def _plain(given: Any) -> Any:
     """Texts as other routes have them."""
     if isinstance(given, list):
-        return [_plain(one) for one in given]
+        return [_plain(item) for item in given]
     return given.text if isinstance(given, TextObject) else given
 
 
@@ -190,12 +190,12 @@ async def fill_mask(request: RequestContext[FillMaskRequest]) -> HttpResponse:
             listed = [
                 [
                     {
-                        "token": one.text,
-                        "token_id": one.id,
-                        "logprob": one.logprob,
-                        "probability": math.exp(one.logprob),
+                        "token": token.text,
+                        "token_id": token.id,
+                        "logprob": token.logprob,
+                        "probability": math.exp(token.logprob),
                     }
-                    for one in mask
+                    for token in mask
                 ]
                 for mask in masks
             ]

@@ -138,8 +138,10 @@ def _values(parser: MultipartParser) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, text in parser.fields.items():
         if (nested := _NESTED.fullmatch(name)) is not None:
-            one: Any = int(text) if text.isascii() and text.isdecimal() and len(text) < 17 else text
-            values.setdefault("expires_after", {})[nested[1]] = one
+            item: Any = (
+                int(text) if text.isascii() and text.isdecimal() and len(text) < 17 else text
+            )
+            values.setdefault("expires_after", {})[nested[1]] = item
         else:
             values[name] = text
     if parser.filename is not None:
@@ -152,19 +154,21 @@ async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
     body, store = request.body, file_store(request.service)
     seconds = None if body.expires_after is None else body.expires_after.seconds
     try:
-        one = await request.service.in_thread(store.add, body._path, body.file, body.purpose, seconds)
+        file = await request.service.in_thread(
+            store.add, body._path, body.file, body.purpose, seconds
+        )
     finally:
         body._path.unlink(missing_ok=True)
-    return HttpResponse(one.shown())
+    return HttpResponse(file.shown())
 
 
 async def list_files(request: RequestContext[Any]) -> HttpResponse:
     """Lists the files."""
     purpose = query_value(request.http, "purpose")
     listed = [
-        one.shown()
-        for one in file_store(request.service).listed()
-        if purpose is None or one.purpose == purpose
+        file.shown()
+        for file in file_store(request.service).listed()
+        if purpose is None or file.purpose == purpose
     ]
     return HttpResponse(listed_page(request.http, listed, MAX_LISTED))
 

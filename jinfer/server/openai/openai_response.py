@@ -125,7 +125,10 @@ async def stream_answer(
     request: RequestContext[Any], prepare: Prepare, kind: type[OpenAIAnswer]
 ) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed answer."""
-    async with request.running(prepare) as (model, run), contextlib.aclosing(run.chunks()) as pieces:
+    async with (
+        request.running(prepare) as (model, run),
+        contextlib.aclosing(run.chunks()) as pieces,
+    ):
         answer = kind(request, model, run)
         async for batch in pieces:
             events = answer.progress(first=batch != [])

@@ -105,8 +105,8 @@ def to_chat_request(
     """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
         **{
-            name: one
-            for name, one in body.given_fields().items()
+            name: value
+            for name, value in body.given_fields().items()
             if name in SamplingFields.model_fields
         },
         "model": body.model,  # which may be the name of an adapter
@@ -145,15 +145,15 @@ def _messages(
             if not path.startswith("previous"):
                 ignore(f"{path}.type", "another service ran it, which the model knows nothing of")
             continue
-        one = _message(item, path)
+        entry = _message(item, path)
         last = messages[-1] if messages else {}
-        if last.get("role") == one["role"] == "assistant":
-            calls = [*last.get("tool_calls", []), *one.pop("tool_calls", [])]
-            last.update({k: v for k, v in one.items() if v or k not in last})
+        if last.get("role") == entry["role"] == "assistant":
+            calls = [*last.get("tool_calls", []), *entry.pop("tool_calls", [])]
+            last.update({k: v for k, v in entry.items() if v or k not in last})
             if calls:
                 last["tool_calls"] = calls
         else:
-            messages.append(one)
+            messages.append(entry)
     if not messages:
         raise invalid_request("there is no message", "input")
     return messages
@@ -162,13 +162,13 @@ def _messages(
 def _numbered(given: ResponseInput) -> Sequence[tuple[InputItem, str]]:
     """Each item, and where it stands."""
     try:
-        earlier = [InputItem.model_validate(one) for one in given.earlier]
+        earlier = [InputItem.model_validate(item) for item in given.earlier]
     except ValidationError:  # written by another version
         message = "the conversation that is kept cannot be read; send it as input"
         raise ApiError(400, message, param="previous_response_id") from None
     return [
-        *((one, "previous_response_id") for one in earlier),
-        *((one, f"input.{number}") for number, one in enumerate(given.items)),
+        *((item, "previous_response_id") for item in earlier),
+        *((item, f"input.{number}") for number, item in enumerate(given.items)),
     ]
 
 
@@ -199,7 +199,7 @@ def _message(item: InputItem, path: str) -> dict[str, Any]:
             return {"role": "tool", "tool_call_id": id, "content": text}
         case "reasoning":
             parts = item.content if isinstance(item.content, list) else []
-            texts = [one.get("text") if isinstance(one, dict) else one.text for one in parts]
+            texts = [part.get("text") if isinstance(part, dict) else part.text for part in parts]
             thought = "".join(text for text in texts if isinstance(text, str))
             return {"role": "assistant", "content": "", "reasoning_content": thought}
     raise unsupported_field(f"items of the type {item.type} are not read", f"{path}.type")
@@ -232,9 +232,9 @@ def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dic
     chat: dict[str, Any] = {}
     choice, tools = body.tool_choice, list(body.tools or ())
     if isinstance(choice, AllowedTools):
-        allowed = {one.get("name") for one in choice.tools}
-        functions = [one for one in tools if isinstance(one, FunctionTool | CustomTool)]
-        tools = [one for one in functions if one.name in allowed]
+        allowed = {tool.get("name") for tool in choice.tools}
+        functions = [tool for tool in tools if isinstance(tool, FunctionTool | CustomTool)]
+        tools = [tool for tool in functions if tool.name in allowed]
         if not tools:
             raise invalid_request("none of them is a tool of this request", "tool_choice.tools")
         chat["tool_choice"] = choice.mode
@@ -243,17 +243,17 @@ def chat_tools(body: ResponseRequest, ignore: Callable[[str, str], None]) -> dic
     elif choice is not None:
         chat["tool_choice"] = choice
     listed: list[Any] = []
-    for number, one in enumerate(tools):
-        if isinstance(one, FunctionTool):
+    for number, tool in enumerate(tools):
+        if isinstance(tool, FunctionTool):
             without = {"type", "defer_loading"}
-            function = one.model_dump(exclude=without, exclude_none=True)
+            function = tool.model_dump(exclude=without, exclude_none=True)
             listed.append({"type": "function", "function": function})
-        elif isinstance(one, CustomTool):
-            if one.format is not None and one.format.type == "grammar":
+        elif isinstance(tool, CustomTool):
+            if tool.format is not None and tool.format.type == "grammar":
                 ignore(f"tools.{number}.format", "the model is told the grammar, not bound to it")
-            listed.append({"type": "function", "function": _as_function(one)})
+            listed.append({"type": "function", "function": _as_function(tool)})
         else:
-            listed.append(one)
+            listed.append(tool)
     return chat | ({"tools": listed} if listed else {})
 
 

@@ -19,7 +19,7 @@ INPUT = "input"
 
 def custom_names(body: ResponseRequest) -> frozenset[str]:
     """The names of a request's custom tools."""
-    return frozenset(one.name for one in body.tools or () if isinstance(one, CustomTool))
+    return frozenset(tool.name for tool in body.tools or () if isinstance(tool, CustomTool))
 
 
 def custom_arguments(text: str) -> str:
@@ -166,34 +166,36 @@ class ResponseItems:
         return [*events, event]
 
     def _begin(self, kind: Kind, call: ToolCallDelta | None) -> list[dict[str, Any]]:
-        self._open = one = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
-        added = {"output_index": one.index, "item": one.item("in_progress")}
+        self._open = item = _OpenItem(kind, len(self.done), call or ToolCallDelta(-1))
+        added = {"output_index": item.index, "item": item.item("in_progress")}
         events = [{"type": "response.output_item.added", **added}]
         if kind not in _CALLS:
-            place = {**one.place(), "content_index": 0}
-            part = {"type": "response.content_part.added", **place, "part": one.part(False)}
+            place = {**item.place(), "content_index": 0}
+            part = {"type": "response.content_part.added", **place, "part": item.part(False)}
             events.append(part)
         return events
 
     def _end(self, status: str) -> list[dict[str, Any]]:
-        one, self._open = self._open, None
-        if one is None:
+        opened, self._open = self._open, None
+        if opened is None:
             return []
-        self.done.append(one.item(status))
-        text: dict[str, Any] = {"type": f"{_TEXT[one.kind]}.done", **one.place()}
+        self.done.append(opened.item(status))
+        text: dict[str, Any] = {"type": f"{_TEXT[opened.kind]}.done", **opened.place()}
         events = [text]
-        if one.kind == "function_call":
-            text |= {"arguments": one.text, "name": one.call.name}
-        elif one.kind == "custom_tool_call":
-            said = custom_input(one.text)
-            delta = {"type": f"{_TEXT[one.kind]}.delta", **one.place(), "delta": said}
+        if opened.kind == "function_call":
+            text |= {"arguments": opened.text, "name": opened.call.name}
+        elif opened.kind == "custom_tool_call":
+            said = custom_input(opened.text)
+            delta = {"type": f"{_TEXT[opened.kind]}.delta", **opened.place(), "delta": said}
             text["input"] = said
             events.insert(0, delta)
         else:
-            text |= {"content_index": 0, "text": one.text}
-            place = {**one.place(), "content_index": 0}
-            events.append({"type": "response.content_part.done", **place, "part": one.part(True)})
-        if one.kind == "message":
-            text["logprobs"] = one.logprobs
-        ended = {"output_index": one.index, "item": self.done[-1]}
+            text |= {"content_index": 0, "text": opened.text}
+            place = {**opened.place(), "content_index": 0}
+            events.append(
+                {"type": "response.content_part.done", **place, "part": opened.part(True)}
+            )
+        if opened.kind == "message":
+            text["logprobs"] = opened.logprobs
+        ended = {"output_index": opened.index, "item": self.done[-1]}
         return [*events, {"type": "response.output_item.done", **ended}]

@@ -55,7 +55,9 @@ _ELSEWHERE: Mapping[str, str] = {
 type EventBatches = AsyncGenerator[tuple[list[dict[str, Any]], Sequence[Any] | None]]
 
 
-async def create_response(request: RequestContext[ResponseRequest]) -> HttpResponse | StreamedResponse:
+async def create_response(
+    request: RequestContext[ResponseRequest],
+) -> HttpResponse | StreamedResponse:
     """Handles a response request."""
     body, kept = request.body, _is_kept(request)
     check_response(request)
@@ -85,8 +87,8 @@ def check_response(request: RequestContext[ResponseRequest]) -> None:
     body = request.body
     if body.stream_options is not None and not body.stream:
         raise invalid_request("it needs stream: true", "stream_options")
-    for number, one in enumerate(body.include or ()):
-        if one != LOGPROBS:
+    for number, item in enumerate(body.include or ()):
+        if item != LOGPROBS:
             request.ignore(f"include.{number}", "answers have no such part")
     if body.top_logprobs and not shows_logprobs(body):
         raise invalid_request(f"it needs include: [{LOGPROBS}]", "top_logprobs")
@@ -118,7 +120,7 @@ async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
     """The server-sent events of a stream."""
     async with contextlib.aclosing(batches):
         async for events, batch in batches:
-            yield batch_bytes([sse_event(one, one["type"]) for one in events], batch)
+            yield batch_bytes([sse_event(event, event["type"]) for event in events], batch)
 
 
 def prepare_response(
@@ -170,7 +172,7 @@ class _Answering:
             nonlocal number
             number += len(events)
             first = number - len(events)
-            return [{**one, "sequence_number": first + i} for i, one in enumerate(events)]
+            return [{**event, "sequence_number": first + i} for i, event in enumerate(events)]
 
         async with (
             self.request.running(prepare) as (model, run),
@@ -237,7 +239,7 @@ class _Answering:
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": chosen if isinstance(chosen, str) else chosen.model_dump(),
-            "tools": [_shown_tool(one) for one in body.tools or () if not _is_other(one)],
+            "tools": [_shown_tool(tool) for tool in body.tools or () if not _is_other(tool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",

@@ -54,8 +54,8 @@ class BatchStore:
             with contextlib.suppress(OSError, ValueError):
                 if _ID.fullmatch(path.stem):
                     found.append(orjson.loads(path.read_bytes()))
-        found.sort(key=lambda one: one["created_at"])
-        self.batches = {one["id"]: one for one in found}
+        found.sort(key=lambda batch: batch["created_at"])
+        self.batches = {item["id"]: item for item in found}
 
     @property
     def folder(self) -> Path:
@@ -69,7 +69,7 @@ class BatchStore:
             fields: endpoint, input_file_id, completion_window, metadata.
             seconds: after which it expires.
         """
-        ended = [one["id"] for one in self.batches.values() if one["status"] in ENDED]
+        ended = [batch["id"] for batch in self.batches.values() if batch["status"] in ENDED]
         for id in ended[: max(0, len(self.batches) + 1 - MAX_BATCHES)]:
             del self.batches[id]
             (self.folder / f"{id}.json").unlink(missing_ok=True)
@@ -106,15 +106,17 @@ class BatchStore:
 
     def next(self) -> dict[str, Any] | None:
         """The oldest batch that is not done."""
-        return next((one for one in self.batches.values() if one["status"] not in ENDED), None)
+        return next(
+            (batch for batch in self.batches.values() if batch["status"] not in ENDED), None
+        )
 
     def reader_of(self, file: str) -> str | None:
         """A batch that is not done and reads a file."""
         return next(
             (
-                one["id"]
-                for one in self.batches.values()
-                if one["input_file_id"] == file and one["status"] not in ENDED
+                batch["id"]
+                for batch in self.batches.values()
+                if batch["input_file_id"] == file and batch["status"] not in ENDED
             ),
             None,
         )

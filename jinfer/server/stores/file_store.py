@@ -83,12 +83,12 @@ class FileStore:
             raise OSError(f"{self.folder}: another server uses it") from None
         found = []
         for path in self.files.iterdir():
-            one = _read(path) if path.suffix == ".json" and _ID.fullmatch(path.stem) else None
-            if one is not None and self.path(one.id).is_file():
-                found.append(one)
+            file = _read(path) if path.suffix == ".json" and _ID.fullmatch(path.stem) else None
+            if file is not None and self.path(file.id).is_file():
+                found.append(file)
             elif path.suffix != ".data":
                 path.unlink(missing_ok=True)
-        self._files = {one.id: one for one in sorted(found, key=lambda one: one.created_at)}
+        self._files = {item.id: item for item in sorted(found, key=lambda file: file.created_at)}
         for path in self.files.glob("*.data"):
             if path.stem not in self._files:
                 path.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class FileStore:
             raise ApiError(
                 400, f"there are {MAX_FILES} files already; delete some", code="storage_full"
             )
-        return self.most_bytes - sum(one.bytes for one in self._files.values())
+        return self.most_bytes - sum(file.bytes for file in self._files.values())
 
     def add(
         self, path: Path, filename: str, purpose: str, seconds: int | None, id: str | None = None
@@ -132,12 +132,12 @@ class FileStore:
         now = int(time.time())
         expires = None if seconds is None else now + seconds
         size = path.stat().st_size
-        one = StoredFile(id or new_file_id(), size, now, filename[:255], purpose, expires)
+        file = StoredFile(id or new_file_id(), size, now, filename[:255], purpose, expires)
         # In this order a server that is killed in between still has the file under its old name.
-        write_whole(self._about(one.id), orjson.dumps(asdict(one)))
-        os.replace(path, self.path(one.id))
-        self._files[one.id] = one
-        return one
+        write_whole(self._about(file.id), orjson.dumps(asdict(file)))
+        os.replace(path, self.path(file.id))
+        self._files[file.id] = file
+        return file
 
     def get(self, id: str) -> StoredFile | None:
         """A file by its id; None if there is none."""
@@ -158,9 +158,9 @@ class FileStore:
     def remove_expired(self) -> None:
         """Removes the files whose time is over."""
         now = time.time()
-        for one in list(self._files.values()):
-            if one.expires_at is not None and one.expires_at <= now:
-                self.delete(one.id)
+        for file in list(self._files.values()):
+            if file.expires_at is not None and file.expires_at <= now:
+                self.delete(file.id)
 
     def _about(self, id: str) -> Path:
         return self.files / f"{id}.json"

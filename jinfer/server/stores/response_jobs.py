@@ -38,10 +38,10 @@ class ResponseJob:
 
     def add(self, events: list[dict[str, Any]]) -> None:
         """Records events, and the response that the last one of them has."""
-        for one in events:
+        for event in events:
             number = b"id: %d\n" % len(self._events)
-            self._events.append(number + sse_event(one, one["type"]))
-            self.response = one.get("response", self.response)
+            self._events.append(number + sse_event(event, event["type"]))
+            self.response = event.get("response", self.response)
         self._readers.wake()
 
     def end(self, status: str, error: ApiError | None = None) -> None:
@@ -108,8 +108,8 @@ class ResponseJobs:
         self._tasks[job.id], self.jobs[job.id] = task, job
         answers.add(task)
         task.add_done_callback(answers.discard)
-        for one in [one for one in self.jobs.values() if one.ended][:-_MAX_ENDED]:
-            del self.jobs[one.id]
+        for item in [job for job in self.jobs.values() if job.ended][:-_MAX_ENDED]:
+            del self.jobs[item.id]
         await taken
 
     async def _run(self, job: ResponseJob, batches: Any, taken: asyncio.Future[None]) -> None:

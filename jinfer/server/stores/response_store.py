@@ -95,7 +95,7 @@ class ResponseStore:
                 os.replace(whole, self._path(id))
             self._bytes += len(data) - size
             self._known[id] = created, len(data)
-            self._items |= {one["id"]: id for one in stored.response["output"] if "id" in one}
+            self._items |= {item["id"]: id for item in stored.response["output"] if "id" in item}
             self._remove_old()
 
     def get(self, id: str) -> StoredResponse | None:
@@ -116,7 +116,7 @@ class ResponseStore:
         """An output item of a response that was stored since the start; None if there is none."""
         found = self.get(self._items.get(id, ""))
         items = [] if found is None else found.response["output"]
-        return next((one for one in items if one.get("id") == id), None)
+        return next((item for item in items if item.get("id") == id), None)
 
     def delete(self, id: str) -> bool:
         """Removes a response. Returns whether it was there."""

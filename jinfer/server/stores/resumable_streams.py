@@ -223,13 +223,13 @@ class ResumableStreams:
 
     def _too_many(self) -> Iterator[str]:
         """Those that ended long ago, and the oldest ones as long as all are too large."""
-        ended = [one for one in self.streams.values() if one.completed is not None]
-        size = sum(one.total - one.dropped for one in ended)
-        for one in ended:
-            assert one.completed is not None, "it has ended"
-            if one.completed < time.time() - _SECONDS or size > _MAX_ENDED_BYTES:
-                size -= one.total - one.dropped
-                yield one.id
+        ended = [stream for stream in self.streams.values() if stream.completed is not None]
+        size = sum(stream.total - stream.dropped for stream in ended)
+        for stream in ended:
+            assert stream.completed is not None, "it has ended"
+            if stream.completed < time.time() - _SECONDS or size > _MAX_ENDED_BYTES:
+                size -= stream.total - stream.dropped
+                yield stream.id
 
 
 def _stopped() -> ApiError:

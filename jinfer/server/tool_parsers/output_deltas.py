@@ -87,10 +87,10 @@ class WholeCallsParser:
 
     def _settled(self, delta: OutputDelta) -> OutputDelta:
         ready: list[ToolCallDelta] = []
-        for one in delta.calls:
-            self._kept.append(one)
-            if one.end:
-                ready += [] if one.end == "void" else self._kept
+        for tool_call in delta.calls:
+            self._kept.append(tool_call)
+            if tool_call.end:
+                ready += [] if tool_call.end == "void" else self._kept
                 self._kept = []
         return replace(delta, calls=tuple(ready))
 
@@ -116,14 +116,14 @@ class ParsedAnswer:
     def _keep(self, delta: OutputDelta) -> OutputDelta:
         self.content += delta.content
         self.reasoning += delta.reasoning
-        for one in delta.calls:
-            if one.end == "void":
-                self.calls.pop(one.index, None)
+        for tool_call in delta.calls:
+            if tool_call.end == "void":
+                self.calls.pop(tool_call.index, None)
                 continue
-            known = self.calls.get(one.index, ToolCallDelta(one.index))
-            arguments = known.arguments + one.arguments
-            self.calls[one.index] = ToolCallDelta(
-                one.index, known.id or one.id, known.name or one.name, arguments
+            known = self.calls.get(tool_call.index, ToolCallDelta(tool_call.index))
+            arguments = known.arguments + tool_call.arguments
+            self.calls[tool_call.index] = ToolCallDelta(
+                tool_call.index, known.id or tool_call.id, known.name or tool_call.name, arguments
             )
         return delta
 
@@ -251,21 +251,21 @@ class DeltaCollector:
         self._content, self._reasoning, self._calls = "", "", []
         return delta
 
-    def _add(self, one: ToolCallDelta) -> None:
+    def _add(self, tool_call: ToolCallDelta) -> None:
         if self._most is None or self._whole < self._most:
-            self._calls.append(one)
+            self._calls.append(tool_call)
 
 
 def _joined(calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
     """Merges the pieces of each call's arguments."""
     result: list[ToolCallDelta] = []
-    for one in calls:
+    for tool_call in calls:
         last = result[-1] if result else None
-        if last is not None and last.index == one.index and not last.end:
-            arguments = last.arguments + one.arguments
-            result[-1] = ToolCallDelta(last.index, last.id, last.name, arguments, one.end)
+        if last is not None and last.index == tool_call.index and not last.end:
+            arguments = last.arguments + tool_call.arguments
+            result[-1] = ToolCallDelta(last.index, last.id, last.name, arguments, tool_call.end)
         else:
-            result.append(one)
+            result.append(tool_call)
     return result
 
 

@@ -117,7 +117,9 @@ def reasoning_format(
     """
     marks = thinking_marks(template, tokenizer, chosen)
     # A format that reads its own thoughts has none here.
-    return next((one for one in REASONING_FORMATS if marks and one.name == marks.name), None)
+    return next(
+        (format for format in REASONING_FORMATS if marks and format.name == marks.name), None
+    )
 
 
 def special_token_ids(marks: Iterable[str], tokenizer: Tokenizer) -> tuple[int, ...]:

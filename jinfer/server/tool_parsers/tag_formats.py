@@ -97,8 +97,8 @@ def tagged_call_rule(lark: LarkGrammar, tools: Tools, tags: XmlTags) -> str:
             key: given[key] for key in ("$defs", "definitions") if key in given
         }
         parts = []
-        for key, one in given.get("properties", {}).items():
-            part = _parameter(lark, key, one, shared, tags)
+        for key, value in given.get("properties", {}).items():
+            part = _parameter(lark, key, value, shared, tags)
             parts.append(part if key in given.get("required", ()) else f"({part})?")
         head = lark.text(f"{tags.call}{name}{tags.named}")
         calls.append(" ".join([head, *parts, lark.text(tags.end)]))

@@ -56,7 +56,7 @@ def detect_shape(template: str) -> CallShape | None:
     texts = {way: _try_shape(template, way) for way in ways}
     for seen in (_SEEN, (_WORD,)):
         for way, text in texts.items():
-            if any(one in text for one in seen) and f"'{_KEY}'" not in text:
+            if any(item in text for item in seen) and f"'{_KEY}'" not in text:
                 return way
     return None
 
@@ -99,7 +99,7 @@ def convert_messages(
     Args:
         short_ids: convert call ids to nine letters and digits (Mistral).
     """
-    return [_shaped(dict(one), way, short_ids) for one in messages]
+    return [_shaped(dict(message), way, short_ids) for message in messages]
 
 
 def _shaped(message: dict[str, Any], way: CallShape, short_ids: bool) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def tools_as_text(
     found: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message["content"] or ""
-        calls = [_call_text(one["function"]) for one in message.get("tool_calls", ())]
+        calls = [_call_text(item["function"]) for item in message.get("tool_calls", ())]
         text = "\n".join([*([content] if content else []), *calls])
         if role == "tool":
             role, text = "user", f"<tool_response>\n{content}\n</tool_response>"
@@ -159,8 +159,8 @@ def tools_as_text(
         found.append({"role": role, "content": text})
         if message["role"] == "tool":
             found[-1]["answers"] = True
-    for one in found:
-        one.pop("answers", None)
+    for item in found:
+        item.pop("answers", None)
     return _describe_tools(found, tools, tools_role) if tools else found
 
 
@@ -168,7 +168,7 @@ def tools_in_system(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Adds the tools to the system message, where Phi-4-mini's template reads them."""
-    listed = json.dumps([one["function"] for one in tools], ensure_ascii=False)
+    listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     first, rest = {"role": "system", "content": ""}, [*messages]
     if rest and rest[0]["role"] == "system":
         first = dict(rest.pop(0))
@@ -183,7 +183,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 def _describe_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], tools_role: str
 ) -> list[Any]:
-    lines = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = _ASKS.format(tools=lines)
     if messages and messages[0]["role"] == tools_role:
         first, *rest = messages

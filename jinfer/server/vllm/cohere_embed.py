@@ -96,7 +96,7 @@ def _prompt_name(request: RequestContext[CohereEmbedRequest], embedder: Embedder
     kind, prompts = request.body.input_type, embedder.pooling.prompts
     if kind is None:
         return None
-    name = next((one for one in _PROMPTS.get(kind, (kind,)) if one in prompts), None)
+    name = next((item for item in _PROMPTS.get(kind, (kind,)) if item in prompts), None)
     if name is None and kind in _PROMPTS:
         request.ignore("input_type", "the model has no prompt for it")
     elif name is None:

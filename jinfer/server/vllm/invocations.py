@@ -43,7 +43,7 @@ async def invoke(request: RequestContext[Invocation]) -> HttpResponse | Streamed
     fields: dict[str, Any] = dict(request.body.model_extra or {})
     if request.body.model is not None:
         fields["model"] = request.body.model
-    name = next((one for one in _ROUTES if fields.get(one) is not None), None)
+    name = next((name for name in _ROUTES if fields.get(name) is not None), None)
     if name is None:
         raise invalid_request(f"give one of {', '.join(_ROUTES)}", "messages")
     handler = _ROUTES[name]

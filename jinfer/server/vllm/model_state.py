@@ -45,7 +45,7 @@ async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
     """Loads an adapter (vLLM)."""
     _check_allowed(request)
     name, models = request.body.lora_name, request.service.models
-    if any(name in (one.name, one.source.path) for one in models.models):
+    if any(name in (model.name, model.source.path) for model in models.models):
         raise invalid_request(f"{name[:200]!r} is a model's name", "lora_name")
     async with models.use(request.body.model) as model:
         try:
@@ -91,8 +91,8 @@ async def sleep(request: RequestContext[Any]) -> HttpResponse:
     mode = request.http.query_params.get("mode", "wait")
     if mode != "wait":
         raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
-    for one in _chosen(request, "loaded"):
-        await request.service.models.sleep(one, int(level))
+    for model in _chosen(request, "loaded"):
+        await request.service.models.sleep(model, int(level))
     return HttpResponse(b"", media_type=_TEXT)
 
 
@@ -100,15 +100,15 @@ async def wake_up(request: RequestContext[Any]) -> HttpResponse:
     """Wakes a model, or all that sleep."""
     if "tags" in request.http.query_params:
         raise unsupported_field("a model wakes as a whole", "tags")
-    for one in _chosen(request, "sleeping"):
-        await request.service.models.load(one.name)
+    for model in _chosen(request, "sleeping"):
+        await request.service.models.load(model.name)
     return HttpResponse(b"", media_type=_TEXT)
 
 
 async def is_sleeping(request: RequestContext[Any]) -> HttpResponse:
     """Whether a model sleeps; without its name, whether all do that are in memory."""
-    chosen = [one for one in _chosen(request, "loaded", "sleeping") if one.open]
-    asleep = bool(chosen) and all(one.state == "sleeping" for one in chosen)
+    chosen = [model for model in _chosen(request, "loaded", "sleeping") if model.open]
+    asleep = bool(chosen) and all(item.state == "sleeping" for item in chosen)
     return HttpResponse({"is_sleeping": asleep})
 
 
@@ -117,4 +117,4 @@ def _chosen(request: RequestContext[Any], *states: str) -> list[ServedModel]:
     models, name = request.service.models, request.http.query_params.get("model")
     if name is not None:
         return [models.by_name(name)]
-    return [one for one in models.models if one.state in states]
+    return [model for model in models.models if model.state in states]

@@ -138,7 +138,7 @@ async def _classified(
 ) -> tuple[np.ndarray, int]:
     """Probabilities of classes, or their scores, [texts, labels]; and the number of tokens."""
     ids = await embedder.service.in_thread(embedder.ids, texts, "input", special=special)
-    given = [TypedTokens(one, [0] * len(one)) for one in ids]
+    given = [TypedTokens(item, [0] * len(item)) for item in ids]
     rows = await embedder.batched(lambda *group: classify(*group).scores, given)
     scores = np.stack(rows)
     shown = scores if activate is False else config.activated(scores)
@@ -176,16 +176,16 @@ async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
             given = await request.service.in_thread(
                 embedder.tokens, body.input, "input", body.prompt_name
             )
-            tokens = sum(len(one.ids) for one in given)
+            tokens = sum(len(item.ids) for item in given)
             compute = text_embeddings.token_vectors
             found = await embedder.batched(compute, given, normalize=body.normalize)
         request.note(prompt_tokens=tokens)
         if task != "classify":
             own = embedder.pooling.normalize
             unit = own if body.normalize is None else body.normalize
-            rows = (np.atleast_2d(one) for one in found)
-            cut = [truncate_vectors(one, body.dimensions, unit) for one in rows]
-            found = cut if task == "token_embed" else [one[0] for one in cut]
+            rows = (np.atleast_2d(item) for item in found)
+            cut = [truncate_vectors(row, body.dimensions, unit) for row in rows]
+            found = cut if task == "token_embed" else [item[0] for item in cut]
         entries = _entries(found, body.encoding_format == "base64")
         head = _head("pool", embedder, tokens)
         return HttpResponse(await request.service.in_thread(dumps_list, head, "data", entries))
@@ -193,6 +193,6 @@ async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
 
 def _entries(found: Iterable[np.ndarray], coded: bool) -> Iterator[dict[str, Any]]:
     """Results in the response format: lists of numbers, or base64."""
-    for i, one in enumerate(found):
-        shown = coded_vector(one) if coded else np.ascontiguousarray(one)
+    for i, item in enumerate(found):
+        shown = coded_vector(item) if coded else np.ascontiguousarray(item)
         yield {"index": i, "object": "pooling", "data": shown}

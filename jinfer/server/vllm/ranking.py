@@ -150,7 +150,9 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
     """Ranks documents by how well they fit a query."""
     body = request.body
     documents, param = either_field(body, "documents", "texts")
-    texts = [one.text if isinstance(one, Document) else one for one in documents]
+    texts = [
+        document.text if isinstance(document, Document) else document for document in documents
+    ]
     truncate = -1 if body.truncate else body.truncate_prompt_tokens
     async with embedder_of(request, truncate) as embedder:
         read = texts
@@ -171,8 +173,8 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
             return HttpResponse([{"index": i, "score": scores[i], **said[i]} for i in order])
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if body.return_documents is not False:
-            for one in results:
-                one["document"] = {"text": texts[one["index"]]}
+            for result in results:
+                result["document"] = {"text": texts[result["index"]]}
         return HttpResponse(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",
@@ -197,9 +199,9 @@ def _shortened(session: Session, texts: Sequence[str], most: int) -> list[str]:
 async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
     """Scores pairs of texts."""
     body = request.body
-    one, param = either_field(body, "text_1", "queries", "data_1")
+    item, param = either_field(body, "text_1", "queries", "data_1")
     other, other_param = either_field(body, "text_2", "documents", "items", "data_2")
-    first, second = ([each] if isinstance(each, str) else each for each in (one, other))
+    first, second = ([each] if isinstance(each, str) else each for each in (item, other))
     if len(first) not in (1, len(second)):
         raise invalid_request(
             f"there are {len(first)} first texts and {len(second)} second ones", param
@@ -285,14 +287,14 @@ async def _by_head(
 
 def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]:
     """Tokenizes pairs and checks their lengths. Slow: use a worker thread."""
-    left, right = ([one[0]] if isinstance(one[0], str) else one[0] for one in (first, second))
+    left, right = ([item[0]] if isinstance(item[0], str) else item[0] for item in (first, second))
     if len(right) > embedder.service.settings.max_prompts:
         most = embedder.service.settings.max_prompts
         raise invalid_request(f"there are {len(right)} texts; at most {most} are read", second[1])
     found = []
     for number, other in enumerate(right):
-        one = left[0] if len(left) == 1 else left[number]
-        pair = tokenize_pair(embedder.model.session, one, other)
+        item = left[0] if len(left) == 1 else left[number]
+        pair = tokenize_pair(embedder.model.session, item, other)
         ids = embedder.fitting(number, pair.ids, second[1])
         found.append(TypedTokens(ids, pair.cut(len(ids)).types))
     return found
@@ -305,13 +307,13 @@ async def _by_token_vectors(embedder: Embedder, first: _Side, second: _Side) -> 
         name = _prompt(embedder, names)
         given = await embedder.service.in_thread(embedder.tokens, texts, param, name)
         vectors = await embedder.batched(text_embeddings.token_vectors, given)
-        tokens += sum(len(one.ids) for one in given)
+        tokens += sum(len(item.ids) for item in given)
         sides.append((given, vectors))
     (_, queries), (read, documents) = sides
     ignored = embedder.skipped_ids()
     kept = [
-        vectors[[i for i, id in enumerate(one.ids) if id not in ignored]]
-        for one, vectors in zip(read, documents, strict=True)
+        vectors[[i for i, id in enumerate(item.ids) if id not in ignored]]
+        for item, vectors in zip(read, documents, strict=True)
     ]
     queries = queries * len(kept) if len(queries) == 1 else queries
     scores = [

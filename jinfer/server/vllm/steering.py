@@ -63,8 +63,8 @@ def _vectors(body: KeepSteering, model: ServedModel) -> list[Steer]:
     """The vectors of a request, which fit the model. Raises `ApiError`."""
     try:
         vectors = [
-            Steer(one.name, read_array(one.vector, f"vectors.{i}.vector"), one.scale)
-            for i, one in enumerate(body.vectors or ())
+            Steer(vector.name, read_array(vector.vector, f"vectors.{i}.vector"), vector.scale)
+            for i, vector in enumerate(body.vectors or ())
         ]
         if body.path is not None:
             vectors = read_control_vector(Path(body.path))
@@ -76,7 +76,7 @@ def _vectors(body: KeepSteering, model: ServedModel) -> list[Steer]:
 
 
 def _state(name: str, vectors: Any) -> dict[str, Any]:
-    return {"name": name, "activations": [one.name for one in vectors]}
+    return {"name": name, "activations": [vector.name for vector in vectors]}
 
 
 def _check_allowed(request: RequestContext[Any]) -> None:
