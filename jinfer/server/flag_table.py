@@ -54,17 +54,17 @@ def seconds(text: str) -> float | None:
     return value or None
 
 
-def count(text: str, least: int = 1) -> int:
+def count(text: str, minimum: int = 1) -> int:
     """A whole number, from `least` on. Raises `ArgumentTypeError`."""
     value = _number(int, text, "a whole number")
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is below {least}")
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{text} is below {minimum}")
     return value
 
 
 def size(text: str) -> int:
     """A whole number, from 0 on. Raises `ArgumentTypeError`."""
-    return count(text, least=0)
+    return count(text, minimum=0)
 
 
 def gib(text: str) -> float:
@@ -92,7 +92,7 @@ def _number[T](kind: Callable[[str], T], text: str, what: str) -> T:
 
 def budget(text: str) -> int | None:
     """A number of tokens; -1: None."""
-    value = count(text, least=-1)
+    value = count(text, minimum=-1)
     return None if value == -1 else value
 
 

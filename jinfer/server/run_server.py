@@ -28,7 +28,7 @@ from jinfer.opening.sources import SourceError
 from jinfer.server.app import build_app
 from jinfer.server.core.service import Service
 from jinfer.server.http import request_log
-from jinfer.server.http.client_shares import most_connections, raise_descriptor_limit
+from jinfer.server.http.client_shares import connection_limit, raise_descriptor_limit
 from jinfer.server.http.fair_accept import FairAccept
 from jinfer.server.http.server_settings import ModelSource
 from jinfer.server.models.model_registry import ModelRegistry
@@ -150,12 +150,20 @@ class _Server(uvicorn.Server):
         state, connections = self.lifespan.state, self.server_state.connections
 
         def make_protocol() -> asyncio.Protocol:
-            given = {"config": config, "server_state": self.server_state, "app_state": state}
-            return config.http_protocol_class(**given)
+            arguments = {"config": config, "server_state": self.server_state, "app_state": state}
+            return config.http_protocol_class(**arguments)
 
-        shares, most = connection_shares(state), most_connections()
-        given = sockets or [], make_protocol, shares, connections, most, config.ssl, HEAD_SECONDS
-        self._accept = FairAccept(*given)
+        shares, max_connections = connection_shares(state), connection_limit()
+        arguments = (
+            sockets or [],
+            make_protocol,
+            shares,
+            connections,
+            max_connections,
+            config.ssl,
+            HEAD_SECONDS,
+        )
+        self._accept = FairAccept(*arguments)
         self._accept.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -35,11 +35,11 @@ def named_functions(texts: Iterable[str]) -> dict[str, Callable[..., Any]]:
     """
     found: dict[str, Callable[..., Any]] = {}
     for text in texts:
-        if (given := _NAMED.fullmatch(text)) is None:
+        if (match := _NAMED.fullmatch(text)) is None:
             raise SourceError(f"--logits-processor {text[:200]}: write NAME=MODULE:FUNCTION")
-        if given[1] in found:
-            raise SourceError(f"--logits-processor {given[1]}: there are two of that name")
-        found[given[1]] = _function(text, given[2], given[3])
+        if match[1] in found:
+            raise SourceError(f"--logits-processor {match[1]}: there are two of that name")
+        found[match[1]] = _function(text, match[2], match[3])
     return found
 
 
@@ -107,15 +107,15 @@ def parse_options(
     Raises:
         SourceError: an invalid environment variable.
     """
-    given = vars(make_parser().parse_args(arguments))
+    parsed = vars(make_parser().parse_args(arguments))
     found: dict[str, Any] = {flag.key: [] if flag.kind is list else flag.default for flag in FLAGS}
     for flag in FLAGS:
         if flag.variable in environment:
             found[flag.key] = _value(flag, environment[flag.variable])
-    if not given.get("source"):
+    if not parsed.get("source"):
         listed = environment.get(f"{PREFIX}SOURCE", "")
-        given["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
-    return {**found, **given}
+        parsed["source"] = [text for text in re.split(r"[\n,]", listed) if text.strip()]
+    return {**found, **parsed}
 
 
 def _value(flag: ServeFlag, text: str) -> Any:
@@ -207,7 +207,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     overrides: dict[str, Any] = {"engine": {"queue": flags["queue"]}}
     for text in flags["set"]:
         overrides = merge(overrides, parse_override(text))
-    given = {
+    values = {
         "engine.context": flags["ctx_size"],
         "engine.slots": flags["parallel"],
         "engine.max_adapters": flags["max_adapters"],
@@ -222,7 +222,7 @@ def overrides_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         "generation.thinking_budget_message": flags["reasoning_budget_message"],
         "dtype": flags["dtype"] or None,
     }
-    for key, value in given.items():
+    for key, value in values.items():
         if value is not None:
             overrides = merge(overrides, nested(key, value))
     for text in flags["adapter"]:

@@ -153,7 +153,7 @@ def stored(number: int, words: int = 1, status: str = "completed") -> StoredResp
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_a_store_is_bounded(tmp_path: Path, folder: bool) -> None:
-    store = ResponseStore(tmp_path / "r" if folder else None, most=3, most_bytes=2000)
+    store = ResponseStore(tmp_path / "r" if folder else None, max_responses=3, max_bytes=2000)
     for number in range(4):
         store.put(stored(number))
     ids = [stored(number).response["id"] for number in range(7)]

@@ -133,8 +133,8 @@ class _Messages:
             self.done.append({"role": role, "content": "\n".join(texts), **more})
             return
         if texts:
-            said = [last["content"]] if last["content"] else []
-            last["content"] = "\n".join([*said, *texts])
+            parts = [last["content"]] if last["content"] else []
+            last["content"] = "\n".join([*parts, *texts])
         if thought := more.get("reasoning_content"):
             last["reasoning_content"] = last.get("reasoning_content", "") + thought
         if calls := more.get("tool_calls"):
@@ -152,10 +152,10 @@ class _Messages:
             if texts:
                 self.add(message.role, texts)
                 texts = []
-            said = "\n".join(_texts(block.content or "", f"{place}.content"))
-            if block.is_error and not said.casefold().startswith("error"):
-                said = f"Error: {said}"
-            self.add("tool", [said], tool_call_id=block.tool_use_id)
+            text = "\n".join(_texts(block.content or "", f"{place}.content"))
+            if block.is_error and not text.casefold().startswith("error"):
+                text = f"Error: {text}"
+            self.add("tool", [text], tool_call_id=block.tool_use_id)
         if texts:
             self.add(message.role, texts)
 
@@ -202,11 +202,11 @@ def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
     if block.type == "text" and block.text is not None:
         return block.text
     if block.type == "document" and isinstance(source, dict):
-        said = _document(source)
-        if said is None:
+        text = _document(source)
+        if text is None:
             kind = str(source.get("type"))[:80]
             raise unsupported_field(f"the model does not read documents of the type {kind}", path)
-        return "\n".join(item for item in (block.title, block.context, said) if item)
+        return "\n".join(item for item in (block.title, block.context, text) if item)
     if block.type == "search_result" and isinstance(source, str) and block.content is not None:
         inner = _texts(block.content, f"{path}.content")
         return "\n".join(item for item in (block.title, source, *inner) if item)
@@ -219,8 +219,8 @@ def _text(block: TextBlock | ResultBlock | UserBlock, path: str) -> str:
 def _document(source: dict[str, Any]) -> str | None:
     """The text of a document's source; None if it has none."""
     match source:
-        case {"type": "text", "data": str(said)} | {"type": "content", "content": str(said)}:
-            return said
+        case {"type": "text", "data": str(data)} | {"type": "content", "content": str(data)}:
+            return data
         case {"type": "content", "content": list(parts)}:
             texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
             known = [text for text in texts if isinstance(text, str)]

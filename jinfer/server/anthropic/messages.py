@@ -124,10 +124,10 @@ class _OpenBlock:
 def _arguments(text: str) -> dict[str, Any]:
     """The arguments of a call; {} if the token limit cut them."""
     try:
-        said = orjson.loads(text)
+        arguments = orjson.loads(text)
     except orjson.JSONDecodeError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 @dataclass

@@ -36,10 +36,10 @@ class EmbeddingUsage(ResponseModel):
 
 def either_field(body: BaseModel, *names: str) -> tuple[Any, str]:
     """The one field of several that is set, and its name. Raises `ApiError`."""
-    given = [name for name in names if getattr(body, name) is not None]
-    if len(given) != 1:
+    set_names = [name for name in names if getattr(body, name) is not None]
+    if len(set_names) != 1:
         raise invalid_request(f"give one of {' and '.join(names)}", names[0])
-    return getattr(body, given[0]), given[0]
+    return getattr(body, set_names[0]), set_names[0]
 
 
 # vLLM's names of types of numbers.
@@ -97,9 +97,9 @@ class Embedder:
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None, **options: Any
     ) -> tuple[Vectors, int]:
         """Embeds texts in batches. Returns the vectors and the number of tokens."""
-        given = await self.service.in_thread(self.tokens, texts, param, prompt_name)
-        rows = await self.batched(text_embeddings.embed_texts, given, **options)
-        return np.stack(rows), sum(len(item.ids) for item in given)
+        tokens_of_texts = await self.service.in_thread(self.tokens, texts, param, prompt_name)
+        rows = await self.batched(text_embeddings.embed_texts, tokens_of_texts, **options)
+        return np.stack(rows), sum(len(item.ids) for item in tokens_of_texts)
 
     def skipped_ids(self) -> frozenset[int]:
         """The tokens of documents that late interaction leaves out."""
@@ -107,7 +107,7 @@ class Embedder:
         return frozenset(id for id in found if id is not None)
 
     async def batched(
-        self, compute: Callable[..., Iterable[Any]], given: Sequence[Any], **options: Any
+        self, compute: Callable[..., Iterable[Any]], texts: Sequence[Any], **options: Any
     ) -> list[Any]:
         """What `compute(session, group, ...)` gives for each text, by groups of similar length.
 
@@ -115,15 +115,15 @@ class Embedder:
             given: texts with `ids`.
         """
         # Texts of similar length are batched together, so that little padding is computed.
-        order = sorted(range(len(given)), key=lambda i: len(given[i].ids))
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
         session = self.model.session
-        most = session.engine.scheduler.slots
+        size = session.engine.scheduler.slots
         rows: dict[int, Any] = {}
-        for begin in range(0, len(order), most):
-            group = [given[i] for i in order[begin : begin + most]]
+        for begin in range(0, len(order), size):
+            group = [texts[i] for i in order[begin : begin + size]]
             found = await self.service.in_engine_thread(compute, session, group, **options)
-            rows.update(zip(order[begin : begin + most], found, strict=True))
-        return [rows[i] for i in range(len(given))]
+            rows.update(zip(order[begin : begin + size], found, strict=True))
+        return [rows[i] for i in range(len(texts))]
 
     def tokens(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None
@@ -154,8 +154,8 @@ class Embedder:
         session = self.model.session
         if session.engine.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")
-        most = self.service.settings.max_prompts
-        listed = prompt_ids(texts, session, most, special=special, param=param)
+        limit = self.service.settings.max_prompts
+        listed = prompt_ids(texts, session, limit, special=special, param=param)
         return [self.fitting(number, ids, param) for number, ids in enumerate(listed)]
 
     def fitting(self, number: int, ids: list[int], param: str) -> list[int]:

@@ -132,8 +132,8 @@ def _answer_start(chat: ChatTemplateFields, template: Conversation) -> dict[str,
         name = "continue_final_message" if goes_on else "add_generation_prompt"
         raise unsupported_field("the model's prompt format always begins an answer", name)
     if not goes_on:
-        given = chat.add_generation_prompt
-        return {} if given is None else {"add_generation_prompt": given}
+        begins = chat.add_generation_prompt
+        return {} if begins is None else {"add_generation_prompt": begins}
     if chat.messages[-1].role != "assistant":
         raise invalid_request("the last message is not the assistant's", "continue_final_message")
     if chat.add_generation_prompt:
@@ -175,16 +175,16 @@ def callable_tools(chat: ChatTemplateFields) -> list[Tool]:
 
 
 def _with_calls(
-    conversation: Conversation, messages: list[dict[str, Any]], tools: list[Any]
+    template_: Conversation, messages: list[dict[str, Any]], tools: list[Any]
 ) -> list[dict[str, Any]]:
     """Earlier tool calls as the template reads them; as text if it does not support them."""
-    template = conversation.jinja or ""
+    template = template_.jinja or ""
     way = detect_shape(template) if template else None
-    if way is None or (tools and not conversation.reads("tools")):
+    if way is None or (tools and not template_.reads("tools")):
         role = "system" if not template or accepts_system(template) else "user"
-        told = tools_as_text(messages, [] if conversation.reads("tools") else tools, role)
-        return tools_in_system(told, tools) if tools and IN_SYSTEM in template else told
-    mistral = tool_call_format(template, conversation.prompt.tool_calls).name == "mistral"
+        with_text = tools_as_text(messages, [] if template_.reads("tools") else tools, role)
+        return tools_in_system(with_text, tools) if tools and IN_SYSTEM in template else with_text
+    mistral = tool_call_format(template, template_.prompt.tool_calls).name == "mistral"
     return convert_messages(messages, way, short_ids=mistral)
 
 
@@ -207,8 +207,8 @@ def _message(message: Message, path: str, conversation: Conversation) -> dict[st
     role = "tool" if role == "function" else role
     plain: dict[str, Any] = {"role": role, "content": _content(message, path)}
     thought = message.reasoning_content or message.reasoning
-    given = {"name": message.name, "reasoning_content": thought}
-    for name, value in {**given, "tool_call_id": message.tool_call_id}.items():
+    optional = {"name": message.name, "reasoning_content": thought}
+    for name, value in {**optional, "tool_call_id": message.tool_call_id}.items():
         if value is not None:
             plain[name] = value
     calls = list(message.tool_calls or ())
@@ -222,8 +222,8 @@ def _message(message: Message, path: str, conversation: Conversation) -> dict[st
 
 
 def _call(call: ToolCall, path: str) -> dict[str, Any]:
-    said = parse_arguments(call.function.arguments, f"{path}.arguments")
-    function = {"name": call.function.name, "arguments": said}
+    arguments = parse_arguments(call.function.arguments, f"{path}.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
@@ -236,14 +236,14 @@ def parse_arguments(text: str, path: str) -> dict[str, Any]:
         ApiError: they are not an object.
     """
     try:
-        said = json.loads(text) if text.strip() else {}
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        said = text
-    if said is None:
+        value = text
+    if value is None:
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise invalid_request("the arguments of a call are a JSON object, as a text", path)
-    return said
+    return value
 
 
 def _content(message: Message, path: str) -> str:
@@ -338,9 +338,9 @@ def infill_ids(
     """The tokens of prompts with a gap after each and one suffix behind it. Raises `ApiError`."""
     listed = [prompts] if is_single_prompt(prompts) else prompts
     check_prompt_count(listed, limit, "prompt")
-    given = [item if isinstance(item, str) else session.encode(item) for item in listed]
+    texts = [item if isinstance(item, str) else session.encode(item) for item in listed]
     try:
-        return [infill_prompt(session.tokenizer, item, suffix) for item in given]
+        return [infill_prompt(session.tokenizer, item, suffix) for item in texts]
     except TokenizerError as error:
         raise _no_tokens(error, "suffix") from error
 

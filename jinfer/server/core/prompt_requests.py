@@ -80,15 +80,15 @@ def prepare_prompt(
     return PromptRequests(ids, options, prepared, parsing)
 
 
-def check_captured_bytes(jobs: Sequence[PromptRequests], most: int) -> None:
+def check_captured_bytes(jobs: Sequence[PromptRequests], max_bytes: int) -> None:
     """Raises `ApiError` if the answers to some prompts capture more than `most` bytes."""
     requests = [prepared.request for job in jobs for prepared in job.engine_requests]
     uses = ((request.activations, request.limit - 1) for request in requests)
     total = sum(use.bytes_of_token * tokens for use, tokens in uses if use is not None)
-    if total > most:
+    if total > max_bytes:
         raise invalid_request(
             f"{total} bytes of activations would come back, of which a request may have "
-            f"{most}: capture fewer, set max_tokens, or serve with a larger "
+            f"{max_bytes}: capture fewer, set max_tokens, or serve with a larger "
             "--inspection-bytes",
             "capture",
         )

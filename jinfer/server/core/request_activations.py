@@ -30,21 +30,21 @@ _MAX_HEADER = 4096
 _TYPES = ("<f2", "<f4", "<f8")
 
 
-def read_array(given: Numbers, field: str) -> np.ndarray:
+def read_array(value: Numbers, field: str) -> np.ndarray:
     """An array in float32. Raises `ApiError`.
 
     Args:
         field: where it stands in the request.
     """
-    if isinstance(given, NpyArray):
-        return _read_npy(given.npy, f"{field}.npy")
+    if isinstance(value, NpyArray):
+        return _read_npy(value.npy, f"{field}.npy")
     try:
-        found = np.array(given)
+        array = np.array(value)
     except ValueError:
         raise invalid_request("its lists are not of one length", field) from None
-    if found.dtype.kind not in "if" or not found.size:
+    if array.dtype.kind not in "if" or not array.size:
         raise invalid_request("give numbers, in lists of one length", field)
-    return found.astype(np.float32)
+    return array.astype(np.float32)
 
 
 def _read_npy(text: str, field: str) -> np.ndarray:
@@ -98,45 +98,45 @@ def check_inspection(body: BaseModel, settings: ServerSettings) -> None:
 
 def activation_params(body: SamplingFields, session: Session) -> dict[str, Any]:
     """The sampling parameters `capture`, `steer` and `edits` of a request. Raises `ApiError`."""
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     if body.capture:
-        found["capture"] = body.capture
+        params["capture"] = body.capture
     try:
         if body.steer:
             fields = enumerate(body.steer)
-            found["steer"] = [vector for i, each in fields for vector in _steers(each, i, session)]
+            params["steer"] = [vector for i, item in fields for vector in _steers(item, i, session)]
         if body.edits:
-            found["edits"] = [_edit(each, i) for i, each in enumerate(body.edits)]
+            params["edits"] = [_edit(item, i) for i, item in enumerate(body.edits)]
     except RequestError as error:
         field = str(error).split(" ", 1)[0].rstrip(":")
         raise as_api_error(error, param=field if field in ACTIVATIONS else "steer") from error
-    return found
+    return params
 
 
-def _steers(given: SteerField, number: int, session: Session) -> list[Steer]:
-    field, tokens = f"steer.{number}", _tokens(given.tokens, f"steer.{number}.tokens")
-    if given.steering is not None:
-        if given.name is not None or given.vector is not None:
+def _steers(steer: SteerField, number: int, session: Session) -> list[Steer]:
+    field, tokens = f"steer.{number}", _tokens(steer.tokens, f"steer.{number}.tokens")
+    if steer.steering is not None:
+        if steer.name is not None or steer.vector is not None:
             raise invalid_request("steering stands in place of name and vector", field)
-        return [*session.steering.find(given.steering, given.scale, tokens)]
-    if given.name is None or given.vector is None:
+        return [*session.steering.find(steer.steering, steer.scale, tokens)]
+    if steer.name is None or steer.vector is None:
         raise invalid_request("give name and vector, or steering", field)
-    vector = read_array(given.vector, f"{field}.vector")
-    return [Steer(given.name, vector, given.scale, tokens)]
+    vector = read_array(steer.vector, f"{field}.vector")
+    return [Steer(steer.name, vector, steer.scale, tokens)]
 
 
-def _edit(given: EditField, number: int) -> Edit:
-    tokens = _tokens(given.tokens, f"edits.{number}.tokens")
-    value = read_array(given.value, f"edits.{number}.value")
-    return Edit(given.name, given.operation, value, tokens, given.head)
+def _edit(edit: EditField, number: int) -> Edit:
+    tokens = _tokens(edit.tokens, f"edits.{number}.tokens")
+    value = read_array(edit.value, f"edits.{number}.value")
+    return Edit(edit.name, edit.operation, value, tokens, edit.head)
 
 
-def _tokens(given: Tokens, field: str) -> Any:
-    if isinstance(given, str):
-        return given
-    if len(given) != 2:
+def _tokens(tokens: Tokens, field: str) -> Any:
+    if isinstance(tokens, str):
+        return tokens
+    if len(tokens) != 2:
         raise invalid_request("a range of tokens is [start, stop]", field)
-    return slice(*given)
+    return slice(*tokens)
 
 
 def captured(values: Mapping[str, np.ndarray], body: SamplingFields) -> dict[str, Any]:
@@ -144,4 +144,4 @@ def captured(values: Mapping[str, np.ndarray], body: SamplingFields) -> dict[str
     if not body.capture:
         return {}
     form = body.capture_format or "npy"
-    return {"captured": {name: write_array(each, form) for name, each in values.items()}}
+    return {"captured": {name: write_array(array, form) for name, array in values.items()}}

@@ -38,17 +38,19 @@ def adapter_of(body: SamplingFields, session: Session) -> AdapterUse | None:
         ApiError: there is none of that number, or there are several.
     """
     adapters = session.adapters
-    asked = [adapter for adapter in body.lora or () if adapter.scale]
-    if not asked:
+    adapters_used = [adapter for adapter in body.lora or () if adapter.scale]
+    if not adapters_used:
         named = getattr(body, "model", None)
         return adapters.find(named) if named in adapters.loaded else None
-    if len(asked) > 1:
+    if len(adapters_used) > 1:
         raise invalid_request("one adapter at a time has a scale other than 0", "lora")
     names = list(adapters.loaded)
-    if not 0 <= asked[0].id < len(names):
-        raise invalid_request(f"there is no adapter {asked[0].id}; there are {len(names)}", "lora")
+    if not 0 <= adapters_used[0].id < len(names):
+        raise invalid_request(
+            f"there is no adapter {adapters_used[0].id}; there are {len(names)}", "lora"
+        )
     try:
-        return adapters.find(names[asked[0].id], asked[0].scale)
+        return adapters.find(names[adapters_used[0].id], adapters_used[0].scale)
     except RequestError as error:
         raise as_api_error(error, param="lora") from error
 
@@ -128,22 +130,22 @@ def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
 def _response_format(value: ResponseFormat) -> dict[str, Any]:
     if value.type == "text":
         return {}
-    given = value.schema_
+    schema = value.schema_
     if value.json_schema is not None:
-        given = value.json_schema.schema_
-    if given is None and value.type == "json_schema":
+        schema = value.json_schema.schema_
+    if schema is None and value.type == "json_schema":
         raise invalid_request("a json_schema needs a schema", "response_format.json_schema.schema")
-    return {"json_schema": True if given is None else given}
+    return {"json_schema": True if schema is None else schema}
 
 
 def _structured_outputs(value: StructuredOutputs) -> dict[str, Any]:
-    given = {
+    constraints = {
         "json_schema": True if value.json_ is None and value.json_object else value.json_,
         "regex": value.regex,
         "choice": value.choice,
         "grammar": value.grammar,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in constraints.items() if value is not None}
 
 
 # Fields whose values are not simply a parameter's.
@@ -175,8 +177,8 @@ def request_options(
         ApiError: a value that cannot be; it names the field.
     """
     values, names = _values(body, elsewhere, session)
-    asked = activation_params(body, session)
-    values, names = values | asked, names | {name: name for name in asked}
+    activations = activation_params(body, session)
+    values, names = values | activations, names | {name: name for name in activations}
     for name, value in (changes or {}).items():
         same = CONSTRAINTS if name in CONSTRAINTS else (name,)
         other = next((other for other in same if other in values), None)
@@ -218,12 +220,12 @@ def request_options(
 
 
 def _slot(body: SamplingFields, session: Session) -> int | None:
-    if (asked := body.id_slot) is None or asked == -1:
+    if (slot := body.id_slot) is None or slot == -1:
         return None
     slots = session.engine.scheduler.slots
-    if not 0 <= asked < slots:
-        raise invalid_request(f"there is no slot {asked}; slots are 0 to {slots - 1}", "id_slot")
-    return asked
+    if not 0 <= slot < slots:
+        raise invalid_request(f"there is no slot {slot}; slots are 0 to {slots - 1}", "id_slot")
+    return slot
 
 
 def _values(
@@ -232,22 +234,24 @@ def _values(
     """The sampling parameters that a request sets, and the field that set each."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for sent, value in body.given_fields().items():
-        if sent in _ELSEWHERE or sent in elsewhere:
+    for field_name, value in body.given_fields().items():
+        if field_name in _ELSEWHERE or field_name in elsewhere:
             continue
-        if sent == "logit_bias":
-            given = {sent: _biases(value, session)}
-        elif sent == "decoding_alg":
-            given = _wrapped(sent, canonical_names, {sent: value})
+        if field_name == "logit_bias":
+            parameters = {field_name: _biases(value, session)}
+        elif field_name == "decoding_alg":
+            parameters = _wrapped(field_name, canonical_names, {field_name: value})
         else:
-            read = _READERS.get(sent)
-            given = {parameter_of(sent): value} if read is None else read(value)
-        for name, item in given.items():
+            read = _READERS.get(field_name)
+            parameters = {parameter_of(field_name): value} if read is None else read(value)
+        for name, item in parameters.items():
             if name in RANGES and RANGES[name].whole:  # in Inferflow's objects, too
                 item = whole_number(item)
             if name in values and values[name] != item:
-                raise invalid_request(f"{names[name]} and {sent} contradict each other", sent)
-            values[name], names[name] = item, sent
+                raise invalid_request(
+                    f"{names[name]} and {field_name} contradict each other", field_name
+                )
+            values[name], names[name] = item, field_name
     return values, names
 
 

@@ -217,7 +217,9 @@ class RequestRunner:
             async for batch in pieces:
                 for index, chunk in batch or ():
                     chunks[index].append(chunk)
-        whole = iter([completion(each, self.usages[i]) for i, each in enumerate(chunks)])
+        whole = iter(
+            [completion(answer_chunks, self.usages[i]) for i, answer_chunks in enumerate(chunks)]
+        )
         return [
             best_of([next(whole) for _ in job.engine_requests], job.options.params)
             for job in self.jobs

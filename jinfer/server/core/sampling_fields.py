@@ -109,10 +109,10 @@ def _ordered(fields: dict[str, Any], order: list[str]) -> dict[str, Any]:
 def _bound(field: dict[str, Any], own: str) -> None:
     """Writes a parameter's range to the alternatives that are numbers."""
     bounds = RANGES[own]
-    least = -1 if PARAMETERS[own].minus_one else bounds.least
+    minimum = -1 if PARAMETERS[own].minus_one else bounds.least
     for item in field.get("anyOf", ()):
         if item.get("type") in ("integer", "number"):
-            item["exclusiveMinimum" if bounds.above else "minimum"] = least
+            item["exclusiveMinimum" if bounds.above else "minimum"] = minimum
             item["maximum"] = bounds.most
 
 

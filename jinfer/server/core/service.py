@@ -51,8 +51,10 @@ def keep_alive_seconds(value: str | float) -> float:
     """
     seconds = _seconds(value)
     if seconds is None or math.isnan(seconds):
-        told = f"{str(value)[:80]!r} is not a number of seconds, nor a duration such as 5m or 1h30m"
-        raise invalid_request(told, "keep_alive")
+        message = (
+            f"{str(value)[:80]!r} is not a number of seconds, nor a duration such as 5m or 1h30m"
+        )
+        raise invalid_request(message, "keep_alive")
     return math.inf if seconds < 0 else seconds
 
 
@@ -129,8 +131,8 @@ class Service:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.settings.timeout):
-                given = partial(work, *args, **kwargs)
-                return await loop.run_in_executor(self.models.waiters, given)
+                task = partial(work, *args, **kwargs)
+                return await loop.run_in_executor(self.models.waiters, task)
         except TimeoutError:
             raise DeadlineError("the request's deadline has passed") from None
 
@@ -202,8 +204,8 @@ class RequestContext[B: BaseModel]:
             jobs = await loop.run_in_executor(pool, prepare, self, model)
             check_captured_bytes(jobs, self.service.settings.inspection_bytes)
             timer = RequestTimer(self.service.metrics, model.name)
-            most = 2 * model.session.engine.scheduler.slots
-            run = RequestRunner(model.session, jobs, timer, most, self.service.settings.ping)
+            max_running = 2 * model.session.engine.scheduler.slots
+            run = RequestRunner(model.session, jobs, timer, max_running, self.service.settings.ping)
             try:
                 yield model, run
             finally:

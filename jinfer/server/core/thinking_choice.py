@@ -118,9 +118,9 @@ def _unused_budgets(chat: ChatTemplateFields) -> dict[str, str]:
 
 def _switches(chat: ChatTemplateFields) -> dict[str, bool | None]:
     """Return the values of the fields that turn thinking on or off."""
-    given = chat.chat_template_kwargs or {}
+    kwargs = chat.chat_template_kwargs or {}
     kind = None if chat.thinking is None else chat.thinking.type
-    named = {f"{_KWARGS}.{name}": given.get(name) for name in ("enable_thinking", "thinking")}
+    named = {f"{_KWARGS}.{name}": kwargs.get(name) for name in ("enable_thinking", "thinking")}
     return {
         **{name: value for name, value in named.items() if isinstance(value, bool)},
         "enable_thinking": chat.enable_thinking,
@@ -148,8 +148,8 @@ def _agreed(values: Mapping[str, Any]) -> tuple[str, Any]:
     Raises:
         ApiError: two fields have different values.
     """
-    given = [(name, value) for name, value in values.items() if value is not None]
-    for name, value in given[1:]:
-        if value != given[0][1]:
-            raise invalid_request(f"{given[0][0]} and {name} contradict each other", name)
-    return given[0] if given else ("", None)
+    set_fields = [(name, value) for name, value in values.items() if value is not None]
+    for name, value in set_fields[1:]:
+        if value != set_fields[0][1]:
+            raise invalid_request(f"{set_fields[0][0]} and {name} contradict each other", name)
+    return set_fields[0] if set_fields else ("", None)

@@ -115,8 +115,8 @@ def offered_tools(body: ChatTemplateFields) -> OfferedTools:
     Raises:
         ApiError: two tools with the same name, or no tool where a call is required.
     """
-    wanted = body.tool_choice
-    if wanted == "none":
+    choice = body.tool_choice
+    if choice == "none":
         return OfferedTools({}, {})
     tools: dict[str, Mapping[str, Any]] = {}
     places: dict[str, str] = {}
@@ -128,14 +128,14 @@ def offered_tools(body: ChatTemplateFields) -> OfferedTools:
             raise invalid_request(f"there are two tools called {name}", f"{place}.name")
         tools[name] = tool.function.parameters or {}
         places[name] = f"{place}.parameters"
-    if isinstance(wanted, NamedTool):
-        name = wanted.function.name
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
         if name not in tools:
             raise invalid_request(f"there is no tool called {name[:80]}", "tool_choice")
         return OfferedTools({name: tools[name]}, places, required=True)
-    if wanted == "required" and not tools:
+    if choice == "required" and not tools:
         raise invalid_request("there are no tools to choose from", "tool_choice")
-    return OfferedTools(tools, places, wanted == "required")
+    return OfferedTools(tools, places, choice == "required")
 
 
 _TAIL_TOKENS = 16  # tokens at a prompt's end that show whether it opens a reasoning block
@@ -220,8 +220,8 @@ def _reasoning_state(
     """Whether the prompt leaves the model inside, after or before reasoning."""
     if body.continue_final_message:
         content = body.messages[-1].content
-        said = content if isinstance(content, str) else ""
-        return "open" if said.rfind(reasoning.begin) > said.rfind(reasoning.end) else "closed"
+        text = content if isinstance(content, str) else ""
+        return "open" if text.rfind(reasoning.begin) > text.rfind(reasoning.end) else "closed"
     return reasoning.state(tail)
 
 

@@ -71,7 +71,7 @@ class FairAccept:
     make_protocol: Callable[[], asyncio.Protocol]
     shares: Shares[Holder]
     connections: Collection[object]
-    most: int
+    max_connections: int
     ssl: ssl.SSLContext | None
     handshake_seconds: float
     _accepted: set[AcceptedSocket] = field(default_factory=set)
@@ -120,7 +120,7 @@ class FairAccept:
             self._queues[address][connection] = None
             self._accepted.add(connection)
             self.shares.take(connection)
-            if len(self.connections) + len(self._accepted) > self.most:
+            if len(self.connections) + len(self._accepted) > self.max_connections:
                 self.shares.displace()
         else:
             self._pause(listener, _PAUSE_SECONDS)

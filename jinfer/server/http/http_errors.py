@@ -202,9 +202,11 @@ def load_failed(name: str, reason: str) -> ApiError:
     return ApiError(503, f"{name} could not be loaded: {reason}", code="load_failed")
 
 
-def no_room(name: str, most: int, retry_after: int) -> ApiError:
+def no_room(name: str, max_models: int, retry_after: int) -> ApiError:
     """Other models are in use, so that this one cannot be loaded."""
-    why = f"there is no room for {name}: {most} of --max-loaded {most} models are in use"
+    why = (
+        f"there is no room for {name}: {max_models} of --max-loaded {max_models} models are in use"
+    )
     return _retry(503, f"{why}; try again later", "no_room", retry_after)
 
 

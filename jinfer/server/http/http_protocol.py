@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from jinfer.server.http.client_shares import Holder, Shares, client_address, most_connections
+from jinfer.server.http.client_shares import Holder, Shares, client_address, connection_limit
 from jinfer.server.http.http_errors import ApiError
 from jinfer.server.http.http_responses import dumps
 
@@ -36,7 +36,7 @@ _SHARES = "jinfer.connections"  # key of the server's state
 def connection_shares(state: dict[str, Any], limit: int = MAX_WAITING) -> Shares[Holder]:
     """What the connections of a server hold that wait for their clients; kept in its state."""
     if _SHARES not in state:
-        state[_SHARES] = Shares[Holder](min(limit, most_connections()))
+        state[_SHARES] = Shares[Holder](min(limit, connection_limit()))
     shares: Shares[Holder] = state[_SHARES]
     return shares
 

@@ -68,15 +68,15 @@ class RequestMiddleware:
                 notes["status"] = message["status"]
                 message["headers"].append((b"x-request-id", id.encode()))
                 if names := notes.get("ignored"):
-                    told = ignored_fields.ignored_header(names).encode()
-                    message["headers"].append((ignored_fields.HEADER.encode(), told))
+                    header = ignored_fields.ignored_header(names).encode()
+                    message["headers"].append((ignored_fields.HEADER.encode(), header))
             await send(message)
 
         with span(f"{scope['method']} {scope['path']}", headers, notes):
             try:
                 if not open_to_all:
-                    given = headers.get("authorization", ""), headers.get("x-api-key", "")
-                    check_api_key(self.settings.keys, *given)
+                    keys = headers.get("authorization", ""), headers.get("x-api-key", "")
+                    check_api_key(self.settings.keys, *keys)
             except ApiError as error:
                 notes["error"] = error.code
                 reply = error_response(error, self._errors.get(scope["path"], OPENAI_ERRORS))
@@ -117,9 +117,11 @@ def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None
         api_key: value of the X-Api-Key header.
     """
     scheme, _, key = authorization.partition(" ")
-    given = [key.strip() if scheme.lower() == "bearer" else "", api_key]
+    keys_sent = [key.strip() if scheme.lower() == "bearer" else "", api_key]
     # Every key is compared, so that the time does not reveal which one nearly matches.
-    sent = [item.encode("latin-1", "replace") for item in given]  # headers are decoded as latin-1
+    sent = [
+        item.encode("latin-1", "replace") for item in keys_sent
+    ]  # headers are decoded as latin-1
     found = [hmac.compare_digest(item, known.encode()) for item in sent for known in keys]
     if keys and not any(found):
         message = "a valid API key is needed: send the header Authorization: Bearer KEY"

@@ -72,11 +72,11 @@ def query_value(request: Request, name: str, default: Any = None) -> Any:
                 raise invalid_request("it must be true or false", name, "invalid_type")
             return text == "true"
         case "integer":
-            least, most = schema["minimum"], schema.get("maximum", 2**53)
+            minimum, maximum = schema["minimum"], schema.get("maximum", 2**53)
             plain = text.isascii() and text.isdecimal() and len(text) < 17
-            if not plain or not least <= int(text) <= most:
+            if not plain or not minimum <= int(text) <= maximum:
                 raise invalid_request(
-                    f"it must be a whole number from {least} to {most}", name, "invalid_type"
+                    f"it must be a whole number from {minimum} to {maximum}", name, "invalid_type"
                 )
             return int(text)
     if text not in schema.get("enum", (text,)):

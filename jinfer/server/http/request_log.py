@@ -64,8 +64,8 @@ def _request(fields: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     method, path, status = (more.pop(name) for name in ("method", "path", "status"))
     if not isinstance(status, int) or status < HTTPStatus.INTERNAL_SERVER_ERROR:
         more.pop("request_id", None)
-    told = {short: more.pop(name) for short, name in _SHORT.items() if name in more}
-    return f"{method} {path} {status}", {**told, **more}
+    columns = {short: more.pop(name) for short, name in _SHORT.items() if name in more}
+    return f"{method} {path} {status}", {**columns, **more}
 
 
 def _shown(value: object) -> str:

@@ -189,17 +189,17 @@ class _LlamaAnswers:
 
     def _selected(self, shown: dict[str, Any]) -> dict[str, Any]:
         """Only the requested response fields."""
-        wanted = self.request.body.response_fields
-        if not wanted:
+        paths = self.request.body.response_fields
+        if not paths:
             return shown
-        chosen: dict[str, Any] = {}
-        for path in wanted:
+        selected: dict[str, Any] = {}
+        for path in paths:
             value: Any = shown
             for step in path.split("/"):
                 value = value.get(step) if isinstance(value, dict) else None
             if value is not None:
-                chosen[path] = value
-        return chosen
+                selected[path] = value
+        return selected
 
     def probabilities(self, entries: Any) -> list[dict[str, Any]]:
         """Log-probabilities in llama.cpp's format; those after the samplers as probabilities."""
@@ -210,7 +210,7 @@ class _LlamaAnswers:
     def _top(self, entry: TokenLogprob) -> list[TokenLogprob]:
         """The likeliest tokens, of those that could be drawn."""
         after = self.request.body.post_sampling_probs
-        return [each for each in entry.top if not after or each.logprob > -math.inf]
+        return [token for token in entry.top if not after or token.logprob > -math.inf]
 
     def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
         data = self.model.session.tokenizer.spelled(entry.id)
@@ -282,9 +282,9 @@ def _end(answer: _LlamaAnswers, index: int, chunks: list[Chunk]) -> bytes:
     """The final event of an answer; its text came in the events before."""
     run = answer.run
     whole = answer.body(index, run.owners[index], completion(chunks, run.usages[index]))
-    said: dict[str, Any] = {"content": "", "tokens": []}
+    empty: dict[str, Any] = {"content": "", "tokens": []}
     whole.pop("completion_probabilities", None)
-    return sse_event({name: said.get(name, value) for name, value in whole.items()})
+    return sse_event({name: empty.get(name, value) for name, value in whole.items()})
 
 
 async def props(request: RequestContext[Any]) -> HttpResponse:

@@ -98,14 +98,14 @@ async def _end(
     seconds: float,
     started: bool,
     failed: Failed | None,
-    told: ApiError,
+    reason: ApiError,
     error: BaseException,
 ) -> Exception | None:
     """Ends a response with an error; one that has not begun is left to the caller."""
     if not started:
-        raise told from error
-    await _send(send, b"" if failed is None else failed(told), seconds, more=False)
-    return told
+        raise reason from error
+    await _send(send, b"" if failed is None else failed(reason), seconds, more=False)
+    return reason
 
 
 def _question(request: Request, body: bytes, id: str) -> bytes:
@@ -150,11 +150,11 @@ async def _send(send: Send, data: bytes, seconds: float, *, more: bool = True) -
 def _error_of(status: int, body: bytes) -> ApiError:
     """The error that a response tells, in whatever API's form."""
     try:
-        said: Any = orjson.loads(body)["error"]
+        error: Any = orjson.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        said = ""
-    if isinstance(said, dict):
+        error = ""
+    if isinstance(error, dict):
         return ApiError(
-            status, str(said.get("message", "")), param=said.get("param"), code=said.get("code")
+            status, str(error.get("message", "")), param=error.get("param"), code=error.get("code")
         )
-    return ApiError(status, str(said) or "the request failed")
+    return ApiError(status, str(error) or "the request failed")

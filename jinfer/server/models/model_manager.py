@@ -52,8 +52,8 @@ class ModelManager:
         """
         self.registry, self._settings = registry, settings
         models = [self._served(source) for source in registry.sources()]
-        most = _most(models, settings.max_loaded, registry)
-        self.residency = ModelResidency(models, most, settings, unloaded)
+        max_models = _most(models, settings.max_loaded, registry)
+        self.residency = ModelResidency(models, max_models, settings, unloaded)
         self._any_name = not settings.strict and registry.is_fixed and len(models) == 1
         self._started = False
         # Slow work, such as tokenizing a long text, must not block the event loop.
@@ -77,7 +77,7 @@ class ModelManager:
     def come_and_go(self) -> bool:
         """Whether models are loaded on demand, or leave when others come or nobody asks them."""
         idle = self._settings.idle_unload is not None or self._settings.idle_sleep is not None
-        few = self.residency.most < len(self.models)
+        few = self.residency.max_models < len(self.models)
         return not self.registry.is_fixed or few or idle or self._settings.is_worker
 
     def unavailable_reason(self) -> str:
@@ -95,7 +95,7 @@ class ModelManager:
         start_threads(self.workers, _WORKERS)
         first = [model for model in self.models if not model.source.on_demand]
         first.sort(key=lambda model: not model.source.pinned)
-        for model in first[: self.residency.most]:
+        for model in first[: self.residency.max_models]:
             await self.residency.load(model)
             if model.state != "loaded":
                 raise ApiError(503, model.error)
@@ -322,10 +322,10 @@ class ModelManager:
         return await asyncio.get_running_loop().run_in_executor(self.workers, work)
 
 
-def _most(models: Sequence[ServedModel], asked: int | None, registry: ModelRegistry) -> int:
+def _most(models: Sequence[ServedModel], max_loaded: int | None, registry: ModelRegistry) -> int:
     """Number of models that may be in memory at a time."""
     at_start = sum(not model.source.on_demand for model in models)
-    return asked or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))
+    return max_loaded or (at_start if registry.is_fixed else max(at_start, _ON_DEMAND))
 
 
 def _check_may_leave(model: ServedModel, what: str) -> None:

@@ -97,8 +97,8 @@ class ModelRegistry:
             raise SpecError(file, f"{name}.overrides", str(error)) from None
         idle = table.get("idle_unload")
         if idle is not None and not (_is_number(idle) and 0 <= idle < math.inf):
-            told = f"{show_value(idle)} is not a number of seconds"
-            raise SpecError(file, f"{name}.idle_unload", told)
+            reason = f"{show_value(idle)} is not a number of seconds"
+            raise SpecError(file, f"{name}.idle_unload", reason)
         pinned = _flag(table, "pinned", file, name)
         return ModelSource(
             name,

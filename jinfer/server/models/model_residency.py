@@ -37,7 +37,7 @@ class ModelResidency:
 
     Attributes:
         models: the models of the server.
-        most: number of models in memory at a time.
+        max_models: number of models in memory at a time.
         beside_others: whether models are loaded while others answer.
         closed: whether nothing is loaded any more.
     """
@@ -45,11 +45,11 @@ class ModelResidency:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        most: int,
+        max_models: int,
         settings: ServerSettings,
         unloaded: Callable[[str, Stats], Any],
     ) -> None:
-        self.models, self.most = list(models), most
+        self.models, self.max_models = list(models), max_models
         self.beside_others = self.closed = False
         self._settings, self._unloaded = settings, unloaded
         self._queue: list[ServedModel] = []
@@ -219,7 +219,9 @@ class ModelResidency:
             self._give_up_later(model, _LEAVING)
         elif model in self._queue:
             self._queue.remove(model)
-            _answer(model, http_errors.no_room(model.name, self.most, self._settings.retry_after))
+            _answer(
+                model, http_errors.no_room(model.name, self.max_models, self._settings.retry_after)
+            )
             self.rest(model)
 
     def _advance(self) -> None:
@@ -227,7 +229,7 @@ class ModelResidency:
         while self._queue and not self.closed:
             model = self._queue[0]
             others = [each for each in self.models if each.occupies and each is not model]
-            if len(others) < self.most:
+            if len(others) < self.max_models:
                 self._queue.pop(0)
                 model.cancel_timers()
                 model.state = "loading"
@@ -287,5 +289,5 @@ def _answer(model: ServedModel, error: ApiError | None) -> None:
         arrival.set_result(error)
 
 
-async def _in[T](pool: ThreadPoolExecutor, work: Callable[..., T], *given: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
+async def _in[T](pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)

@@ -71,13 +71,13 @@ class ModelWorker:
         self.last = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            said = self._told(_question(source, settings, self.socket))
+            answer = self._ask_start(_question(source, settings, self.socket))
         except BaseException:
             self.close()
             raise
-        self.details, self.adapters = _details(said), said["adapters"]
+        self.details, self.adapters = _details(answer), answer["adapters"]
 
-    def _told(self, question: bytes) -> Any:
+    def _ask_start(self, question: bytes) -> Any:
         """What the process says once it has loaded its model."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
@@ -85,7 +85,7 @@ class ModelWorker:
             self._process.stdin.write(question)
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        return _said(answer, None if answer else self._process.wait(_SECONDS))
+        return _checked_answer(answer, None if answer else self._process.wait(_SECONDS))
 
     @property
     def has_ended(self) -> bool:
@@ -95,8 +95,8 @@ class ModelWorker:
     def stats(self) -> Stats:
         """The model's statistics; the last ones if it does not answer."""
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            said = json.loads(self._ask("GET", "/worker"))
-            self.last, self.adapters = Stats(**said["stats"]), said["adapters"]
+            answer = json.loads(self._ask("GET", "/worker"))
+            self.last, self.adapters = Stats(**answer["stats"]), answer["adapters"]
         return self.last
 
     def sleep(self, level: int) -> None:
@@ -144,8 +144,8 @@ def asked_process(
     """
     question = _question(source, settings, "")
     done = subprocess.run(_COMMAND, input=question, stdout=subprocess.PIPE, check=False)
-    said = _said(done.stdout, done.returncode)
-    return said["description"], _details(said)
+    answer = _checked_answer(done.stdout, done.returncode)
+    return answer["description"], _details(answer)
 
 
 def _question(source: ModelSource, settings: ServerSettings, socket: str) -> bytes:
@@ -153,7 +153,7 @@ def _question(source: ModelSource, settings: ServerSettings, socket: str) -> byt
     own = replace(settings, **_OF_SERVER)
     alone = replace(source, on_demand=False, pinned=True, idle_unload=None)
     named = settings.logits_processors.items()
-    asked = {
+    job = {
         "source": asdict(alone),
         "settings": asdict(own),
         "processors": [
@@ -161,21 +161,21 @@ def _question(source: ModelSource, settings: ServerSettings, socket: str) -> byt
         ],
         "socket": socket,
     }
-    return json.dumps(asked).encode() + b"\n"
+    return json.dumps(job).encode() + b"\n"
 
 
-def _said(answer: bytes, status: int | None) -> Any:
+def _checked_answer(answer: bytes, status: int | None) -> Any:
     """What a process has answered. Raises `RequestError`: an error, or nothing."""
     if not answer:
         raise RequestError(f"the model's process has ended with the status {status}")
-    said = json.loads(answer)
-    if "error" in said:
-        raise RequestError(said["error"])
-    return said
+    value = json.loads(answer)
+    if "error" in value:
+        raise RequestError(value["error"])
+    return value
 
 
-def _details(said: Any) -> ModelDetails:
-    known = said["details"]
+def _details(answer: Any) -> ModelDetails:
+    known = answer["details"]
     return ModelDetails(**{**known, "capabilities": tuple(known["capabilities"])})
 
 

@@ -65,15 +65,17 @@ async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
     if model.open and model.worker is not None:
         raise RunsElsewhereError(model, awake=False)
     if model.open and model.details is not None:
-        said = description(model.name, model.session.opened, model.details)
+        described = description(model.name, model.session.opened, model.details)
     else:
         try:
-            given = model.source, request.service.settings
-            said, known = await request.service.in_thread(describe_beside, *given)
+            source_and_settings = model.source, request.service.settings
+            described, known = await request.service.in_thread(
+                describe_beside, *source_and_settings
+            )
         except USER_ERRORS as error:
             raise load_failed(model.name, " ".join(str(error).split())) from error
         model.details = model.details or known
-    return HttpResponse({**said, "details": _details(model), "modified_at": _modified(model)})
+    return HttpResponse({**described, "details": _details(model), "modified_at": _modified(model)})
 
 
 def description(name: str, opened: Opened, known: ModelDetails) -> dict[str, Any]:

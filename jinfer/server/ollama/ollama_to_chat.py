@@ -48,8 +48,8 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
     if isinstance(body, OllamaChatRequest):
         chat |= {"messages": _messages(body.messages or []), "tools": body.tools or None}
     else:
-        told = [{"role": "system", "content": body.system}] if body.system else []
-        chat["messages"] = [*told, {"role": "user", "content": body.prompt or ""}]
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        chat["messages"] = [*system, {"role": "user", "content": body.prompt or ""}]
     if body.format or body.format == {}:
         chat["response_format"] = {"type": "json_object"}  # as Ollama understands {}, too
         if isinstance(body.format, dict) and body.format:
@@ -62,10 +62,10 @@ def chat_request(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest
 
 def _sampling(options: OllamaOptions | None) -> dict[str, Any]:
     """The options that choose an answer, under the names of chat completions."""
-    given = {} if options is None else options.given_fields()
-    sampling = {k: v for k, v in given.items() if k in ChatRequest.model_fields}
-    if given.get("num_predict", 0) > 0:
-        sampling["n_predict"] = given["num_predict"]
+    fields = {} if options is None else options.given_fields()
+    sampling = {k: v for k, v in fields.items() if k in ChatRequest.model_fields}
+    if fields.get("num_predict", 0) > 0:
+        sampling["n_predict"] = fields["num_predict"]
     return sampling
 
 
@@ -93,7 +93,7 @@ def _messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
         if item.tool_calls:
             ids = [call.id or f"call_{number}_{i}" for i, call in enumerate(item.tool_calls)]
             functions = [call.function for call in item.tool_calls]
-            waiting = [(each.name, id) for each, id in zip(functions, ids, strict=True)]
+            waiting = [(function.name, id) for function, id in zip(functions, ids, strict=True)]
             message["tool_calls"] = list(map(_call, ids, functions))
         if item.role == "tool" and waiting:
             named = [pair for pair in waiting if pair[0] == item.tool_name]

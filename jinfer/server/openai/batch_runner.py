@@ -80,11 +80,11 @@ class BatchErrors(Exception):
     errors: list[dict[str, Any]]
 
 
-def read_lines(path: Path, endpoint: str, most_bytes: int) -> list[BatchLine]:
+def read_lines(path: Path, endpoint: str, max_bytes: int) -> list[BatchLine]:
     """The requests of a batch's file. Slow.
 
     Args:
-        most_bytes: of a line.
+        max_bytes: of a line.
 
     Raises:
         BatchErrors: lines that are no requests to the endpoint.
@@ -98,7 +98,7 @@ def read_lines(path: Path, endpoint: str, most_bytes: int) -> list[BatchLine]:
                 if text.strip():
                     if len(lines) >= MAX_LINES:
                         raise _line_error("too_many_tasks", f"it has more than {MAX_LINES} lines")
-                    line = _read_line(text, start, endpoint, most_bytes)
+                    line = _read_line(text, start, endpoint, max_bytes)
                     if line.custom_id in lines:
                         raise _line_error(
                             "duplicate_custom_id", "another line has this custom_id", "custom_id"
@@ -118,9 +118,9 @@ def read_lines(path: Path, endpoint: str, most_bytes: int) -> list[BatchLine]:
     return list(lines.values())
 
 
-def _read_line(text: bytes, start: int, endpoint: str, most_bytes: int) -> BatchLine:
-    if len(text) > most_bytes:
-        raise _line_error("line_too_long", f"the line has more than {most_bytes} bytes")
+def _read_line(text: bytes, start: int, endpoint: str, max_bytes: int) -> BatchLine:
+    if len(text) > max_bytes:
+        raise _line_error("line_too_long", f"the line has more than {max_bytes} bytes")
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -43,8 +43,8 @@ async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedR
         answer = _ChatAnswer(request, model, run)
         more: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            wanted = score_prompt, model.session, answer.job.ids, body.prompt_logprobs
-            scored = await request.service.in_engine_thread(*wanted)
+            arguments = score_prompt, model.session, answer.job.ids, body.prompt_logprobs
+            scored = await request.service.in_engine_thread(*arguments)
             more["prompt_logprobs"] = [None, *map(usage.ranked_logprobs, scored)]
         (answers,) = await run.completions()
         if not more and not body.logprobs and not body.capture:
@@ -157,8 +157,8 @@ class _ChatAnswer(OpenAIAnswer):
         stream = body.stream_options
         together = stream is not None and stream.continuous_usage_stats
         if delta or more or options.timings:
-            said = {"delta": delta}
-            result.append(self.chunk(index, said, reason if together else None, **more))
+            content = {"delta": delta}
+            result.append(self.chunk(index, content, reason if together else None, **more))
             reason = None if together else reason
         if reason is not None:
             result.append(self.chunk(index, self.nothing, reason))
@@ -193,7 +193,7 @@ async def count_tokens(request: RequestContext[ChatRequest]) -> HttpResponse:
     """Count the tokens of a conversation (llama.cpp)."""
     settings, ignore = request.service.settings, request.ignore
     async with request.service.models.use(request.body.model) as model:
-        given = request.body, model.session, settings, ignore
-        prompt = await request.service.in_thread(build_chat_prompt, *given)
+        arguments = request.body, model.session, settings, ignore
+        prompt = await request.service.in_thread(build_chat_prompt, *arguments)
         ids = await request.service.in_thread(prompt.ids)
     return HttpResponse({"input_tokens": len(ids)})

@@ -226,12 +226,12 @@ class _TextAnswers(OpenAIAnswer):
         """Computes the prompts' log-probabilities, if requested."""
         body = self.request.body
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        wanted = [top for top in tops if top is not None]
-        if not wanted:
+        counts = [top for top in tops if top is not None]
+        if not counts:
             return
         for job in self.jobs:
             found = await self.request.service.in_engine_thread(
-                score_prompt, self.model.session, job.ids, max(wanted)
+                score_prompt, self.model.session, job.ids, max(counts)
             )
             self.prompt_logprobs.append(found)
 
@@ -296,8 +296,8 @@ class _TextAnswers(OpenAIAnswer):
 
     def _sent_text(self, prompt: int) -> str | None:
         """A prompt that was sent as a text; None for token ids."""
-        given = self.request.body.prompt
-        item = given if isinstance(given, str) else given[prompt]
+        prompts = self.request.body.prompt
+        item = prompts if isinstance(prompts, str) else prompts[prompt]
         return item if isinstance(item, str) else None
 
     def _logprobs(
@@ -321,8 +321,8 @@ class _TextAnswers(OpenAIAnswer):
         tokenizer, as_ids = self.model.llm.tokenizer, self._as_ids
         # The sampled token is listed too, even if it is not among the likeliest.
         return {
-            usage.token_key(tokenizer, each.id, as_ids): usage.finite_logprob(each.logprob)
-            for each in (*entry.top, entry)
+            usage.token_key(tokenizer, token.id, as_ids): usage.finite_logprob(token.logprob)
+            for token in (*entry.top, entry)
         }
 
     def events(self, index: int, piece: Chunk) -> list[dict[str, Any]]:

@@ -135,19 +135,19 @@ class FillMaskResponse(ResponseModel):
 async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = request.body
-    given, param = either_field(body, "input", "content")
-    texts = _plain(given)
-    wanted = body.normalize
+    value, param = either_field(body, "input", "content")
+    texts = _plain(value)
+    normalize = body.normalize
     if body.use_activation is not None:
-        if wanted is not None:
+        if normalize is not None:
             raise invalid_request("it says the same as normalize; leave it out", "use_activation")
-        wanted = body.use_activation
+        normalize = body.use_activation
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
-        options: dict[str, Any] = {"pooling": body.pooling, "normalize": wanted}
+        options: dict[str, Any] = {"pooling": body.pooling, "normalize": normalize}
         vectors, tokens = await embedder.embed(texts, param, body.prompt_name, **options)
         request.note(prompt_tokens=tokens)
         own = embedder.pooling.normalize
-        unit = own if wanted is None else wanted
+        unit = own if normalize is None else normalize
         vectors = truncate_vectors(vectors, body.dimensions, unit)
         head = {"object": "list", "model": embedder.model.name, "usage": usage_of(tokens)}
         coded = None
@@ -157,11 +157,11 @@ async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
         return HttpResponse(await request.service.in_thread(dumps_list, head, "data", entries))
 
 
-def _plain(given: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Texts as other routes have them."""
-    if isinstance(given, list):
-        return [_plain(item) for item in given]
-    return given.text if isinstance(given, TextObject) else given
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.text if isinstance(value, TextObject) else value
 
 
 def _entries(

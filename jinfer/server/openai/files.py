@@ -93,7 +93,7 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
     """
     store = file_store(service)
     boundary = boundary_of(request.headers.get("content-type", ""))
-    path, most = store.half(), min(service.settings.max_file, store.room())
+    path, max_bytes = store.half(), min(service.settings.max_file, store.room())
 
     def sink() -> BinaryIO:
         return path.open("wb")
@@ -105,15 +105,15 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
             end = limit.when() or 0.0
             async for piece in request.stream():
                 size += len(piece)
-                if size > most + _PIECE:
-                    raise _too_long(most)
+                if size > max_bytes + _PIECE:
+                    raise _too_long(max_bytes)
                 parser.push(piece)
                 limit.reschedule(end + size / _SLOWEST)
         parser.finish()
         upload = validated(_values(parser), UploadRequest)
         upload._path, upload._bytes = path, path.stat().st_size
-        if upload._bytes > most:
-            raise _too_long(most)
+        if upload._bytes > max_bytes:
+            raise _too_long(max_bytes)
     except BaseException as error:
         parser.close()
         path.unlink(missing_ok=True)
@@ -123,10 +123,10 @@ async def receive_upload(request: Request, service: Service) -> UploadRequest:
     return upload
 
 
-def _too_long(most: int) -> ApiError:
+def _too_long(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the file is longer than the {max(0, most)} bytes that there is room for",
+        f"the file is longer than the {max(0, max_bytes)} bytes that there is room for",
         param="file",
         code="body_too_large",
         headers={"connection": "close"},

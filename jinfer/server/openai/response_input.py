@@ -100,7 +100,7 @@ def _listed(item: InputItem) -> dict[str, Any]:
 
 
 def to_chat_request(
-    body: ResponseRequest, given: ResponseInput, ignore: Callable[[str, str], None]
+    body: ResponseRequest, response_input: ResponseInput, ignore: Callable[[str, str], None]
 ) -> ChatRequest:
     """The request as a chat completion. Raises `ApiError`."""
     chat: dict[str, Any] = {
@@ -110,7 +110,7 @@ def to_chat_request(
             if name in SamplingFields.model_fields
         },
         "model": body.model,  # which may be the name of an adapter
-        "messages": _messages(body.instructions, given, ignore),
+        "messages": _messages(body.instructions, response_input, ignore),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "chat_template_kwargs": body.chat_template_kwargs,
@@ -119,11 +119,11 @@ def to_chat_request(
     if LOGPROBS in (body.include or ()):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None:
-        said = body.reasoning
+        reasoning = body.reasoning
         chat["reasoning"] = {
-            "effort": said.effort,
-            "max_tokens": said.max_tokens,
-            "enabled": said.enabled,
+            "effort": reasoning.effort,
+            "max_tokens": reasoning.max_tokens,
+            "enabled": reasoning.enabled,
         }
     if body.text is not None and (format := body.text.format) is not None:
         chat["response_format"] = {"type": format.type}
@@ -134,13 +134,13 @@ def to_chat_request(
 
 
 def _messages(
-    instructions: str | None, given: ResponseInput, ignore: Callable[[str, str], None]
+    instructions: str | None, response_input: ResponseInput, ignore: Callable[[str, str], None]
 ) -> list[dict[str, Any]]:
     """Input items as chat messages; calls and reasoning join one assistant message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    for item, path in _numbered(given):
+    for item, path in _numbered(response_input):
         if item.type in HOSTED_CALLS:
             if not path.startswith("previous"):
                 ignore(f"{path}.type", "another service ran it, which the model knows nothing of")
@@ -159,16 +159,16 @@ def _messages(
     return messages
 
 
-def _numbered(given: ResponseInput) -> Sequence[tuple[InputItem, str]]:
+def _numbered(response_input: ResponseInput) -> Sequence[tuple[InputItem, str]]:
     """Each item, and where it stands."""
     try:
-        earlier = [InputItem.model_validate(item) for item in given.earlier]
+        earlier = [InputItem.model_validate(item) for item in response_input.earlier]
     except ValidationError:  # written by another version
         message = "the conversation that is kept cannot be read; send it as input"
         raise ApiError(400, message, param="previous_response_id") from None
     return [
         *((item, "previous_response_id") for item in earlier),
-        *((item, f"input.{number}") for number, item in enumerate(given.items)),
+        *((item, f"input.{number}") for number, item in enumerate(response_input.items)),
     ]
 
 

@@ -33,8 +33,8 @@ def custom_input(arguments: str) -> str:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    given = value.get(INPUT) if isinstance(value, dict) else None
-    return given if isinstance(given, str) else arguments
+    text = value.get(INPUT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
@@ -87,11 +87,11 @@ class _OpenItem:
                 return {**head, "role": "assistant", "content": [self.part(True)] if done else []}
             case "reasoning":
                 return {**head, "summary": [], "content": [self.part(True)] if done else []}
-        said = self.text if done else ""
+        text = self.text if done else ""
         key = "arguments"
         if self.kind == "custom_tool_call":
-            key, said = "input", custom_input(said)
-        return {**head, "call_id": self.call.id, "name": self.call.name, key: said}
+            key, text = "input", custom_input(text)
+        return {**head, "call_id": self.call.id, "name": self.call.name, key: text}
 
 
 @dataclass
@@ -185,9 +185,9 @@ class ResponseItems:
         if opened.kind == "function_call":
             text |= {"arguments": opened.text, "name": opened.call.name}
         elif opened.kind == "custom_tool_call":
-            said = custom_input(opened.text)
-            delta = {"type": f"{_TEXT[opened.kind]}.delta", **opened.place(), "delta": said}
-            text["input"] = said
+            text_ = custom_input(opened.text)
+            delta = {"type": f"{_TEXT[opened.kind]}.delta", **opened.place(), "delta": text_}
+            text["input"] = text_
             events.insert(0, delta)
         else:
             text |= {"content_index": 0, "text": opened.text}

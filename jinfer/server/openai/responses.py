@@ -64,10 +64,10 @@ async def create_response(
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.background and not kept:
         raise invalid_request("an answer in the background is one that is stored", "background")
-    given = await request.service.in_thread(read_input, body, request.service.responses)
-    answering = _Answering(request, given, kept)
+    response_input = await request.service.in_thread(read_input, body, request.service.responses)
+    answering = _Answering(request, response_input, kept)
     if body.background:
-        job = ResponseJob(answering.id, answering.created_response(), given.listed())
+        job = ResponseJob(answering.id, answering.created_response(), response_input.listed())
         await request.service.response_jobs.start(job, answering.batches(), request.service.answers)
         if body.stream:
             pieces = job.events(-1, request.service.settings.ping)
@@ -102,7 +102,7 @@ def check_response(request: RequestContext[ResponseRequest]) -> None:
 
 def _is_kept(request: RequestContext[ResponseRequest]) -> bool:
     """Whether the answer is stored."""
-    return request.body.store is not False and request.service.responses.most > 0
+    return request.body.store is not False and request.service.responses.max_responses > 0
 
 
 def failed_event(error: ApiError) -> bytes:
@@ -124,11 +124,11 @@ async def _stream_bytes(batches: EventBatches) -> AsyncGenerator[bytes]:
 
 
 def prepare_response(
-    request: RequestContext[ResponseRequest], model: ServedModel, given: ResponseInput
+    request: RequestContext[ResponseRequest], model: ServedModel, response_input: ResponseInput
 ) -> list[PromptRequests]:
     """Prepare the prompt; with truncation, from the latest messages that fit. Slow."""
     ignore = ignore_as(request.ignore, response_field)
-    chat = to_chat_request(request.body, given, request.ignore)
+    chat = to_chat_request(request.body, response_input, request.ignore)
     with field_names(response_field):
         while True:
             try:
@@ -158,14 +158,14 @@ class _Answering:
     """
 
     request: RequestContext[ResponseRequest]
-    given: ResponseInput
+    response_input: ResponseInput
     kept: bool
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def batches(self) -> EventBatches:
         """The events, with sequence numbers; the last one has the response, stored before."""
-        prepare = partial(prepare_response, given=self.given)
+        prepare = partial(prepare_response, response_input=self.response_input)
         number = 0
 
         def numbered(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ class _Answering:
             events = answer.finish()
             response = answer.response(answer.status)
             if self.kept:
-                stored = StoredResponse(response, self.given.listed())
+                stored = StoredResponse(response, self.response_input.listed())
                 await self.request.service.in_thread(self.request.service.responses.put, stored)
             events.append({"type": f"response.{answer.status}", "response": response})
             yield numbered(events), ()
@@ -217,7 +217,7 @@ class _Answering:
         if body.text is not None:
             without = {"verbosity"}
             text = body.text.model_dump(by_alias=True, exclude_none=True, exclude=without)
-        chosen: Any = body.tool_choice or "auto"
+        tool_choice: Any = body.tool_choice or "auto"
         return {
             "id": self.id,
             "object": "response",
@@ -238,7 +238,9 @@ class _Answering:
             "store": self.kept,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **text},
-            "tool_choice": chosen if isinstance(chosen, str) else chosen.model_dump(),
+            "tool_choice": tool_choice
+            if isinstance(tool_choice, str)
+            else tool_choice.model_dump(),
             "tools": [_shown_tool(tool) for tool in body.tools or () if not _is_other(tool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
@@ -261,7 +263,7 @@ def _shown_tool(tool: Any) -> dict[str, Any]:
 class _ResponseAnswer:
     """A response that is being generated."""
 
-    asked: _Answering
+    answering: _Answering
     model: ServedModel
     run: RequestRunner
     status: str = "completed"
@@ -269,14 +271,14 @@ class _ResponseAnswer:
     def __post_init__(self) -> None:
         (self.job,) = self.run.jobs
         parser = self.job.parsing.parser()
-        body = self.asked.request.body
+        body = self.answering.request.body
         self._parser = parser if body.stream else WholeCallsParser(parser)
         self.items = ResponseItems(custom=custom_names(body))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Parses a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
-        if shows_logprobs(self.asked.request.body):
+        if shows_logprobs(self.answering.request.body):
             entries = usage.chat_logprobs(self.model.llm.tokenizer, chunk.logprobs)
         self.status = "incomplete" if chunk.finish_reason == "length" else "completed"
         return self.items.push(self._parser.push(chunk.text), entries)
@@ -302,7 +304,7 @@ class _ResponseAnswer:
                 "total_tokens": known["total_tokens"],
             }
         params = self.job.options.params
-        return self.asked.response(status, self.model.name, self.items.done, tokens, params)
+        return self.answering.response(status, self.model.name, self.items.done, tokens, params)
 
 
 async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedResponse:
@@ -352,17 +354,19 @@ async def input_items(request: RequestContext[Any]) -> HttpResponse:
 async def input_tokens(request: RequestContext[InputTokensRequest]) -> HttpResponse:
     """Counts the tokens that a response would answer."""
     check_response(request)
-    given = await request.service.in_thread(read_input, request.body, request.service.responses)
+    response_input = await request.service.in_thread(
+        read_input, request.body, request.service.responses
+    )
     async with request.service.models.use(request.body.model) as model:
         request.note(model=model.name)
-        count = await request.service.in_thread(_count_tokens, request, model, given)
+        count = await request.service.in_thread(_count_tokens, request, model, response_input)
     return HttpResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _count_tokens(
-    request: RequestContext[InputTokensRequest], model: ServedModel, given: ResponseInput
+    request: RequestContext[InputTokensRequest], model: ServedModel, response_input: ResponseInput
 ) -> int:
-    chat = to_chat_request(request.body, given, request.ignore)
+    chat = to_chat_request(request.body, response_input, request.ignore)
     with field_names(response_field):
         ignore = ignore_as(request.ignore, response_field)
         prompt = build_chat_prompt(chat, model.session, request.service.settings, ignore)

@@ -66,11 +66,11 @@ class FileStore:
 
     Attributes:
         folder: where files and batches are.
-        most_bytes: of all files together.
+        max_bytes: of all files together.
     """
 
     folder: Path
-    most_bytes: int
+    max_bytes: int
     _files: dict[str, StoredFile] = field(default_factory=dict)  # the oldest first
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class FileStore:
             raise ApiError(
                 400, f"there are {MAX_FILES} files already; delete some", code="storage_full"
             )
-        return self.most_bytes - sum(file.bytes for file in self._files.values())
+        return self.max_bytes - sum(file.bytes for file in self._files.values())
 
     def add(
         self, path: Path, filename: str, purpose: str, seconds: int | None, id: str | None = None

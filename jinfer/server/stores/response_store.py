@@ -47,14 +47,14 @@ class ResponseStore:
 
     Attributes:
         folder: where they are kept; None: in memory.
-        most: number of responses; 0: nothing is kept.
-        most_bytes: of all together.
+        max_responses: number of responses; 0: nothing is kept.
+        max_bytes: of all together.
         seconds: age at which one is removed.
     """
 
     folder: Path | None = None
-    most: int = 1000
-    most_bytes: int = 64 << 20
+    max_responses: int = 1000
+    max_bytes: int = 64 << 20
     seconds: float = 30 * 86400.0
     _known: dict[str, tuple[float, int]] = field(default_factory=dict)  # oldest first
     _bytes: int = 0
@@ -143,7 +143,7 @@ class ResponseStore:
         """The oldest ones, as long as there are too many, too large or too old ones."""
         oldest, left, size = time.time() - self.seconds, len(self._known), self._bytes
         for id, (created, length) in self._known.items():
-            if left <= self.most and size <= self.most_bytes and created >= oldest:
+            if left <= self.max_responses and size <= self.max_bytes and created >= oldest:
                 return
             yield id
             left, size = left - 1, size - length

@@ -72,10 +72,12 @@ class LarkGrammar:
 
 def strict_parameters(schema: Mapping[str, Any] | None) -> dict[str, Any]:
     """The schema of a tool's arguments: an object without additional properties."""
-    given = {**(schema or _NOTHING), "type": "object"}
-    if "properties" in given and not {"additionalProperties", "patternProperties"} & set(given):
-        given["additionalProperties"] = False
-    return given
+    parameters = {**(schema or _NOTHING), "type": "object"}
+    if "properties" in parameters and not {"additionalProperties", "patternProperties"} & set(
+        parameters
+    ):
+        parameters["additionalProperties"] = False
+    return parameters
 
 
 @dataclass(frozen=True)

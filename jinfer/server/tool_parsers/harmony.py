@@ -24,7 +24,7 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[None]:
-    said = later = False
+    has_content = later = False
     headed = True  # the prompt has started a message
     while True:
         reader.mark()
@@ -33,9 +33,9 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
             out.reject(reader, certain=later or not reader.rest())
             mark = yield from reader.until(_ENDS, out.content, take=False)
         else:
-            if said and _kind(head, tools) == "content":
+            if has_content and _kind(head, tools) == "content":
                 out.content("\n\n")
-            said = said or _kind(head, tools) == "content"
+            has_content = has_content or _kind(head, tools) == "content"
             mark = yield from _message(reader, out, head, tools)
         if mark is None:
             return

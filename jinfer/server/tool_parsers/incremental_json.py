@@ -53,11 +53,11 @@ def decoded_prefix(text: str) -> str:
     """The decoded beginning of an unfinished JSON string, as far as it is certain."""
     for end in range(len(text), max(0, len(text) - _LONGEST_ESCAPE - 1), -1):
         try:
-            said = loads(f'{text[:end]}"')
+            decoded = loads(f'{text[:end]}"')
         except ValueError:  # it ends inside an escape
             continue
-        if not any("\ud800" <= sign <= "\udfff" for sign in said):
-            return said
+        if not any("\ud800" <= sign <= "\udfff" for sign in decoded):
+            return decoded
     return ""
 
 
@@ -72,9 +72,9 @@ def parse_string(reader: IncrementalReader, sink: Sink = lambda piece: None) -> 
     text = yield from parse_value(reader, sink)
     if text is None:
         return None
-    said = loads(text)
+    value = loads(text)
     # An unpaired surrogate could not be encoded as UTF-8.
-    return None if any("\ud800" <= sign <= "\udfff" for sign in said) else said
+    return None if any("\ud800" <= sign <= "\udfff" for sign in value) else value
 
 
 def parse_value(reader: IncrementalReader, sink: Sink) -> Parse[str | None]:

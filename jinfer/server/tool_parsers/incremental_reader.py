@@ -83,7 +83,7 @@ class IncrementalReader:
             self.take(len(rest) - len(rest.lstrip()))
 
     def until(
-        self, marks: Sequence[str], sink: Sink, *, take: bool = True, least: int = 2
+        self, marks: Sequence[str], sink: Sink, *, take: bool = True, min_overlap: int = 2
     ) -> Parse[str | None]:
         """Reads up to the first of some marks, none of which is part of another.
 
@@ -106,7 +106,7 @@ class IncrementalReader:
                 self.take(len(mark) if take else 0)
                 return mark
             kept = max(_overlap(rest, mark) for mark in marks)
-            if self.ended and not self._begins_mark(rest[len(rest) - kept :], least):
+            if self.ended and not self._begins_mark(rest[len(rest) - kept :], min_overlap):
                 kept = 0
             self._give(len(rest) - kept, sink)
             if self.ended:

@@ -35,18 +35,18 @@ def parse_arguments(reader: IncrementalReader, sink: Sink) -> Parse[bool]:
         return (yield from incremental_json.parse_value(reader, sink)) is not None
     if first == '"':
         parts: list[str] = []
-        said = yield from incremental_json.parse_string(reader, parts.append)
-        if said is None and reader.cut:
+        value = yield from incremental_json.parse_string(reader, parts.append)
+        if value is None and reader.cut:
             sink(incremental_json.decoded_prefix("".join(parts)))
     else:
-        said = (
+        value = (
             ""
             if (yield from incremental_json.parse_value(reader, lambda _: None)) == "null"
             else None
         )
-    if said is None or (said.strip() and not incremental_json.is_object(said)):
+    if value is None or (value.strip() and not incremental_json.is_object(value)):
         return False
-    sink(said.strip() or "{}")
+    sink(value.strip() or "{}")
     return True
 
 

@@ -94,20 +94,20 @@ _TABLE: tuple[tuple[ToolCallFormat, Callable[[str], bool]], ...] = (
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {format.name: format for format, _ in _TABLE}
 
 
-def tool_call_format(template: str, chosen: str = "auto") -> ToolCallFormat:
+def tool_call_format(template: str, name: str = "auto") -> ToolCallFormat:
     """The tool-call format of a model; Hermes if the template does not tell.
 
     Args:
         template: the source of the chat template.
         chosen: `prompt.tool_calls` of the specification.
     """
-    if chosen != "auto":
-        return TOOL_CALL_FORMATS[chosen]
+    if name != "auto":
+        return TOOL_CALL_FORMATS[name]
     return next((format for format, matches in _TABLE if matches(template)), json_formats.HERMES)
 
 
 def reasoning_format(
-    template: str, tokenizer: Tokenizer, chosen: str = "auto"
+    template: str, tokenizer: Tokenizer, name: str = "auto"
 ) -> ReasoningFormat | None:
     """The reasoning format of a model; None without reasoning.
 
@@ -115,7 +115,7 @@ def reasoning_format(
         tokenizer: reasoning models have special tokens for the marks.
         chosen: `prompt.reasoning` of the specification.
     """
-    marks = thinking_marks(template, tokenizer, chosen)
+    marks = thinking_marks(template, tokenizer, name)
     # A format that reads its own thoughts has none here.
     return next(
         (format for format in REASONING_FORMATS if marks and format.name == marks.name), None

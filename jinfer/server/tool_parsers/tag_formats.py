@@ -92,14 +92,14 @@ def tagged_call_rule(lark: LarkGrammar, tools: Tools, tags: XmlTags) -> str:
     """Adds the rule of a call to a grammar; returns its name."""
     calls = []
     for name, schema in tools.items():
-        given = strict_parameters(schema)
+        parameters = strict_parameters(schema)
         shared: dict[str, Any] = {
-            key: given[key] for key in ("$defs", "definitions") if key in given
+            key: parameters[key] for key in ("$defs", "definitions") if key in parameters
         }
         parts = []
-        for key, value in given.get("properties", {}).items():
+        for key, value in parameters.get("properties", {}).items():
             part = _parameter(lark, key, value, shared, tags)
-            parts.append(part if key in given.get("required", ()) else f"({part})?")
+            parts.append(part if key in parameters.get("required", ()) else f"({part})?")
         head = lark.text(f"{tags.call}{name}{tags.named}")
         calls.append(" ".join([head, *parts, lark.text(tags.end)]))
     return lark.one_of("call", calls)
@@ -191,7 +191,7 @@ def _qwen_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> 
     if text:
         out.arguments('"')
     sink = line.push if text else parts.append
-    if (yield from reader.until((QWEN_PARAMETER_END,), sink, least=1)) is None:
+    if (yield from reader.until((QWEN_PARAMETER_END,), sink, min_overlap=1)) is None:
         return False
     out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
     return True
@@ -284,7 +284,7 @@ def _dsml_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> 
         out.arguments(incremental_json.escape_json(piece))
 
     sink = escaped if text else parts.append
-    if (yield from reader.until((DSML_PARAMETER_END,), sink, least=1)) is None:
+    if (yield from reader.until((DSML_PARAMETER_END,), sink, min_overlap=1)) is None:
         return False
     out.arguments('"' if text else incremental_json.value_as_json("".join(parts)))
     return True

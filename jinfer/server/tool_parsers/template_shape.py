@@ -187,6 +187,6 @@ def _describe_tools(
     text = _ASKS.format(tools=lines)
     if messages and messages[0]["role"] == tools_role:
         first, *rest = messages
-        said = [first["content"], text] if tools_role == "system" else [text, first["content"]]
-        return [{**first, "content": "\n\n".join(said)}, *rest]
+        texts = [first["content"], text] if tools_role == "system" else [text, first["content"]]
+        return [{**first, "content": "\n\n".join(texts)}, *rest]
     return [{"role": tools_role, "content": text}, *messages]

@@ -23,8 +23,8 @@ async def chat_batch(request: RequestContext[ChatBatchRequest]) -> HttpResponse:
     if body.n is not None and body.n != 1:
         raise invalid_request("each conversation has one answer; leave it out", "n")
     shared = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
-    asked = [ChatRequest.model_construct(messages=message, **shared) for message in body.messages]
-    jobs = [asyncio.ensure_future(_answer(request, i, item)) for i, item in enumerate(asked)]
+    chats = [ChatRequest.model_construct(messages=message, **shared) for message in body.messages]
+    jobs = [asyncio.ensure_future(_answer(request, i, item)) for i, item in enumerate(chats)]
     try:
         answers = await asyncio.gather(*jobs)
     finally:

@@ -68,12 +68,12 @@ _PROMPTS = {
 async def embed(request: RequestContext[CohereEmbedRequest]) -> HttpResponse:
     """Handles an embedding request."""
     body = request.body
-    most = -1 if body.max_tokens is None else body.max_tokens
-    async with embedder_of(request, None if body.truncate == "NONE" else most) as embedder:
+    max_tokens = -1 if body.max_tokens is None else body.max_tokens
+    async with embedder_of(request, None if body.truncate == "NONE" else max_tokens) as embedder:
         name = _prompt_name(request, embedder)
         texts = body.texts
         if body.truncate == "START":
-            texts = await request.service.in_thread(_endings, embedder, texts, most)
+            texts = await request.service.in_thread(_endings, embedder, texts, max_tokens)
         vectors, tokens = await embedder.embed(texts, "texts", name)
         request.note(prompt_tokens=tokens)
         vectors = truncate_vectors(vectors, body.output_dimension, embedder.pooling.normalize)
@@ -107,10 +107,10 @@ def _prompt_name(request: RequestContext[CohereEmbedRequest], embedder: Embedder
     return name
 
 
-def _endings(embedder: Embedder, texts: list[str], most: int) -> list[str]:
+def _endings(embedder: Embedder, texts: list[str], max_tokens: int) -> list[str]:
     """Texts without the beginnings for which there is no room. Slow: use a worker thread."""
     session = embedder.model.session
-    longest = int(text_embeddings.max_text_tokens(session)) if most == -1 else most
+    longest = int(text_embeddings.max_text_tokens(session)) if max_tokens == -1 else max_tokens
     tokenizer, marks = session.tokenizer, len(session.tokenizer.encode(""))
     room = max(1, longest - marks)
     tokens = [tokenizer.encode(text, special=False) for text in texts]

@@ -91,7 +91,7 @@ async def sleep(request: RequestContext[Any]) -> HttpResponse:
     mode = request.http.query_params.get("mode", "wait")
     if mode != "wait":
         raise unsupported_field("requests that run come to their end: only mode=wait", "mode")
-    for model in _chosen(request, "loaded"):
+    for model in _models_of(request, "loaded"):
         await request.service.models.sleep(model, int(level))
     return HttpResponse(b"", media_type=_TEXT)
 
@@ -100,19 +100,19 @@ async def wake_up(request: RequestContext[Any]) -> HttpResponse:
     """Wakes a model, or all that sleep."""
     if "tags" in request.http.query_params:
         raise unsupported_field("a model wakes as a whole", "tags")
-    for model in _chosen(request, "sleeping"):
+    for model in _models_of(request, "sleeping"):
         await request.service.models.load(model.name)
     return HttpResponse(b"", media_type=_TEXT)
 
 
 async def is_sleeping(request: RequestContext[Any]) -> HttpResponse:
     """Whether a model sleeps; without its name, whether all do that are in memory."""
-    chosen = [model for model in _chosen(request, "loaded", "sleeping") if model.open]
-    asleep = bool(chosen) and all(item.state == "sleeping" for item in chosen)
+    models = [model for model in _models_of(request, "loaded", "sleeping") if model.open]
+    asleep = bool(models) and all(item.state == "sleeping" for item in models)
     return HttpResponse({"is_sleeping": asleep})
 
 
-def _chosen(request: RequestContext[Any], *states: str) -> list[ServedModel]:
+def _models_of(request: RequestContext[Any], *states: str) -> list[ServedModel]:
     """The model that a request names, or all in one of some states."""
     models, name = request.service.models, request.http.query_params.get("model")
     if name is not None:

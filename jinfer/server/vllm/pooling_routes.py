@@ -104,8 +104,8 @@ async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpRespon
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         config = _classes_of(embedder)
-        given = body.input, body.use_activation, body.add_special_tokens
-        shown, tokens = await _classified(embedder, config, *given)
+        arguments = body.input, body.use_activation, body.add_special_tokens
+        shown, tokens = await _classified(embedder, config, *arguments)
         request.note(prompt_tokens=tokens)
         data = [
             {
@@ -138,8 +138,8 @@ async def _classified(
 ) -> tuple[np.ndarray, int]:
     """Probabilities of classes, or their scores, [texts, labels]; and the number of tokens."""
     ids = await embedder.service.in_thread(embedder.ids, texts, "input", special=special)
-    given = [TypedTokens(item, [0] * len(item)) for item in ids]
-    rows = await embedder.batched(lambda *group: classify(*group).scores, given)
+    typed = [TypedTokens(item, [0] * len(item)) for item in ids]
+    rows = await embedder.batched(lambda *group: classify(*group).scores, typed)
     scores = np.stack(rows)
     shown = scores if activate is False else config.activated(scores)
     return np.ascontiguousarray(shown, np.float32), sum(map(len, ids))
@@ -173,12 +173,12 @@ async def pooling(request: RequestContext[PoolingRequest]) -> HttpResponse:
             named = {"normalize": body.normalize}
             found, tokens = await embedder.embed(body.input, "input", body.prompt_name, **named)
         else:
-            given = await request.service.in_thread(
+            tokenized = await request.service.in_thread(
                 embedder.tokens, body.input, "input", body.prompt_name
             )
-            tokens = sum(len(item.ids) for item in given)
+            tokens = sum(len(item.ids) for item in tokenized)
             compute = text_embeddings.token_vectors
-            found = await embedder.batched(compute, given, normalize=body.normalize)
+            found = await embedder.batched(compute, tokenized, normalize=body.normalize)
         request.note(prompt_tokens=tokens)
         if task != "classify":
             own = embedder.pooling.normalize

@@ -163,14 +163,14 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
         raw = body.raw_scores is True or body.use_activation is False
         if body.raw_scores and embedder.model.session.opened.classification is None:
             request.ignore("raw_scores", "scores are as the model compares")
-        given = (body.query, "query", _QUERY), (read, param, _DOCUMENT)
-        found = await pair_scores(embedder, *given, raw=raw)
+        sides = (body.query, "query", _QUERY), (read, param, _DOCUMENT)
+        found = await pair_scores(embedder, *sides, raw=raw)
         request.note(prompt_tokens=found.tokens)
         scores = found.scores
         order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n]
         if param == "texts":
-            said = [{"text": text} if body.return_text else {} for text in texts]
-            return HttpResponse([{"index": i, "score": scores[i], **said[i]} for i in order])
+            texts_shown = [{"text": text} if body.return_text else {} for text in texts]
+            return HttpResponse([{"index": i, "score": scores[i], **texts_shown[i]} for i in order])
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if body.return_documents is not False:
             for result in results:
@@ -186,12 +186,12 @@ async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
         )
 
 
-def _shortened(session: Session, texts: Sequence[str], most: int) -> list[str]:
+def _shortened(session: Session, texts: Sequence[str], max_tokens: int) -> list[str]:
     """Texts of at most `most` tokens. Slow: use a worker thread."""
     tokenizer = session.tokenizer
     tokens = [tokenizer.encode(text, special=False) for text in texts]
     return [
-        text if len(ids) <= most else tokenizer.decode(ids[:most])
+        text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens])
         for text, ids in zip(texts, tokens, strict=True)
     ]
 
@@ -201,18 +201,18 @@ async def score(request: RequestContext[ScoreRequest]) -> HttpResponse:
     body = request.body
     item, param = either_field(body, "text_1", "queries", "data_1")
     other, other_param = either_field(body, "text_2", "documents", "items", "data_2")
-    first, second = ([each] if isinstance(each, str) else each for each in (item, other))
+    first, second = ([side] if isinstance(side, str) else side for side in (item, other))
     if len(first) not in (1, len(second)):
         raise invalid_request(
             f"there are {len(first)} first texts and {len(second)} second ones", param
         )
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         late = embedder.pooling.late
-        given = (
+        sides = (
             (first, param, _QUERY if late else ()),
             (second, other_param, _DOCUMENT if late else ()),
         )
-        found = await pair_scores(embedder, *given, raw=body.use_activation is False)
+        found = await pair_scores(embedder, *sides, raw=body.use_activation is False)
         request.note(prompt_tokens=found.tokens)
         data = [{"index": i, "object": "score", "score": n} for i, n in enumerate(found.scores)]
         return HttpResponse(
@@ -277,7 +277,7 @@ async def _by_head(
             "model",
         )
     pairs = await embedder.service.in_thread(_pairs, embedder, first, second)
-    rows = await embedder.batched(lambda *given: classify(*given).scores, pairs)
+    rows = await embedder.batched(lambda *pairs_: classify(*pairs_).scores, pairs)
     scores = np.stack(rows)
     found = scores if raw else config.activated(scores)
     how = {"similarity": "head", "activation": "identity" if raw else config.activation}
@@ -289,8 +289,10 @@ def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]
     """Tokenizes pairs and checks their lengths. Slow: use a worker thread."""
     left, right = ([item[0]] if isinstance(item[0], str) else item[0] for item in (first, second))
     if len(right) > embedder.service.settings.max_prompts:
-        most = embedder.service.settings.max_prompts
-        raise invalid_request(f"there are {len(right)} texts; at most {most} are read", second[1])
+        max_texts = embedder.service.settings.max_prompts
+        raise invalid_request(
+            f"there are {len(right)} texts; at most {max_texts} are read", second[1]
+        )
     found = []
     for number, other in enumerate(right):
         item = left[0] if len(left) == 1 else left[number]
@@ -305,10 +307,10 @@ async def _by_token_vectors(embedder: Embedder, first: _Side, second: _Side) -> 
     sides, tokens = [], 0
     for texts, param, names in (first, second):
         name = _prompt(embedder, names)
-        given = await embedder.service.in_thread(embedder.tokens, texts, param, name)
-        vectors = await embedder.batched(text_embeddings.token_vectors, given)
-        tokens += sum(len(item.ids) for item in given)
-        sides.append((given, vectors))
+        tokenized = await embedder.service.in_thread(embedder.tokens, texts, param, name)
+        vectors = await embedder.batched(text_embeddings.token_vectors, tokenized)
+        tokens += sum(len(item.ids) for item in tokenized)
+        sides.append((tokenized, vectors))
     (_, queries), (read, documents) = sides
     ignored = embedder.skipped_ids()
     kept = [

@@ -103,12 +103,12 @@ _FIELDS_OF = {
 
 async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
     """Tokenizes a text or a conversation."""
-    given = request.body.given_fields()
-    named = [name for name in _FIELDS_OF if name in given]
+    fields = request.body.given_fields()
+    named = [name for name in _FIELDS_OF if name in fields]
     if len(named) != 1:
         raise invalid_request("give one of content, prompt and messages", "content")
     (name,) = named
-    for other in given.keys() - _FIELDS_OF[name] - {name, "model"}:
+    for other in fields.keys() - _FIELDS_OF[name] - {name, "model"}:
         raise invalid_request(f"it cannot be used with {name}", other)
     async with request.service.models.use(request.body.model) as model:
         return HttpResponse(await request.service.in_thread(_TOKENS[name], request, model.session))
