@@ -77,7 +77,7 @@ def build_app(
     on_service: Callable[[Service], Any] = lambda service: None,
     more: Sequence[Route] = (),
 ) -> ASGIApp:
-    """Builds the ASGI application. Its models are loaded when the lifespan starts.
+    """Build the ASGI application. Its models are loaded when the lifespan starts.
 
     Args:
         registry: where its models come from.
@@ -143,7 +143,7 @@ def build_app(
 
 
 def _end_streams(service: Service, loop: asyncio.AbstractEventLoop, reason: str) -> None:
-    """Ends open streams with the reason why the process exits, and waits for them to be flushed."""
+    """End open streams with the reason why the process exits, and waits for them to be flushed."""
 
     async def tell() -> None:
         service.models.refuse_requests()
@@ -193,7 +193,7 @@ class _MethodDispatch:
 async def _routing_error(
     errors: Mapping[str, ErrorFormat], request: Request, error: Exception
 ) -> Response:
-    """Answers routing errors (404, 405) in the error format of the path."""
+    """Answer routing errors (404, 405) in the error format of the path."""
     assert isinstance(error, HTTPException)
     known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return Response(

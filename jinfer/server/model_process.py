@@ -25,7 +25,7 @@ _POLL = 0.01  # seconds between two looks whether the model is there
 
 
 def main() -> int:
-    """Serves until its server has gone; returns the exit status."""
+    """Serve until its server has gone; returns the exit status."""
     # Both come to every process of a terminal, or of a service; the server ends its models itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _import() -> None:
-    """Imports what takes long."""
+    """Import what takes long."""
     with importing():
         import uvicorn  # noqa: F401
 
@@ -63,7 +63,7 @@ def _import() -> None:
 
 
 def _describe(job: dict[str, Any], output: Any) -> None:
-    """Says what there is to say of a model without its weights."""
+    """Say what there is to say of a model without its weights."""
     from jinfer.api.user_errors import USER_ERRORS
     from jinfer.server.http.server_settings import ModelSource
     from jinfer.server.ollama.ollama_models import describe

@@ -45,7 +45,7 @@ _SWITCH_INTERVAL = 0.001
 
 
 def serve(flags: Mapping[str, Any]) -> int:
-    """Runs the server until a signal stops it; returns the exit status.
+    """Run the server until a signal stops it; returns the exit status.
 
     Raises:
         SourceError, SpecError: an invalid flag.
@@ -134,12 +134,12 @@ class _Server(uvicorn.Server):
         self._hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Records a signal; uvicorn would exit at the second SIGINT without closing the models."""
+        """Record a signal; uvicorn would exit at the second SIGINT without closing the models."""
         self._hurried = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections at sockets; where there is no httptools, uvicorn does."""
+        """Accept connections at sockets; where there is no httptools, uvicorn does."""
         config = self.config
         if http_protocol() == "auto":
             await super().startup(sockets)
@@ -167,7 +167,7 @@ class _Server(uvicorn.Server):
         self._accept.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets responses finish, within the grace period."""
+        """Let responses finish, within the grace period."""
         if self._accept is not None:
             self._accept.stop()
         self._service.models.refuse_requests()
@@ -289,7 +289,7 @@ def _url(listener: socket.socket, tls: bool) -> str:
 
 
 def _check_tls(flags: Mapping[str, Any]) -> None:
-    """Raises `SourceError` for missing TLS files, or a key without a certificate."""
+    """Raise `SourceError` for missing TLS files, or a key without a certificate."""
     for key in _TLS:
         flag = f"--{key.replace('_', '-')}"
         if flags[key] is not None and flags[_TLS[0]] is None:
@@ -300,7 +300,7 @@ def _check_tls(flags: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _tls_errors(flags: Mapping[str, Any]) -> Iterator[None]:
-    """Raises `SourceError` for unusable certificates and keys."""
+    """Raise `SourceError` for unusable certificates and keys."""
     try:
         yield
     except OSError as error:  # SSLError is a subclass

@@ -267,7 +267,7 @@ def default_model_name(source: str) -> str:
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Reads API keys from a file, one per line; empty lines and lines starting with # are skipped.
+    """Read API keys from a file, one per line; empty lines and lines starting with # are skipped.
 
     Raises:
         SourceError: the file cannot be read, or has no key.

@@ -181,7 +181,7 @@ def test_a_folder_outlives_its_server(tmp_path: Path) -> None:
         os.utime(tmp_path / f"resp_{number:032x}.json", (time.time(), time.time() - 9 + number))
     (tmp_path / "half.tmp").write_bytes(b"{")
     (tmp_path / f"resp_{1:032x}.json").write_bytes(b"{")
-    again = ResponseStore(tmp_path, most=2)
+    again = ResponseStore(tmp_path, max_responses=2)
     assert sorted(path.stem[-1] for path in tmp_path.iterdir()) == ["1", "2"]
     assert again.get(stored(1).response["id"]) is None
     assert again.get(stored(2).response["id"]) == stored(2)

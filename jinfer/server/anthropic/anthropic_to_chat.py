@@ -118,7 +118,7 @@ class _Messages:
         self._ignore = ignore
 
     def take(self, message: UserMessage | AssistantMessage, path: str) -> None:
-        """Adds a message."""
+        """Add a message."""
         if isinstance(message.content, str):
             self.add(message.role, [message.content])
         elif isinstance(message, AssistantMessage):
@@ -127,7 +127,7 @@ class _Messages:
             self._user(message, message.content, f"{path}.content")
 
     def add(self, role: str, texts: Sequence[str], **more: Any) -> None:
-        """Adds texts of one sender."""
+        """Add texts of one sender."""
         last = self.done[-1] if self.done else {}
         if role == "tool" or last.get("role") != role:
             self.done.append({"role": role, "content": "\n".join(texts), **more})

@@ -155,7 +155,7 @@ class MessageBlocks:
         return [*events, *(event for call in rest for event in self._call(call))]
 
     def close(self) -> list[dict[str, Any]]:
-        """Ends the open block."""
+        """End the open block."""
         opened, self._open = self._open, None
         if opened is None:
             return []
@@ -207,7 +207,7 @@ _ELSEWHERE = {
 async def create_message(
     request: RequestContext[MessagesRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handles a message request."""
+    """Handle a message request."""
     body = request.body
     reject_fields(body, **_ELSEWHERE)
     for name in ("n", "best_of"):
@@ -229,7 +229,7 @@ async def create_message(
 
 
 async def count_tokens(request: RequestContext[CountTokensRequest]) -> HttpResponse:
-    """Counts the tokens of a conversation."""
+    """Count the tokens of a conversation."""
     async with request.service.models.use(request.body.model) as model:
         return HttpResponse(await request.service.in_thread(_count, request, model))
 
@@ -256,7 +256,7 @@ def _translated[B: ConversationFields](
 
 
 def _failed(error: ApiError) -> bytes:
-    """Formats an error in the middle of a stream."""
+    """Format an error in the middle of a stream."""
     return sse_event(ANTHROPIC_ERRORS.body(error), "error")
 
 
@@ -289,13 +289,13 @@ class _MessageAnswer:
         return bool(body.stream) and (bound or any(tool.eager_input_streaming for tool in tools))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Parses a chunk; returns its events."""
+        """Parse a chunk; returns its events."""
         self.run.mark_shown(0, chunk)
         self.finish_reason, self.stop_string = chunk.finish_reason, chunk.stop_string
         return self.blocks.push(self._parser.push(chunk.text))
 
     def finish(self) -> list[dict[str, Any]]:
-        """Parses the end of the answer; returns its events."""
+        """Parse the end of the answer; returns its events."""
         rest = self._parser.finish(self.finish_reason == "length")
         return [*self.blocks.push(rest), *self.blocks.close()]
 

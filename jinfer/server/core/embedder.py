@@ -60,7 +60,7 @@ def coded_vector(vector: np.ndarray, kind: str | None = None, big: bool = False)
 
 
 def truncate_vectors(vectors: Vectors, dimensions: int | None, unit: bool) -> Vectors:
-    """Truncates vectors to their first dimensions (Matryoshka), renormalized where they were."""
+    """Truncate vectors to their first dimensions (Matryoshka), renormalized where they were."""
     if dimensions is None:
         return vectors
     width = vectors.shape[1]
@@ -96,7 +96,7 @@ class Embedder:
     async def embed(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None, **options: Any
     ) -> tuple[Vectors, int]:
-        """Embeds texts in batches. Returns the vectors and the number of tokens."""
+        """Embed texts in batches. Returns the vectors and the number of tokens."""
         tokens_of_texts = await self.service.in_thread(self.tokens, texts, param, prompt_name)
         rows = await self.batched(text_embeddings.embed_texts, tokens_of_texts, **options)
         return np.stack(rows), sum(len(item.ids) for item in tokens_of_texts)
@@ -128,7 +128,7 @@ class Embedder:
     def tokens(
         self, texts: str | Sequence[Any], param: str, prompt_name: str | None
     ) -> list[text_embeddings.EmbeddingTokens]:
-        """Tokenizes texts, each after the model's prompt of that name. Slow: use a thread."""
+        """Tokenize texts, each after the model's prompt of that name. Slow: use a thread."""
         try:
             prompt, skipped = text_embeddings.embedding_prompt(self.model.session, prompt_name)
         except RequestError as error:
@@ -150,7 +150,7 @@ class Embedder:
     def ids(
         self, texts: str | Sequence[Any], param: str, *, special: bool | None = None
     ) -> list[list[int]]:
-        """Tokenizes texts and checks their lengths. Slow: use a worker thread."""
+        """Tokenize texts and checks their lengths. Slow: use a worker thread."""
         session = self.model.session
         if session.engine.model.has_cross_attention:
             raise unsupported_field("an encoder-decoder gives no vectors of texts", "model")

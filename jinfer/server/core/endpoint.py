@@ -170,7 +170,7 @@ class EndpointApp:
     async def _reply(
         self, request: RequestContext[Any], data: bytes | BaseModel, send: Send
     ) -> BaseException | None:
-        """Answers a request, here or where its model runs; an error that a stream ended with."""
+        """Answer a request, here or where its model runs; an error that a stream ended with."""
         settings, reply = self.service.settings, None
         try:
             reply = await self.endpoint.handler(request)
@@ -214,7 +214,7 @@ class EndpointApp:
 
 
 def _read(data: bytes, takes: type[BaseModel]) -> tuple[BaseModel, list[tuple[str, str]]]:
-    """Parses a body. Returns it and its fields that have no effect, with the reasons."""
+    """Parse a body. Returns it and its fields that have no effect, with the reasons."""
     parsed = request_body.parse_body(data, takes)
     return parsed, list(ignored_fields(parsed))
 
@@ -225,6 +225,6 @@ def _note(error: BaseException) -> None:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has disconnected."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

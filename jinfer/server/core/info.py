@@ -95,7 +95,7 @@ async def metrics(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def models(request: RequestContext[Any]) -> HttpResponse:
-    """Lists the served models."""
+    """List the served models."""
     if query_value(request.http, "reload") in ("1", "true"):  # as llama.cpp's router
         await request.service.models.reload()
     listed = []
@@ -106,7 +106,7 @@ async def models(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def model(request: RequestContext[Any]) -> HttpResponse:
-    """Describes one model."""
+    """Describe one model."""
     name = request.http.path_params["model"]
     model = request.service.models.by_name(name)
     return HttpResponse(adapter_card(model, name) if name in model.adapters else model_card(model))

@@ -301,7 +301,7 @@ def prompt_ids(
 
 
 def check_prompt_count(prompts: Sequence[Any], limit: int, param: str) -> None:
-    """Raises `ApiError` if there is no prompt, or too many."""
+    """Raise `ApiError` if there is no prompt, or too many."""
     if not prompts:
         raise invalid_request("there is no prompt", param)
     if len(prompts) > limit:

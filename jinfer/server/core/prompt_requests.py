@@ -39,7 +39,7 @@ def prepare_prompt(
     timeout: float | None = None,
     parsing: OutputParsing = PLAIN_TEXT,
 ) -> PromptRequests:
-    """Validates a prompt and makes its engine requests. Slow: call it in a worker thread.
+    """Validate a prompt and makes its engine requests. Slow: call it in a worker thread.
 
     Args:
         param: the request field of the prompt, for errors.
@@ -81,7 +81,7 @@ def prepare_prompt(
 
 
 def check_captured_bytes(jobs: Sequence[PromptRequests], max_bytes: int) -> None:
-    """Raises `ApiError` if the answers to some prompts capture more than `most` bytes."""
+    """Raise `ApiError` if the answers to some prompts capture more than `most` bytes."""
     requests = [prepared.request for job in jobs for prepared in job.engine_requests]
     uses = ((request.activations, request.limit - 1) for request in requests)
     total = sum(use.bytes_of_token * tokens for use, tokens in uses if use is not None)
@@ -102,7 +102,7 @@ def field_of_error(error: Exception, options: RequestOptions) -> str | None:
 def truncate_prompt(
     ids: list[int], limit: int | None, fits: int, *, first: bool = False
 ) -> list[int]:
-    """Truncates a prompt to its last or first tokens, if requested. Raises `ApiError`."""
+    """Truncate a prompt to its last or first tokens, if requested. Raises `ApiError`."""
     if limit is None:
         return ids
     if limit < -1 or limit == 0:

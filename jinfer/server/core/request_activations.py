@@ -88,7 +88,7 @@ OFF = "activations are not shown or changed over HTTP here; serve with --allow-i
 
 
 def check_inspection(body: BaseModel, settings: ServerSettings) -> None:
-    """Raises `ApiError` if a request captures or edits activations, and the server allows none."""
+    """Raise `ApiError` if a request captures or edits activations, and the server allows none."""
     if settings.allow_inspection or not isinstance(body, SamplingFields):
         return
     for name in ACTIVATIONS:

@@ -122,7 +122,7 @@ class RequestOptions:
 
 
 def _minus_one(parameter: Parameter) -> Callable[[Any], dict[str, Any]]:
-    """Reads -1 as None, or as 0 where the parameter cannot be None."""
+    """Read -1 as None, or as 0 where the parameter cannot be None."""
     instead = None if parameter.optional else 0
     return lambda value: {parameter.name: instead if value == -1 else value}
 
@@ -166,7 +166,7 @@ def request_options(
     changes: Mapping[str, Any] | None = None,
     elsewhere: frozenset[str] = frozenset(),
 ) -> RequestOptions:
-    """Reads the sampling parameters and other options of a request.
+    """Read the sampling parameters and other options of a request.
 
     Args:
         base: the route's defaults, below the model's.

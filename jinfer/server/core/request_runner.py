@@ -63,7 +63,7 @@ class RequestRunner:
         return self.jobs[self.owners[index]]
 
     async def chunks(self) -> AsyncGenerator[list[tuple[int, Chunk]] | None]:
-        """Yields lists of (answer index, chunk); `usages` is complete at the end.
+        """Yield lists of (answer index, chunk); `usages` is complete at the end.
 
         None is yielded once, when the engine has accepted the requests: from then on an answer may
         wait, but is not refused. An empty list means that nothing has come for some time. Closing
@@ -158,7 +158,7 @@ class RequestRunner:
         return end + _GRACE - time.monotonic()
 
     def mark_shown(self, index: int, chunk: Chunk) -> None:
-        """Records a chunk as shown; several may have come together."""
+        """Record a chunk as shown; several may have come together."""
         self._shown[index] += len(chunk.token_ids)
 
     def shown_usage(self, index: int) -> Usage:

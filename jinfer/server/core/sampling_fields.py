@@ -83,7 +83,7 @@ def parameter_of(field: str) -> str:
 
 
 def describe(schema: dict[str, Any]) -> None:
-    """Adds ranges, texts and groups of sampling parameters to a request's JSON schema."""
+    """Add ranges, texts and groups of sampling parameters to a request's JSON schema."""
     texts = {name: text for names, text in described().items() for name in names}
     groups = {name: group for group, names in GROUPS.items() for name in names}
     schema["properties"] = _ordered(schema["properties"], list(groups))
@@ -107,7 +107,7 @@ def _ordered(fields: dict[str, Any], order: list[str]) -> dict[str, Any]:
 
 
 def _bound(field: dict[str, Any], own: str) -> None:
-    """Writes a parameter's range to the alternatives that are numbers."""
+    """Write a parameter's range to the alternatives that are numbers."""
     bounds = RANGES[own]
     minimum = -1 if PARAMETERS[own].minus_one else bounds.least
     for item in field.get("anyOf", ()):
@@ -226,13 +226,13 @@ class SamplingFields(PeerFields, _TableFields):
 
 
 def ignore_verbose(body: SamplingFields, stream: bool | None, ignore: Ignore) -> None:
-    """Reports `verbose` where it changes nothing."""
+    """Report `verbose` where it changes nothing."""
     if body.verbose and stream:
         ignore("verbose", "only whole answers are given in llama.cpp's format, too")
 
 
 def check_stream(body: SamplingFields, stream: bool | None, options: StreamOptions | None) -> None:
-    """Raises `ApiError` if stream options are given without a stream, or are invalid."""
+    """Raise `ApiError` if stream options are given without a stream, or are invalid."""
     if stream:
         if body.capture:
             raise unsupported_field("activations are not streamed", "capture")
@@ -261,7 +261,7 @@ TOKEN_FIELDS = {
 
 
 def reject_fields(body: BaseModel, **reasons: str) -> None:
-    """Raises `ApiError`, with the reason, if a field is set that a route does not support."""
+    """Raise `ApiError`, with the reason, if a field is set that a route does not support."""
     for name, reason in reasons.items():
         if getattr(body, name):
             raise unsupported_field(reason, name)

@@ -113,17 +113,17 @@ class Service:
         return ResponseJobs(self.responses)
 
     def cancel_answers(self, reason: ApiError | None = None) -> None:
-        """Cancels all requests, with the reason that clients are told; by default a shutdown."""
+        """Cancel all requests, with the reason that clients are told; by default a shutdown."""
         for task in self.answers:
             task.cancel(reason or shutting_down(self.settings.retry_after))
 
     async def in_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a function in a worker thread."""
+        """Run a function in a worker thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.models.workers, partial(work, *args, **kwargs))
 
     async def in_engine_thread[T](self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a function that waits for the engine, in a worker thread.
+        """Run a function that waits for the engine, in a worker thread.
 
         Raises:
             DeadlineError: it exceeds the time limit of an answer.
@@ -156,11 +156,11 @@ class RequestContext[B: BaseModel]:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def note(self, **known: Any) -> None:
-        """Adds fields to the access log."""
+        """Add fields to the access log."""
         self.notes.update({name: value for name, value in known.items() if value is not None})
 
     def ignore(self, field: str, why: str) -> None:
-        """Reports a field without effect to the client and the log.
+        """Report a field without effect to the client and the log.
 
         Raises:
             ApiError: the server is strict.
@@ -186,7 +186,7 @@ class RequestContext[B: BaseModel]:
 
     @contextlib.asynccontextmanager
     async def running(self, prepare: Prepare) -> AsyncIterator[tuple[ServedModel, RequestRunner]]:
-        """Runs the request on its model, which stays loaded meanwhile.
+        """Run the request on its model, which stays loaded meanwhile.
 
         Args:
             prepare: tokenizes and validates the prompts; called in a worker thread.

@@ -47,7 +47,7 @@ class OfferedTools:
     def grammar(
         self, tokenizer: Tokenizer, made: Callable[[Tools], str], ignore: Ignore
     ) -> tuple[Tools, str]:
-        """Compiles a grammar with tool calls. Slow: call it in a worker thread.
+        """Compile a grammar with tool calls. Slow: call it in a worker thread.
 
         Args:
             make_grammar: makes the grammar of an answer that may call some tools.
@@ -233,7 +233,7 @@ def _parse_answer(
     reader: IncrementalReader,
     out: DeltaCollector,
 ) -> Parse[None]:
-    """Parses an answer: reasoning first, then tool calls and content."""
+    """Parse an answer: reasoning first, then tool calls and content."""
     if reasoning is not None:
         yield from reasoning.parse(reader, out, state)
     if tools or format.has_reasoning:

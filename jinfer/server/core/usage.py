@@ -92,7 +92,7 @@ def _entry(tokenizer: Tokenizer | None, entry: TokenLogprob, as_ids: bool) -> di
 
 
 def finite_logprob(logprob: float) -> float:
-    """Replaces -inf, which JSON lacks, by OpenAI's -9999."""
+    """Replace -inf, which JSON lacks, by OpenAI's -9999."""
     return max(logprob, -9999.0)
 
 

@@ -26,7 +26,7 @@ class Holder(Protocol):
     address: str
 
     def give_way(self) -> None:
-        """Ends what it holds; its share has ended already."""
+        """End what it holds; its share has ended already."""
 
 
 class Shares[H: Holder]:
@@ -43,7 +43,7 @@ class Shares[H: Holder]:
         self._by_address: Counter[str] = Counter()
 
     def take(self, holder: H, amount: int = 1) -> None:
-        """Adds to what a holder has; if the limit is passed, others give way, or it does itself."""
+        """Add to what a holder has; if the limit is passed, others give way, or it does itself."""
         held = self._held.setdefault(holder.address, {})
         held[holder] = held.get(holder, 0) + amount
         self._by_address[holder.address] += amount
@@ -52,14 +52,14 @@ class Shares[H: Holder]:
             self.displace()
 
     def displace(self) -> None:
-        """Lets the holder give way that has to go first."""
+        """Let the holder give way that has to go first."""
         if self._held:
             first = next(iter(self._held[max(self._by_address, key=self._by_address.__getitem__)]))
             self.release(first)
             first.give_way()
 
     def release(self, holder: H) -> None:
-        """Ends a share, if the holder has one."""
+        """End a share, if the holder has one."""
         held = self._held.get(holder.address, {})
         if (amount := held.pop(holder, None)) is None:
             return
@@ -81,7 +81,7 @@ def client_address(client: tuple[str, int] | None) -> str:
 
 
 def raise_descriptor_limit() -> None:
-    """Allows this process as many descriptors as it may allow itself."""
+    """Allow this process as many descriptors as it may allow itself."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -41,7 +41,7 @@ class AcceptedSocket:
     begun: bool = False
 
     def give_way(self) -> None:
-        """Closes it."""
+        """Close it."""
         if self.begun:  # its transport ends with it; cancelled, it might leave its protocol open
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -84,13 +84,13 @@ class FairAccept:
     _ended: bool = False
 
     def start(self) -> None:
-        """Begins to accept."""
+        """Begin to accept."""
         for listener in self.listeners:
             listener.setblocking(False)
             self._resume(listener)
 
     def stop(self) -> None:
-        """Ends accepting, and closes the connections that are not set up."""
+        """End accepting, and closes the connections that are not set up."""
         self._ended = True
         for listener in self.listeners:
             asyncio.get_running_loop().remove_reader(listener)
@@ -133,7 +133,7 @@ class FairAccept:
         loop.call_later(seconds, self._resume, listener)
 
     def _take_turns(self) -> None:
-        """Begins to set up the next connections."""
+        """Begin to set up the next connections."""
         self._scheduled = False
         for _ in range(_TURNS):
             if not self._queues:
@@ -163,7 +163,7 @@ class FairAccept:
             self.forget(connection)
 
     def forget(self, connection: AcceptedSocket) -> None:
-        """Ends the share of a connection, and its place in the queue."""
+        """End the share of a connection, and its place in the queue."""
         self._accepted.discard(connection)
         self.shares.release(connection)
         if (queue := self._queues.get(connection.address)) is not None:

@@ -67,7 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: tuple[int, str] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a request."""
+        """Begin to wait for a request."""
         super().connection_made(transport)
         self.address = client_address(self.client)
         self._shares = connection_shares(self.app_state, self.max_waiting)
@@ -75,18 +75,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels the head timer, and ends the share."""
+        """Cancel the head timer, and ends the share."""
         self._cancel_timer()
         self._shares.release(self)
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """Ends the connection, as others need its place."""
+        """End the connection, as others need its place."""
         self._say_full()
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Counts the bytes of a head."""
+        """Count the bytes of a head."""
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -94,13 +94,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"a request's line and headers have more than {HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
-        """Starts the next head, perhaps while a response is still being sent (pipelining)."""
+        """Start the next head, perhaps while a response is still being sent (pipelining)."""
         super().on_message_begin()
         if self._head_timer is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """Checks the limits of a complete head."""
+        """Check the limits of a complete head."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > HEAD_BYTES:
             self._refusal = 431, f"a request's line and headers have more than {HEAD_BYTES} bytes"
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Has the application answer a request of which enough has come."""
+        """Have the application answer a request of which enough has come."""
         self._waits_for_body = False
         self._cancel_timer()
         self._head_bytes = 0
@@ -124,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Collects small pieces: a task, or to wake one, costs far more than they do."""
+        """Collect small pieces: a task, or to wake one, costs far more than they do."""
         if self._waits_for_body:
             self._begun_body += body
             if len(self._begun_body) >= BODY_PIECE:
@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._run()
 
     def on_response_complete(self) -> None:
-        """Begins to wait for the next request, or for the rest of one that was not read."""
+        """Begin to wait for the next request, or for the rest of one that was not read."""
         super().on_response_complete()
         if self.cycle.response_complete or self.cycle.more_body:
             self._wait()
@@ -159,11 +159,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._flush()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes an idle connection, unless a request has come meanwhile."""
+        """Close an idle connection, unless a request has come meanwhile."""
         self.timeout_keep_alive_task = self.loop.call_later(_READ_SECONDS, self._close_idle)
 
     def pause_writing(self) -> None:
-        """Begins to wait for a client that does not read."""
+        """Begin to wait for a client that does not read."""
         super().pause_writing()
         self._wait()
 
@@ -173,7 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._run()
 
     def send_400_response(self, msg: str) -> None:
-        """Responds with the reason why a request cannot be parsed, and closes the connection."""
+        """Respond with the reason why a request cannot be parsed, and closes the connection."""
         if self.transport.is_closing():
             return
         status, message = self._refusal or (400, msg)
@@ -184,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._shares.take(self)
 
     def _run(self) -> None:
-        """Ends the share if the server does not wait for the client."""
+        """End the share if the server does not wait for the client."""
         running = self.cycle is not None and not self.cycle.response_complete
         if running and not self.cycle.more_body and not self.flow.write_paused:
             self._shares.release(self)
@@ -194,12 +194,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._flush()
 
     def _flush(self) -> None:
-        """Bounds the time in which a closed connection waits for its client to read."""
+        """Bound the time in which a closed connection waits for its client to read."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.loop.call_later(self.flush_seconds, self.transport.abort)
 
     def _say_full(self) -> None:
-        """Logs that connections are full, at most once a second, so that the log does not grow."""
+        """Log that connections are full, at most once a second, so that the log does not grow."""
         if (now := self.loop.time()) - BoundedProtocol._said_full >= 1:
             BoundedProtocol._said_full = now
             _log.warning(

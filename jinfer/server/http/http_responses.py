@@ -28,7 +28,7 @@ SSE_PING = b": ping\n\n"
 
 
 def dumps(value: Any) -> bytes:
-    """Serializes to JSON; NaN and infinity become null."""
+    """Serialize to JSON; NaN and infinity become null."""
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -66,7 +66,7 @@ class HttpResponse:
     media_type: str = JSON_MEDIA_TYPE
 
     async def send(self, send: Send, seconds: float, ping: float | None = None) -> None:
-        """Sends the response, within a time limit."""
+        """Send the response, within a time limit."""
         data = self.content if isinstance(self.content, bytes) else dumps(self.content)
         headers = {"content-type": self.media_type, "content-length": str(len(data))}
         if self.status == 304:  # Content-Length would have to be that of the omitted body
@@ -105,7 +105,7 @@ class StreamedResponse:
     async def send(
         self, send: Send, seconds: float, ping: float | None = None
     ) -> BaseException | None:
-        """Sends pieces as they come. An error before the first piece, even an empty one, is raised.
+        """Send pieces as they come. An error before the first piece, even an empty one, is raised.
 
         Args:
             seconds: time limit of a piece.
@@ -194,11 +194,11 @@ class StreamReaders:
         self._more = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns at the next `wake`."""
+        """Return at the next `wake`."""
         await self._more.wait()
 
     async def wait_or_ping(self, ping: float) -> bytes:
-        """Returns nothing at the next `wake`, or a comment after `ping` seconds of silence."""
+        """Return nothing at the next `wake`, or a comment after `ping` seconds of silence."""
         try:
             async with asyncio.timeout(ping):
                 await self.wait()

@@ -69,7 +69,7 @@ def ignored_header(names: Sequence[str]) -> str:
 
 
 def note_ignored(notes: dict[str, Any], name: str) -> None:
-    """Records a field's name for the header and the log."""
+    """Record a field's name for the header and the log."""
     names: list[str] = notes.setdefault("ignored", [])
     if name not in names and len(names) < MAX_NAMED:
         names.append(name)

@@ -117,7 +117,7 @@ class Metrics:
         self.registry.register(_StatsCollector(self))
 
     async def watch_loop(self) -> None:
-        """Measures the event loop's lag until it is cancelled."""
+        """Measure the event loop's lag until it is cancelled."""
         slowest = 0.0
         while True:
             before = time.perf_counter()
@@ -133,7 +133,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def keep_totals(self, model: str, last: Stats) -> None:
-        """Keeps the counts of an unloaded model, so that counters never decrease."""
+        """Keep the counts of an unloaded model, so that counters never decrease."""
         self._before[model] = self._summed(model, last)
 
     def totals(self) -> dict[str, Stats]:
@@ -197,11 +197,11 @@ class RequestTimer:
     _last: dict[int, float] = field(default_factory=dict)
 
     def begin(self, index: int) -> None:
-        """Starts the clock of an answer."""
+        """Start the clock of an answer."""
         self._begun[index] = time.perf_counter()
 
     def chunk(self, index: int, chunk: Chunk) -> None:
-        """Records a chunk of an answer."""
+        """Record a chunk of an answer."""
         now = time.perf_counter()
         if (last := self._last.get(index)) is None:
             self._first[index] = now
@@ -220,7 +220,7 @@ class RequestTimer:
         return first - begun, self._last.get(index, first) - first
 
     def end(self, index: int, usage: Usage) -> None:
-        """Records a complete answer."""
+        """Record a complete answer."""
         queued = usage.queue_seconds
         self._observe("e2e_request_latency_seconds", time.perf_counter() - self._begun[index])
         self._observe("request_queue_time_seconds", queued)
@@ -229,7 +229,7 @@ class RequestTimer:
         self.metrics.success.labels(self.model, self.reasons.get(index, "stop")).inc()
 
     def abort(self, index: int) -> None:
-        """Records an answer whose client has gone."""
+        """Record an answer whose client has gone."""
         self.reasons[index] = "abort"
         self.metrics.success.labels(self.model, "abort").inc()
 

@@ -38,7 +38,7 @@ class RequestMiddleware:
         public: Iterable[tuple[str, str]],
         errors: Mapping[str, ErrorFormat],
     ) -> None:
-        """Wraps an application.
+        """Wrap an application.
 
         Args:
             public: methods and paths that need no API key.
@@ -110,7 +110,7 @@ class RequestMiddleware:
 
 
 def check_api_key(keys: Sequence[str], authorization: str, api_key: str) -> None:
-    """Raises `ApiError` (401) if keys are required and the request has none of them.
+    """Raise `ApiError` (401) if keys are required and the request has none of them.
 
     Args:
         authorization: value of the Authorization header, "Bearer KEY".

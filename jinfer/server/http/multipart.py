@@ -58,7 +58,7 @@ class MultipartParser:
         self._parts = 0
 
     def push(self, data: bytes) -> None:
-        """Parses a piece. Raises `ApiError` for what is wrong or too long."""
+        """Parse a piece. Raises `ApiError` for what is wrong or too long."""
         if self.ended:
             return  # an epilogue means nothing
         self._buffer += data
@@ -66,19 +66,19 @@ class MultipartParser:
             pass
 
     def finish(self) -> None:
-        """Checks that the body is whole. Raises `ApiError`."""
+        """Check that the body is whole. Raises `ApiError`."""
         self.close()
         if not self.ended:
             raise _wrong("it ends before its last boundary")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     def _content(self) -> bool:
-        """Takes a part's content up to the next boundary; False: more has to come."""
+        """Take a part's content up to the next boundary; False: more has to come."""
         place = self._buffer.find(self._delimiter)
         if place < 0:
             self._take(max(0, len(self._buffer) - len(self._delimiter) + 1))
@@ -98,7 +98,7 @@ class MultipartParser:
         return True
 
     def _take(self, count: int) -> None:
-        """Moves so many bytes of the buffer to where the part goes."""
+        """Move so many bytes of the buffer to where the part goes."""
         if self._open is not None:
             self._open.write(self._buffer[:count])
         elif self._name is not None:
@@ -117,7 +117,7 @@ class MultipartParser:
         self._name, self._value = None, bytearray()
 
     def _head(self) -> bool:
-        """Reads a part's headers; False: more has to come."""
+        """Read a part's headers; False: more has to come."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0 or end > _HEAD_BYTES:
             if len(self._buffer) > _HEAD_BYTES:

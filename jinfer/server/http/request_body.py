@@ -41,7 +41,7 @@ class UnfinishedBody:
     displaced: bool = False
 
     def give_way(self) -> None:
-        """Ends its request."""
+        """End its request."""
         self.displaced = True
         if not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
@@ -50,7 +50,7 @@ class UnfinishedBody:
 async def read_body(
     request: Request, settings: ServerSettings, bodies: Shares[UnfinishedBody]
 ) -> bytes:
-    """Reads the body of a request.
+    """Read the body of a request.
 
     Args:
         bodies: bytes of the bodies that are being read.
@@ -105,7 +105,7 @@ def _encoded(name: str) -> ApiError:
 
 
 def parse_body[B: BaseModel](data: bytes, model: type[B]) -> B:
-    """Parses a body. Raises `ApiError` that names the first wrong field."""
+    """Parse a body. Raises `ApiError` that names the first wrong field."""
     if data.count(b",") > MAX_VALUES:
         _check_values(data)
     try:
@@ -126,7 +126,7 @@ def parse_body[B: BaseModel](data: bytes, model: type[B]) -> B:
 
 
 def _check_values(data: bytes) -> None:
-    """Counts the values of a body by its commas outside strings."""
+    """Count the values of a body by its commas outside strings."""
     count = end = 0
     while count <= MAX_VALUES and (begin := data.find(b'"', end)) >= 0:
         count += data.count(b",", end, begin)
@@ -142,7 +142,7 @@ def _check_values(data: bytes) -> None:
 
 
 def validated[B: BaseModel](value: dict[str, Any], model: type[B]) -> B:
-    """Validates values. Raises `ApiError` that names the first wrong field."""
+    """Validate values. Raises `ApiError` that names the first wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

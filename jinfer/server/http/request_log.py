@@ -28,7 +28,7 @@ class JsonLines(logging.Formatter):
     """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
+        """Format a record."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -46,7 +46,7 @@ class PlainLines(logging.Formatter):
     """Formats a record for a terminal: `14:03:07 model loaded: seconds 1.2, model m`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
+        """Format a record."""
         more = {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
         event = record.getMessage()
         if more.keys() >= _REQUEST:
@@ -82,7 +82,7 @@ class _QueueHandler(QueueHandler):
 
 
 def set_up_logging(*, plain: bool, level: str) -> QueueListener:
-    """Logs to standard error from a thread of its own.
+    """Log to standard error from a thread of its own.
 
     A terminal or pipe that is not read would otherwise block the event loop.
 

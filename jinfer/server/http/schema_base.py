@@ -35,12 +35,12 @@ class Ignored:
 
 
 def whole_number(value: Any) -> Any:
-    """Converts 16.0 to 16: JSON has one number type, and some clients write integers as floats."""
+    """Convert 16.0 to 16: JSON has one number type, and some clients write integers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _lenient(schema: Any) -> None:
-    """Makes lists fail at their first wrong item, and integers accept whole floats."""
+    """Make lists fail at their first wrong item, and integers accept whole floats."""
     if isinstance(schema, dict):
         kind = schema.get("type")
         if kind == "list":
@@ -66,7 +66,7 @@ class RequestModel(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Makes lists fail fast, as only the first error is reported."""
+        """Make lists fail fast, as only the first error is reported."""
         schema = handler(source)
         _lenient(schema)
         return schema
@@ -75,7 +75,7 @@ class RequestModel(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describes that unknown fields may be null, too."""
+        """Describe that unknown fields may be null, too."""
         described = handler(schema)
         fields = handler.resolve_ref_schema(described)
         if fields.get("additionalProperties") is False:
@@ -85,7 +85,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_nothing(cls, value: Any) -> Any:
-        """Drops null fields: clients replay responses with null for absent fields.
+        """Drop null fields: clients replay responses with null for absent fields.
 
         Free-form objects (JSON schemas, template variables) keep their nulls.
         """
@@ -127,7 +127,7 @@ class OtherTool(BaseModel):
 
 
 def tool_kind(value: Any) -> str:
-    """Distinguishes functions from other tools, for `Discriminator`."""
+    """Distinguish functions from other tools, for `Discriminator`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "other" if isinstance(kind, str) and kind != "function" else "function"
 
@@ -154,7 +154,7 @@ class ErrorResponse(BaseModel):
 
 
 def _same_type(kind: type) -> BeforeValidator:
-    """Rejects other JSON types: Python accepts 0 for false and 1.0 for 1."""
+    """Reject other JSON types: Python accepts 0 for false and 1.0 for 1."""
 
     def check(value: Any) -> Any:
         value = whole_number(value) if kind is int else value
@@ -166,7 +166,7 @@ def _same_type(kind: type) -> BeforeValidator:
 
 
 def rejected_field(why: str, *allowed: Any) -> BeforeValidator:
-    """Rejects any value but null, false or those allowed, with the reason and an alternative."""
+    """Reject any value but null, false or those allowed, with the reason and an alternative."""
 
     def check(value: Any) -> Any:
         if value is not None and value is not False and value not in allowed:

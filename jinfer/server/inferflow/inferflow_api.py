@@ -68,7 +68,7 @@ _ROUTE = frozenset(InferflowRequest.model_fields) - frozenset(SamplingFields.mod
 
 
 async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse | StreamedResponse:
-    """Handles an Inferflow request."""
+    """Handle an Inferflow request."""
     body = request.body
     stream = body.is_streaming_mode is None or bool(body.is_streaming_mode)
     check_stream(body, stream, None)
@@ -103,7 +103,7 @@ def _piece(text: str, begun: float, code: str = "", end: bool = False) -> dict[s
 
 
 def _failed(error: ApiError) -> bytes:
-    """Formats an error in the middle of a stream."""
+    """Format an error in the middle of a stream."""
     code = "error.busy" if error.status == 429 else "error"
     shown = {"text": "", "ret_code": code, "error_text": error.message, "time_cost": 0.0}
     return dumps({**shown, "is_end": 1}) + b"\n\n"

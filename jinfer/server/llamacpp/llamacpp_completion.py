@@ -108,14 +108,14 @@ _ROUTE = frozenset(LlamaRequest.model_fields) - frozenset(SamplingFields.model_f
 async def completion_route(
     request: RequestContext[LlamaRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handles a completion request."""
+    """Handle a completion request."""
     return await answer_prompts(request, _prepare_prompts)
 
 
 async def answer_prompts(
     request: RequestContext[LlamaRequest], prepare: Prepare
 ) -> HttpResponse | StreamedResponse:
-    """Answers prompts in llama.cpp's format, whole or streamed."""
+    """Answer prompts in llama.cpp's format, whole or streamed."""
     body = request.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
@@ -319,7 +319,7 @@ _INFILL_ROUTE = frozenset(InfillRequest.model_fields) - frozenset(SamplingFields
 
 
 async def infill(request: RequestContext[InfillRequest]) -> HttpResponse | StreamedResponse:
-    """Handles a request to fill in what belongs between two texts."""
+    """Handle a request to fill in what belongs between two texts."""
     if not isinstance(request.body.prompt, str):
         raise invalid_request("it is a text, which follows input_prefix", "prompt")
     return await answer_prompts(request, _prepare_infill)

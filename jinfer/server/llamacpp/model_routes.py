@@ -27,14 +27,14 @@ _DONE = {"success": True}
 
 
 async def load_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Loads a model, or wakes it, and answers when it is there."""
+    """Load a model, or wakes it, and answers when it is there."""
     model = await request.service.models.load(request.body.model)
     request.note(model=model.name)
     return HttpResponse(_DONE)
 
 
 async def unload_model(request: RequestContext[ModelChoice]) -> HttpResponse:
-    """Unloads a model, and answers when the requests that use it have ended and it has left."""
+    """Unload a model, and answers when the requests that use it have ended and it has left."""
     models = request.service.models
     model = models.by_name(request.body.model)
     request.note(model=model.name)

@@ -47,7 +47,7 @@ _LONGEST = 200  # characters of a file's name
 
 
 async def slot_action(request: RequestContext[SlotAction]) -> HttpResponse:
-    """Handles an action on a slot."""
+    """Handle an action on a slot."""
     folder = request.service.settings.slot_save_path
     if folder is None:
         reason = "slots are not saved here; serve with --slot-save-path"

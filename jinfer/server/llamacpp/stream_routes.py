@@ -65,7 +65,7 @@ async def look_up(request: RequestContext[StreamLookup]) -> HttpResponse:
 
 
 async def stop(request: RequestContext[Any]) -> HttpResponse:
-    """Ends a stream and forgets it; one that is not there is no error."""
+    """End a stream and forgets it; one that is not there is no error."""
     id, streams = _id(request), request.service.streams
     if id not in streams.streams:
         streams.forward(id)

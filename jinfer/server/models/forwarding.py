@@ -36,7 +36,7 @@ async def forward(
     begun: Failed | None = None,
     failed: Failed | None = None,
 ) -> Exception | None:
-    """Sends a request to a Unix socket, and its response to the client, as it comes.
+    """Send a request to a Unix socket, and its response to the client, as it comes.
 
     Args:
         id: the request's id.
@@ -101,7 +101,7 @@ async def _end(
     reason: ApiError,
     error: BaseException,
 ) -> Exception | None:
-    """Ends a response with an error; one that has not begun is left to the caller."""
+    """End a response with an error; one that has not begun is left to the caller."""
     if not started:
         raise reason from error
     await _send(send, b"" if failed is None else failed(reason), seconds, more=False)

@@ -22,7 +22,7 @@ _WARM_UP_TOKENS = 33  # tokens of the warm-up prompt
 
 
 def open_llm(source: ModelSource, warm_up: bool) -> Opened:
-    """Opens and loads a model.
+    """Open and loads a model.
 
     Args:
         warm_up: all programs are made in the background, beside its first requests.
@@ -46,7 +46,7 @@ def has_own_processes(settings: ServerSettings) -> bool:
 
 
 def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
-    """Loads a model beside others, whose streams go on meanwhile: in a process of its own.
+    """Load a model beside others, whose streams go on meanwhile: in a process of its own.
 
     Two processes would contend for the memory of a GPU, so there it is loaded in this one.
     """
@@ -57,7 +57,7 @@ def open_beside(source: ModelSource, settings: ServerSettings) -> Opened:
 
 
 def warm_up_constraints(llm: LLM) -> None:
-    """Builds the vocabulary tables of structured outputs before the first constraint needs them."""
+    """Build the vocabulary tables of structured outputs before the first constraint needs them."""
     # Here: it is not needed at startup.
     from jinfer.sampling.structured import compile_constraint, forget_constraints
 

@@ -42,7 +42,7 @@ class ModelManager:
         *,
         unloaded: Callable[[str, Stats], Any] = lambda name, last: None,
     ) -> None:
-        """Loads nothing yet.
+        """Load nothing yet.
 
         Args:
             unloaded: called with the name and last statistics of a model that is unloaded.
@@ -86,7 +86,7 @@ class ModelManager:
         return "" if group is None else group.complaint()
 
     async def start(self) -> None:
-        """Loads as many models as may be in memory, but for those that are loaded on demand.
+        """Load as many models as may be in memory, but for those that are loaded on demand.
 
         Raises:
             ApiError: a model cannot be loaded.
@@ -103,13 +103,13 @@ class ModelManager:
         await self._examine([model for model in self.models if model.source.on_demand])
 
     def refuse_requests(self) -> None:
-        """Refuses new requests; running ones continue."""
+        """Refuse new requests; running ones continue."""
         self.residency.closed = True
         if (group := current_group()) is not None:
             group.is_leaving = True
 
     async def close(self) -> None:
-        """Unloads every model."""
+        """Unload every model."""
         await self.residency.close()
         for pool in (self.workers, self.waiters, self.compilers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -119,12 +119,12 @@ class ModelManager:
         return {model.name: stats for model in self.models if (stats := model.stats) is not None}
 
     def notice_ends(self) -> None:
-        """Notes of models whose processes have ended by themselves that they are not loaded."""
+        """Note of models whose processes have ended by themselves that they are not loaded."""
         for model in self.models:
             self.residency.forget(model)
 
     async def refresh(self) -> None:
-        """Asks the models' own processes for their statistics and adapters."""
+        """Ask the models' own processes for their statistics and adapters."""
         for model in self.models:
             if model.open and model.worker is not None:
                 await self._in_worker(model.worker.stats)
@@ -207,7 +207,7 @@ class ModelManager:
 
     @contextlib.asynccontextmanager
     async def hold(self, model: ServedModel, *, awake: bool = True) -> AsyncIterator[ServedModel]:
-        """Loads a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
+        """Load a model, or wakes it, if needed, and keeps it in memory. Raises `ApiError`.
 
         Args:
             awake: whether one that sleeps is woken.
@@ -242,14 +242,14 @@ class ModelManager:
                 yield model
 
     async def load(self, name: str | None) -> ServedModel:
-        """Loads a model, or wakes it, unless it is there. Raises `ApiError`."""
+        """Load a model, or wakes it, unless it is there. Raises `ApiError`."""
         model = await self.look_for(name)
         self._check_open(model)
         await self.residency.arrive(model)
         return model
 
     async def unload(self, model: ServedModel) -> None:
-        """Unloads a model when the requests that use it have ended.
+        """Unload a model when the requests that use it have ended.
 
         Raises:
             ApiError: it is pinned, or of several processes.
@@ -261,7 +261,7 @@ class ModelManager:
         await self.residency.leave(model)
 
     async def sleep(self, model: ServedModel, level: int) -> None:
-        """Lets a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
+        """Let a loaded model sleep (`LLM.sleep`) when the requests that use it have ended.
 
         Raises:
             ApiError: it is not loaded, or of several processes.
@@ -275,7 +275,7 @@ class ModelManager:
             raise http_errors.invalid_request(model.error, "model")
 
     async def reload(self) -> None:
-        """Looks for models that have come or gone in the folder and the file.
+        """Look for models that have come or gone in the folder and the file.
 
         One that has gone, or has other settings, is unloaded when nobody uses it any more.
 
@@ -312,7 +312,7 @@ class ModelManager:
             raise http_errors.process_unresponsive(reason)
 
     async def _examine(self, models: Sequence[ServedModel]) -> None:
-        """Notes of models that nobody has asked for yet how big they are, and what is wrong."""
+        """Note of models that nobody has asked for yet how big they are, and what is wrong."""
         for model in models:
             error, model.file_bytes = await self._in_worker(partial(examine, model.source))
             if model.state == "unloaded":

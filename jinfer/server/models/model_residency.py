@@ -62,7 +62,7 @@ class ModelResidency:
         self._unloader = ThreadPoolExecutor(1, thread_name_prefix="unloader")
 
     async def arrive(self, model: ServedModel) -> None:
-        """Waits until a model is loaded and nobody wants it to leave; loads it if needed.
+        """Wait until a model is loaded and nobody wants it to leave; loads it if needed.
 
         Raises:
             ApiError: it could not be loaded, or there is no room for it.
@@ -83,7 +83,7 @@ class ModelResidency:
                     self.rest(model)
 
     async def leave(self, model: ServedModel, level: int = 0) -> None:
-        """Unloads a model, or lets it sleep, once the requests that use it have ended.
+        """Unload a model, or lets it sleep, once the requests that use it have ended.
 
         Requests that come meanwhile wait until it has left, and have it loaded again. Whoever stops
         waiting here takes the wish back.
@@ -103,7 +103,7 @@ class ModelResidency:
             self.rest(model)
 
     async def load(self, model: ServedModel) -> None:
-        """Loads a model in a thread, or wakes it; `one.error` says why that failed."""
+        """Load a model in a thread, or wakes it; `one.error` says why that failed."""
         model.state, begun, error = "loading", time.perf_counter(), ""
         self._share_cores()
         try:
@@ -137,7 +137,7 @@ class ModelResidency:
         return open_llm(source, self._settings.warm_up)
 
     def _share_cores(self) -> None:
-        """Tells the models of this process whether others come or go, or compute beside them."""
+        """Tell the models of this process whether others come or go, or compute beside them."""
         busy = any(
             model.worker is not None or model.state in ("loading", "unloading")
             for model in self.models
@@ -147,7 +147,7 @@ class ModelResidency:
                 model.session.engine.contended = busy or self._settings.is_worker
 
     def forget(self, model: ServedModel) -> None:
-        """Notes that a model's process has ended by itself; the next request loads it again."""
+        """Note that a model's process has ended by itself; the next request loads it again."""
         if model.worker is not None and model.worker.has_ended and model.open:
             self.run(_in(self._unloader, model.worker.close))
             _log.error("%s: its process has ended", model.name)
@@ -155,7 +155,7 @@ class ModelResidency:
             self.rest(model)
 
     def dismiss(self, model: ServedModel) -> None:
-        """Unloads a model that is not offered any more, once nobody uses it."""
+        """Unload a model that is not offered any more, once nobody uses it."""
         model.gone = True
         if model in self._queue:
             self._queue.remove(model)
@@ -163,7 +163,7 @@ class ModelResidency:
         self.run(self.leave(model))
 
     def rest(self, model: ServedModel) -> None:
-        """Says what is to happen to a model unless somebody uses it meanwhile."""
+        """Say what is to happen to a model unless somebody uses it meanwhile."""
         self._share_cores()
         for future in self._watching.pop(model, ()):
             if not future.done():
@@ -180,13 +180,13 @@ class ModelResidency:
         self._advance()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine in the background."""
+        """Run a coroutine in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Unloads every model."""
+        """Unload every model."""
         self.closed = True
         for task in list(self._tasks):
             task.cancel()
@@ -198,7 +198,7 @@ class ModelResidency:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _want(self, model: ServedModel) -> None:
-        """Queues a model that is waited for, and is neither in memory nor on its way there."""
+        """Queue a model that is waited for, and is neither in memory nor on its way there."""
         if model.gone:
             _answer(
                 model, http_errors.unknown_model(model.name, [each.name for each in self.models])
@@ -214,7 +214,7 @@ class ModelResidency:
         model.timers.append(timer)
 
     def _give_up(self, model: ServedModel) -> None:
-        """Tells those who wait for a model that there was no room for it."""
+        """Tell those who wait for a model that there was no room for it."""
         if model in self._queue and any(each.state == "unloading" for each in self.models):
             self._give_up_later(model, _LEAVING)
         elif model in self._queue:
@@ -225,7 +225,7 @@ class ModelResidency:
             self.rest(model)
 
     def _advance(self) -> None:
-        """Loads what is next in the queue, or makes room for it."""
+        """Load what is next in the queue, or makes room for it."""
         while self._queue and not self.closed:
             model = self._queue[0]
             others = [each for each in self.models if each.occupies and each is not model]
@@ -276,14 +276,14 @@ class ModelResidency:
         self.rest(model)
 
     async def _change(self, model: ServedModel) -> None:
-        """Waits until `rest` is called."""
+        """Wait until `rest` is called."""
         future = asyncio.get_running_loop().create_future()
         self._watching.setdefault(model, []).append(future)
         await future
 
 
 def _answer(model: ServedModel, error: ApiError | None) -> None:
-    """Lets those who wait for a model go on, or tells them why it does not come."""
+    """Let those who wait for a model go on, or tells them why it does not come."""
     arrival, model.arrival = model.arrival, None
     if arrival is not None and not arrival.done():
         arrival.set_result(error)

@@ -57,7 +57,7 @@ class ModelWorker:
     """
 
     def __init__(self, source: ModelSource, settings: ServerSettings) -> None:
-        """Starts a process that loads a model, and waits until it has.
+        """Start a process that loads a model, and waits until it has.
 
         Args:
             settings: the server's.
@@ -108,7 +108,7 @@ class ModelWorker:
         self._ask("POST", "/wake_up")
 
     def close(self) -> None:
-        """Ends the process; its answers end with an error."""
+        """End the process; its answers end with an error."""
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()  # which tells it to end

@@ -95,12 +95,12 @@ class ServedModel:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the LoRA adapters that are loaded beside it, which are names of models too."""
+        """Name of the LoRA adapters that are loaded beside it, which are names of models too."""
         return [*self.adapter_sources]
 
     @property
     def adapter_sources(self) -> dict[str, str]:
-        """Names of the LoRA adapters that are loaded beside it, and where each is from."""
+        """Name of the LoRA adapters that are loaded beside it, and where each is from."""
         if not self.open:
             return {}
         if self.worker is not None:

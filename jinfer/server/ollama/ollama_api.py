@@ -54,14 +54,14 @@ type _Call = RequestContext[Any]  # of an `OllamaChatRequest` or an `OllamaGener
 
 
 async def chat(request: RequestContext[OllamaChatRequest]) -> HttpResponse | StreamedResponse:
-    """Handles a chat request; without messages the model is only loaded."""
+    """Handle a chat request; without messages the model is only loaded."""
     return await _answer(request, empty=not request.body.messages)
 
 
 async def generate(
     request: RequestContext[OllamaGenerateRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handles a generate request; without a prompt the model is only loaded."""
+    """Handle a generate request; without a prompt the model is only loaded."""
     body = request.body
     reject_fields(
         body,
@@ -100,7 +100,7 @@ async def _answer(request: _Call, *, empty: bool) -> HttpResponse | StreamedResp
 
 
 async def _load_or_unload(request: _Call) -> tuple[ServedModel, str]:
-    """Loads the model of a request that asks nothing; with a `keep_alive` of 0, unloads it."""
+    """Load the model of a request that asks nothing; with a `keep_alive` of 0, unloads it."""
     models, keep = request.service.models, request.keep_alive()
     if keep == 0:
         model = models.by_name(request.body.model)
@@ -125,12 +125,12 @@ async def _lines(request: _Call, clock: Clock) -> AsyncGenerator[bytes]:
 
 
 def _failed(error: ApiError) -> bytes:
-    """Formats an error in the middle of a stream."""
+    """Format an error in the middle of a stream."""
     return dumps(_error(error)) + b"\n"
 
 
 def _prepare(clock: Clock, request: _Call, model: ServedModel) -> list[PromptRequests]:
-    """Builds the prompt. Slow: call it in a worker thread."""
+    """Build the prompt. Slow: call it in a worker thread."""
     clock.loaded()
     name_of = partial(ollama_name, body=request.body)
     with field_names(name_of):
@@ -216,7 +216,7 @@ class _OllamaAnswer:
         self._ids: list[int] = []
 
     def push(self, chunk: Chunk) -> _Parts:
-        """Parses a chunk."""
+        """Parse a chunk."""
         self._ids += chunk.token_ids
         parts = self._parts(self._parsed.push(chunk.text))
         if self.request.body.logprobs:
@@ -289,7 +289,7 @@ _AS_MANY_AS_FIT = -1
 
 
 async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
-    """Handles an embedding request; vectors have the length 1, as Ollama's."""
+    """Handle an embedding request; vectors have the length 1, as Ollama's."""
     body, clock = request.body, Clock()
     truncate = None if body.truncate is False else _AS_MANY_AS_FIT
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
@@ -310,7 +310,7 @@ async def embed(request: RequestContext[OllamaEmbedRequest]) -> HttpResponse:
 
 
 async def embeddings(request: RequestContext[OllamaEmbeddingsRequest]) -> HttpResponse:
-    """Handles a request of the older route; the vector's length is the model's, as Ollama's."""
+    """Handle a request of the older route; the vector's length is the model's, as Ollama's."""
     body = request.body
     async with request.service.models.use(body.model, keep=request.keep_alive()) as model:
         request.note(model=model.name)

@@ -40,13 +40,13 @@ async def version(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def tags(request: RequestContext[Any]) -> HttpResponse:
-    """Lists the served models."""
+    """List the served models."""
     models = request.service.models.models
     return HttpResponse({"models": [shown for model in models for shown in _with_adapters(model)]})
 
 
 async def running(request: RequestContext[Any]) -> HttpResponse:
-    """Lists the models in memory, but for those that sleep."""
+    """List the models in memory, but for those that sleep."""
     listed = []
     for model in request.service.models.models:
         if model.state == "loaded":
@@ -60,7 +60,7 @@ async def running(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def show(request: RequestContext[OllamaShowRequest]) -> HttpResponse:
-    """Describes one model; it is not loaded for that."""
+    """Describe one model; it is not loaded for that."""
     model = await request.service.models.look_for(request.body.model or request.body.name)
     if model.open and model.worker is not None:
         raise RunsElsewhereError(model, awake=False)
@@ -91,7 +91,7 @@ def description(name: str, opened: Opened, known: ModelDetails) -> dict[str, Any
 
 
 def describe(source: ModelSource) -> tuple[dict[str, Any], ModelDetails]:
-    """Describes a model that is not loaded.
+    """Describe a model that is not loaded.
 
     Raises:
         USER_ERRORS: it cannot be opened.
@@ -110,7 +110,7 @@ def describe_beside(
 
 
 async def refuse(request: RequestContext[Any]) -> HttpResponse:
-    """Refuses to change the models that are served."""
+    """Refuse to change the models that are served."""
     raise unsupported_field(
         "requests do not change the server's models; name others on its command line, or put them "
         "into the folder of --models-dir"

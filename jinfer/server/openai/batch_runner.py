@@ -147,7 +147,7 @@ def _line_error(code: str, message: str, param: str | None = None) -> ApiError:
 async def answer_line(
     service: Service, endpoint: str, path: Path, line: BatchLine
 ) -> tuple[int, Any, str]:
-    """Answers a request of a batch. Returns status, body and request id."""
+    """Answer a request of a batch. Returns status, body and request id."""
     id = uuid.uuid4().hex
     handler, schema = RUNNABLE[endpoint]
     scope = {"type": "http", "method": "POST", "path": endpoint, "headers": [], "query_string": b""}
@@ -172,7 +172,7 @@ async def answer_line(
 async def _elsewhere(
     service: Service, found: RunsElsewhereError, request: Request, data: bytes, id: str
 ) -> tuple[int, Any, str]:
-    """Has a request answered by the process that its model has."""
+    """Have a request answered by the process that its model has."""
     status, pieces = 0, list[bytes]()
 
     async def send(message: Any) -> None:
@@ -228,7 +228,7 @@ class BatchRunner:
         self.service = replace(self.service, settings=replace(self.service.settings, timeout=None))
 
     async def run(self) -> None:
-        """Runs batches until it is cancelled."""
+        """Run batches until it is cancelled."""
         while True:
             self.store.changed.clear()
             if (batch := self.store.next()) is None:
@@ -245,7 +245,7 @@ class BatchRunner:
                 self._fail(batch, [{**reason, "param": None, "line": None}])
 
     async def run_batch(self, batch: dict[str, Any]) -> None:
-        """Runs a batch to its end, from where it stands."""
+        """Run a batch to its end, from where it stands."""
         outcome: Outcome = batch.get("_outcome", "completed")
         if batch["status"] != "finalizing":
             path = self.store.files.path(batch["input_file_id"])
@@ -275,7 +275,7 @@ class BatchRunner:
     async def _answer_all(
         self, batch: dict[str, Any], path: Path, lines: list[BatchLine], results: BatchResults
     ) -> Outcome:
-        """Answers the lines that have no answer yet; returns how the batch ends."""
+        """Answer the lines that have no answer yet; returns how the batch ends."""
         done = results.completed | results.failed
         left = iter([line for line in lines if line.custom_id not in done])
         self._count(batch, lines, results)
@@ -316,7 +316,7 @@ class BatchRunner:
         return 1
 
     async def _stopped(self, batch: dict[str, Any]) -> None:
-        """Returns when a batch is cancelled, or has expired."""
+        """Return when a batch is cancelled, or has expired."""
         while batch["status"] != "cancelling" and (left := batch["expires_at"] - time.time()) > 0:
             self.store.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -326,7 +326,7 @@ class BatchRunner:
     async def _answer(
         self, batch: dict[str, Any], path: Path, line: BatchLine, results: BatchResults
     ) -> None:
-        """Answers a line, and writes that down."""
+        """Answer a line, and writes that down."""
         while True:
             status, body, id = await self.answer(self.service, batch["endpoint"], path, line)
             code = body["error"].get("code") if status >= 400 else None
@@ -345,7 +345,7 @@ class BatchRunner:
         }
 
     async def _finish(self, batch: dict[str, Any], outcome: Outcome) -> None:
-        """Makes files of the results. Goes on where it was, if the server was killed meanwhile."""
+        """Make files of the results. Goes on where it was, if the server was killed meanwhile."""
         names = ("output_file_id", "error_file_id")
         paths = self.store.result_paths(batch)
         if batch["status"] != "finalizing":
@@ -378,7 +378,7 @@ def _result(line: BatchLine, response: Any, error: Any) -> dict[str, Any]:
 
 
 def _write_expired(lines: list[BatchLine], results: BatchResults) -> None:
-    """Writes an error for each line without an answer."""
+    """Write an error for each line without an answer."""
     message = "This request could not be executed before the completion window expired."
     error = {"code": "batch_expired", "message": message}
     for line in _without(lines, results):

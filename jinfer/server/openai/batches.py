@@ -67,7 +67,7 @@ class BatchList(base.ResponseModel):
 
 
 async def create_batch(request: RequestContext[BatchRequest]) -> HttpResponse:
-    """Takes a batch in; it runs below all other requests."""
+    """Take a batch in; it runs below all other requests."""
     body, store = request.body, _store(request)
     file = store.files.get(body.input_file_id)
     if file is None:
@@ -92,14 +92,14 @@ async def retrieve_batch(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def list_batches(request: RequestContext[Any]) -> HttpResponse:
-    """Lists the batches."""
+    """List the batches."""
     return HttpResponse(
         listed_page(request.http, list(map(shown, _store(request).batches.values())))
     )
 
 
 async def cancel_batch(request: RequestContext[Any]) -> HttpResponse:
-    """Ends a batch; the answers that are there stay. One that has ended stays as it is."""
+    """End a batch; the answers that are there stay. One that has ended stays as it is."""
     batch = _batch(request)
     if batch["status"] not in (*ENDED, "finalizing", "cancelling"):
         _store(request).move(batch, "cancelling")

@@ -27,7 +27,7 @@ from jinfer.server.tool_parsers.output_deltas import (
 
 
 async def chat(request: RequestContext[ChatRequest]) -> HttpResponse | StreamedResponse:
-    """Handles a chat completion request."""
+    """Handle a chat completion request."""
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)

@@ -97,7 +97,7 @@ class TextOffsets:
     """Text offsets of an answer's tokens, incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
-        """Begins the answer to a request; without a tokenizer all offsets are 0."""
+        """Begin the answer to a request; without a tokenizer all offsets are 0."""
         self._detokenizer = None
         self._shown = 0
         if tokenizer is not None:
@@ -152,7 +152,7 @@ _ROUTE = frozenset(CompletionRequest.model_fields) - frozenset(SamplingFields.mo
 async def completions(
     request: RequestContext[CompletionRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handles a completion request."""
+    """Handle a completion request."""
     body = request.body
     check_stream(body, body.stream, body.stream_options)
     ignore_verbose(body, body.stream, request.ignore)
@@ -183,7 +183,7 @@ async def completions(
 def _prepare_prompts(
     request: RequestContext[CompletionRequest], model: ServedModel
 ) -> list[PromptRequests]:
-    """Tokenizes and validates the prompts. Slow: call it in a worker thread."""
+    """Tokenize and validates the prompts. Slow: call it in a worker thread."""
     body, session, settings = request.body, model.session, request.service.settings
     changes = {} if body.logprobs is None else {"logprobs": body.logprobs}
     sampling = request_options(body, session, COMPLETIONS, changes, _ROUTE)
@@ -223,7 +223,7 @@ class _TextAnswers(OpenAIAnswer):
         return bool(self.request.body.return_tokens_as_token_ids)
 
     async def score(self) -> None:
-        """Computes the prompts' log-probabilities, if requested."""
+        """Compute the prompts' log-probabilities, if requested."""
         body = self.request.body
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
         counts = [top for top in tops if top is not None]

@@ -133,7 +133,7 @@ class FillMaskResponse(ResponseModel):
 
 
 async def embeddings(request: RequestContext[EmbeddingRequest]) -> HttpResponse:
-    """Handles an embedding request."""
+    """Handle an embedding request."""
     body = request.body
     value, param = either_field(body, "input", "content")
     texts = _plain(value)
@@ -174,7 +174,7 @@ def _entries(
 
 
 async def fill_mask(request: RequestContext[FillMaskRequest]) -> HttpResponse:
-    """Predicts the likeliest tokens at the masks of texts (masked language modelling)."""
+    """Predict the likeliest tokens at the masks of texts (masked language modelling)."""
     body = request.body
     async with embedder_of(request, None) as embedder:
         model = embedder.model

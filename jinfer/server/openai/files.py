@@ -85,7 +85,7 @@ def file_store(service: Service) -> FileStore:
 
 
 async def receive_upload(request: Request, service: Service) -> UploadRequest:
-    """Reads the body of an upload; the file is in the folder then, under another name.
+    """Read the body of an upload; the file is in the folder then, under another name.
 
     Raises:
         ApiError: it is too long, wrong, or does not come in time.
@@ -150,7 +150,7 @@ def _values(parser: MultipartParser) -> dict[str, Any]:
 
 
 async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
-    """Keeps an uploaded file."""
+    """Keep an uploaded file."""
     body, store = request.body, file_store(request.service)
     seconds = None if body.expires_after is None else body.expires_after.seconds
     try:
@@ -163,7 +163,7 @@ async def upload(request: RequestContext[UploadRequest]) -> HttpResponse:
 
 
 async def list_files(request: RequestContext[Any]) -> HttpResponse:
-    """Lists the files."""
+    """List the files."""
     purpose = query_value(request.http, "purpose")
     listed = [
         file.shown()
@@ -192,7 +192,7 @@ async def _pieces(path: Path, service: Service) -> AsyncGenerator[bytes]:
 
 
 async def delete_file(request: RequestContext[Any]) -> HttpResponse:
-    """Deletes a file, unless a batch that is not done reads it."""
+    """Delete a file, unless a batch that is not done reads it."""
     store, id = file_store(request.service), _file(request).id
     if (batch := request.service.batches and request.service.batches.reader_of(id)) is not None:
         raise invalid_request(f"{batch} reads it; cancel that first", "file_id")

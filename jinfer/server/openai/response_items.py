@@ -134,7 +134,7 @@ class ResponseItems:
         return events
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Ends the open item; an answer without items gets an empty message."""
+        """End the open item; an answer without items gets an empty message."""
         events: list[dict[str, Any]] = []
         if self._open is None and not self.done:
             events += self._begin("message", None)

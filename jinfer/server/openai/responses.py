@@ -58,7 +58,7 @@ type EventBatches = AsyncGenerator[tuple[list[dict[str, Any]], Sequence[Any] | N
 async def create_response(
     request: RequestContext[ResponseRequest],
 ) -> HttpResponse | StreamedResponse:
-    """Handles a response request."""
+    """Handle a response request."""
     body, kept = request.body, _is_kept(request)
     check_response(request)
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
@@ -83,7 +83,7 @@ async def create_response(
 
 
 def check_response(request: RequestContext[ResponseRequest]) -> None:
-    """Raises `ApiError` for fields that cannot be; reports those without effect."""
+    """Raise `ApiError` for fields that cannot be; reports those without effect."""
     body = request.body
     if body.stream_options is not None and not body.stream:
         raise invalid_request("it needs stream: true", "stream_options")
@@ -106,7 +106,7 @@ def _is_kept(request: RequestContext[ResponseRequest]) -> bool:
 
 
 def failed_event(error: ApiError) -> bytes:
-    """Formats an error in the middle of a stream."""
+    """Format an error in the middle of a stream."""
     shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
     return sse_event({**shown, "sequence_number": 0}, "error")
 
@@ -276,7 +276,7 @@ class _ResponseAnswer:
         self.items = ResponseItems(custom=custom_names(body))
 
     def push(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Parses a chunk; returns its events."""
+        """Parse a chunk; returns its events."""
         entries: list[dict[str, Any]] = []
         if shows_logprobs(self.answering.request.body):
             entries = usage.chat_logprobs(self.model.llm.tokenizer, chunk.logprobs)
@@ -284,7 +284,7 @@ class _ResponseAnswer:
         return self.items.push(self._parser.push(chunk.text), entries)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Parses the end of the answer; returns its events."""
+        """Parse the end of the answer; returns its events."""
         rest = self._parser.finish(self.status == "incomplete")
         return [*self.items.push(rest, []), *self.items.close(self.status)]
 
@@ -328,7 +328,7 @@ async def retrieve(request: RequestContext[Any]) -> HttpResponse | StreamedRespo
 
 
 async def cancel(request: RequestContext[Any]) -> HttpResponse:
-    """Ends a response that is made in the background; one that has ended stays as it is."""
+    """End a response that is made in the background; one that has ended stays as it is."""
     jobs, id = request.service.response_jobs, _response_id(request)
     if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
         raise invalid_request("only an answer in the background can be cancelled")
@@ -337,7 +337,7 @@ async def cancel(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def delete(request: RequestContext[Any]) -> HttpResponse:
-    """Removes a stored response."""
+    """Remove a stored response."""
     jobs, id = request.service.response_jobs, _response_id(request)
     await jobs.cancel(id)
     jobs.jobs.pop(id, None)
@@ -352,7 +352,7 @@ async def input_items(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def input_tokens(request: RequestContext[InputTokensRequest]) -> HttpResponse:
-    """Counts the tokens that a response would answer."""
+    """Count the tokens that a response would answer."""
     check_response(request)
     response_input = await request.service.in_thread(
         read_input, request.body, request.service.responses

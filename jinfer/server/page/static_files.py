@@ -51,12 +51,12 @@ _HEADERS: Mapping[str, str] = {
 
 
 async def index(request: RequestContext[Any]) -> HttpResponse:
-    """Serves the page."""
+    """Serve the page."""
     return _sent(request, "index.html")
 
 
 async def asset(request: RequestContext[Any]) -> HttpResponse:
-    """Serves a file of the page."""
+    """Serve a file of the page."""
     return _sent(request, request.http.path_params["file"])
 
 
@@ -74,7 +74,7 @@ def _read(path: Path) -> HttpResponse:
 
 
 def _sent(request: RequestContext[Any], name: str) -> HttpResponse:
-    """Sends a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
+    """Send a file, or 304 if the browser's copy is current. Raises `ApiError` if there is none."""
     file = files().get(name)
     if file is None:
         raise ApiError(404, f"the page has no file {name[:200]!r}")

@@ -47,7 +47,7 @@ class BatchStore:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        """Raises `OSError` if the folder cannot be used."""
+        """Raise `OSError` if the folder cannot be used."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = []
         for path in self.folder.glob("batch_*.json"):
@@ -63,7 +63,7 @@ class BatchStore:
         return self.files.folder / "batches"
 
     def create(self, fields: dict[str, Any], seconds: int) -> dict[str, Any]:
-        """Adds a batch. Raises `ApiError` if there are too many.
+        """Add a batch. Raises `ApiError` if there are too many.
 
         Args:
             fields: endpoint, input_file_id, completion_window, metadata.
@@ -95,12 +95,12 @@ class BatchStore:
         return batch
 
     def move(self, batch: dict[str, Any], status: str, **more: Any) -> None:
-        """Changes a batch's status."""
+        """Change a batch's status."""
         batch |= {"status": status, f"{status}_at": int(time.time()), **more}
         self.save(batch)
 
     def save(self, batch: dict[str, Any]) -> None:
-        """Writes a batch, and wakes who waits for a change."""
+        """Write a batch, and wakes who waits for a change."""
         write_whole(self.folder / f"{batch['id']}.json", orjson.dumps(batch))
         self.changed.set()
 
@@ -143,7 +143,7 @@ class BatchResults:
     """
 
     def __init__(self, output: Path, errors: Path) -> None:
-        """Reads what is there, without a last line that is cut."""
+        """Read what is there, without a last line that is cut."""
         self.completed, self.failed = _known(output), _known(errors)
         self._files: dict[bool, BinaryIO] = {
             False: output.open("ab"),
@@ -152,14 +152,14 @@ class BatchResults:
         self._lock = threading.Lock()
 
     def write(self, custom_id: str, line: dict[str, Any], *, failed: bool) -> None:
-        """Appends a line."""
+        """Append a line."""
         with self._lock:
             self._files[failed].write(orjson.dumps(line) + b"\n")
             self._files[failed].flush()
             (self.failed if failed else self.completed).add(custom_id)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 

@@ -49,7 +49,7 @@ class StoredFile:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file in one step: a reader sees the old content or the new one."""
+    """Write a file in one step: a reader sees the old content or the new one."""
     half = path.with_name(f"{path.name}.tmp")
     half.write_bytes(data)
     os.replace(half, path)
@@ -74,7 +74,7 @@ class FileStore:
     _files: dict[str, StoredFile] = field(default_factory=dict)  # the oldest first
 
     def __post_init__(self) -> None:
-        """Raises `OSError` if the folder cannot be used, or another server uses it."""
+        """Raise `OSError` if the folder cannot be used, or another server uses it."""
         self.files.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = FileLock(self.folder / "lock", thread_local=False)
         try:
@@ -99,7 +99,7 @@ class FileStore:
         return self.folder / "files"
 
     def close(self) -> None:
-        """Lets another server use the folder."""
+        """Let another server use the folder."""
         self._lock.release()
 
     def path(self, id: str) -> Path:
@@ -122,7 +122,7 @@ class FileStore:
     def add(
         self, path: Path, filename: str, purpose: str, seconds: int | None, id: str | None = None
     ) -> StoredFile:
-        """Takes a file over.
+        """Take a file over.
 
         Args:
             path: where it was written, in this folder.
@@ -150,13 +150,13 @@ class FileStore:
         return list(self._files.values())
 
     def delete(self, id: str) -> None:
-        """Removes a file."""
+        """Remove a file."""
         self._files.pop(id, None)
         for path in (self._about(id), self.path(id)):
             path.unlink(missing_ok=True)
 
     def remove_expired(self) -> None:
-        """Removes the files whose time is over."""
+        """Remove the files whose time is over."""
         now = time.time()
         for file in list(self._files.values()):
             if file.expires_at is not None and file.expires_at <= now:

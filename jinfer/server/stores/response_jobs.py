@@ -37,7 +37,7 @@ class ResponseJob:
     _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def add(self, events: list[dict[str, Any]]) -> None:
-        """Records events, and the response that the last one of them has."""
+        """Record events, and the response that the last one of them has."""
         for event in events:
             number = b"id: %d\n" % len(self._events)
             self._events.append(number + sse_event(event, event["type"]))
@@ -45,7 +45,7 @@ class ResponseJob:
         self._readers.wake()
 
     def end(self, status: str, error: ApiError | None = None) -> None:
-        """Ends an answer that does not come to its end."""
+        """End an answer that does not come to its end."""
         shown = error and {"code": error.code or "server_error", "message": error.message}
         response = {**self.response, "status": status, "error": shown}
         event = {"type": f"response.{status}", "response": response}
@@ -90,7 +90,7 @@ class ResponseJobs:
     async def start(
         self, job: ResponseJob, batches: Any, answers: set[asyncio.Future[None]]
     ) -> None:
-        """Starts an answer; returns when the engine has taken the request in.
+        """Start an answer; returns when the engine has taken the request in.
 
         Args:
             batches: its events, as they come; the last one has the response, which is stored.
@@ -147,7 +147,7 @@ class ResponseJobs:
         return self.jobs[id] if id in self._tasks else None
 
     async def cancel(self, id: str, reason: ApiError | None = None) -> None:
-        """Ends an answer, if it still comes.
+        """End an answer, if it still comes.
 
         Args:
             reason: why it failed; None: somebody wished so.
@@ -157,6 +157,6 @@ class ResponseJobs:
             await asyncio.wait({task})
 
     async def close(self) -> None:
-        """Ends all answers, as the server does."""
+        """End all answers, as the server does."""
         for id in list(self._tasks):
             await self.cancel(id, shutting_down())

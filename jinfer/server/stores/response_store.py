@@ -63,7 +63,7 @@ class ResponseStore:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        """Raises `OSError` if the folder cannot be used."""
+        """Raise `OSError` if the folder cannot be used."""
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -80,7 +80,7 @@ class ResponseStore:
         self._remove_old()
 
     def put(self, stored: StoredResponse) -> None:
-        """Keeps a response, in place of an earlier state of it."""
+        """Keep a response, in place of an earlier state of it."""
         id, data = (
             stored.response["id"],
             dumps({"response": stored.response, "input": stored.input}),
@@ -119,7 +119,7 @@ class ResponseStore:
         return next((item for item in items if item.get("id") == id), None)
 
     def delete(self, id: str) -> bool:
-        """Removes a response. Returns whether it was there."""
+        """Remove a response. Returns whether it was there."""
         with self._lock:
             known = self._known.pop(id, None)
             if known is None:

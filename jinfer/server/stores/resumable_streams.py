@@ -57,7 +57,7 @@ class ResumableStream:
     _readers: StreamReaders = field(default_factory=StreamReaders)
 
     def append(self, piece: bytes) -> None:
-        """Records whole events, each under its number."""
+        """Record whole events, each under its number."""
         self.begun = True
         if piece != SSE_PING:
             for event in piece.split(b"\n\n")[:-1]:
@@ -135,7 +135,7 @@ class ResumableStreams:
     async def start(
         self, id: str, reply: StreamedResponse, ping: float, answers: set[asyncio.Future[None]]
     ) -> StreamedResponse:
-        """Answers on as a stream that can be resumed, instead of the conversation's last one.
+        """Answer on as a stream that can be resumed, instead of the conversation's last one.
 
         Args:
             ping: seconds of silence until a comment.
@@ -188,7 +188,7 @@ class ResumableStreams:
                 self.streams.pop(stream.id, None)
 
     async def stop(self, id: str) -> None:
-        """Ends a stream, if it still comes, and forgets it."""
+        """End a stream, if it still comes, and forgets it."""
         self.streams.pop(id, None)
         self._elsewhere.pop(id, None)
         if (task := self._tasks.pop(id, None)) is not None:
@@ -209,7 +209,7 @@ class ResumableStreams:
         raise ApiError(404, f"there is no stream of the conversation {id[:80]!r}", param="conv_id")
 
     def forward(self, id: str) -> None:
-        """Leaves a request to the process that has the stream, if another one has.
+        """Leave a request to the process that has the stream, if another one has.
 
         Raises:
             RunsElsewhereError: it has.
@@ -237,6 +237,6 @@ def _stopped() -> ApiError:
 
 
 def _closed(stream: ResumableStream, task: asyncio.Task[None]) -> None:
-    """Closes a stream whose task was cancelled before it began to run."""
+    """Close a stream whose task was cancelled before it began to run."""
     if stream.completed is None:
         stream.close(_stopped())

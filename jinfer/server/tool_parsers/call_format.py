@@ -33,7 +33,7 @@ class LarkGrammar:
         return "\n".join(f"{head}: {body}" for head, body in self._rules.items())
 
     def rule(self, name: str, body: str, attributes: str = "") -> str:
-        """Adds a rule under this name, or a numbered one if it is taken; returns the name."""
+        """Add a rule under this name, or a numbered one if it is taken; returns the name."""
         known = self._counts[name]
         self._counts[name] += 1
         name = f"{name}_{known}" if known else name

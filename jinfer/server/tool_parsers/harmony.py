@@ -49,7 +49,7 @@ def _read(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse
 
 
 def _head(reader: IncrementalReader) -> Parse[str | None]:
-    """Parses a message's header; None: there is no message."""
+    """Parse a message's header; None: there is no message."""
     head: list[str] = []
     yield from reader.space()
     role = yield from reader.starts("assistant")
@@ -90,7 +90,7 @@ def _kind(head: str, tools: Tools) -> str:
 def _message(
     reader: IncrementalReader, out: DeltaCollector, head: str, tools: Tools
 ) -> Parse[str | None]:
-    """Parses a message; returns the mark that ends it."""
+    """Parse a message; returns the mark that ends it."""
     kind = _kind(head, tools)
     if kind == "reasoning":
         mark = yield from reader.until(_ENDS, out.reasoning, take=False)

@@ -104,7 +104,7 @@ def _read_mistral(reader: IncrementalReader, out: DeltaCollector, tools: Tools) 
 
 
 def _mistral_call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parses a name and its arguments."""
+    """Parse a name and its arguments."""
     name: list[str] = []
     mark = yield from reader.until(
         (MISTRAL_ID, MISTRAL_ARGS, MISTRAL_CALLS, "{"), name.append, take=False
@@ -153,7 +153,7 @@ DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_S
 
 
 def _deepseek_call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parses a call up to its end mark, which may be missing."""
+    """Parse a call up to its end mark, which may be missing."""
     head: list[str] = []
     if (yield from reader.until(_DEEPSEEK_MARKS, head.append, take=False)) != DEEPSEEK_SEPARATOR:
         return False

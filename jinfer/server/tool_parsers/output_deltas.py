@@ -48,10 +48,10 @@ class OutputParser(Protocol):
     """Parses one answer's text incrementally."""
 
     def push(self, text: str) -> OutputDelta:
-        """Parses more text; returns what is certain and holds back the rest."""
+        """Parse more text; returns what is certain and holds back the rest."""
 
     def finish(self, cut: bool = False) -> OutputDelta:
-        """Returns what was held back, at the end of the answer.
+        """Return what was held back, at the end of the answer.
 
         Args:
             cut: the token limit ended the answer.
@@ -106,11 +106,11 @@ class ParsedAnswer:
     started: bool = False
 
     def push(self, text: str) -> OutputDelta:
-        """Parses more text."""
+        """Parse more text."""
         return self._keep(self.parser.push(text))
 
     def finish(self, reason: str) -> OutputDelta:
-        """Parses the end of the answer, given its finish reason."""
+        """Parse the end of the answer, given its finish reason."""
         return self._keep(self.parser.finish(reason == "length"))
 
     def _keep(self, delta: OutputDelta) -> OutputDelta:
@@ -150,7 +150,7 @@ PLAIN_TEXT = OutputParsing()
 
 
 def new_call_id() -> str:
-    """Generates a call id in OpenAI's style."""
+    """Generate a call id in OpenAI's style."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -160,7 +160,7 @@ class DeltaCollector:
     def __init__(
         self, new_id: Callable[[], str] = new_call_id, max_calls: int | None = None
     ) -> None:
-        """Begins an answer.
+        """Begin an answer.
 
         Args:
             new_id: generates call ids.
@@ -176,7 +176,7 @@ class DeltaCollector:
         self._parted = ""  # separator between two reasoning blocks
 
     def content(self, text: str) -> None:
-        """Adds a piece of content."""
+        """Add a piece of content."""
         text = self._gap + (text.lstrip() if self._trim else text)
         self._trim = self._trim and not text
         shown = text.rstrip()
@@ -184,7 +184,7 @@ class DeltaCollector:
         self._gap = text[len(shown) :]
 
     def reasoning(self, text: str) -> None:
-        """Adds a piece of reasoning."""
+        """Add a piece of reasoning."""
         if self._trim_thought:
             text = text.lstrip()
             if not text:
@@ -196,30 +196,30 @@ class DeltaCollector:
         self._thought_gap = text[len(shown) :]
 
     def end_reasoning(self) -> None:
-        """Ends a reasoning block."""
+        """End a reasoning block."""
         self._thought_gap = ""
         self._parted = "" if self._trim_thought else "\n\n"
         self._trim = self._trim_thought = True
 
     def begin_call(self, name: str) -> None:
-        """Begins a call."""
+        """Begin a call."""
         self._dropped, self._gap = self._gap, ""
         self._index += 1
         self._add(ToolCallDelta(self._index, self._new_id(), name))
 
     def arguments(self, text: str) -> None:
-        """Adds a piece of the call's arguments."""
+        """Add a piece of the call's arguments."""
         if text:
             self._add(ToolCallDelta(self._index, arguments=text))
 
     def end_call(self) -> None:
-        """Ends a complete call."""
+        """End a complete call."""
         self._add(ToolCallDelta(self._index, end="done"))
         self._whole += 1
         self._dropped, self._trim = "", True
 
     def abort_call(self, reader: IncrementalReader) -> None:
-        """Ends an incomplete call: cut by the limit, or no call, whose text becomes content."""
+        """End an incomplete call: cut by the limit, or no call, whose text becomes content."""
         if reader.cut:
             self._add(ToolCallDelta(self._index, end="cut"))
             reader.drop()
@@ -228,7 +228,7 @@ class DeltaCollector:
         self._gap, self._dropped = self._dropped, ""
 
     def reject(self, reader: IncrementalReader, *, certain: bool = True) -> None:
-        """Turns what was read since the reader's mark into content, as it is no call.
+        """Turn what was read since the reader's mark into content, as it is no call.
 
         If the limit cut it, it is dropped, since it was probably a call.
 
@@ -240,13 +240,13 @@ class DeltaCollector:
         self.content(reader.raw())
 
     def end(self) -> None:
-        """Ends the answer; trailing white space is content."""
+        """End the answer; trailing white space is content."""
         self._content += self._gap
         self._reasoning += self._thought_gap
         self._gap = self._thought_gap = ""
 
     def deltas(self) -> OutputDelta:
-        """Returns what was collected since the last time."""
+        """Return what was collected since the last time."""
         delta = OutputDelta(self._content, self._reasoning, tuple(_joined(self._calls)))
         self._content, self._reasoning, self._calls = "", "", []
         return delta
@@ -257,7 +257,7 @@ class DeltaCollector:
 
 
 def _joined(calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Merges the pieces of each call's arguments."""
+    """Merge the pieces of each call's arguments."""
     result: list[ToolCallDelta] = []
     for tool_call in calls:
         last = result[-1] if result else None
@@ -279,18 +279,18 @@ class ToolCallParser:
         *,
         bound: bool = False,
     ) -> None:
-        """Begins an answer; `bound`: a grammar allows nothing but calls."""
+        """Begin an answer; `bound`: a grammar allows nothing but calls."""
         self._reader, self._output = IncrementalReader(bound=bound), output
         self._reading = read(self._reader, output)
 
     def push(self, text: str) -> OutputDelta:
-        """Parses more text; returns what is certain."""
+        """Parse more text; returns what is certain."""
         self._reader.feed(text)
         next(self._reading, None)
         return self._output.deltas()
 
     def finish(self, cut: bool = False) -> OutputDelta:
-        """Parses the rest, at the end of the answer."""
+        """Parse the rest, at the end of the answer."""
         self._reader.ended, self._reader.cut = True, cut
         next(self._reading, None)
         self._output.end()

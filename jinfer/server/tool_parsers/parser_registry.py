@@ -35,7 +35,7 @@ class ReasoningFormat(ThinkingMarks):
     def parse(
         self, reader: IncrementalReader, out: DeltaCollector, state: ReasoningState
     ) -> Parse[None]:
-        """Parses the reasoning at the beginning of an answer, if any."""
+        """Parse the reasoning at the beginning of an answer, if any."""
         if state == "closed":
             return
         reader.mark()

@@ -56,7 +56,7 @@ def parse_tagged_arguments(
     key: Callable[[IncrementalReader], Parse[str | None]],
     value: Callable[[IncrementalReader, DeltaCollector, Any], Parse[bool]],
 ) -> Parse[bool]:
-    """Parses a call's arguments, after its name, up to its end.
+    """Parse a call's arguments, after its name, up to its end.
 
     Args:
         schema: JSON schema of the tool's parameters.
@@ -89,7 +89,7 @@ def parse_tagged_arguments(
 
 
 def tagged_call_rule(lark: LarkGrammar, tools: Tools, tags: XmlTags) -> str:
-    """Adds the rule of a call to a grammar; returns its name."""
+    """Add the rule of a call to a grammar; returns its name."""
     calls = []
     for name, schema in tools.items():
         parameters = strict_parameters(schema)
@@ -158,7 +158,7 @@ def _read_qwen(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> 
 
 
 def _qwen_call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parses a name, and parameters up to the function's end."""
+    """Parse a name, and parameters up to the function's end."""
     name = yield from _qwen_name(reader)
     if name is None or name not in tools:
         return False
@@ -175,7 +175,7 @@ def _qwen_key(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _qwen_name(reader: IncrementalReader) -> Parse[str | None]:
-    """Parses a name up to the end of its tag."""
+    """Parse a name up to the end of its tag."""
     parts: list[str] = []
     if (yield from reader.until((">", "<", "\n"), parts.append, take=False)) != ">":
         return None
@@ -184,7 +184,7 @@ def _qwen_name(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _qwen_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse[bool]:
-    """Parses a value and its closing tag."""
+    """Parse a value and its closing tag."""
     parts: list[str] = []
     line = _StripLineBreaks(lambda piece: out.arguments(incremental_json.escape_json(piece)))
     text = is_string_schema(schema)
@@ -206,7 +206,7 @@ class _StripLineBreaks:
         self._begun = False
 
     def push(self, text: str) -> None:
-        """Adds more text."""
+        """Add more text."""
         if not self._begun:
             self._begun = True
             text = text.removeprefix("\n")
@@ -241,7 +241,7 @@ DSML_TAGS = XmlTags(
 
 
 def _dsml_call(reader: IncrementalReader, out: DeltaCollector, tools: Tools) -> Parse[bool]:
-    """Parses a name, and parameters up to the call's end."""
+    """Parse a name, and parameters up to the call's end."""
     name = yield from _dsml_name(reader)
     if name is None or name not in tools or not (yield from reader.starts(">")):
         return False
@@ -258,7 +258,7 @@ def _dsml_key(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _dsml_name(reader: IncrementalReader) -> Parse[str | None]:
-    """Parses a name and the quote after it."""
+    """Parse a name and the quote after it."""
     parts: list[str] = []
     mark = yield from reader.until(('"', "<", ">", "\n"), parts.append, take=False)
     if mark != '"':
@@ -268,7 +268,7 @@ def _dsml_name(reader: IncrementalReader) -> Parse[str | None]:
 
 
 def _dsml_value(reader: IncrementalReader, out: DeltaCollector, schema: Any) -> Parse[bool]:
-    """Parses the rest of a parameter's tag, its value, and the closing tag."""
+    """Parse the rest of a parameter's tag, its value, and the closing tag."""
     yield from reader.space()
     text = yield from reader.starts(_DSML_TEXT)
     if not text and not (yield from reader.starts(_DSML_JSON)):

@@ -94,7 +94,7 @@ def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
 def convert_messages(
     messages: Sequence[Mapping[str, Any]], way: CallShape, *, short_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Converts messages, whose arguments are objects, to the form that a template reads.
+    """Convert messages, whose arguments are objects, to the form that a template reads.
 
     Args:
         short_ids: convert call ids to nine letters and digits (Mistral).
@@ -141,7 +141,7 @@ def tools_as_text(
     tools: Sequence[Mapping[str, Any]],
     tools_role: str = "system",
 ) -> list[dict[str, Any]]:
-    """Rewrites messages so that the template needs only roles and contents.
+    """Rewrite messages so that the template needs only roles and contents.
 
     Args:
         tools_role: the role whose first message describes the tools.
@@ -167,7 +167,7 @@ def tools_as_text(
 def tools_in_system(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Adds the tools to the system message, where Phi-4-mini's template reads them."""
+    """Add the tools to the system message, where Phi-4-mini's template reads them."""
     listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     first, rest = {"role": "system", "content": ""}, [*messages]
     if rest and rest[0]["role"] == "system":

@@ -16,7 +16,7 @@ from jinfer.server.openai.chat import chat
 
 
 async def chat_batch(request: RequestContext[ChatBatchRequest]) -> HttpResponse:
-    """Answers each conversation; its answer is the choice of its number."""
+    """Answer each conversation; its answer is the choice of its number."""
     body = request.body
     if body.stream:
         raise invalid_request("several conversations are answered whole; leave it out", "stream")

@@ -66,7 +66,7 @@ _PROMPTS = {
 
 
 async def embed(request: RequestContext[CohereEmbedRequest]) -> HttpResponse:
-    """Handles an embedding request."""
+    """Handle an embedding request."""
     body = request.body
     max_tokens = -1 if body.max_tokens is None else body.max_tokens
     async with embedder_of(request, None if body.truncate == "NONE" else max_tokens) as embedder:

@@ -39,7 +39,7 @@ class Invocation(BaseModel):
 
 
 async def invoke(request: RequestContext[Invocation]) -> HttpResponse | StreamedResponse:
-    """Answers as the route that a request's fields belong to."""
+    """Answer as the route that a request's fields belong to."""
     fields: dict[str, Any] = dict(request.body.model_extra or {})
     if request.body.model is not None:
         fields["model"] = request.body.model

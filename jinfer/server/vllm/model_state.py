@@ -42,7 +42,7 @@ class AdapterChange(ResponseModel):
 
 
 async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
-    """Loads an adapter (vLLM)."""
+    """Load an adapter (vLLM)."""
     _check_allowed(request)
     name, models = request.body.lora_name, request.service.models
     if any(name in (model.name, model.source.path) for model in models.models):
@@ -57,7 +57,7 @@ async def load_adapter(request: RequestContext[LoadAdapter]) -> HttpResponse:
 
 
 async def unload_adapter(request: RequestContext[UnloadAdapter]) -> HttpResponse:
-    """Unloads an adapter (vLLM)."""
+    """Unload an adapter (vLLM)."""
     _check_allowed(request)
     name = request.body.lora_name
     async with request.service.models.use(name) as model:
@@ -84,7 +84,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 async def sleep(request: RequestContext[Any]) -> HttpResponse:
-    """Lets a model sleep, or all that are awake, when the requests that use it have ended."""
+    """Let a model sleep, or all that are awake, when the requests that use it have ended."""
     level = request.http.query_params.get("level", "1")
     if level not in ("1", "2"):
         raise invalid_request(f"{level[:80]!r} is not a level of sleep; allowed: 1, 2", "level")
@@ -97,7 +97,7 @@ async def sleep(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def wake_up(request: RequestContext[Any]) -> HttpResponse:
-    """Wakes a model, or all that sleep."""
+    """Wake a model, or all that sleep."""
     if "tags" in request.http.query_params:
         raise unsupported_field("a model wakes as a whole", "tags")
     for model in _models_of(request, "sleeping"):

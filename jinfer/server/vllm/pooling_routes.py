@@ -100,7 +100,7 @@ class PoolingResponse(ResponseModel):
 
 
 async def classify_texts(request: RequestContext[ClassifyRequest]) -> HttpResponse:
-    """Puts texts into classes."""
+    """Put texts into classes."""
     body = request.body
     async with embedder_of(request, body.truncate_prompt_tokens) as embedder:
         config = _classes_of(embedder)

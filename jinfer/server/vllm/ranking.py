@@ -147,7 +147,7 @@ class PairScores:
 
 
 async def rerank(request: RequestContext[RerankRequest]) -> HttpResponse:
-    """Ranks documents by how well they fit a query."""
+    """Rank documents by how well they fit a query."""
     body = request.body
     documents, param = either_field(body, "documents", "texts")
     texts = [
@@ -286,7 +286,7 @@ async def _by_head(
 
 
 def _pairs(embedder: Embedder, first: _Side, second: _Side) -> list[TypedTokens]:
-    """Tokenizes pairs and checks their lengths. Slow: use a worker thread."""
+    """Tokenize pairs and checks their lengths. Slow: use a worker thread."""
     left, right = ([item[0]] if isinstance(item[0], str) else item[0] for item in (first, second))
     if len(right) > embedder.service.settings.max_prompts:
         max_texts = embedder.service.settings.max_prompts

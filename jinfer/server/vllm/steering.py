@@ -30,7 +30,7 @@ async def list_steering(request: RequestContext[Any]) -> HttpResponse:
 
 
 async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
-    """Keeps steering vectors under a name, in place of those it had."""
+    """Keep steering vectors under a name, in place of those it had."""
     _check_allowed(request)
     body = request.body
     if (body.path is None) == (body.vectors is None):
@@ -47,7 +47,7 @@ async def keep_steering(request: RequestContext[KeepSteering]) -> HttpResponse:
 
 
 async def forget_steering(request: RequestContext[Any]) -> HttpResponse:
-    """Forgets the steering vectors of a name."""
+    """Forget the steering vectors of a name."""
     _check_allowed(request)
     name = request.http.path_params["name"]
     async with request.service.models.use(request.http.query_params.get("model")) as model:

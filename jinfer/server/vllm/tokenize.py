@@ -102,7 +102,7 @@ _FIELDS_OF = {
 
 
 async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
-    """Tokenizes a text or a conversation."""
+    """Tokenize a text or a conversation."""
     fields = request.body.given_fields()
     named = [name for name in _FIELDS_OF if name in fields]
     if len(named) != 1:
@@ -115,7 +115,7 @@ async def tokenize(request: RequestContext[TokenizeRequest]) -> HttpResponse:
 
 
 async def tokenizer_info(request: RequestContext[Any]) -> HttpResponse:
-    """Describes a tokenizer, as vLLM does."""
+    """Describe a tokenizer, as vLLM does."""
     async with request.service.models.use(request.http.query_params.get("model")) as model:
         opened, tokenizer = model.session.opened, model.session.opened.tokenizer
         if tokenizer is None:
@@ -137,7 +137,7 @@ async def tokenizer_info(request: RequestContext[Any]) -> HttpResponse:
 
 
 def _content(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
-    """Tokenizes a text, as llama.cpp does."""
+    """Tokenize a text, as llama.cpp does."""
     body, tokenizer = request.body, session.tokenizer
     parts = body.content if isinstance(body.content, list) else [body.content or ""]
     ids: list[int] = []
@@ -165,14 +165,14 @@ def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
 
 
 def _prompt(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
-    """Tokenizes a text, as vLLM does."""
+    """Tokenize a text, as vLLM does."""
     special = request.body.add_special_tokens is not False
     ids = session.tokenizer.encode(request.body.prompt or "", special=special)
     return _listed(request.body, session, ids)
 
 
 def _messages(request: RequestContext[TokenizeRequest], session: Session) -> dict[str, Any]:
-    """Tokenizes a conversation, as vLLM does."""
+    """Tokenize a conversation, as vLLM does."""
     body, settings = request.body, request.service.settings
     if body.add_special_tokens:
         raise invalid_request(
@@ -202,7 +202,7 @@ def _chat_prompt(request: RequestContext[Any], session: Session) -> ChatPrompt:
 
 
 async def detokenize(request: RequestContext[DetokenizeRequest]) -> HttpResponse:
-    """Decodes token ids."""
+    """Decode token ids."""
     async with request.service.models.use(request.body.model) as model:
         session = model.session
         try:
@@ -214,7 +214,7 @@ async def detokenize(request: RequestContext[DetokenizeRequest]) -> HttpResponse
 
 
 async def apply_template(request: RequestContext[ApplyTemplateRequest]) -> HttpResponse:
-    """Renders the chat template of a conversation."""
+    """Render the chat template of a conversation."""
     async with request.service.models.use(request.body.model) as model:
         prompt = await request.service.in_thread(_chat_prompt, request, model.session)
         return HttpResponse({"prompt": await request.service.in_thread(prompt.text)})
