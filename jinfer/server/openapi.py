@@ -22,7 +22,7 @@ _ERRORS = {
     "403": "not allowed here",
     "404": "no such model",
     "405": "another method",
-    "408": "the body did not come",
+    "408": "the body did not arrive",
     "413": "the body is too long",
     "415": "the body is compressed",
     "429": "too many requests wait",

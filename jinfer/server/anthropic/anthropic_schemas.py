@@ -186,9 +186,9 @@ class ConversationFields(base.RequestModel):
     mcp_servers: Annotated[
         list[dict[str, Any]] | None, base.Ignored("no tools are called here")
     ] = None
-    speed: Annotated[str | None, base.Ignored("all requests are served alike", ("standard",))] = (
-        None
-    )
+    speed: Annotated[
+        str | None, base.Ignored("all requests have the same service tier", ("standard",))
+    ] = None
     betas: Annotated[list[str] | None, _Elsewhere] = None
     anthropic_beta: Annotated[list[str] | None, _Elsewhere] = None
     anthropic_version: Annotated[str | None, _Elsewhere] = None
@@ -205,7 +205,8 @@ class MessagesRequest(ConversationFields, SamplingFields):
     stream: bool | None = None
     metadata: MessageMetadata | None = Field(None, description="is logged")
     service_tier: Annotated[
-        str | None, base.Ignored("all requests are served alike", ("auto", "standard_only"))
+        str | None,
+        base.Ignored("all requests have the same service tier", ("auto", "standard_only")),
     ] = None
     container: Annotated[str | dict[str, Any] | None, base.Ignored("nothing is executed here")] = (
         None

@@ -1,4 +1,4 @@
-"""Fields of other servers that change nothing here, or cannot be followed: told, or refused.
+"""Peer fields: fields of other servers without effect here, reported as ignored or rejected.
 
 docs/serving.md has the table of all their fields; `python -m tests.server.peer_tables` writes it.
 """
@@ -11,11 +11,11 @@ from pydantic import Field
 
 from jinfer.server.http.schema_base import Ignored, Keep, No, RequestModel, Zero, rejected_field
 
-_FOUND = "equal beginnings of prompts are found without it"
-_TEXT = "models read text alone"
-_RENDERED = "/apply-template and /tokenize say how a prompt is read"
-_GRAMMAR = "a grammar holds from the answer's beginning, or from the end of its thought"
-_ADAPTIVE = "there is no such sampler; mirostat follows the surprise, too"
+_FOUND = "the prefix cache works without it"
+_TEXT = "models read text only"
+_RENDERED = "use /apply-template and /tokenize"
+_GRAMMAR = "a grammar applies from the start of the answer, or from the end of the thought"
+_ADAPTIVE = "there is no such sampler; mirostat is similar"
 
 
 class PeerFields(RequestModel):
@@ -24,10 +24,10 @@ class PeerFields(RequestModel):
     # llama.cpp
     n_cache_reuse: Annotated[int | None, Ignored(_FOUND, (0,))] = None
     backend_sampling: Annotated[
-        bool | None, Ignored("tokens are always chosen on the device", (True,))
+        bool | None, Ignored("sampling is always on the device", (True,))
     ] = None
-    sse_ping_interval: Annotated[int | None, Ignored("--ping says it for all streams")] = None
-    n_keep: Keep | None = Field(None, description="a context is never shifted")
+    sse_ping_interval: Annotated[int | None, Ignored("--ping sets it for all streams")] = None
+    n_keep: Keep | None = Field(None, description="the context is never shifted")
     n_indent: Zero | None = None
     n_discard: Zero | None = None
     min_keep: Zero | None = None
@@ -36,35 +36,29 @@ class PeerFields(RequestModel):
     grammar_lazy: Annotated[No | None, rejected_field(_GRAMMAR)] = None
     grammar_triggers: Annotated[None, rejected_field(_GRAMMAR, [])] = None
     preserved_tokens: Annotated[
-        list[str] | None, Ignored("parsers see the special tokens that they need", ([],))
+        list[str] | None, Ignored("parsers receive the special tokens that they need", ([],))
     ] = None
     # vLLM
     request_id: Annotated[str | None, Ignored("the header X-Request-Id names a request")] = None
     session_id: Annotated[str | None, Ignored(_FOUND)] = None
-    stream_interval: Annotated[
-        int | None, Ignored("pieces are sent as soon as they are there", (1,))
-    ] = None
+    stream_interval: Annotated[int | None, Ignored("chunks are sent immediately", (1,))] = None
     spaces_between_special_tokens: Annotated[
-        bool | None, Ignored("special tokens are spelled as they are", (True,))
+        bool | None, Ignored("special tokens are written without spaces", (True,))
     ] = None
     mm_processor_kwargs: Annotated[dict[str, Any] | None, Ignored(_TEXT)] = None
     media_io_kwargs: Annotated[dict[str, Any] | None, Ignored(_TEXT)] = None
     return_mm_kwargs: Annotated[bool | None, Ignored(_TEXT, (True, False))] = None
     return_token_offsets: Annotated[bool | None, Ignored(_RENDERED, (False,))] = None
     routed_experts_prompt_start: Annotated[
-        int | None, Ignored("answers do not say which experts computed them", (0,))
+        int | None, Ignored("routed experts are not reported", (0,))
     ] = None
     cache_salt: Annotated[
-        None, rejected_field("cache_prompt: false keeps a prompt out of what others find")
+        None, rejected_field("use cache_prompt: false to keep a prompt private")
     ] = None
-    watermarking: Annotated[No | None, rejected_field("answers have no watermark")] = None
+    watermarking: Annotated[No | None, rejected_field("answers are not watermarked")] = None
     repetition_detection: Annotated[
-        None, rejected_field("penalties and DRY keep answers from repetitions")
+        None, rejected_field("use penalties or DRY against repetition")
     ] = None
-    kv_transfer_params: Annotated[None, rejected_field("prompts are computed where they come")] = (
-        None
-    )
-    ec_transfer_params: Annotated[None, rejected_field("prompts are computed where they come")] = (
-        None
-    )
-    vllm_xargs: Annotated[None, rejected_field("nothing here reads them")] = None
+    kv_transfer_params: Annotated[None, rejected_field("prefill is not disaggregated")] = None
+    ec_transfer_params: Annotated[None, rejected_field("prefill is not disaggregated")] = None
+    vllm_xargs: Annotated[None, rejected_field("custom arguments are not supported")] = None

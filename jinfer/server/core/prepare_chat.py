@@ -1,4 +1,4 @@
-"""Chat request: the one preparation of a conversation, whichever dialect it came in.
+"""Prepare chat: the preparation of a conversation, the same for all dialects.
 
 A dialect translates its request to a `ChatRequest`; here it becomes a prompt, sampling parameters
 and an output parser.
@@ -97,7 +97,7 @@ def _constrained(
 
 @contextlib.contextmanager
 def field_names(name_of: FieldName) -> Iterator[None]:
-    """Name the fields in errors as a dialect does."""
+    """Translate the field names in errors to a dialect."""
     try:
         yield
     except ApiError as error:
@@ -106,5 +106,5 @@ def field_names(name_of: FieldName) -> Iterator[None]:
 
 
 def ignore_as(ignore: Ignore, name_of: FieldName) -> Ignore:
-    """Name ignored fields as a dialect does."""
+    """Translate the names of ignored fields to a dialect."""
     return lambda field, reason: ignore(name_of(field), reason)

@@ -24,10 +24,10 @@ class ModelSource:
         name: the name that requests use.
         path: a source as `LLM` takes it.
         overrides: keys of its specification.
-        aliases: other names of it.
-        on_demand: it is loaded by the first request for it, rather than when the server starts.
-        pinned: it does not leave memory by itself.
-        idle_unload: seconds without requests after which it leaves; None: as the server says.
+        aliases: other names.
+        on_demand: whether the first request loads the model, rather than the server's start.
+        pinned: whether the model always stays in memory.
+        idle_unload: seconds without requests until it is unloaded; None: the server's setting.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Options of the server; `jinfer.server.serve_flags` has their help texts.
+    """Options of the server; see `jinfer.server.flag_table`.
 
     Attributes:
         keys: API keys, any of which is accepted; empty: no key is needed.
@@ -53,34 +53,34 @@ class ServerSettings:
         retry_after: the Retry-After header of refused requests, in seconds.
         max_prompts: number of prompts of one request.
         log_prompts: whether prompts and answers are logged.
-        request_templates: whether a request may bring its own chat template.
+        request_templates: whether a request may have its own chat template.
         strict: whether fields without effect, and names of models that are not served, are
             rejected.
-        max_loaded: number of models in memory at a time; None: all that are loaded at the start,
-            and at least four where others are loaded on demand.
+        max_loaded: number of models in memory at a time; None: all models of the start, and at
+            least four with models on demand.
         model_wait: seconds that a request may wait for room for its model.
         autoload: whether a request loads the model that it names.
-        idle_unload, idle_sleep: seconds without requests after which a model leaves memory, or
-            sleeps; None: never.
+        idle_unload, idle_sleep: seconds without requests until a model is unloaded or sleeps; None:
+            never.
         warm_up: whether all programs are compiled in the background.
         cors: origins that browsers may call from (CORS); "*" for any.
         page: whether the web page at / is served.
         runtime_adapters: whether requests may load and unload LoRA adapters.
-        slot_save_path: folder in which requests may save slots' caches; None: they may not.
-        files_dir: folder of files and batches; None: there are none.
+        slot_save_path: folder for saved caches of slots; None: requests must not save them.
+        files_dir: folder of files and batches; None: no files API.
         max_file, max_files: bytes of an uploaded file, and of all files.
         responses_dir: folder of stored responses; None: they are kept in memory.
         max_responses: number of stored responses; 0: none is stored.
-        responses_bytes: bytes of them all.
-        responses_seconds: age at which one is removed.
+        responses_bytes: bytes of all stored responses.
+        responses_seconds: age at which a stored response is removed.
         template_variables: variables of chat templates, below those of requests.
         logits_processors: functions that requests may name.
         allow_inspection: whether requests may capture, steer and edit activations.
         inspection_bytes: bytes of activations that a request may capture, and of the steering
             vectors that are kept for a model.
-        model_processes: whether models that are loaded beside others have processes of their own.
-        is_worker: whether this is such a process.
-        log: arguments of `request_log.set_up_logging` for such processes.
+        model_processes: whether models that are loaded later have their own processes.
+        is_worker: whether this process is a model process.
+        log: arguments of `request_log.set_up_logging` for model processes.
     """
 
     keys: tuple[str, ...] = ()

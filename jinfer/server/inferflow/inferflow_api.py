@@ -40,10 +40,10 @@ class InferflowRequest(SamplingFields):
     system_prompt: str | None = None
     res_prefix: str | None = Field(None, description="what the answer begins with")
     encoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
+        None, description="only with --request-chat-templates"
     )
     decoder_input_template: str | None = Field(
-        None, description="only where the operator allows it"
+        None, description="only with --request-chat-templates"
     )
     decoding_alg: str | dict[str, Any] | None = None
     random_seed: int | None = Field(None, description="0: a new one")
@@ -79,9 +79,9 @@ async def inferflow(request: RequestContext[InferflowRequest]) -> HttpResponse |
     reject_fields(
         body,
         n_probs="no log-probabilities are given here",
-        return_token_ids="no ids are given here",
-        timings_per_token="no timings are given here",
-        return_progress="nothing is told of the prompt here",
+        return_token_ids="this route does not return token ids",
+        timings_per_token="this route does not return timings",
+        return_progress="this route does not report progress",
         capture=NO_CAPTURE,
     )
     user = (body.header or {}).get("user")
@@ -146,7 +146,7 @@ def _conversation(request: RequestContext[InferflowRequest], model: ServedModel)
     if template is None:
         return conversation
     if not request.service.settings.request_templates:
-        raise ApiError(403, "templates of requests are not allowed here", param=own)
+        raise ApiError(403, "the server does not allow templates in requests", param=own)
     return replace(conversation, prompt=replace(conversation.prompt, template=template), jinja=None)
 
 

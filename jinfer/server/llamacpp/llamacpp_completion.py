@@ -119,7 +119,7 @@ async def answer_prompts(
     body = request.body
     check_stream(body, body.stream, None)
     if body.prompt_logprobs is not None:
-        raise unsupported_field("they are given by /v1/completions", "prompt_logprobs")
+        raise unsupported_field("use /v1/completions", "prompt_logprobs")
     reject_fields(body, return_token_ids="ids are given with return_tokens", capture=NO_CAPTURE)
     if body.stream:
         return StreamedResponse(_stream_events(request, prepare))

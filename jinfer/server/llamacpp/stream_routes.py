@@ -16,7 +16,9 @@ from jinfer.server.http.schema_base import RequestModel, ResponseModel
 class StreamLookup(RequestModel):
     """A request for what is known of some streams."""
 
-    conversation_ids: list[str] = Field(description="what X-Conversation-Id named", max_length=1000)
+    conversation_ids: list[str] = Field(
+        description="id of the conversation, as in X-Conversation-Id", max_length=1000
+    )
 
 
 class StreamState(ResponseModel):

@@ -38,7 +38,7 @@ class OllamaOptions(base.RequestModel):
         bool | None, base.Ignored("a newline is a token as others", (True,))
     ] = None
     num_ctx: Annotated[int | None, base.Ignored("--ctx-size says how long a sequence is")] = None
-    num_keep: Annotated[int | None, base.Ignored("a context is never shifted")] = None
+    num_keep: Annotated[int | None, base.Ignored("the context is never shifted")] = None
     num_batch: Loading = None
     num_gpu: Loading = None
     main_gpu: Loading = None
@@ -82,7 +82,7 @@ class OllamaMessage(base.ReplayedModel):
 
     @property
     def was_answer(self) -> bool:
-        """Assistant messages were answers once."""
+        """Return whether the message is an earlier answer."""
         return self.role == "assistant"
 
 

@@ -181,7 +181,7 @@ async def _elsewhere(
         pieces.append(message.get("body", b""))
 
     async with service.models.hold(found.model, awake=found.awake) as model:
-        assert model.worker is not None, "it has a process of its own"
+        assert model.worker is not None, "the model has its own process"
         seconds = service.settings.send_seconds
         await forward(request, data, id, model.worker.socket, send, seconds)
     return status, orjson.loads(b"".join(pieces)), id

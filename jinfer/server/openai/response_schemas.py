@@ -79,7 +79,7 @@ class InputItem(base.ReplayedModel):
     action: dict[str, Any] | None = Field(None, description="of a shell's call")
     output: str | list[InputPart] | None = None
     summary: list[dict[str, Any]] | None = None
-    encrypted_content: Annotated[str | None, base.Ignored("thoughts are given as they are")] = None
+    encrypted_content: Annotated[str | None, base.Ignored("thoughts are not summarized")] = None
     cache_control: chat.CacheControl = None
 
     @property
@@ -158,7 +158,7 @@ class TextOptions(base.RequestModel):
 
 
 _Summary = Annotated[
-    Literal["auto", "concise", "detailed"] | None, base.Ignored("thoughts are given as they are")
+    Literal["auto", "concise", "detailed"] | None, base.Ignored("thoughts are not summarized")
 ]
 LOGPROBS: Final = "message.output_text.logprobs"
 Include = Literal[
@@ -225,7 +225,7 @@ class ResponseRequest(SamplingFields):
     max_tool_calls: Annotated[int | None, base.Ignored("no tools are called here")] = None
     user: str | None = Field(None, description="is logged")
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = Field(None, description="beginnings are found without one")
+    prompt_cache_key: str | None = Field(None, description="the prefix cache works without it")
     prompt_cache_retention: str | None = None
     service_tier: chat.ServiceTier = None
     store: bool | None = Field(None, description="false: the answer cannot be asked for later")

@@ -63,7 +63,7 @@ async def create_response(
     check_response(request)
     request.note(user=body.user or body.safety_identifier, metadata=body.metadata)
     if body.background and not kept:
-        raise invalid_request("an answer in the background is one that is stored", "background")
+        raise invalid_request("a background response is one that is stored", "background")
     response_input = await request.service.in_thread(read_input, body, request.service.responses)
     answering = _Answering(request, response_input, kept)
     if body.background:
@@ -331,7 +331,7 @@ async def cancel(request: RequestContext[Any]) -> HttpResponse:
     """End a response that is made in the background; one that has ended stays as it is."""
     jobs, id = request.service.response_jobs, _response_id(request)
     if jobs.running(id) is None and not (await _stored_response(request)).response["background"]:
-        raise invalid_request("only an answer in the background can be cancelled")
+        raise invalid_request("only a background response can be cancelled")
     await jobs.cancel(id)
     return HttpResponse(await _known_response(request))
 

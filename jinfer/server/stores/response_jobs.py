@@ -129,7 +129,7 @@ class ResponseJobs:
             if refused:
                 taken.set_exception(error)
             else:
-                _log.error("an answer in the background failed", exc_info=error)
+                _log.error("a background response failed", exc_info=error)
                 job.end("failed", as_api_error(error))
         finally:
             if not taken.done():

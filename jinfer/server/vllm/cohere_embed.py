@@ -32,8 +32,8 @@ class CohereEmbedRequest(RequestModel):
         None, description="which end of a text is left out where it is too long; by default END"
     )
     user: str | None = Field(None, description="is logged")
-    images: Annotated[Any, rejected_field("models read text alone", [])] = None
-    inputs: Annotated[Any, rejected_field("give texts; models read text alone", [])] = None
+    images: Annotated[Any, rejected_field("models read text only", [])] = None
+    inputs: Annotated[Any, rejected_field("give texts; models read text only", [])] = None
     priority: Annotated[Any, rejected_field("vectors are computed in their order", 0)] = None
 
 

@@ -175,9 +175,7 @@ def _messages(request: RequestContext[TokenizeRequest], session: Session) -> dic
     """Tokenize a conversation, as vLLM does."""
     body, settings = request.body, request.service.settings
     if body.add_special_tokens:
-        raise invalid_request(
-            "the chat template says what stands around a text", "add_special_tokens"
-        )
+        raise invalid_request("the chat template adds the special tokens", "add_special_tokens")
     names = _FIELDS_OF["messages"] & ChatTemplateFields.model_fields.keys() | {"messages"}
     rendering = ChatTemplateFields(**{name: getattr(body, name) for name in names})
     prompt = build_chat_prompt(rendering, session, settings, request.ignore)
